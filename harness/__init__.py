@@ -1,0 +1,1 @@
+"""The laboratory for sharded data-parallel training."""

@@ -1,0 +1,396 @@
+"""The typed root of a cell: one dataclass a group, one sentence a field.
+
+YAML under `conf/` holds values, this module holds types and defaults, `harness.config.rules` holds what must hold
+between fields. A group, its package and its dataclass field share one name. The sentence under a field is read by
+`harness.config.doc` for the generated guide and for error hints, so it states the unit. Torch is never imported here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class DataKind(Enum):
+    """Where tokens come from."""
+
+    stdlib = "stdlib"
+    text = "text"
+    tokens = "tokens"
+    synthetic = "synthetic"
+
+
+class TokenDtype(Enum):
+    """Width of one token in a memory-mapped token file."""
+
+    uint16 = "uint16"
+    uint32 = "uint32"
+
+
+class OptimizerName(Enum):
+    """Update rule."""
+
+    sgd = "sgd"
+    adam = "adam"
+    adamw = "adamw"
+
+
+class Schedule(Enum):
+    """Shape of the learning rate after warm-up."""
+
+    constant = "constant"
+    cosine = "cosine"
+    linear = "linear"
+
+
+class EngineName(Enum):
+    """What shards the model and steps its optimizer."""
+
+    native = "native"
+    ddp = "ddp"
+    single = "single"
+
+
+class Strategy(Enum):
+    """ZeRO stage by name: 0 no_shard, 1 optim, 2 optim_grads, 3 optim_grads_params."""
+
+    no_shard = "no_shard"
+    optim = "optim"
+    optim_grads = "optim_grads"
+    optim_grads_params = "optim_grads_params"
+
+
+class Dtype(Enum):
+    """A floating-point format."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    fp64 = "fp64"
+
+
+class Numerics(Enum):
+    """How much order of arithmetic is promised: fast (none), deterministic (re-runs), ordered (rank order, across strategies)."""
+
+    fast = "fast"
+    deterministic = "deterministic"
+    ordered = "ordered"
+
+
+class CkptPolicy(Enum):
+    """Which checkpoints are kept."""
+
+    none = "none"
+    last = "last"
+
+
+class Backend(Enum):
+    """Who starts the ranks."""
+
+    local = "local"
+    slurm = "slurm"
+
+
+class Device(Enum):
+    """Where a rank computes: cpu with gloo, cuda with NCCL."""
+
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Rerun(Enum):
+    """Which finished cells are run again when asked for: none, those whose sources changed since, or every one."""
+
+    never = "never"
+    stale = "stale"
+    always = "always"
+
+
+class WandbMode(Enum):
+    """Where the mirror goes."""
+
+    disabled = "disabled"
+    offline = "offline"
+    online = "online"
+
+
+@dataclass
+class ModelConfig:
+    """A Llama-style decoder."""
+
+    name: str = "tiny"
+    """Label used in run names and reports."""
+    vocab_size: int = 256
+    """Number of token ids; 256 for bytes."""
+    dim: int = 64
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Number of transformer blocks."""
+    num_heads: int = 4
+    """Query heads; `dim` is divisible by it."""
+    num_kv_heads: int = 2
+    """Key and value heads (grouped-query attention); `num_heads` is divisible by it."""
+    ffn_dim: int = 176
+    """Hidden width of the SwiGLU feed-forward."""
+    max_seq_len: int = 2048
+    """Longest sequence the rotary table covers, in tokens."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1.0e-5
+    """Epsilon inside RMSNorm."""
+    tie_embeddings: bool = False
+    """Whether the output projection is the embedding matrix."""
+    activation_checkpointing: bool = False
+    """Whether each block recomputes its activations in the backward."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; residual projections get it divided by sqrt(2 * num_layers)."""
+
+
+@dataclass
+class DataConfig:
+    """Real or synthetic tokens in a fixed global order."""
+
+    kind: DataKind = DataKind.stdlib
+    """Source of tokens."""
+    path: str | None = None
+    """File or folder for `text` and `tokens`; unused otherwise."""
+    seq_len: int = 128
+    """Tokens a sequence the model is trained on; seq_len + 1 are read."""
+    token_dtype: TokenDtype = TokenDtype.uint16
+    """Width of a token for `tokens` files."""
+    header_bytes: int = 0
+    """Bytes to skip at the start of each token file (0 for nanoGPT and Megatron .bin, 1024 for llm.c)."""
+    order_seed: int = 1234
+    """Seed of the order of sequences; apart from train.seed, so that weights and data vary separately."""
+    num_sequences: int = 4096
+    """How many distinct sequences `synthetic` holds."""
+
+
+@dataclass
+class OptimizerConfig:
+    """Update rule and its constants."""
+
+    name: OptimizerName = OptimizerName.adamw
+    """Update rule."""
+    lr: float = 1.0e-3
+    """Peak learning rate."""
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    """Adam's two decay rates."""
+    eps: float = 1.0e-8
+    """Adam's epsilon."""
+    weight_decay: float = 0.1
+    """Decay of matrices; vectors (norm scales, biases) are a second parameter group with none."""
+    momentum: float = 0.0
+    """SGD's momentum."""
+    clip_norm: float | None = 1.0
+    """Largest global gradient norm; null leaves gradients as they are (the norm is logged all the same)."""
+
+
+@dataclass
+class TrainConfig:
+    """Length, batch and seeds of one run."""
+
+    steps: int = 20
+    """Optimizer updates."""
+    seed: int = 0
+    """Seed of the initial weights."""
+    global_batch_size: int = 16
+    """Sequences an optimizer step, over all ranks and microbatches."""
+    microbatch_size: int = 4
+    """Sequences a rank sees in one forward and backward."""
+    replicate: int = 0
+    """Number of this repetition; part of the signature, so that A/A pairs are two runs."""
+    schedule: Schedule = Schedule.cosine
+    """Shape of the learning rate after warm-up."""
+    warmup_steps: int = 2
+    """Steps of linear warm-up."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate over the peak one."""
+    param_norm_every: int = 10
+    """Steps between records of the weights' norm; 0 never."""
+
+
+@dataclass
+class EngineConfig:
+    """Which engine, and what only some engines take."""
+
+    name: EngineName = EngineName.native
+    """Engine."""
+    prefetch: int = 1
+    """Units gathered ahead of the one in use (native)."""
+
+
+@dataclass
+class ShardingConfig:
+    """What is split over the data-parallel ranks."""
+
+    strategy: Strategy = Strategy.optim_grads_params
+    """ZeRO stage by name."""
+
+
+@dataclass
+class DtypeConfig:
+    """A dtype for each buffer and for each wire."""
+
+    name: str = "fp32"
+    """Label used in run names and reports."""
+    compute: Dtype = Dtype.fp32
+    """Weights and activations in forward and backward."""
+    main_params: Dtype = Dtype.fp32
+    """Weights the optimizer updates."""
+    main_grads: Dtype = Dtype.fp32
+    """Stored and accumulated gradients."""
+    grad_comm: Dtype = Dtype.fp32
+    """What a gradient reduction sends."""
+    grad_accum: Dtype = Dtype.fp32
+    """The sum inside a reduction."""
+    allow_low_precision_grads: bool = False
+    """Permits main gradients below fp32."""
+
+
+@dataclass
+class NumericsConfig:
+    """Promise about the order of arithmetic."""
+
+    mode: Numerics = Numerics.fast
+    """fast, deterministic or ordered."""
+
+
+@dataclass
+class MeshConfig:
+    """Shape of the ranks."""
+
+    world_size: int = 2
+    """Number of ranks."""
+
+
+@dataclass
+class CkptConfig:
+    """What is saved for resuming."""
+
+    policy: CkptPolicy = CkptPolicy.last
+    """none, or the newest one kept."""
+    every: int = 0
+    """Steps between saves; 0 saves only when preempted and at the end."""
+
+
+@dataclass
+class MeasureConfig:
+    """What is recorded beside the loss."""
+
+    capture_steps: list[int] = field(default_factory=lambda: [1])
+    """Steps at which every full gradient is written to `capture/` (before clipping)."""
+    capture_limit_mib: int = 1024
+    """No gradients are captured where one step of them would take more."""
+
+
+@dataclass
+class ClusterConfig:
+    """Facts of the machine; never part of the signature."""
+
+    name: str = "local"
+    """Label."""
+    backend: Backend = Backend.local
+    """Who starts the ranks."""
+    device: Device = Device.cpu
+    """Where a rank computes."""
+    nodes: int = 1
+    """Machines a cell uses; world_size is divided evenly over them."""
+    threads_per_rank: int = 1
+    """Intra-op threads of a rank; some sums depend on it, so a verdict checks it."""
+    slots: int = 2
+    """Ranks that run side by side on this machine; a sweep starts cells while slots are free (at least one cell always)."""
+    partition: str | None = None
+    """SLURM partition."""
+    account: str | None = None
+    """SLURM account."""
+    qos: str | None = None
+    """SLURM quality of service."""
+    time_min: int = 60
+    """Time limit of one attempt, in minutes."""
+    grace_s: int = 120
+    """Seconds before the limit at which a run is asked to save and requeue."""
+    mem_gb: float | None = None
+    """Memory a node; null leaves it to the scheduler."""
+    gpus_per_node: int = 0
+    """Devices asked of the scheduler per node."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines run before the ranks (module loads)."""
+    additional: dict[str, str] = field(default_factory=dict)
+    """Further sbatch options, as `name: value`."""
+
+
+@dataclass
+class LaunchConfig:
+    """How a request is carried out; never part of the signature."""
+
+    root: str = "runs"
+    """Where runs are stored."""
+    dry_run: bool = False
+    """Print what would run, and start nothing."""
+    wait: bool = False
+    """Stay until submitted cells end (SLURM); a local launch always stays."""
+    inline: bool = False
+    """Run the one rank inside this process, so that a debugger works."""
+    rerun: Rerun = Rerun.never
+    """Which finished cells to run again."""
+    hang_timeout_s: float = 300.0
+    """Seconds without a step after which every rank's stack is dumped and the run ends."""
+    stop_grace_s: float = 20.0
+    """Seconds ranks get to save after a request to stop, before they are killed."""
+
+
+@dataclass
+class WandbConfig:
+    """Mirror of the record; never part of the signature."""
+
+    mode: WandbMode = WandbMode.disabled
+    """disabled, offline or online."""
+    project: str = "sharded-training"
+    """Project on the server."""
+    entity: str | None = None
+    """Team or user on the server."""
+
+
+@dataclass
+class StudyConfig:
+    """A question, its arms, its control, and its margins; the body is never part of the signature."""
+
+    name: str = "adhoc"
+    """Name of the study; the folder its runs lie in."""
+    question: str = ""
+    """What the study asks, in a sentence."""
+    control: dict[str, str] = field(default_factory=dict)
+    """Overrides that pick the arm all others are compared with."""
+    base: dict[str, str] = field(default_factory=dict)
+    """Overrides every cell gets."""
+    grid: dict[str, list[str]] = field(default_factory=dict)
+    """Axes whose product is run."""
+    zip: dict[str, list[str]] = field(default_factory=dict)
+    """Axes that advance together."""
+    skip_if: list[str] = field(default_factory=list)
+    """Space-separated overrides; a cell that has all of a line is left out."""
+    replicates: int = 1
+    """Repetitions of every cell (train.replicate 0 .. n-1)."""
+
+
+@dataclass
+class Config:
+    """A complete cell."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    dtype: DtypeConfig = field(default_factory=DtypeConfig)
+    numerics: NumericsConfig = field(default_factory=NumericsConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    ckpt: CkptConfig = field(default_factory=CkptConfig)
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    launch: LaunchConfig = field(default_factory=LaunchConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    study: StudyConfig = field(default_factory=StudyConfig)
+    notes: str = ""
+    """Free text; never part of the signature."""

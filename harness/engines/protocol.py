@@ -1,0 +1,109 @@
+"""What an engine is: the one face the training loop, the probes and the conformance suite see.
+
+An engine owns the model, its gradients and its optimizer. The loop hands it microbatches and a learning rate; it hands
+back losses and the gradient norm. It never reads data, never logs, never saves: it only exposes its state by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from harness.config.schema import Config
+
+
+class Microbatch(NamedTuple):
+    """Tokens of one forward and backward on one rank; both int64, shape [microbatch_size, seq_len]."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Where this process stands. The default process group spans all ranks and carries the engine's traffic."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+
+
+class Workload(Protocol):
+    """What is trained, apart from how: all an engine may know of the model."""
+
+    unit_classes: tuple[type[nn.Module], ...]
+    """Modules whose parameters are gathered and released together."""
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """Make the module with uninitialised parameters (device "meta" allocates none); buffers are real after `materialise_buffers`."""
+
+    def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
+        """Full initial value of the parameter with this global name: fp32, CPU, a function of the name and train.seed alone."""
+
+    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
+        """Give every buffer of a module built on meta its value."""
+
+    def loss(self, model: nn.Module, batch: Microbatch) -> Tensor:
+        """Mean loss over the tokens of one microbatch: a scalar, fp32 or wider, with a graph."""
+
+    def decays(self, name: str, shape: torch.Size) -> bool:
+        """Whether weight decay applies to this parameter (matrices yes, vectors no)."""
+
+
+class Engine(ABC):
+    """One engine on one rank. Every method marked *collective* is called by all ranks in the same order."""
+
+    @abstractmethod
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        """Build, initialise and shard the model, and its optimizer. *Collective.*"""
+
+    @abstractmethod
+    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
+        """Run one microbatch; `last` marks the step's last one on this rank. *Collective.*
+
+        Returns the unscaled mean loss (detached scalar, fp32 or wider). The caller never scales a loss: the gradient of
+        a step is the mean over the M = world_size * k global microbatches.
+        """
+
+    @abstractmethod
+    def step(self, lr: float) -> float:
+        """Clip, update the weights with this learning rate and drop the gradients. *Collective.*
+
+        Returns the global gradient norm before clipping. A step with a non-finite norm is still taken, and shows.
+        """
+
+    @abstractmethod
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Full averaged gradients before clipping, by parameter name, in model order. *Collective.*
+
+        Valid after the step's last microbatch and before `step`. CPU, in the main-gradient dtype. Changes nothing.
+        """
+
+    @abstractmethod
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Full main weights by parameter name, in model order; tied weights once. CPU, main dtype. *Collective.* Changes nothing."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's state (main weights, optimizer state, step counts) as flat tensors on any device, for the same layout."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state_dict` gave on the same layout, effective in the very next forward. *Collective.*
+
+        Raises:
+            ValueError: a key is missing, unexpected or of another shape or dtype; nothing was loaded.
+        """
+
+    @abstractmethod
+    def accounted_bytes(self) -> dict[str, int]:
+        """Persistent bytes on this rank by role: compute_weights, main_weights, main_grads, optimizer, padding, buffers."""
+
+    def close(self) -> None:  # noqa: B027 - most engines hold nothing
+        """Release what outlives the object (hooks, threads)."""
