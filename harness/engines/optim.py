@@ -1,0 +1,114 @@
+"""What every engine's update shares: how an optimizer is made, the clipping rule, and its state as named tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.config.schema import OptimizerConfig, OptimizerName
+
+
+class Group(NamedTuple):
+    """Tensors that share a weight decay: `weight_decay` of the configuration if `decays`, else none."""
+
+    params: Sequence[Tensor]
+    decays: bool
+
+
+def make_optimizer(config: OptimizerConfig, groups: Iterable[Group], *, fused: bool = False) -> torch.optim.Optimizer:
+    """SGD (with momentum), Adam (decay in the gradient) or AdamW (decoupled) over two parameter groups.
+
+    The learning rate starts at `config.lr`; `set_lr` changes it each step. `fused` takes torch's one-kernel step, whose
+    last bits depend on where tensors are cut; without it every tensor is stepped by plain tensor arithmetic.
+    """
+    tables: list[dict[str, Any]] = [
+        {"params": list(group.params), "weight_decay": config.weight_decay if group.decays else 0.0}
+        for group in groups
+        if group.params
+    ]
+    kernel: dict[str, Any] = {"fused": True} if fused else {"foreach": False}
+    if config.name is OptimizerName.sgd:
+        return torch.optim.SGD(tables, lr=config.lr, momentum=config.momentum, **kernel)
+    family = torch.optim.Adam if config.name is OptimizerName.adam else torch.optim.AdamW
+    beta1, beta2 = config.betas
+    return family(tables, lr=config.lr, betas=(beta1, beta2), eps=config.eps, **kernel)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Give every group this learning rate."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def gradient_norm(gradients: Iterable[Tensor]) -> float:
+    """Euclidean norm over all elements, squares summed in fp64."""
+    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+    return math.sqrt(torch.stack(squares).sum().item())
+
+
+def clip_coefficient(norm: float, clip_norm: float | None) -> float:
+    """What gradients are multiplied by: min(1, clip_norm / (norm + 1e-6)) as in torch; nan where the norm is nan."""
+    if clip_norm is None:
+        return 1.0
+    coefficient = clip_norm / (norm + 1e-6)
+    # Not min(): that would turn a nan norm into 1 and hide it.
+    return 1.0 if coefficient >= 1.0 else coefficient
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """State as `<parameter>/<entry>` -> tensor, over a set of keys that does not depend on whether a step was made.
+
+    Entries torch has not created yet are given as the zeros it would create, so that a checkpoint of step 0 is whole.
+    """
+    state: dict[str, Tensor] = {}
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            held = optimizer.state.get(param, {})
+            for entry, blank in _blank_entries(optimizer, group, param).items():
+                value = held.get(entry)
+                state[f"{names[param]}/{entry}"] = blank if value is None else value
+    return state
+
+
+def load_optimizer_state(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Tensor]
+) -> None:
+    """Take back what `optimizer_state` gave. Keys, shapes and dtypes are the caller's to check (`check_state`)."""
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            entries = _blank_entries(optimizer, group, param)
+            if not entries:
+                continue
+            optimizer.state[param] = {
+                entry: state[f"{names[param]}/{entry}"].detach().to(blank.device, copy=True)
+                for entry, blank in entries.items()
+            }
+
+
+def check_state(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
+    """Compare keys, shapes and dtypes.
+
+    Raises:
+        ValueError: naming the first few keys that are missing, unexpected, or of another shape or dtype.
+    """
+    faults = [f"missing {key}" for key in expected if key not in given]
+    faults += [f"unexpected {key}" for key in given if key not in expected]
+    for key in expected.keys() & given.keys():
+        want, have = expected[key], given[key]
+        if want.shape != have.shape or want.dtype != have.dtype:
+            faults.append(f"{key} is {have.dtype} {list(have.shape)}, expected {want.dtype} {list(want.shape)}")
+    if faults:
+        shown = "; ".join(sorted(faults)[:5])
+        raise ValueError(f"state does not fit this layout ({len(faults)} differences): {shown}")
+
+
+def _blank_entries(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
+    if isinstance(optimizer, torch.optim.SGD):
+        return {"momentum_buffer": torch.zeros_like(param)} if group["momentum"] else {}
+    on_device = param.device if group["fused"] else torch.device("cpu")
+    step = torch.zeros((), dtype=torch.float32, device=on_device)
+    return {"step": step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}

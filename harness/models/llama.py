@@ -1,0 +1,218 @@
+"""A Llama-style decoder in one file: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+Shapes are suffixes of tensor names: `x_BSD` is [B, S, D].
+
+    B  sequences of the microbatch        H  query heads
+    S  positions of a sequence            K  key and value heads (H is a multiple of K)
+    D  width of the residual stream       E  width of a head, D / H
+    F  width of the feed-forward          V  token ids
+
+Nothing here knows of ranks. Parameters are created uninitialised in the dtype asked for (also on the meta device) and
+filled by name from outside, so that every engine starts from the same values. The rotary tables are fp32, or fp64 in an
+fp64 model, and stay so whatever the compute dtype.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.config.schema import ModelConfig
+
+
+def rotary_tables(config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every position, each [max_seq_len, E / 2], in `dtype`.
+
+    Angles are computed in fp64 on the CPU, so that they are the same on every device.
+    """
+    head_dim = config.dim // config.num_heads
+    inverse_E = config.rope_theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    angle_SE = torch.outer(torch.arange(config.max_seq_len, dtype=torch.float64, device="cpu"), inverse_E)
+    return angle_SE.cos().to(device, dtype), angle_SE.sin().to(device, dtype)
+
+
+def rotate(x_BSHE: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+    """Rotate each pair (i, i + E/2) of a head by its position's angle; computed in the tables' dtype."""
+    cos_S1E, sin_S1E = cos_SE.unsqueeze(1), sin_SE.unsqueeze(1)
+    low, high = x_BSHE.to(cos_SE.dtype).chunk(2, dim=-1)
+    turned = torch.cat((low * cos_S1E - high * sin_S1E, high * cos_S1E + low * sin_S1E), dim=-1)
+    return turned.to(x_BSHE.dtype)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight; the mean of squares is taken in fp32, or fp64 for an fp64 model."""
+
+    def __init__(self, dim: int, eps: float, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(dim, device=device, dtype=dtype))
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        wide_BSD = x_BSD.to(torch.promote_types(x_BSD.dtype, torch.float32))
+        scale_BS1 = torch.rsqrt(wide_BSD.square().mean(dim=-1, keepdim=True) + self.eps)
+        return (wide_BSD * scale_BS1).to(x_BSD.dtype) * self.weight
+
+
+class Linear(nn.Linear):
+    """A projection without bias, its weight [num_out, num_in] left uninitialised."""
+
+    def __init__(self, num_in: int, num_out: int, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__(num_in, num_out, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        """Nothing: weights are filled by name from outside."""
+
+
+class Attention(nn.Module):
+    """Causal self-attention in which H / K query heads share a key and value head."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.head_dim = config.dim // config.num_heads
+        kv_dim = config.num_kv_heads * self.head_dim
+        self.wq = Linear(config.dim, config.dim, device, dtype)
+        self.wk = Linear(config.dim, kv_dim, device, dtype)
+        self.wv = Linear(config.dim, kv_dim, device, dtype)
+        self.wo = Linear(config.dim, config.dim, device, dtype)
+
+    def forward(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+        q_BSHE = rotate(self.wq(x_BSD).unflatten(-1, (-1, self.head_dim)), cos_SE, sin_SE)
+        k_BSKE = rotate(self.wk(x_BSD).unflatten(-1, (-1, self.head_dim)), cos_SE, sin_SE)
+        v_BSKE = self.wv(x_BSD).unflatten(-1, (-1, self.head_dim))
+        mixed_BHSE = F.scaled_dot_product_attention(
+            q_BSHE.transpose(1, 2),
+            k_BSKE.transpose(1, 2),
+            v_BSKE.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=q_BSHE.shape[2] != k_BSKE.shape[2],
+        )
+        out_BSD: Tensor = self.wo(mixed_BHSE.transpose(1, 2).flatten(2))
+        return out_BSD
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w_down(silu(w_gate x) * w_up x)."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w_gate = Linear(config.dim, config.ffn_dim, device, dtype)
+        self.w_up = Linear(config.dim, config.ffn_dim, device, dtype)
+        self.w_down = Linear(config.ffn_dim, config.dim, device, dtype)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        hidden_BSF = F.silu(self.w_gate(x_BSD)) * self.w_up(x_BSD)
+        out_BSD: Tensor = self.w_down(hidden_BSF)
+        return out_BSD
+
+
+class Block(nn.Module):
+    """One pre-norm transformer layer.
+
+    Recomputation wraps the body *inside* `forward`, so that an engine's hooks on the block run outside it: weights are
+    gathered once for the backward, before anything is recomputed.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.recompute = config.activation_checkpointing
+        self.attention_norm = RMSNorm(config.dim, config.norm_eps, device, dtype)
+        self.attention = Attention(config, device, dtype)
+        self.ffn_norm = RMSNorm(config.dim, config.norm_eps, device, dtype)
+        self.ffn = FeedForward(config, device, dtype)
+
+    def forward(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            # Nothing in the body draws random numbers, so their state need not be kept.
+            out_BSD: Tensor = checkpoint(
+                self._body, x_BSD, cos_SE, sin_SE, use_reentrant=False, preserve_rng_state=False
+            )
+            return out_BSD
+        return self._body(x_BSD, cos_SE, sin_SE)
+
+    def _body(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
+        x_BSD = x_BSD + self.attention(self.attention_norm(x_BSD), cos_SE, sin_SE)
+        out_BSD: Tensor = x_BSD + self.ffn(self.ffn_norm(x_BSD))
+        return out_BSD
+
+
+class Embedding(nn.Embedding):
+    """The token embedding [V, D], left uninitialised; a class of its own, so that it can be a unit."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: weights are filled by name from outside."""
+
+
+class Head(nn.Module):
+    """Last norm and output projection; with tied embeddings the norm alone."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config.dim, config.norm_eps, device, dtype)
+        self.output = None if config.tie_embeddings else Linear(config.dim, config.vocab_size, device, dtype)
+
+    def forward(self, x_BSD: Tensor) -> Tensor:
+        """Logits [B, S, V], or the normed stream [B, S, D] where the projection is tied."""
+        x_BSD = self.norm(x_BSD)
+        return x_BSD if self.output is None else self.output(x_BSD)
+
+
+class Llama(nn.Module):
+    """Tokens to logits.
+
+    With tied embeddings there is one parameter, `embedding.weight`, and both its uses lie in this module's `forward`:
+    nothing is aliased that a later `to_empty` or wrapping could untie.
+    """
+
+    cos_SE: Tensor
+    sin_SE: Tensor
+
+    def __init__(self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
+        self.blocks = nn.ModuleList(Block(config, device, dtype) for _ in range(config.num_layers))
+        self.head = Head(config, device, dtype)
+        table_dtype = torch.promote_types(dtype, torch.float32)
+        cos_SE, sin_SE = rotary_tables(config, table_dtype, device)
+        self.register_buffer("cos_SE", cos_SE, persistent=False)
+        self.register_buffer("sin_SE", sin_SE, persistent=False)
+
+    def forward(self, tokens_BS: Tensor) -> Tensor:
+        """Logits [B, S, V] in the compute dtype of tokens [B, S] (int64).
+
+        Raises:
+            ValueError: the sequence is longer than the rotary tables.
+        """
+        seq_len, longest = tokens_BS.shape[1], self.config.max_seq_len
+        if seq_len > longest:
+            raise ValueError(
+                f"{seq_len} tokens a sequence, but model.max_seq_len={longest}: raise it or lower data.seq_len"
+            )
+        cos_SE, sin_SE = self.cos_SE[:seq_len], self.sin_SE[:seq_len]
+        x_BSD = self.embedding(tokens_BS)
+        for block in self.blocks:
+            x_BSD = block(x_BSD, cos_SE, sin_SE)
+        out: Tensor = self.head(x_BSD)
+        return F.linear(out, self.embedding.weight) if self.config.tie_embeddings else out
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Number of distinct parameters, by arithmetic."""
+    kv_dim = config.num_kv_heads * (config.dim // config.num_heads)
+    block = 2 * config.dim * (config.dim + kv_dim) + 3 * config.dim * config.ffn_dim + 2 * config.dim
+    matrices = 1 if config.tie_embeddings else 2
+    return matrices * config.vocab_size * config.dim + config.num_layers * block + config.dim
+
+
+def flops_per_token(config: ModelConfig, seq_len: int) -> float:
+    """Model floating-point operations of one token's forward and backward (recomputation not counted).
+
+    Six for each weight of a matrix multiplication (the embedding look-up is none, the output projection is), and
+    6 * S * D a block for causal attention: scores and mixing, 2 * 2 * S * D forward, half of it masked, times three.
+    """
+    lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
+    norms = (2 * config.num_layers + 1) * config.dim
+    weights = num_parameters(config) - lookup_only - norms
+    return 6.0 * weights + 6.0 * config.num_layers * seq_len * config.dim

@@ -1,0 +1,69 @@
+"""The decoder as an engine sees it: how to build it, what its weights start from, what its loss is."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.config.schema import Config
+from harness.models import llama
+
+RESIDUAL_PROJECTIONS = ("attention.wo.weight", "ffn.w_down.weight")
+"""Suffixes of the matrices that write into the residual stream; they start smaller, by 1 / sqrt(2 * num_layers)."""
+
+
+class LlamaWorkload:
+    """Implements `harness.engines.protocol.Workload`.
+
+    Units are the embedding, every block, and the head, so that the root owns no parameter. With tied embeddings the
+    matrix is used at both ends of the forward and therefore stays with the root.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.model_config = config.model
+        self.seed = config.train.seed
+        blocks: tuple[type[nn.Module], ...] = (llama.Block, llama.Head)
+        self.unit_classes = blocks if config.model.tie_embeddings else (llama.Embedding, *blocks)
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The decoder with uninitialised parameters of `dtype`; "meta" allocates nothing."""
+        return llama.Llama(self.model_config, device, dtype)
+
+    def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
+        """Full initial value of one parameter: fp32, CPU, a function of its name, its shape and `train.seed`."""
+        if len(shape) == 1:
+            return torch.ones(shape, dtype=torch.float32, device="cpu")
+        std = self.model_config.init_std
+        if name.endswith(RESIDUAL_PROJECTIONS):
+            std /= math.sqrt(2 * self.model_config.num_layers)
+        generator = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, name))
+        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
+
+    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
+        """Compute the rotary tables of a decoder built on meta, in the dtype they were declared with."""
+        assert isinstance(model, llama.Llama)
+        model.cos_SE, model.sin_SE = llama.rotary_tables(self.model_config, model.cos_SE.dtype, device)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean cross entropy, in nats a token, of (tokens, targets), both [B, S] int64; fp32, or fp64 in an fp64 model.
+
+        The batch is taken as a pair, which a `Microbatch` is: models and engines do not import each other.
+        """
+        tokens_BS, targets_BS = batch
+        logits_BSV = model(tokens_BS)
+        wide_BSV = logits_BSV.to(torch.promote_types(logits_BSV.dtype, torch.float32))
+        return F.cross_entropy(wide_BSV.flatten(0, 1), targets_BS.flatten())
+
+    def decays(self, name: str, shape: torch.Size) -> bool:
+        """Matrices decay, vectors (norm scales) do not."""
+        return len(shape) > 1
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A 63-bit seed for one parameter, independent between names."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
