@@ -59,34 +59,27 @@ def clip_coefficient(norm: float, clip_norm: float | None) -> float:
     return 1.0 if coefficient >= 1.0 else coefficient
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
-    """State as `<parameter>/<entry>` -> tensor, over a set of keys that does not depend on whether a step was made.
+def create_state(optimizer: torch.optim.Optimizer) -> None:
+    """Give every parameter the state torch would create in its first step: zeros, and a step count of 0.
 
-    Entries torch has not created yet are given as the zeros it would create, so that a checkpoint of step 0 is whole.
+    State then has the same keys and bytes before the first step as after it, and the first update is unchanged.
     """
-    state: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            held = optimizer.state.get(param, {})
-            for entry, blank in _blank_entries(optimizer, group, param).items():
-                value = held.get(entry)
-                state[f"{names[param]}/{entry}"] = blank if value is None else value
-    return state
+            held = optimizer.state[param]
+            for entry in _entries(optimizer, group):
+                if held.get(entry) is None:
+                    held[entry] = _blank(entry, group, param)
 
 
-def load_optimizer_state(
-    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], state: Mapping[str, Tensor]
-) -> None:
-    """Take back what `optimizer_state` gave. Keys, shapes and dtypes are the caller's to check (`check_state`)."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            entries = _blank_entries(optimizer, group, param)
-            if not entries:
-                continue
-            optimizer.state[param] = {
-                entry: state[f"{names[param]}/{entry}"].detach().to(blank.device, copy=True)
-                for entry, blank in entries.items()
-            }
+def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
+    """The state itself, not copied, as `<parameter>/<entry>` -> tensor; `create_state` was called before."""
+    return {
+        f"{names[param]}/{entry}": optimizer.state[param][entry]
+        for group in optimizer.param_groups
+        for param in group["params"]
+        for entry in _entries(optimizer, group)
+    }
 
 
 def check_state(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> None:
@@ -106,9 +99,13 @@ def check_state(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
         raise ValueError(f"state does not fit this layout ({len(faults)} differences): {shown}")
 
 
-def _blank_entries(optimizer: torch.optim.Optimizer, group: Mapping[str, Any], param: Tensor) -> dict[str, Tensor]:
+def _entries(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
     if isinstance(optimizer, torch.optim.SGD):
-        return {"momentum_buffer": torch.zeros_like(param)} if group["momentum"] else {}
-    on_device = param.device if group["fused"] else torch.device("cpu")
-    step = torch.zeros((), dtype=torch.float32, device=on_device)
-    return {"step": step, "exp_avg": torch.zeros_like(param), "exp_avg_sq": torch.zeros_like(param)}
+        return ("momentum_buffer",) if group["momentum"] else ()
+    return ("step", "exp_avg", "exp_avg_sq")
+
+
+def _blank(entry: str, group: Mapping[str, Any], param: Tensor) -> Tensor:
+    if entry != "step":
+        return torch.zeros_like(param, requires_grad=False)
+    return torch.zeros((), dtype=torch.float32, device=param.device if group["fused"] else "cpu")

@@ -1,0 +1,22 @@
+"""Engines by name; a class is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from harness.config.schema import EngineName
+from harness.engines.protocol import Engine
+
+ENGINES: dict[EngineName, str] = {
+    EngineName.native: "harness.engines.native:NativeEngine",
+    EngineName.ddp: "harness.engines.ddp:DdpEngine",
+    EngineName.single: "harness.engines.single:SingleEngine",
+}
+"""Where each engine lives, as `module:class`."""
+
+
+def engine_class(name: EngineName) -> type[Engine]:
+    """The class behind an engine's name."""
+    module, _, attribute = ENGINES[name].partition(":")
+    found: type[Engine] = getattr(import_module(module), attribute)
+    return found

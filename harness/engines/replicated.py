@@ -1,0 +1,132 @@
+"""An engine that keeps the whole model on every rank: what `single` and `ddp` have in common.
+
+Main weights are the module's ordinary parameters, so that gradients, norm and optimizer are plain torch in the main
+dtype. Where the compute dtype is another one, every forward first casts all weights and lets the cast copies shadow the
+parameters; autograd brings their gradients back, each cast to the main dtype before it is accumulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from harness.config.schema import Config, Dtype
+from harness.engines import optim
+from harness.engines.protocol import Engine, Ranks, Workload
+
+TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp64: torch.float64}
+"""Torch's name of each configured dtype."""
+
+
+class ReplicatedEngine(Engine):
+    """Everything but `forward_backward`."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks, *, fused: bool) -> None:
+        """Build the model and fill it by name.
+
+        Raises:
+            ValueError: main gradients are to have another dtype than main weights, which plain torch does not do.
+        """
+        if config.dtype.main_grads is not config.dtype.main_params:
+            raise ValueError(
+                f"engine={config.engine.name.name} keeps gradients in the dtype of the main weights: "
+                f"dtype.main_grads={config.dtype.main_grads.name}, dtype.main_params={config.dtype.main_params.name}; "
+                "make them equal or use engine=native"
+            )
+        self.workload = workload
+        self.config = config
+        self.ranks = ranks
+        self.main_dtype = TORCH_DTYPES[config.dtype.main_params]
+        self.compute_dtype = TORCH_DTYPES[config.dtype.compute]
+        self.model = workload.build(ranks.device, self.main_dtype)
+        self.weights: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(workload.initial_weight(name, weight.shape))
+        if self.compute_dtype is not self.main_dtype:
+            shadow_weights(self.model, self.compute_dtype)
+        self.names: dict[Tensor, str] = {weight: name for name, weight in self.weights.items()}
+        groups = {True: list[Tensor](), False: list[Tensor]()}
+        for name, weight in self.weights.items():
+            groups[workload.decays(name, weight.shape)].append(weight)
+        self.optimizer = optim.make_optimizer(
+            config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=fused
+        )
+        optim.create_state(self.optimizer)
+
+    def step(self, lr: float) -> float:
+        """Clip, update, drop the gradients; returns the norm before clipping."""
+        gradients = [gradient for _, gradient in self._gradients()]
+        norm = optim.gradient_norm(gradients)
+        coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
+        if coefficient != 1.0:
+            for gradient in gradients:
+                gradient.mul_(coefficient)
+        optim.set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the averaged gradients on the CPU."""
+        for name, gradient in self._gradients():
+            yield name, gradient.detach().to("cpu", copy=True)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the main weights on the CPU."""
+        for name, weight in self.weights.items():
+            yield name, weight.detach().to("cpu", copy=True)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Main weights and optimizer state by parameter name; not copied."""
+        state = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}
+        moments = optim.optimizer_state(self.optimizer, self.names)
+        return state | {f"optimizer/{key}": value for key, value in moments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back main weights and optimizer state; all or nothing."""
+        held = self.state_dict()
+        optim.check_state(held, state)
+        with torch.no_grad():
+            for key, tensor in held.items():
+                tensor.copy_(state[key])
+
+    def accounted_bytes(self) -> dict[str, int]:
+        """Bytes by role; gradients are counted as held, though they are freed between steps."""
+        elements = sum(weight.numel() for weight in self.weights.values())
+        shadowed = self.compute_dtype is not self.main_dtype
+        moments = optim.optimizer_state(self.optimizer, self.names).values()
+        return {
+            "compute_weights": elements * self.compute_dtype.itemsize if shadowed else 0,
+            "main_weights": elements * self.main_dtype.itemsize,
+            "main_grads": elements * self.main_dtype.itemsize,
+            "optimizer": sum(value.numel() * value.element_size() for value in moments),
+            "padding": 0,
+            "buffers": sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
+        }
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in self.weights.items():
+            if weight.grad is None:
+                raise RuntimeError(f"no gradient for {name}: no microbatch was marked as the step's last one")
+            yield name, weight.grad
+
+
+def shadow_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Before every forward of `model`, put a cast copy of each parameter where its module looks it up.
+
+    An instance attribute is found before a registered parameter, so `module.weight` is the copy while
+    `named_parameters()` still gives the parameter. The copies stay until the next forward: a recomputation in the
+    backward must see the same ones.
+    """
+    slots = [
+        (module, name, param) for module in model.modules() for name, param in module.named_parameters(recurse=False)
+    ]
+
+    def cast(_module: nn.Module, _args: object) -> None:
+        for module, name, param in slots:
+            module.__dict__[name] = param.to(dtype)
+
+    model.register_forward_pre_hook(cast)

@@ -1,0 +1,35 @@
+"""One process that sees the whole global batch: in fp64, what every other engine is held against."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from harness.config.schema import Config
+from harness.engines.protocol import Microbatch, Ranks, Workload
+from harness.engines.replicated import ReplicatedEngine
+
+
+class SingleEngine(ReplicatedEngine):
+    """Plain torch: backward of each microbatch in global order, sums in the main dtype, one division by M."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        """Build the model.
+
+        Raises:
+            ValueError: there is more than one rank.
+        """
+        if ranks.world_size != 1:
+            raise ValueError(f"engine=single is one process, mesh.world_size={ranks.world_size}: set mesh.world_size=1")
+        super().__init__(workload, config, ranks, fused=False)
+        self.num_microbatches = 0
+
+    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
+        """Add one microbatch's gradients; after the step's last one they are the mean."""
+        loss = self.workload.loss(self.model, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.num_microbatches += 1
+        if last:
+            for _, gradient in self._gradients():
+                gradient.div_(self.num_microbatches)
+            self.num_microbatches = 0
+        return loss.detach()

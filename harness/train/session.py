@@ -1,0 +1,71 @@
+"""What the loop is given and what it hands back: everything a worker must put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch.distributed as dist
+
+from harness.config.schema import Config
+from harness.data.loader import Loader
+from harness.engines.protocol import Engine, Ranks
+from harness.probe.meters import Meters
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One finished step as its rank saw it, for the terminal and the hang watch; the record says the same in full."""
+
+    rank: int
+    step: int
+    """Steps done, counted from 1."""
+    steps: int
+    """Steps in all."""
+    loss: float
+    """Mean loss of the global batch, in nats a token."""
+    step_time_s: float
+    tokens: int
+    """Tokens of the global batch."""
+    memory_bytes: int
+    """Device memory allocated, or the resident set of the process on CPU."""
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank's run, put together by the worker in this order::
+
+    meters = Meters(ranks.device)                      # before the engine: it counts what the engine issues
+    workload = TimedWorkload(LlamaWorkload(config), meters.timers)
+    engine = engine_class(config.engine.name)(workload, config, ranks)
+    loader = Loader(config, ranks.rank, ranks.world_size)
+    control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
+    outcome = run(Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress))
+    """
+
+    config: Config
+    ranks: Ranks
+    engine: Engine
+    loader: Loader
+    meters: Meters
+    control: dist.ProcessGroup | None
+    """A gloo group of all ranks for the loop's own few numbers a step; None with one rank."""
+    run_dir: Path
+    """The run's directory. Rank 0 writes metrics.jsonl, summary.json and capture/; every rank its part of ckpt/."""
+    should_stop: Callable[[], bool]
+    """Whether this rank was asked to stop; asked once a step. One rank's yes stops all at the same step boundary."""
+    progress: Callable[[Progress], None]
+    """Called by every rank after every step."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the loop ended. Failures are exceptions, not outcomes."""
+
+    status: Literal["done", "preempted"]
+    step: int
+    """Steps completed."""
+    saved: bool
+    """Whether a checkpoint of exactly this step lies in ckpt/."""

@@ -1,0 +1,34 @@
+"""Splits forward from backward without asking the engine: the loss is timed on its way through the workload."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from harness.engines.protocol import Microbatch, Workload
+from harness.probe.timers import Timers
+
+
+class TimedWorkload(Workload):
+    """A workload whose `loss` is a `forward` span; all else is passed on."""
+
+    def __init__(self, inner: Workload, timers: Timers) -> None:
+        self.inner = inner
+        self.timers = timers
+        self.unit_classes = inner.unit_classes
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        return self.inner.build(device, dtype)
+
+    def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
+        return self.inner.initial_weight(name, shape)
+
+    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
+        self.inner.materialise_buffers(model, device)
+
+    def loss(self, model: nn.Module, batch: Microbatch) -> Tensor:
+        with self.timers.span("forward"):
+            return self.inner.loss(model, batch)
+
+    def decays(self, name: str, shape: torch.Size) -> bool:
+        return self.inner.decays(name, shape)
