@@ -1,0 +1,73 @@
+"""Which run a configuration is: canonical form, signature, and a name a person can read.
+
+All functions take the plain, resolved configuration (nested dicts with enums as their names) and nothing else, so that
+they give the same answer on every machine and in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+EXCLUDED = ("cluster", "launch", "wandb", "notes", "study")
+"""Top-level keys that say where, how or why a cell runs, not what it computes."""
+
+SHORT = 8
+"""Characters of the signature in a directory's name."""
+
+MAX_NAME = 80
+
+
+def canonical(config: dict[str, Any]) -> str:
+    """The text that defines a run: sorted, compact JSON without the excluded keys; floats round-trip.
+
+    Raises:
+        ValueError: a value is a non-finite float.
+        TypeError: a value is not plain (an enum, a tensor).
+    """
+    kept = {key: value for key, value in config.items() if key not in EXCLUDED}
+    return json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def signature(config: dict[str, Any]) -> str:
+    """SHA-256 of the canonical form, 64 hex digits."""
+    return hashlib.sha256(canonical(config).encode()).hexdigest()
+
+
+def slug(text: str) -> str:
+    """`text` as part of a file name: lower-case letters, digits, `_`, `.` and `-`, with no dot or dash at either end."""
+    return re.sub(r"[^a-z0-9_.]+", "-", text.lower()).strip("-.")
+
+
+def run_name(config: dict[str, Any]) -> str:
+    """A name from the cell alone, such as `tiny-native-optim_grads-bf16-dp2-k2-r1`; the signature makes it unique."""
+    train, mesh = config["train"], config["mesh"]
+    world_size = mesh["world_size"]
+    microbatches = train["global_batch_size"] // max(1, train["microbatch_size"] * world_size)
+    parts = [
+        config["model"]["name"],
+        config["engine"]["name"],
+        config["sharding"]["strategy"],
+        config["dtype"]["name"],
+        f"dp{world_size}",
+        f"k{microbatches}",
+    ]
+    if config["numerics"]["mode"] != "fast":
+        parts.append(config["numerics"]["mode"])
+    if train["seed"]:
+        parts.append(f"s{train['seed']}")
+    if train["replicate"]:
+        parts.append(f"r{train['replicate']}")
+    return slug("-".join(str(part) for part in parts))[:MAX_NAME]
+
+
+def study_name(config: dict[str, Any]) -> str:
+    """Name of the study a cell belongs to, and of the folder its run lies in."""
+    return str(config["study"]["name"])
+
+
+def directory_name(config: dict[str, Any]) -> str:
+    """`<name>-<sig8>`."""
+    return f"{run_name(config)}-{signature(config)[:SHORT]}"

@@ -1,0 +1,166 @@
+"""`metrics.jsonl`: one JSON object a line, one line a step.
+
+Floats are written so that they read back to the same bits; non-finite ones are the strings "nan", "inf" and "-inf",
+because JSON has no others. A line is written with one call, so a killed run leaves at most a torn last line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.store.errors import StoreError
+from harness.store.files import write_atomic
+
+NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def encode(record: Mapping[str, Any]) -> str:
+    """One line without its newline.
+
+    Raises:
+        TypeError: a value is neither a number, a string, a bool, None, a list nor a mapping.
+    """
+    return json.dumps(_plain(record), separators=(", ", ": "), allow_nan=False)
+
+
+def decode(line: str) -> dict[str, Any]:
+    """The record in a line; the strings for non-finite floats become floats again.
+
+    Raises:
+        ValueError: the line is not one JSON object.
+    """
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got {line[:60]!r}")
+    return {key: _restore(item) for key, item in value.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+def _restore(value: Any) -> Any:
+    if isinstance(value, str):
+        return NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {key: _restore(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_restore(item) for item in value]
+    return value
+
+
+class MetricsWriter:
+    """Appends records to `metrics.jsonl`. One process writes; any number may read meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        """Open for appending, and cut a torn last line off first."""
+        _cut_torn_end(path)
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line.
+
+        Raises:
+            OSError: the disk is full; what was written of this line is cut off again, so the file stays whole.
+        """
+        data = (encode(record) + "\n").encode()
+        start = os.fstat(self._descriptor).st_size
+        try:
+            written = os.write(self._descriptor, data)
+            while written < len(data):
+                written += os.write(self._descriptor, data[written:])
+        except OSError:
+            os.ftruncate(self._descriptor, start)
+            raise
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk; called before a checkpoint that relies on it."""
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _cut_torn_end(path: Path) -> None:
+    try:
+        with path.open("rb+") as file:
+            data = file.read()
+            if data and not data.endswith(b"\n"):
+                file.truncate(data.rfind(b"\n") + 1)
+    except FileNotFoundError:
+        return
+
+
+def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Records of a run in order; none where the file is missing. A torn last line is left out.
+
+    Raises:
+        StoreError: a line before the last is not a record.
+    """
+    try:
+        file = path.open(encoding="utf-8")
+    except FileNotFoundError:
+        return
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield decode(line)
+            except ValueError as error:
+                raise StoreError(f"{path}, line {number} is not a record: {error}") from error
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All records of a run; see `iter_metrics`."""
+    return list(iter_metrics(path))
+
+
+def last_record(path: Path) -> dict[str, Any] | None:
+    """The newest whole record, read from the end of the file (a watcher asks often); None where there is none."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - 65536))
+            lines = file.read().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return None
+    return decode(lines[-1].decode()) if lines else None
+
+
+def cut_back(path: Path, step: int) -> int:
+    """Keep the records up to and including `step`, as a checkpoint of that step asks for; returns how many.
+
+    Raises:
+        StoreError: the file does not reach `step` without a hole, so that checkpoint and record do not belong together.
+    """
+    kept = [record for record in iter_metrics(path) if record["step"] <= step]
+    steps = [record["step"] for record in kept]
+    if steps != list(range(1, step + 1)):
+        raise StoreError(
+            f"{path} holds {len(steps)} of the {step} steps the checkpoint stands on; "
+            "remove ckpt/ to start this run from step 0"
+        )
+    if kept or path.exists():
+        write_atomic(path, "".join(encode(record) + "\n" for record in kept))
+    return len(kept)

@@ -1,0 +1,324 @@
+"""Runs on disk: where one lies, what is in it, and how to find it again."""
+
+from __future__ import annotations
+
+import glob
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from harness.config.schema import Config
+from harness.store import identity, status
+from harness.store.errors import StoreError
+from harness.store.files import Lock, held, read_json, write_atomic
+
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+CONFIG = "config.yaml"
+LAST = ".last"
+RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture")
+"""What a run produced; moved aside when it starts again from step 0."""
+
+
+class CellLike(Protocol):
+    """A frozen cell, as the store sees it."""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Plain, resolved, complete."""
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """What the person typed."""
+
+
+class RunDir:
+    """One run's directory. Cheap to make; reads the disk when asked."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __repr__(self) -> str:
+        return f"RunDir({str(self.path)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RunDir) and self.path == other.path
+
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """Written at the end."""
+        return self.path / "summary.json"
+
+    @property
+    def provenance(self) -> Path:
+        """Versions, hosts, git, digest of the sources."""
+        return self.path / "provenance.json"
+
+    @property
+    def ckpt(self) -> Path:
+        """Folder of checkpoints."""
+        return self.path / "ckpt"
+
+    @property
+    def capture(self) -> Path:
+        """Folder of captured gradients."""
+        return self.path / "capture"
+
+    @property
+    def name(self) -> str:
+        """`<study>/<name>-<sig8>`: enough to find it under its root."""
+        return f"{self.path.parent.name}/{self.path.name}"
+
+    def config(self) -> dict[str, Any]:
+        """The frozen configuration, plain.
+
+        Raises:
+            StoreError: there is none, or it is not YAML.
+        """
+        path = self.path / CONFIG
+        try:
+            value = yaml.load(path.read_text(encoding="utf-8"), Loader)
+        except (FileNotFoundError, NotADirectoryError):
+            raise StoreError(f"{self.path} is not a run: it has no {CONFIG}") from None
+        except yaml.YAMLError as error:
+            raise StoreError(f"{path} is not valid YAML: {error}") from error
+        if not isinstance(value, dict):
+            raise StoreError(f"{path} is not a configuration")
+        return value
+
+    def typed(self) -> Config:
+        """The frozen configuration as dataclasses."""
+        from harness.config.compose import load_config
+
+        return load_config(self.config())
+
+    def overrides(self) -> tuple[str, ...]:
+        """What the person typed, one override each."""
+        path = self.path / "overrides.txt"
+        return tuple(path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+
+    def signature(self) -> str:
+        """64 hex digits, from the frozen configuration."""
+        return identity.signature(self.config())
+
+    def status(self) -> status.Status | None:
+        """What `status.json` says, believed or not; see `status.effective`."""
+        return status.read(self.path)
+
+    def attempts(self) -> list[int]:
+        """Numbers of the attempts so far, ascending."""
+        folder = self.path / "attempts"
+        return sorted(int(entry.name) for entry in folder.glob("[0-9]*")) if folder.is_dir() else []
+
+    def attempt_dir(self, number: int) -> Path:
+        """Folder of one attempt: script, rank logs, `error.txt`."""
+        return self.path / "attempts" / str(number)
+
+    def new_attempt(self) -> int:
+        """Make the folder of the next attempt; two processes never get the same one."""
+        number = (self.attempts() or [-1])[-1] + 1
+        while True:
+            try:
+                self.attempt_dir(number).mkdir(parents=True)
+                return number
+            except FileExistsError:
+                number += 1
+
+    def lock(self, *, timeout_s: float = 2.0) -> Lock:
+        """Become the one process that runs this; held until released or until every process that inherited it is gone.
+
+        Raises:
+            StoreError: another process runs it.
+        """
+        lock = Lock.acquire(self.path / status.OWNER_LOCK, timeout_s=timeout_s)
+        if lock is None:
+            present = self.status()
+            owner = f"process {present.pid} on {present.host}" if present and present.pid else "another process"
+            raise StoreError(f"{self.path} is in use by {owner}; wait for it or run: python -m harness watch")
+        return lock
+
+    def adopt(self, cell: CellLike) -> None:
+        """Take a cell's cluster, launch, wandb, notes and study as those of the next attempt.
+
+        Raises:
+            StoreError: the cell is another run.
+        """
+        if identity.signature(cell.config) != self.signature():
+            raise StoreError(f"{self.path} holds another configuration: {_difference(self, cell)}")
+        if cell.config != self.config():
+            write_atomic(self.path / CONFIG, _dump(cell.config))
+            write_atomic(self.path / "overrides.txt", _lines(cell.overrides))
+
+    def has_record(self) -> bool:
+        """Whether it holds steps or a checkpoint of an earlier attempt."""
+        return self.metrics.exists() or any(self.ckpt.glob("*"))
+
+    def start_over(self, attempt: int) -> None:
+        """Move the record of earlier attempts into `attempts/<attempt>/before/` and drop its checkpoints."""
+        target = self.attempt_dir(attempt) / "before"
+        for entry in (self.path / name for name in RECORD):
+            if entry.exists():
+                target.mkdir(parents=True, exist_ok=True)
+                os.replace(entry, target / entry.name)
+        shutil.rmtree(self.ckpt, ignore_errors=True)
+
+
+def _difference(run: RunDir, cell: CellLike) -> str:
+    theirs, ours = flatten(run.config()), flatten(cell.config)
+    keys = [
+        key
+        for key in sorted(theirs.keys() | ours.keys())
+        if key.split(".")[0] not in identity.EXCLUDED and theirs.get(key) != ours.get(key)
+    ]
+    return ", ".join(f"{key}={theirs.get(key)!r} there, {ours.get(key)!r} here" for key in keys[:5]) or "keys only"
+
+
+def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one level of dotted keys; lists stay values."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            flat.update(flatten(value, f"{prefix}{key}."))
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def _dump(config: dict[str, Any]) -> str:
+    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _lines(items: tuple[str, ...]) -> str:
+    return "".join(f"{item}\n" for item in items)
+
+
+def check_name(what: str, name: str) -> str:
+    """`name`, if it is one plain folder name.
+
+    Raises:
+        StoreError: it is empty, hidden, `..`, or holds anything but letters, digits, `_`, `.` and `-`.
+    """
+    if not name or name != identity.slug(name):
+        better = identity.slug(name) or "my_study"
+        raise StoreError(
+            f"{what}={name!r} names a folder: use lower-case letters, digits, '_', '.' and '-', such as {better!r}"
+        )
+    return name
+
+
+class Store:
+    """All runs under one root."""
+
+    def __init__(self, root: Path | str) -> None:
+        """
+        Args:
+            root: the folder of studies; need not exist yet.
+
+        Raises:
+            StoreError: the path holds a newline or another control character, which neither sbatch nor logs survive.
+        """
+        if any(ord(character) < 32 or ord(character) == 127 for character in str(root)):
+            raise StoreError(f"launch.root={str(root)!r} holds a control character (a newline?); choose another folder")
+        self.root = Path(root).expanduser().absolute()
+
+    def path_of(self, cell: CellLike) -> Path:
+        """Where a cell's run lies; nothing is made."""
+        study = check_name("study.name", identity.study_name(cell.config))
+        return self.root / study / identity.directory_name(cell.config)
+
+    def create(self, cell: CellLike) -> RunDir:
+        """The run of a cell, made where it is missing. The same cell twice is one run, also from two processes at once.
+
+        Raises:
+            StoreError: the directory holds another configuration.
+            OSError: the root is not writable, or the disk is full.
+        """
+        run = RunDir(self.path_of(cell))
+        run.path.mkdir(parents=True, exist_ok=True)
+        with held(run.path / status.WRITE_LOCK):
+            if not (run.path / CONFIG).exists():
+                write_atomic(run.path / "overrides.txt", _lines(cell.overrides))
+                write_atomic(run.path / CONFIG, _dump(cell.config))
+        if identity.signature(cell.config) != run.signature():
+            raise StoreError(f"{run.path} holds another configuration: {_difference(run, cell)}")
+        return run
+
+    def study_lock(self, study: str, *, timeout_s: float = 60.0) -> Lock:
+        """The lock under which cells of a study are looked at and started: two requests start each cell once."""
+        folder = self.root / study
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = Lock.acquire(folder / ".lock", timeout_s=timeout_s)
+        if lock is None:
+            raise StoreError(f"another process has been starting runs of {folder} for {timeout_s:g} s; wait for it")
+        return lock
+
+    def remember(self, run: RunDir) -> None:
+        """Make `@last` mean this run."""
+        write_atomic(self.root / LAST, f"{run.path.relative_to(self.root)}\n")
+
+    def studies(self) -> list[str]:
+        """Names of the studies that have runs."""
+        return sorted({run.path.parent.name for run in self.runs()})
+
+    def runs(self, study: str | None = None) -> list[RunDir]:
+        """Runs in a stable order, of one study or of all."""
+        pattern = f"{glob.escape(study) if study else '*'}/*/{CONFIG}"
+        return [RunDir(path.parent) for path in sorted(self.root.glob(pattern)) if not path.parent.name.startswith(".")]
+
+    def find(self, ref: str) -> RunDir:
+        """The run that `ref` names: a path, `study/name`, a prefix of its signature (4 digits or more) or `@last`.
+
+        Raises:
+            StoreError: there is no such run, or more than one.
+        """
+        if ref == "@last":
+            return self._last()
+        for path in (Path(ref).expanduser(), self.root / ref):
+            if (path / CONFIG).is_file():
+                return RunDir(path.absolute())
+        matches = list(self._by_signature(ref.lower()))
+        if len(matches) == 1:
+            return matches[0]
+        if matches:
+            raise StoreError(f"{ref!r} fits {len(matches)} runs: {_listed(matches)}; add digits or give a path")
+        raise StoreError(
+            f"no run {ref!r} under {self.root}; give a path, 4 or more digits of a signature, or @last "
+            f"(there are: {_listed(self.runs()) or 'none yet'})"
+        )
+
+    def _by_signature(self, prefix: str) -> Iterator[RunDir]:
+        if len(prefix) < 4 or any(character not in "0123456789abcdef" for character in prefix):
+            return
+        for run in self.runs():
+            short = run.path.name.rpartition("-")[2]
+            if short.startswith(prefix[: identity.SHORT]) and run.signature().startswith(prefix):
+                yield run
+
+    def _last(self) -> RunDir:
+        path = self.root / LAST
+        run = RunDir(self.root / path.read_text(encoding="utf-8").strip()) if path.exists() else None
+        if run is None or not (run.path / CONFIG).is_file():
+            raise StoreError(f"@last: nothing was run under {self.root} yet; start with: python run.py")
+        return run
+
+
+def _listed(runs: list[RunDir]) -> str:
+    return ", ".join(run.name for run in runs[:6]) + (", ..." if len(runs) > 6 else "")
+
+
+def read_summary(run: RunDir) -> dict[str, Any] | None:
+    """`summary.json`; None before the run has ended."""
+    value: dict[str, Any] | None = read_json(run.summary)
+    return value

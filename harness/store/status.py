@@ -1,0 +1,169 @@
+"""The state of a run: one small file, one table of moves, and a way to tell a live owner from a dead one.
+
+`status.json` holds what its last writer knew. A writer can die at any moment, so a state that needs somebody alive
+(queued, running) counts only while that somebody is: `effective` asks, and calls the run lost where nobody is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+
+from harness.store.errors import StoreError
+from harness.store.files import held, is_held, read_json, write_json
+
+FILE = "status.json"
+OWNER_LOCK = ".lock"
+WRITE_LOCK = ".status.lock"
+
+
+class State(Enum):
+    """Where a run stands."""
+
+    queued = "queued"
+    running = "running"
+    preempted = "preempted"
+    done = "done"
+    failed = "failed"
+    cancelled = "cancelled"
+    lost = "lost"
+
+
+class Keeper(Enum):
+    """Who keeps a run alive: a process on a host that holds the run's lock, or a SLURM job."""
+
+    process = "process"
+    slurm = "slurm"
+
+
+MOVES: dict[State, frozenset[State]] = {
+    State.queued: frozenset({State.queued, State.running, State.failed, State.cancelled, State.lost}),
+    State.running: frozenset(
+        {State.running, State.done, State.failed, State.preempted, State.cancelled, State.lost, State.queued}
+    ),
+    State.preempted: frozenset({State.queued, State.running, State.cancelled, State.lost, State.failed}),
+    State.done: frozenset({State.queued, State.running, State.failed}),
+    State.failed: frozenset({State.queued, State.running}),
+    State.cancelled: frozenset({State.queued, State.running}),
+    State.lost: frozenset({State.queued, State.running, State.done, State.failed, State.preempted, State.cancelled}),
+}
+"""Allowed moves. `done -> failed`: a rank died after the last step. `lost ->`: the owner turned out to live."""
+
+RESTARTS = frozenset({State.queued, State.running})
+
+
+@dataclass(frozen=True)
+class Status:
+    """What `status.json` says."""
+
+    state: State
+    reason: str
+    attempt: int
+    """Number of the attempt this is about."""
+    keeper: Keeper = Keeper.process
+    host: str = ""
+    """Host of the process that keeps the run alive, or of rank 0."""
+    pid: int = 0
+    """That process; shown to people, never used to tell whether it lives."""
+    job: str = ""
+    """SLURM job id, `123` or `123_4`; empty until sbatch has answered."""
+    submission: str = ""
+    """Token in the SLURM job's name, written before sbatch, so that a crash between the two loses nothing."""
+    index: int = 0
+    """Place of this cell in the submission's array."""
+    updated: str = ""
+    """UTC, ISO 8601."""
+
+
+def read(run: Path) -> Status | None:
+    """What the file says; None for a run that was never started.
+
+    Raises:
+        StoreError: the file is damaged.
+    """
+    raw = read_json(run / FILE)
+    if raw is None:
+        return None
+    try:
+        return Status(**{**raw, "state": State(raw["state"]), "keeper": Keeper(raw["keeper"])})
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{run / FILE} is damaged ({error}); without it the run counts as never started") from error
+
+
+def write(run: Path, status: Status) -> Status:
+    """Move the run to `status.state`, and return what was written.
+
+    Only moves of `MOVES` within one attempt, or a restart by a newer attempt, are made. A late message from an older
+    attempt changes nothing: the present status is returned.
+
+    Raises:
+        StoreError: no such move.
+    """
+    with held(run / WRITE_LOCK):
+        present = read(run)
+        if present is not None and status.attempt < present.attempt:
+            return present
+        _check_move(run, present, status)
+        stamped = replace(status, updated=datetime.now(UTC).isoformat(timespec="milliseconds"))
+        write_json(run / FILE, {**asdict(stamped), "state": stamped.state.value, "keeper": stamped.keeper.value})
+        return stamped
+
+
+def move(run: Path, attempt: int, state: State, reason: str, **changes: object) -> Status:
+    """`write` of the present status with another state and reason (and `changes`): for those who did not start the run.
+
+    Raises:
+        StoreError: the run was never started, or there is no such move.
+    """
+    present = read(run)
+    if present is None:
+        raise StoreError(f"{run} has no status; it was never started")
+    fields = {"state": state, "reason": reason, "attempt": attempt, **changes}
+    return write(run, replace(present, **fields))  # type: ignore[arg-type]
+
+
+def _check_move(run: Path, present: Status | None, status: Status) -> None:
+    if present is None or (status.attempt > present.attempt and status.state in RESTARTS):
+        return
+    if status.state not in MOVES[present.state]:
+        valid = ", ".join(sorted(state.value for state in MOVES[present.state]))
+        raise StoreError(
+            f"{run} is {present.state.value} and cannot become {status.state.value}; from there it can become {valid}"
+        )
+
+
+JobProbe = Callable[[Status], "tuple[State, str] | None"]
+"""Says what the scheduler knows of a submitted run, as (state, reason); None where it cannot be asked."""
+
+
+def effective(run: Path, jobs: JobProbe | None = None) -> Status | None:
+    """The state that holds now: what the file says, unless its keeper is gone. Nothing is written.
+
+    Args:
+        run: the run directory.
+        jobs: asks the scheduler; without it a submitted run is believed.
+    """
+    status = read(run)
+    if status is None or status.state not in (State.queued, State.running, State.preempted):
+        return status
+    if status.keeper is Keeper.process:
+        return _of_process(run, status)
+    answer = jobs(status) if jobs else None
+    if answer is None:
+        return status
+    newest = read(run)
+    if newest != status:  # it moved on while the scheduler was asked
+        return newest
+    return replace(status, state=answer[0], reason=answer[1])
+
+
+def _of_process(run: Path, status: Status) -> Status | None:
+    if status.state is State.preempted or is_held(run / OWNER_LOCK):
+        return status
+    newest = read(run)
+    if newest != status:  # it ended, and let go of its lock, between our two looks
+        return newest
+    return replace(status, state=State.lost, reason=f"its process on {status.host or 'this host'} is gone")
