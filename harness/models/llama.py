@@ -196,23 +196,3 @@ class Llama(nn.Module):
             x_BSD = block(x_BSD, cos_SE, sin_SE)
         out: Tensor = self.head(x_BSD)
         return F.linear(out, self.embedding.weight) if self.config.tie_embeddings else out
-
-
-def num_parameters(config: ModelConfig) -> int:
-    """Number of distinct parameters, by arithmetic."""
-    kv_dim = config.num_kv_heads * (config.dim // config.num_heads)
-    block = 2 * config.dim * (config.dim + kv_dim) + 3 * config.dim * config.ffn_dim + 2 * config.dim
-    matrices = 1 if config.tie_embeddings else 2
-    return matrices * config.vocab_size * config.dim + config.num_layers * block + config.dim
-
-
-def flops_per_token(config: ModelConfig, seq_len: int) -> float:
-    """Model floating-point operations of one token's forward and backward (recomputation not counted).
-
-    Six for each weight of a matrix multiplication (the embedding look-up is none, the output projection is), and
-    6 * S * D a block for causal attention: scores and mixing, 2 * 2 * S * D forward, half of it masked, times three.
-    """
-    lookup_only = 0 if config.tie_embeddings else config.vocab_size * config.dim
-    norms = (2 * config.num_layers + 1) * config.dim
-    weights = num_parameters(config) - lookup_only - norms
-    return 6.0 * weights + 6.0 * config.num_layers * seq_len * config.dim

@@ -40,7 +40,7 @@ class Session:
     meters = Meters(ranks.device)                      # before the engine: it counts what the engine issues
     workload = TimedWorkload(LlamaWorkload(config), meters.timers)
     engine = engine_class(config.engine.name)(workload, config, ranks)
-    loader = Loader(config, ranks.rank, ranks.world_size)
+    loader = Loader(config, ranks.rank)
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     outcome = run(Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress))
     """

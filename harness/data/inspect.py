@@ -1,0 +1,171 @@
+"""What a data source holds, found out without reading it: sizes, counts, and a sample of token ids.
+
+Used before any rank starts, so neither torch nor numpy is imported here. Every fault is a ValueError whose text names
+the value, the knob and the fix.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.config.schema import DataConfig, DataKind, TokenDtype
+
+TOKEN_BYTES = {TokenDtype.uint16: 2, TokenDtype.uint32: 4}
+"""Bytes of one token in a token file."""
+
+LARGEST_BYTE = 255
+"""Largest token of byte-level sources."""
+
+NOT_EVERYWHERE = frozenset(
+    """site-packages dist-packages lib-dynload __pycache__ test tests idle_test idlelib tkinter turtledemo turtle.py
+    lib2to3 distutils ensurepip sitecustomize.py usercustomize.py""".split()  # noqa: SIM905 - reads better than 16 lines
+)
+"""Parts of the standard library that some distributions leave out, split off or patch in."""
+
+SAMPLE_WINDOWS = 16
+SAMPLE_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class SourceFacts:
+    """Size of a source as `seq_len` cuts it."""
+
+    num_tokens: int
+    num_sequences: int
+    """Sequences of seq_len + 1 tokens; neighbours share one."""
+    max_token: int | None
+    """Largest token id that can occur (bytes) or that a sample showed (token files); None: follows the vocabulary."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One file of a source: `num_tokens` tokens of `token_bytes` bytes each, from byte `offset` on."""
+
+    path: Path
+    offset: int
+    num_tokens: int
+    token_bytes: int
+
+
+def inspect(data: DataConfig) -> SourceFacts:
+    """Facts of the configured source.
+
+    Raises:
+        ValueError: the source is missing, unreadable, empty, too short for one sequence, or not made of whole tokens.
+    """
+    if data.kind is DataKind.synthetic:
+        if data.num_sequences < 1:
+            raise ValueError(f"data.num_sequences={data.num_sequences}: synthetic data needs at least 1 sequence")
+        return SourceFacts(data.num_sequences * (data.seq_len + 1), data.num_sequences, None)
+    found = pieces(data)
+    num_tokens = sum(piece.num_tokens for piece in found)
+    num_sequences = (num_tokens - 1) // data.seq_len
+    if num_sequences < 1:
+        raise ValueError(
+            f"{describe(data)} holds {num_tokens} tokens, too few for one sequence of data.seq_len={data.seq_len} "
+            f"(it needs {data.seq_len + 1}): give more text or lower data.seq_len"
+        )
+    max_token = _sampled_max(found) if data.kind is DataKind.tokens else LARGEST_BYTE
+    return SourceFacts(num_tokens, num_sequences, max_token)
+
+
+def describe(data: DataConfig) -> str:
+    """The source in words, for messages."""
+    return f"data={data.kind.name}" + (f" data.path={data.path}" if data.path else "")
+
+
+def pieces(data: DataConfig) -> list[Piece]:
+    """Files of a file-based source, in the order in which their tokens follow one another; empty files left out.
+
+    Raises:
+        ValueError: as `inspect`.
+    """
+    paths = _stdlib_files() if data.kind is DataKind.stdlib else _chosen_files(data)
+    width, header = (TOKEN_BYTES[data.token_dtype], data.header_bytes) if data.kind is DataKind.tokens else (1, 0)
+    found = [_piece(path, width, header) for path in paths]
+    kept = [piece for piece in found if piece.num_tokens]
+    if not kept:
+        raise ValueError(f"{describe(data)} is empty ({len(found)} files, no tokens): point data.path at some text")
+    return kept
+
+
+def _piece(path: Path, width: int, header: int) -> Piece:
+    try:
+        size = path.stat().st_size
+        readable = os.access(path, os.R_OK)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from error
+    if not readable:
+        raise ValueError(
+            f"cannot read {path}: permission denied; make it readable (chmod +r) or choose another data.path"
+        )
+    if width > 1 and size < header:
+        raise ValueError(f"{path} has {size} bytes, fewer than data.header_bytes={header}: check the header's length")
+    if (size - header) % width:
+        raise ValueError(
+            f"{path}: {size} bytes less data.header_bytes={header} is not a whole number of {width}-byte tokens; "
+            "check data.token_dtype (uint16, uint32) and data.header_bytes, or the file is cut short"
+        )
+    return Piece(path, header, (size - header) // width, width)
+
+
+def _stdlib_files() -> list[Path]:
+    root = sysconfig.get_path("stdlib")
+    found: list[Path] = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in NOT_EVERYWHERE]
+        sources = (name for name in names if name.endswith(".py") and name not in NOT_EVERYWHERE)
+        # _sysconfigdata*.py holds the paths of the machine that built this Python.
+        found += [Path(folder, name) for name in sources if not name.startswith("_sysconfigdata")]
+    if not found:
+        raise ValueError(f"data=stdlib: {root} holds no *.py files on this Python; use data=text data.path=FILE")
+    return sorted(found, key=Path.as_posix)
+
+
+def _chosen_files(data: DataConfig) -> list[Path]:
+    """The file at `data.path`, or every visible file below the folder (of token folders only *.bin), sorted by path."""
+    if not data.path:
+        raise ValueError(f"data={data.kind.name} needs data.path: a file or a folder")
+    path = Path(data.path).expanduser()
+    if not path.exists():
+        raise ValueError(f"data.path={data.path} does not exist (looked at {path.absolute()})")
+    if not path.is_dir():
+        return [path]
+    pattern = "*.bin" if data.kind is DataKind.tokens else "*"
+    visible = (
+        file
+        for file in path.rglob(pattern)
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    files = sorted(visible, key=Path.as_posix)
+    if not files:
+        raise ValueError(f"data.path={data.path} is a folder without {pattern} files: point it at a file, or fill it")
+    return files
+
+
+def _sampled_max(found: list[Piece]) -> int:
+    """Largest token in a few windows spread over all files, their first and last tokens among them."""
+    total = sum(piece.num_tokens for piece in found)
+    last_start = max(0, total - SAMPLE_TOKENS)
+    starts = {last_start * window // (SAMPLE_WINDOWS - 1) for window in range(SAMPLE_WINDOWS)}
+    return max(_window_max(found, start) for start in starts)
+
+
+def _window_max(found: list[Piece], start: int) -> int:
+    for piece in found:
+        if start < piece.num_tokens:
+            break
+        start -= piece.num_tokens
+    tokens = array("H" if piece.token_bytes == 2 else "I")
+    with piece.path.open("rb") as file:
+        file.seek(piece.offset + start * piece.token_bytes)
+        data = file.read(SAMPLE_TOKENS * piece.token_bytes)
+    tokens.frombytes(data[: len(data) - len(data) % piece.token_bytes])
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return max(tokens)

@@ -1,0 +1,90 @@
+"""This rank's share of every step's global batch, and the digest of what was fed.
+
+The global batch of step s (counted from 1) is positions [(s - 1) * G, s * G) of the global order, G =
+train.global_batch_size, cut into M microbatches of b. Rank r of N takes global microbatches [r * k, (r + 1) * k),
+k = M / N: the batch is the same set of sequences in the same order for any N and k, and no rank sees another's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config.derived import microbatches_per_rank
+from harness.config.schema import Config
+from harness.data.inspect import describe
+from harness.data.order import MASK64, sequence_at
+from harness.data.sources import Tokens, open_source
+
+
+class Microbatch(NamedTuple):
+    """Both int64, [microbatch_size, seq_len]; targets are the tokens one position later."""
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """What one rank is fed in one step."""
+
+    microbatches: list[Microbatch]
+    digest: int
+    """Sum over its sequences of a 64-bit hash of (position, tokens), modulo 2**64."""
+
+
+class Loader:
+    """Reads any step's batch at random: the step is the only state."""
+
+    def __init__(self, config: Config, rank: int) -> None:
+        """Open the source.
+
+        Raises:
+            ValueError: the source is missing, empty or malformed.
+        """
+        self.config = config
+        self.rank = rank
+        self.num_microbatches = microbatches_per_rank(config)
+        self.source = open_source(config)
+
+    def batch(self, step: int) -> RankBatch:
+        """This rank's microbatches of step `step` >= 1.
+
+        Raises:
+            ValueError: a token does not fit model.vocab_size.
+        """
+        train = self.config.train
+        size = train.microbatch_size
+        first = (step - 1) * train.global_batch_size + self.rank * self.num_microbatches * size
+        positions = range(first, first + self.num_microbatches * size)
+        sequences = [self._sequence(position) for position in positions]
+        digest = sum(sequence_digest(position, tokens) for position, tokens in zip(positions, sequences, strict=True))
+        stacked = np.stack(sequences).reshape(self.num_microbatches, size, -1)
+        return RankBatch([Microbatch(rows[:, :-1], rows[:, 1:]) for rows in stacked], digest & MASK64)
+
+    def _sequence(self, position: int) -> Tokens:
+        index = sequence_at(position, self.source.num_sequences, self.config.data.order_seed)
+        tokens = self.source[index]
+        largest, vocab_size = int(tokens.max()), self.config.model.vocab_size
+        if largest >= vocab_size:
+            raise ValueError(
+                f"{describe(self.config.data)} holds token {largest} in sequence {index}, but model.vocab_size="
+                f"{vocab_size}: take a model with more token ids, or check data.token_dtype and data.header_bytes"
+            )
+        return tokens
+
+
+def sequence_digest(position: int, tokens: Tokens) -> int:
+    """64-bit hash of a sequence's tokens (seq_len + 1, as little-endian int64) at a position of the global order."""
+    hashed = hashlib.blake2b(position.to_bytes(8, "little"), digest_size=8)
+    hashed.update(np.ascontiguousarray(tokens, dtype="<i8").data)
+    return int.from_bytes(hashed.digest(), "little")
+
+
+def global_digest(parts: list[int]) -> str:
+    """All ranks' digests of one step as one, in hex: the same for any number of ranks and microbatches."""
+    return f"{sum(parts) & MASK64:016x}"

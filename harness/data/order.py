@@ -1,0 +1,50 @@
+"""The global order of sequences: a pure function of position, so that the position is the only state there is.
+
+Each epoch is a permutation of all sequences: a Feistel network over the smallest square power of two that holds
+them, walked until it lands inside. Nothing is stored, however many sequences there are, and nothing depends on the
+version of a random number library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+MASK64 = (1 << 64) - 1
+NUM_ROUNDS = 6
+
+
+def sequence_at(position: int, num_sequences: int, seed: int) -> int:
+    """Which sequence is fed at this position of the endless global stream (0, 1, 2, ...).
+
+    Epoch e is positions [e * num_sequences, (e + 1) * num_sequences): every sequence once, in an order of its own.
+    """
+    epoch, index = divmod(position, num_sequences)
+    half_bits = max(1, ((num_sequences - 1).bit_length() + 1) // 2)
+    keys = _round_keys(seed, epoch)
+    while True:
+        index = _feistel(index, half_bits, keys)
+        if index < num_sequences:
+            return index
+
+
+def mix64(value: int) -> int:
+    """A well-mixed 64-bit function of a 64-bit number (the finaliser of splitmix64)."""
+    value = (value + 0x9E3779B97F4A7C15) & MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK64
+    return value ^ (value >> 31)
+
+
+def _feistel(index: int, half_bits: int, keys: tuple[int, ...]) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = index >> half_bits, index & mask
+    for key in keys:
+        left, right = right, left ^ (mix64(key ^ right) & mask)
+    return (left << half_bits) | right
+
+
+@lru_cache(maxsize=4)
+def _round_keys(seed: int, epoch: int) -> tuple[int, ...]:
+    material = hashlib.blake2b(f"order/{seed}/{epoch}".encode(), digest_size=8 * NUM_ROUNDS).digest()
+    return tuple(int.from_bytes(material[8 * r : 8 * r + 8], "little") for r in range(NUM_ROUNDS))

@@ -1,0 +1,95 @@
+"""Sources of sequences: `source[i]` is sequence i, seq_len + 1 tokens, int64."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from harness.config.schema import Config, DataKind
+from harness.data.inspect import Piece, inspect, pieces
+
+Tokens = NDArray[np.int64]
+
+MAX_OPEN_FILES = 128
+"""Memory maps kept open at a time; each costs a file descriptor."""
+
+
+class Source(Protocol):
+    """A fixed number of sequences, read at random."""
+
+    num_sequences: int
+
+    def __getitem__(self, index: int) -> Tokens:
+        """Sequence `index` in [0, num_sequences): int64, shape [seq_len + 1]."""
+
+
+class FileSource:
+    """Files read as one stream of tokens; sequence i is tokens [i * seq_len, (i + 1) * seq_len], its last one shared.
+
+    Files are memory-mapped when first touched, so that a token file of any size costs what is read of it.
+    """
+
+    def __init__(self, found: list[Piece], seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.pieces = found
+        self.ends = np.cumsum([piece.num_tokens for piece in found])
+        self.num_sequences = (int(self.ends[-1]) - 1) // seq_len
+        self._map = lru_cache(maxsize=MAX_OPEN_FILES)(self._open)
+
+    def __getitem__(self, index: int) -> Tokens:
+        start = index * self.seq_len
+        stop = start + self.seq_len + 1
+        first = int(np.searchsorted(self.ends, start, side="right"))
+        parts = []
+        while start < stop:
+            piece_start = int(self.ends[first]) - self.pieces[first].num_tokens
+            until = min(stop, int(self.ends[first]))
+            parts.append(self._map(first)[start - piece_start : until - piece_start].astype(np.int64))
+            start, first = until, first + 1
+        return np.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def _open(self, number: int) -> NDArray[np.unsignedinteger]:
+        piece = self.pieces[number]
+        return np.memmap(piece.path, f"<u{piece.token_bytes}", "r", offset=piece.offset, shape=(piece.num_tokens,))
+
+
+class SyntheticSource:
+    """Tokens hashed from (seed, sequence, position), small ids more likely than large ones, so that a loss can fall."""
+
+    def __init__(self, num_sequences: int, seq_len: int, vocab_size: int, seed: int) -> None:
+        self.num_sequences = num_sequences
+        self.seq_len = seq_len
+        self.vocab_size = vocab_size
+        self.seed = seed
+
+    def __getitem__(self, index: int) -> Tokens:
+        length = self.seq_len + 1
+        counter = np.arange(index * length, (index + 1) * length, dtype=np.uint64)
+        hashed = mix64(counter ^ mix64(np.full(1, self.seed, dtype=np.uint64)))
+        smaller_half = np.minimum(hashed >> np.uint64(32), hashed & np.uint64(0xFFFFFFFF))
+        tokens: Tokens = ((smaller_half * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64)
+        return tokens
+
+
+def mix64(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """`order.mix64` on an array (at least one-dimensional: scalars would warn where the product wraps)."""
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+def open_source(config: Config) -> Source:
+    """The configured source.
+
+    Raises:
+        ValueError: as `inspect.inspect`.
+    """
+    data = config.data
+    facts = inspect(data)
+    if data.kind is DataKind.synthetic:
+        return SyntheticSource(facts.num_sequences, data.seq_len, config.model.vocab_size, data.order_seed)
+    return FileSource(pieces(data), data.seq_len)
