@@ -1,0 +1,43 @@
+"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The checkout: `conf/` and `sweeps/` lie beside the package."""
+
+NULLABLE = ("study", "experiment", "debug")
+"""Groups that need no option."""
+
+
+@dataclass(frozen=True)
+class Catalog:
+    """Options of each group, by name."""
+
+    options: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Every group, in alphabetical order."""
+        return tuple(sorted(self.options))
+
+    def groups_with(self, option: str) -> list[str]:
+        """Groups that have an option of this name."""
+        return [group for group in self.groups if option in self.options[group]]
+
+
+@functools.cache
+def load_catalog(extra: Path | None = None) -> Catalog:
+    """Read the names of all options; `extra` is a further folder laid out like `conf/` (Hydra's --config-dir)."""
+    options: dict[str, tuple[str, ...]] = {"study": _stems(ROOT / "sweeps")}
+    for conf in filter(None, (ROOT / "conf", extra)):
+        for folder in sorted(p for p in conf.iterdir() if p.is_dir()):
+            options[folder.name] = tuple(sorted({*options.get(folder.name, ()), *_stems(folder)}))
+    return Catalog(options)
+
+
+def _stems(folder: Path) -> tuple[str, ...]:
+    return tuple(sorted(p.stem for p in folder.glob("*.yaml")))

@@ -1,0 +1,69 @@
+"""Numbers that follow from a configuration. Pure functions of the typed root."""
+
+from __future__ import annotations
+
+from harness.config.schema import Config, Dtype, OptimizerName, Strategy
+
+DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp64: 8}
+"""Bytes of one element."""
+
+
+def global_microbatches(cfg: Config) -> int:
+    """M: microbatches of one step over all ranks. Exact only where the batch rules hold."""
+    return cfg.train.global_batch_size // cfg.train.microbatch_size
+
+
+def microbatches_per_rank(cfg: Config) -> int:
+    """k: microbatches of one step on each rank. Exact only where the batch rules hold."""
+    return global_microbatches(cfg) // cfg.mesh.world_size
+
+
+def tokens_per_step(cfg: Config) -> int:
+    """Tokens one optimizer step is trained on, over all ranks."""
+    return cfg.train.global_batch_size * cfg.data.seq_len
+
+
+def ranks_per_node(cfg: Config) -> int:
+    """Ranks on each machine. Exact only where world_size is divisible by nodes."""
+    return cfg.mesh.world_size // cfg.cluster.nodes
+
+
+def parameter_count(cfg: Config) -> int:
+    """Weights of the model, tied ones once."""
+    m = cfg.model
+    head_dim = m.dim // m.num_heads
+    attention = 2 * m.dim * m.dim + 2 * m.dim * head_dim * m.num_kv_heads
+    block = attention + 3 * m.dim * m.ffn_dim + 2 * m.dim
+    embeddings = m.vocab_size * m.dim * (1 if m.tie_embeddings else 2)
+    return m.num_layers * block + embeddings + m.dim
+
+
+def optimizer_states(cfg: Config) -> int:
+    """Main-weight-sized buffers the optimizer keeps: 2 for Adam, 1 for SGD with momentum, else 0."""
+    if cfg.optimizer.name is OptimizerName.sgd:
+        return 1 if cfg.optimizer.momentum else 0
+    return 2
+
+
+def state_bytes(cfg: Config) -> int:
+    """Bytes of main weights and optimizer state over all ranks together, one copy: what a checkpoint holds at least."""
+    return parameter_count(cfg) * DTYPE_BYTES[cfg.dtype.main_params] * (1 + optimizer_states(cfg))
+
+
+def persistent_bytes_per_rank(cfg: Config) -> int:
+    """Bytes of weights, gradients and optimizer state on a rank, without padding and transients: a lower bound of its need."""
+    count, ranks = parameter_count(cfg), cfg.mesh.world_size
+    level = list(Strategy).index(cfg.sharding.strategy)
+    compute, main = DTYPE_BYTES[cfg.dtype.compute], DTYPE_BYTES[cfg.dtype.main_params]
+    weights = count * compute // (ranks if level == 3 else 1)
+    grads = count * DTYPE_BYTES[cfg.dtype.main_grads] // (ranks if level >= 2 else 1)
+    separate_main = 0 if cfg.dtype.compute is cfg.dtype.main_params else 1
+    state = count * main * (optimizer_states(cfg) + separate_main) // (ranks if level >= 1 else 1)
+    return weights + grads + state
+
+
+def captured_bytes(cfg: Config) -> int:
+    """Bytes of all captured gradients: none where one step of them passes the limit."""
+    one_step = parameter_count(cfg) * DTYPE_BYTES[cfg.dtype.main_grads]
+    kept = one_step <= cfg.measure.capture_limit_mib * 2**20
+    return one_step * len(cfg.measure.capture_steps) if kept else 0

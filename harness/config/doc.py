@@ -1,0 +1,141 @@
+"""What every setting is: its path, type, default and sentence, read from the schema's own source.
+
+`python -m harness.config.doc` prints the guide kept in docs/configuration.md; error messages quote the same sentences.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from harness.config import schema
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of the typed root."""
+
+    path: str
+    """Dotted path, as typed on the command line."""
+    type: Any
+    """Annotation, with an optional's `None` taken off."""
+    optional: bool
+    """Whether null is a value."""
+    default: Any
+    """Value in the schema; `conf/` may hold another."""
+    sentence: str
+    """What it means, with its unit."""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """Names of the enum's members; empty for other types."""
+        return tuple(self.type.__members__) if isinstance(self.type, type) and issubclass(self.type, Enum) else ()
+
+    @property
+    def expects(self) -> str:
+        """The kind of value it takes, in words."""
+        if self.choices:
+            words = "one of " + ", ".join(self.choices)
+        else:
+            words = _WORDS.get(self.type, str(self.type))
+        return words + (", or null" if self.optional else "")
+
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[int]: "a list of whole numbers, like [1,10]",
+    list[float]: "a list of numbers, like [0.9,0.95]",
+    list[str]: "a list of texts",
+    dict[str, str]: "pairs, like {name: value}",
+    dict[str, list[str]]: "axes, like {key: [value, value]}",
+}
+
+
+@functools.cache
+def settings() -> dict[str, Setting]:
+    """Every setting of the typed root by its dotted path, in schema order."""
+    return {setting.path: setting for setting in _walk(schema.Config, "")}
+
+
+@functools.cache
+def groups() -> dict[str, str]:
+    """Every group of the typed root with the sentence of its dataclass."""
+    hints = typing.get_type_hints(schema.Config)
+    return {name: inspect.getdoc(hint) or "" for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
+
+
+def _walk(cls: type, prefix: str) -> Iterator[Setting]:
+    sentences, hints = _sentences()[cls.__name__], typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        kind = hints[field.name]
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from _walk(kind, f"{prefix}{field.name}.")
+            continue
+        bare, optional = _strip_optional(kind)
+        made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        yield Setting(prefix + field.name, bare, optional, made, sentences[field.name])
+
+
+def _strip_optional(kind: Any) -> tuple[Any, bool]:
+    if isinstance(kind, types.UnionType):
+        (bare,) = (arg for arg in typing.get_args(kind) if arg is not type(None))
+        return bare, True
+    return kind, False
+
+
+@functools.cache
+def _sentences() -> dict[str, dict[str, str]]:
+    """Class name -> field name -> the string literal under the field."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if not isinstance(node, ast.ClassDef):
+            continue
+        of_class = found.setdefault(node.name, {})
+        for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                literal = below.value if isinstance(below, ast.Expr) else None
+                text = literal.value if isinstance(literal, ast.Constant) else ""
+                of_class[field.target.id] = " ".join(str(text).split())
+    return found
+
+
+def guide() -> str:
+    """The configuration guide as Markdown: a table a group."""
+    lines = [
+        "# Every setting",
+        "",
+        "Made by `python -m harness.config.doc > docs/configuration.md` from `harness/config/schema.py`. A value is set",
+        "with `group.key=value`; `group=option` picks a file of `conf/`, whose values win over the defaults below.",
+    ]
+    for group, sentence in groups().items():
+        lines += ["", f"## {group}", "", sentence, "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
+        lines += [_row(s) for path, s in settings().items() if path.startswith(f"{group}.")]
+    lines += ["", "## Outside the groups", "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
+    lines += [_row(s) for path, s in settings().items() if "." not in path]
+    return "\n".join(lines) + "\n"
+
+
+def _row(s: Setting) -> str:
+    default = s.default.name if isinstance(s.default, Enum) else s.default
+    shown = {None: "null", "": '""', True: "true", False: "false"}.get(default, default) if _hashable(default) else default
+    return f"| `{s.path}` | {s.expects} | `{shown}` | {s.sentence} |"
+
+
+def _hashable(value: object) -> bool:
+    return not isinstance(value, list | dict)
+
+
+if __name__ == "__main__":
+    print(guide(), end="")

@@ -1,0 +1,48 @@
+"""The one error a request can end with: everything that is wrong with it, each with its value, choices and fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+EXIT_BAD_REQUEST = 2
+"""Exit code of a request that cannot be carried out as asked; no rank was started."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that must change before a request can run.
+
+    `subject` is the knob with the value it was given (`train.steps=0`), `problem` a clause that continues it ("must be
+    at least 1"), `choices` what is valid, `fix` what to type or do.
+    """
+
+    subject: str
+    problem: str
+    choices: str = ""
+    fix: str = ""
+
+    def __str__(self) -> str:
+        lines = [f"{self.subject}: {self.problem}"]
+        if self.choices:
+            lines.append(f"    valid: {self.choices}")
+        if self.fix:
+            lines.append(f"    fix:   {self.fix}")
+        return "\n".join(lines)
+
+
+class BadRequest(Exception):
+    """A request that is refused before any rank starts, with every violation found; exit code 2."""
+
+    exit_code = EXIT_BAD_REQUEST
+
+    def __init__(self, violations: Iterable[Violation]) -> None:
+        self.violations = tuple(dict.fromkeys(violations))
+        count = len(self.violations)
+        head = "bad request" if count == 1 else f"bad request, {count} problems"
+        super().__init__("\n".join([f"{head}:", *(f"  {line}" for v in self.violations for line in str(v).split("\n"))]))
+
+
+def refuse(subject: str, problem: str, *, choices: str = "", fix: str = "") -> BadRequest:
+    """Make a BadRequest of one violation, to be raised."""
+    return BadRequest([Violation(subject, problem, choices, fix)])

@@ -1,0 +1,114 @@
+"""Errors that teach: the nearest names for a word nobody knows, and what a setting takes."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from harness.config.catalog import Catalog, load_catalog
+from harness.config.doc import settings
+from harness.config.errors import Violation
+
+OPTION_SYNONYMS = {
+    "sharding": {
+        "zero0": "no_shard", "ddp": "no_shard", "replicate": "no_shard", "none": "no_shard",
+        "zero1": "optim", "os": "optim",
+        "zero2": "optim_grads", "shard_grad_op": "optim_grads", "os_g": "optim_grads",
+        "zero3": "optim_grads_params", "fsdp": "optim_grads_params", "full_shard": "optim_grads_params", "fsdp2": "optim_grads_params",
+    },
+    "dtype": {
+        "float32": "fp32", "float": "fp32", "single": "fp32", "bfloat16": "bf16", "mixed": "bf16", "amp": "bf16",
+        "float64": "fp64", "double": "fp64",
+    },
+    "engine": {"fsdp": "native", "reference": "single", "one": "single", "torch_ddp": "ddp"},
+    "data": {"bin": "tokens", "memmap": "tokens", "random": "synthetic", "bytes": "text", "txt": "text"},
+    "cluster": {"cpu": "local", "workstation": "local", "sbatch": "slurm", "submitit": "slurm"},
+    "wandb": {"off": "disabled", "false": "disabled", "none": "disabled", "on": "online", "true": "online"},
+    "ckpt": {"off": "none", "latest": "last", "newest": "last"},
+    "numerics": {"free": "fast", "bitwise": "ordered", "exact": "ordered"},
+    "mesh": {"1": "one", "2": "two"},
+}  # fmt: skip
+"""What people call an option elsewhere -> its name here."""
+
+KEY_SYNONYMS = {
+    "optim": "optimizer", "precision": "dtype", "mixed_precision": "dtype", "zero": "sharding", "strategy": "sharding",
+    "backend": "engine", "framework": "engine", "dataset": "data", "checkpoint": "ckpt", "sweep": "study", "logger": "wandb",
+    "launcher": "cluster", "deterministic": "numerics",
+    "lr": "optimizer.lr", "learning_rate": "optimizer.lr", "clip": "optimizer.clip_norm", "grad_clip": "optimizer.clip_norm",
+    "wd": "optimizer.weight_decay", "seed": "train.seed", "steps": "train.steps", "max_steps": "train.steps",
+    "num_steps": "train.steps", "iterations": "train.steps", "batch_size": "train.global_batch_size",
+    "gbs": "train.global_batch_size", "mbs": "train.microbatch_size", "micro_batch_size": "train.microbatch_size",
+    "world_size": "mesh.world_size", "ranks": "mesh.world_size", "nproc": "mesh.world_size", "gpus": "mesh.world_size",
+    "num_gpus": "mesh.world_size", "sequence_length": "data.seq_len", "context_length": "data.seq_len",
+    "hidden_size": "model.dim", "layers": "model.num_layers", "dry_run": "launch.dry_run", "output_dir": "launch.root",
+    "root": "launch.root", "device": "cluster.device", "nodes": "cluster.nodes",
+}  # fmt: skip
+"""What people call a group or setting elsewhere -> its name here."""
+
+
+def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
+    """Names that a mistyped word may mean, best first: same last part, then similar spelling, then containing it."""
+    names, lower = list(pool), word.lower()
+    leaf = lower.rpartition(".")[2]
+    same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
+    close = difflib.get_close_matches(lower, names, count, 0.6)
+    by_leaf = {n.rpartition(".")[2]: n for n in reversed(names)}
+    close_leaf = [by_leaf[n] for n in difflib.get_close_matches(leaf, by_leaf, count, 0.75)]
+    holding = [n for n in names if len(lower) > 2 and n.startswith(lower)]
+    return list(dict.fromkeys(same_leaf + close + close_leaf + holding))[:count]
+
+
+def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
+    """What to say of a key that is neither a group nor a setting."""
+    catalog = catalog or load_catalog()
+    group, _, rest = key.partition(".")
+    if rest and group in catalog.groups:
+        inside = [path for path in settings() if path.startswith(f"{group}.")]
+        meant = _synonym(key, inside) or nearest(key, inside) or nearest(rest, settings())
+        return Violation(key, f"{group} has no such setting", ", ".join(inside) or "none of its own", _did_you_mean(meant))
+    everything = [*catalog.groups, *settings()]
+    meant = _synonym(key, everything) or nearest(key, everything)
+    if meant:
+        return Violation(key, "no such group or setting", fix=_did_you_mean(meant))
+    return Violation(key, "no such group or setting", "groups " + ", ".join(catalog.groups), "docs/configuration.md lists every setting")
+
+
+def explain_option(group: str, option: object, catalog: Catalog | None = None) -> Violation:
+    """What to say of an option that a group does not have."""
+    options = (catalog or load_catalog()).options[group]
+    word = str(option)
+    meant = [OPTION_SYNONYMS.get(group, {}).get(word.lower(), "")]
+    meant = [m for m in meant if m in options] or nearest(word, options)
+    fix = _did_you_mean([f"{group}={name}" for name in meant])
+    return Violation(f"{group}={word}", "no such option", ", ".join(options) or "none yet", fix)
+
+
+def explain_value(error: Exception, subject: str | None = None) -> Violation:
+    """What to say of a value its setting cannot take, from OmegaConf's error."""
+    path = str(getattr(error, "full_key", None) or "")
+    setting = settings().get(path.partition("[")[0])
+    first = str(error).splitlines()[0] if str(error) else type(error).__name__
+    if setting is None:
+        return explain_key(path) if path and "not in" in first else Violation(subject or path or "request", first)
+    return Violation(subject or path, f"takes {setting.expects}", fix=f"{setting.path} is: {setting.sentence}")
+
+
+def explain_setting(path: str, value: Any) -> Violation:
+    """What to say of a value of the wrong type, where the value is known as typed."""
+    setting = settings()[path]
+    subject = f"{path}={value}"
+    if setting.choices:
+        meant = nearest(str(value), setting.choices) or [OPTION_SYNONYMS.get(path.partition(".")[0], {}).get(str(value).lower(), "")]
+        fix = _did_you_mean([f"{path}={m}" for m in meant if m in setting.choices])
+        return Violation(subject, "no such value", ", ".join(setting.choices) + (", null" if setting.optional else ""), fix)
+    return Violation(subject, f"takes {setting.expects}", fix=f"{path} is: {setting.sentence}")
+
+
+def _synonym(key: str, pool: Iterable[str]) -> list[str]:
+    meant = KEY_SYNONYMS.get(key.rpartition(".")[2].lower())
+    return [meant] if meant in set(pool) else []
+
+
+def _did_you_mean(names: list[str]) -> str:
+    return f"did you mean {' or '.join(names)}?" if names else ""

@@ -1,0 +1,196 @@
+"""Reads the words of a request before Hydra does: every typo, wrong type and forbidden sign at once.
+
+Hydra stops at the first mistake, takes `+new=1` silently and advises to append a misspelt key with `+`. Here each
+override is parsed with Hydra's own grammar and held against the typed root and the files of `conf/`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Glob, Override, QuotedString, RangeSweep
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from harness.config.catalog import NULLABLE, Catalog, load_catalog
+from harness.config.compose import OPEN_DICTS, appending, typed_root
+from harness.config.doc import groups, settings
+from harness.config.errors import BadRequest, Violation
+from harness.config.hints import KEY_SYNONYMS, explain_key, explain_option, explain_setting
+
+MAX_SWEEP = 100_000
+"""Most values one axis may have; beyond it a range was mistyped."""
+
+
+@dataclass(frozen=True)
+class Word:
+    """One override, understood."""
+
+    text: str
+    key: str
+    values: tuple[str, ...]
+    """Values as Hydra would parse them again, quoted where needed; more than one makes an axis."""
+    is_group: bool
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """One `key=value` for each value."""
+        return tuple(f"{self.key}={value}" for value in self.values)
+
+
+def check_overrides(overrides: Sequence[str], *, multirun: bool = False, catalog: Catalog | None = None) -> list[Word]:
+    """Understand every override.
+
+    Args:
+        overrides: `key=value` as typed.
+        multirun: whether comma lists and ranges make axes.
+        catalog: what can be chosen; the checkout's own by default.
+
+    Raises:
+        BadRequest: with every violation found.
+    """
+    catalog = catalog or load_catalog()
+    words: list[Word] = []
+    violations: list[Violation] = []
+    for text in overrides:
+        result = _read(text, multirun, catalog)
+        if isinstance(result, Word):
+            words.append(result)
+        else:
+            violations.extend(result)
+    violations.extend(_duplicates(words))
+    if violations:
+        raise BadRequest(violations)
+    return words
+
+
+def _read(text: str, multirun: bool, catalog: Catalog) -> Word | list[Violation]:
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        return [_malformed(text, error, catalog)]
+    return _refused(text, override, multirun) or _understand(text, override, catalog)
+
+
+def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
+    """Forms of Hydra's grammar that mean nothing here."""
+    key = str(override.key_or_group)
+    if text.startswith(("+", "~")):
+        return [appending(text)]
+    if key.partition(".")[0].partition("/")[0] == "hydra":
+        return [Violation(text, "Hydra's own settings are fixed: the harness decides where and how cells run", fix="leave it out")]
+    if override.package is not None:
+        return [Violation(text, "a group's place is fixed", fix=f"{key}={override.value()}")]
+    if override.is_sweep_override() and not multirun:
+        fix = f"python run.py -m {shlex.quote(text)}, or {key}=[...] for a list"
+        return [Violation(text, "names several values, which makes several cells", fix=fix)]
+    return []
+
+
+def _understand(text: str, override: Override, catalog: Catalog) -> Word | list[Violation]:
+    key = str(override.key_or_group)
+    if key in catalog.groups:
+        return _group(text, key, override, catalog)
+    if not _is_setting(key):
+        return [explain_key(key, catalog)]
+    values = list(_values(override, ()))
+    wrong = [v for value in values for v in _type_violations(key, value.parsed)]
+    if not values or len(values) > MAX_SWEEP:
+        return [Violation(text, f"gives {len(values):,} values", f"1 to {MAX_SWEEP:,}")]
+    return wrong or Word(text, key, tuple(v.text for v in values), is_group=False)
+
+
+def _is_setting(key: str) -> bool:
+    return key in settings() or any(key.startswith(f"{path}.") for path in OPEN_DICTS)
+
+
+def _group(text: str, group: str, override: Override, catalog: Catalog) -> Word | list[Violation]:
+    values = list(_values(override, catalog.options[group]))
+    wrong = [v for value in values if (v := _option_violation(group, value.parsed, catalog))]
+    if not values:
+        return [Violation(text, "matches no option", ", ".join(catalog.options[group]))]
+    return wrong or Word(text, group, tuple(v.text for v in values), is_group=True)
+
+
+def _option_violation(group: str, option: Any, catalog: Catalog) -> Violation | None:
+    if option is None and group in NULLABLE:
+        return None
+    if isinstance(option, dict):
+        inside = ", ".join(f"{group}.{key}={value}" for key, value in option.items())
+        return Violation(f"{group}={{...}}", "a group is chosen by name; its settings are set one by one", fix=inside)
+    return None if str(option) in catalog.options[group] else explain_option(group, option, catalog)
+
+
+@dataclass(frozen=True)
+class _Value:
+    parsed: Any
+    text: str
+
+
+def _values(override: Override, names: Sequence[str]) -> Iterator[_Value]:
+    """Each value of an override, parsed and as text that parses to the same."""
+    if not override.is_sweep_override():
+        yield _Value(override.value(), override.get_value_element_as_str())
+        return
+    swept: Any = override.value()
+    if isinstance(swept, Glob):
+        yield from (_Value(name, name) for name in swept.filter(list(names)))
+    elif isinstance(swept, RangeSweep) and len(list(zip(swept.range(), range(MAX_SWEEP + 1), strict=False))) > MAX_SWEEP:
+        return
+    else:
+        for parsed, text in zip(override.sweep_iterator(), override.sweep_string_iterator(), strict=True):
+            yield _Value(parsed.text if isinstance(parsed, QuotedString) else parsed, str(text))
+
+
+_ROOT: list[DictConfig] = []
+
+
+def _type_violations(key: str, value: Any) -> Iterator[Violation]:
+    if not _ROOT:
+        _ROOT.append(typed_root())
+    try:
+        OmegaConf.update(_ROOT[0].copy(), key, value, merge=True, force_add=key not in settings())
+    except OmegaConfBaseException:
+        if key in settings():
+            yield explain_setting(key, "" if value == "" else value)
+        else:
+            yield Violation(f"{key}={value}", "takes text")
+
+
+def _duplicates(words: list[Word]) -> Iterator[Violation]:
+    by_key: dict[str, list[str]] = defaultdict(list)
+    for word in words:
+        by_key[word.key].append(word.text)
+    for key, texts in by_key.items():
+        if len(texts) > 1:
+            yield Violation(key, f"is given {len(texts)} times: {', '.join(texts)}", fix=f"keep one, such as {texts[-1]}")
+
+
+def _malformed(text: str, error: HydraException, catalog: Catalog) -> Violation:
+    key, sign, value = text.partition("=")
+    if not sign:
+        holders = catalog.groups_with(text)
+        meant = [f"{group}={text}" for group in holders[:3]] or [f"{m}=VALUE" for m in _as_key(text, catalog)]
+        fix = f"did you mean {' or '.join(meant)}?" if meant else "write group=option or group.key=value"
+        return Violation(repr(text), "is not key=value", fix=fix)
+    if key.strip("+~") and all(c not in key for c in " '\"\n"):
+        quoted = quote(value)
+        return Violation(text, "cannot be read: quotes, braces, commas and line breaks need quoting", fix=shlex.quote(f"{key}={quoted}"))
+    return Violation(repr(text), f"cannot be read: {str(error).splitlines()[0]}", fix="write group=option or group.key=value")
+
+
+def _as_key(text: str, catalog: Catalog) -> list[str]:
+    known = [text] if text in settings() or text in catalog.groups or text in groups() else []
+    return known or [KEY_SYNONYMS[text]] if text in KEY_SYNONYMS else known
+
+
+def quote(value: str) -> str:
+    """A text as Hydra's grammar reads it back unchanged, whatever it holds."""
+    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
+    return f"'{escaped}'"

@@ -1,0 +1,36 @@
+"""What must hold between settings, and in the world, before ranks start: one file a group, every violation at once.
+
+A rule is a function of a `Request` that yields violations, and names the settings it reads: where one of these is
+outside its own range, `numbers` has said so and the rule is left out. Rules never raise and never change anything; only
+those of `data` and `environment` look at the machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.config.errors import Violation
+from harness.config.rules import batch, data, effect, engine, environment, launch, model, numbers
+from harness.config.rules.request import Request, Rule
+from harness.config.schema import Config
+
+RULES: tuple[Rule, ...] = (
+    *model.RULES,
+    *batch.RULES,
+    *engine.RULES,
+    *effect.RULES,
+    *launch.RULES,
+    *data.RULES,
+    *environment.RULES,
+)
+
+
+def check(config: Config, overrides: Sequence[str] = ()) -> list[Violation]:
+    """Apply every rule; `overrides` are the request as typed, so that a knob without effect can be told from a default."""
+    request = Request(config, tuple(overrides))
+    out_of_range = numbers.check(request)
+    found = list(out_of_range.values())
+    for rule in RULES:
+        if not any(path in out_of_range for path in rule.reads):
+            found.extend(rule.apply(request))
+    return found

@@ -1,0 +1,79 @@
+"""How a global batch is cut into microbatches, ranks and machines; and the steps things happen at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.errors import Violation
+from harness.config.rules.request import Request, Rule, rule
+
+
+@rule("train.global_batch_size", "train.microbatch_size", "mesh.world_size")
+def batch_is_whole_microbatches(request: Request) -> Iterator[Violation]:
+    """Every rank runs the same number of microbatches of the same size."""
+    t, ranks = request.config.train, request.config.mesh.world_size
+    unit = t.microbatch_size * ranks
+    if t.global_batch_size % unit == 0:
+        return
+    below = t.global_batch_size // unit * unit
+    yield Violation(
+        request.show("train.global_batch_size"),
+        f"is not divisible by mesh.world_size * train.microbatch_size = {ranks} * {t.microbatch_size} = {unit}",
+        ", ".join(str(n) for n in (below, below + unit, below + 2 * unit) if n),
+        f"train.global_batch_size={below or unit}{_smaller_microbatch(t.global_batch_size, ranks)}",
+    )
+
+
+def _smaller_microbatch(batch: int, ranks: int) -> str:
+    if batch % ranks:
+        return ""
+    return f", or train.microbatch_size={batch // ranks}"
+
+
+@rule("mesh.world_size", "cluster.nodes")
+def ranks_are_even_over_machines(request: Request) -> Iterator[Violation]:
+    """Every machine has the same number of ranks."""
+    ranks, nodes = request.config.mesh.world_size, request.config.cluster.nodes
+    if ranks % nodes:
+        yield Violation(
+            request.show("mesh.world_size"),
+            f"is not divisible by cluster.nodes={nodes}",
+            f"multiples of {nodes}",
+            f"mesh.world_size={max(ranks // nodes, 1) * nodes}",
+        )
+
+
+@rule("train.steps", "train.warmup_steps")
+def warmup_ends(request: Request) -> Iterator[Violation]:
+    """The learning rate reaches its peak before the run ends."""
+    t = request.config.train
+    if t.warmup_steps > t.steps:
+        yield Violation(
+            request.show("train.warmup_steps"),
+            f"is longer than the run, train.steps={t.steps}",
+            f"0 to {t.steps}",
+            f"train.warmup_steps={min(t.steps // 10 + 1, t.steps)}",
+        )
+
+
+@rule("train.steps", "measure.capture_steps")
+def captured_steps_are_reached(request: Request) -> Iterator[Violation]:
+    """A step whose gradients are asked for is one that happens."""
+    steps = request.config.train.steps
+    missed = [s for s in request.config.measure.capture_steps if s > steps]
+    if missed:
+        kept = [s for s in request.config.measure.capture_steps if s <= steps]
+        yield Violation(
+            request.show("measure.capture_steps"),
+            f"names steps that train.steps={steps} never reaches: {missed}",
+            f"steps from 1 to {steps}",
+            f"measure.capture_steps={kept}".replace(" ", ""),
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    batch_is_whole_microbatches,
+    ranks_are_even_over_machines,
+    warmup_ends,
+    captured_steps_are_reached,
+)

@@ -1,0 +1,102 @@
+"""No knob without effect: a setting that was typed must change something under the choices it stands beside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from harness.config.capabilities import ENGINES
+from harness.config.errors import Violation
+from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import Backend, CkptPolicy, Config, DataKind, Dtype, OptimizerName, WandbMode
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a setting is read."""
+
+    holds: Callable[[Config], bool]
+    where: str
+    """The choice it needs, as typed."""
+    because: Callable[[Config], str]
+    """The choice that was made instead, as typed."""
+
+
+def _data(*kinds: DataKind) -> Condition:
+    where = " or ".join(f"data={kind.name}" for kind in kinds)
+    return Condition(lambda c: c.data.kind in kinds, where, lambda c: f"data={c.data.kind.name}")
+
+
+def _optimizer(*names: OptimizerName) -> Condition:
+    where = " or ".join(f"optimizer={name.name}" for name in names)
+    return Condition(lambda c: c.optimizer.name in names, where, lambda c: f"optimizer={c.optimizer.name.name}")
+
+
+_FILES = _data(DataKind.text, DataKind.tokens)
+_ADAM = _optimizer(OptimizerName.adam, OptimizerName.adamw)
+_SLURM = Condition(
+    lambda c: c.cluster.backend is Backend.slurm, "cluster=slurm", lambda c: f"cluster.backend={c.cluster.backend.name}"
+)
+_LOCAL = Condition(
+    lambda c: c.cluster.backend is Backend.local, "cluster=local", lambda c: f"cluster.backend={c.cluster.backend.name}"
+)
+_WANDB = Condition(lambda c: c.wandb.mode is not WandbMode.disabled, "wandb=offline or wandb=online", lambda c: "wandb=disabled")
+_CAPTURE = Condition(
+    lambda c: bool(c.measure.capture_steps), "measure.capture_steps=[1]", lambda c: "measure.capture_steps=[]"
+)
+_CKPT = Condition(lambda c: c.ckpt.policy is not CkptPolicy.none, "ckpt=last", lambda c: "ckpt=none")
+_BF16_GRADS = Condition(
+    lambda c: c.dtype.main_grads is Dtype.bf16, "dtype.main_grads=bf16", lambda c: f"dtype.main_grads={c.dtype.main_grads.name}"
+)
+
+CONDITIONS: dict[str, Condition] = {
+    "data.path": _FILES,
+    "data.token_dtype": _data(DataKind.tokens),
+    "data.header_bytes": _data(DataKind.tokens),
+    "data.num_sequences": _data(DataKind.synthetic),
+    "optimizer.betas": _ADAM,
+    "optimizer.eps": _ADAM,
+    "optimizer.momentum": _optimizer(OptimizerName.sgd),
+    "dtype.allow_low_precision_grads": _BF16_GRADS,
+    "ckpt.every": _CKPT,
+    "measure.capture_limit_mib": _CAPTURE,
+    "wandb.project": _WANDB,
+    "wandb.entity": _WANDB,
+    "cluster.nodes": _SLURM,
+    "cluster.partition": _SLURM,
+    "cluster.account": _SLURM,
+    "cluster.qos": _SLURM,
+    "cluster.time_min": _SLURM,
+    "cluster.grace_s": _SLURM,
+    "cluster.mem_gb": _SLURM,
+    "cluster.gpus_per_node": _SLURM,
+    "cluster.additional": _SLURM,
+    "cluster.slots": _LOCAL,
+}
+"""Settings that only some choices read."""
+
+
+@rule()
+def typed_settings_have_an_effect(request: Request) -> Iterator[Violation]:
+    """A setting typed where nothing reads it is a misunderstanding, and is said to be one."""
+    for key in request.named:
+        condition = CONDITIONS.get(key) or CONDITIONS.get(key.rpartition(".")[0])
+        if condition and not condition.holds(request.config):
+            yield _without_effect(request, key, condition.because(request.config), condition.where)
+
+
+@rule()
+def engine_takes_its_settings(request: Request) -> Iterator[Violation]:
+    """Settings of the group `engine` belong to the engines that name them."""
+    engine = request.config.engine.name
+    for key in request.named:
+        if key.startswith("engine.") and key != "engine.name" and key not in ENGINES[engine].settings:
+            takers = " or ".join(f"engine={e.name}" for e, can in ENGINES.items() if key in can.settings)
+            yield _without_effect(request, key, f"engine={engine.name}", takers)
+
+
+def _without_effect(request: Request, key: str, because: str, where: str) -> Violation:
+    return Violation(f"{key}={request.named[key]}", f"has no effect with {because}", fix=f"leave it out, or choose {where}")
+
+
+RULES: tuple[Rule, ...] = (typed_settings_have_an_effect, engine_takes_its_settings)

@@ -1,0 +1,147 @@
+"""What this machine must offer before ranks start: devices, memory, room on disk, a scheduler, an optional package.
+
+Nothing is written where `launch.dry_run` is set, and nothing is ever left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.config.derived import captured_bytes, persistent_bytes_per_rank, state_bytes
+from harness.config.errors import Violation
+from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import Backend, CkptPolicy, Config, Device, WandbMode
+
+PROBE_BYTES = 1 << 20
+"""Bytes written and synced to find out whether a disk takes any: about what the logs of a short run need."""
+
+
+@rule("mesh.world_size")
+def devices_exist(request: Request) -> Iterator[Violation]:
+    """A local cuda run finds as many devices as it has ranks. The driver's files are counted: torch is not loaded here."""
+    c, ranks = request.config.cluster, request.config.mesh.world_size
+    if c.backend is not Backend.local or c.device is not Device.cuda:
+        return
+    found = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
+    if found < ranks:
+        fix = f"mesh.world_size={found}" if found else "cluster.device=cpu, or cluster=slurm"
+        yield Violation("cluster.device=cuda", f"this machine has {found} NVIDIA devices for {ranks} ranks", "cpu, cuda", fix)
+
+
+@rule()
+def scheduler_exists(request: Request) -> Iterator[Violation]:
+    """Submitting needs sbatch."""
+    c = request.config.cluster
+    if c.backend is Backend.slurm and not request.config.launch.dry_run and shutil.which("sbatch") is None:
+        yield Violation("cluster.backend=slurm", "there is no sbatch on PATH", "local, slurm", "cluster=local, or a login node")
+
+
+@rule()
+def mirror_is_installed(request: Request) -> Iterator[Violation]:
+    """The mirror is an optional package."""
+    mode = request.config.wandb.mode
+    if mode is not WandbMode.disabled and importlib.util.find_spec("wandb") is None:
+        yield Violation(request.show("wandb.mode"), "the package wandb is not installed", fix="wandb=disabled, or pip install wandb")
+
+
+_SIZES = ("model.vocab_size", "model.dim", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.ffn_dim")
+
+
+@rule(*_SIZES, "mesh.world_size")
+def model_fits_in_memory(request: Request) -> Iterator[Violation]:
+    """Weights, gradients and optimizer state of all local CPU ranks fit this machine; activations come on top."""
+    cfg = request.config
+    if cfg.cluster.backend is not Backend.local or cfg.cluster.device is not Device.cpu:
+        return
+    need, have = persistent_bytes_per_rank(cfg) * cfg.mesh.world_size, _memory_bytes()
+    if have and need > have:
+        yield Violation(
+            f"model={cfg.model.name}",
+            f"needs {_size(need)} on {cfg.mesh.world_size} ranks of this machine before any activation; it has {_size(have)}",
+            fix="model=tiny, or a cluster with more machines",
+        )
+
+
+@rule(*_SIZES)
+def disk_takes_the_run(request: Request) -> Iterator[Violation]:
+    """The root can be made and written, and has room for captures and a checkpoint."""
+    cfg = request.config
+    if "\0" in cfg.launch.root:
+        return
+    need = expected_bytes(cfg)
+    problem = probe(Path(cfg.launch.root), need, write=not cfg.launch.dry_run)
+    if problem:
+        yield Violation(request.show("launch.root"), problem, fix="launch.root=A_WRITABLE_FOLDER_WITH_ROOM")
+
+
+def expected_bytes(cfg: Config) -> int:
+    """Bytes a run writes at least: captured gradients, the newest checkpoint beside the one it replaces, and its logs."""
+    checkpoints = 2 * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
+    return captured_bytes(cfg) + checkpoints + PROBE_BYTES
+
+
+def probe(root: Path, need: int, *, write: bool) -> str:
+    """What keeps `need` bytes from being written under `root`; empty if nothing does.
+
+    Free space is asked for, and a file is written, synced and removed, because quotas and thin volumes answer one thing
+    and do another.
+    """
+    folder = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+    if not folder.is_dir():
+        return f"{folder} is a file, not a folder"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"{folder} is not writable"
+    try:
+        free = shutil.disk_usage(folder).free
+        if free < need:
+            return f"{folder} has {_size(free)} free, and the run writes about {_size(need)}"
+        if write:
+            _write_and_remove(folder, min(need, PROBE_BYTES))
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return f"no room on the disk of {folder}: {error.strerror}"
+        return f"cannot write into {folder}: {error.strerror or error}"
+    return ""
+
+
+def _write_and_remove(folder: Path, size: int) -> None:
+    handle, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
+    try:
+        with open(handle, "wb", buffering=0) as file:
+            data = memoryview(bytes(size))
+            while data:
+                data = data[file.write(data) :]
+            os.fsync(file.fileno())
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+
+
+def _memory_bytes() -> int:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):
+        return 0
+
+
+def _size(count: int) -> str:
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while value >= 1024 and len(units) > 1:
+        value, units = value / 1024, units[1:]
+    return f"{value:.3g} {units[0]}"
+
+
+RULES: tuple[Rule, ...] = (
+    devices_exist,
+    scheduler_exists,
+    mirror_is_installed,
+    model_fits_in_memory,
+    disk_takes_the_run,
+)

@@ -1,0 +1,84 @@
+"""How a request can be carried out: in this process, on this machine, by a scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.errors import Violation
+from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import Backend, Device
+
+
+@rule("mesh.world_size")
+def inline_is_one_local_rank(request: Request) -> Iterator[Violation]:
+    """A rank in this process is the only one, and no scheduler's."""
+    if not request.config.launch.inline:
+        return
+    if request.config.mesh.world_size > 1:
+        yield Violation(
+            "launch.inline=true",
+            f"runs one rank in this process, and mesh.world_size={request.config.mesh.world_size}",
+            fix="mesh=one, or debug=inline, which says both",
+        )
+    if request.config.cluster.backend is Backend.slurm:
+        yield Violation("launch.inline=true", "runs in this process, which cluster=slurm does not", fix="cluster=local")
+
+
+@rule("cluster.nodes")
+def one_machine_without_a_scheduler(request: Request) -> Iterator[Violation]:
+    """A local launch starts ranks on this machine only."""
+    c = request.config.cluster
+    if c.backend is Backend.local and c.nodes > 1:
+        yield Violation(request.show("cluster.nodes"), "cluster.backend=local is this machine only", "1", "cluster=slurm")
+
+
+@rule("cluster.time_min", "cluster.grace_s")
+def grace_is_within_the_limit(request: Request) -> Iterator[Violation]:
+    """A run is asked to save before its time limit, not before it starts."""
+    c = request.config.cluster
+    if c.backend is Backend.slurm and c.grace_s >= 60 * c.time_min:
+        yield Violation(
+            request.show("cluster.grace_s"),
+            f"is not shorter than the limit, cluster.time_min={c.time_min} ({60 * c.time_min} s)",
+            f"0 to {60 * c.time_min - 1}",
+            f"cluster.grace_s={min(120, 30 * c.time_min)}",
+        )
+
+
+@rule("mesh.world_size", "cluster.nodes", "cluster.gpus_per_node")
+def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
+    """The scheduler is asked for as many devices as there are ranks on a machine."""
+    c, ranks = request.config.cluster, request.config.mesh.world_size
+    if c.backend is not Backend.slurm or c.device is not Device.cuda or ranks % c.nodes:
+        return
+    if c.gpus_per_node < ranks // c.nodes:
+        yield Violation(
+            request.show("cluster.gpus_per_node"),
+            f"is fewer than the {ranks // c.nodes} ranks on each of cluster.nodes={c.nodes}",
+            f"{ranks // c.nodes} or more",
+            f"cluster.gpus_per_node={ranks // c.nodes}",
+        )
+
+
+@rule()
+def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
+    """The root's name goes into batch scripts and log patterns, where some characters end a line or expand."""
+    root = request.config.launch.root
+    control = sorted({c for c in root if ord(c) < 32 or ord(c) == 127})
+    if control:
+        yield Violation(f"launch.root={root!r}", "holds a control character (a newline?)", fix="launch.root=runs")
+    expanding = sorted(set(root) & set("%\\\"'"))
+    if expanding and request.config.cluster.backend is Backend.slurm:
+        signs = " ".join(expanding)
+        yield Violation(
+            f"launch.root={root!r}", f"holds {signs} , which sbatch expands or unquotes in log names", fix="a folder without"
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    inline_is_one_local_rank,
+    one_machine_without_a_scheduler,
+    grace_is_within_the_limit,
+    every_cuda_rank_gets_a_device,
+    root_survives_scripts_and_logs,
+)

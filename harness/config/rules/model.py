@@ -1,0 +1,53 @@
+"""Shapes a Llama-style decoder can have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.errors import Violation
+from harness.config.rules.request import Request, Rule, rule
+
+
+@rule("model.dim", "model.num_heads")
+def heads_divide_the_width(request: Request) -> Iterator[Violation]:
+    """Every head has the same, even width: rotary embeddings turn pairs."""
+    m = request.config.model
+    if m.dim % (2 * m.num_heads):
+        lower = max(m.dim // (2 * m.num_heads), 1) * 2 * m.num_heads
+        yield Violation(
+            request.show("model.dim"),
+            f"is not an even multiple of model.num_heads={m.num_heads}: heads have one even width, for rotary embeddings",
+            f"multiples of {2 * m.num_heads}",
+            f"model.dim={lower}",
+        )
+
+
+@rule("model.num_heads", "model.num_kv_heads")
+def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
+    """Query heads share key and value heads evenly."""
+    m = request.config.model
+    if m.num_heads % m.num_kv_heads:
+        valid = [d for d in range(1, m.num_heads + 1) if m.num_heads % d == 0]
+        best = max(d for d in valid if d <= max(m.num_kv_heads, 1))
+        yield Violation(
+            request.show("model.num_kv_heads"),
+            f"does not divide model.num_heads={m.num_heads}",
+            ", ".join(map(str, valid)),
+            f"model.num_kv_heads={best}",
+        )
+
+
+@rule("data.seq_len", "model.max_seq_len")
+def sequence_fits_the_rotary_table(request: Request) -> Iterator[Violation]:
+    """A sequence is no longer than the positions the model knows."""
+    seq_len, longest = request.config.data.seq_len, request.config.model.max_seq_len
+    if seq_len > longest:
+        yield Violation(
+            request.show("data.seq_len"),
+            f"is longer than model.max_seq_len={longest}",
+            f"1 to {longest}",
+            f"data.seq_len={longest}, or model.max_seq_len={seq_len}",
+        )
+
+
+RULES: tuple[Rule, ...] = (heads_divide_the_width, groups_divide_the_heads, sequence_fits_the_rotary_table)

@@ -1,0 +1,108 @@
+"""The range of every number, alone: a table of intervals, and the few lists and names that need more."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from harness.config.errors import Violation
+from harness.config.rules.request import Request
+
+_COUNT = 2**31 - 1
+_SEED = 2**63 - 1
+
+RANGES: dict[str, tuple[float, float]] = {
+    "model.vocab_size": (2, _COUNT),
+    "model.dim": (1, 2**20),
+    "model.num_layers": (1, 10_000),
+    "model.num_heads": (1, 2**16),
+    "model.num_kv_heads": (1, 2**16),
+    "model.ffn_dim": (1, 2**22),
+    "model.max_seq_len": (1, 2**24),
+    "model.init_std": (0, 1e3),
+    "data.seq_len": (1, 2**24),
+    "data.header_bytes": (0, 2**40),
+    "data.order_seed": (0, _SEED),
+    "data.num_sequences": (1, 2**40),
+    "optimizer.lr": (0, 1e6),
+    "optimizer.weight_decay": (0, 1e6),
+    "train.steps": (1, _COUNT),
+    "train.seed": (0, _SEED),
+    "train.global_batch_size": (1, _COUNT),
+    "train.microbatch_size": (1, _COUNT),
+    "train.replicate": (0, 9_999),
+    "train.warmup_steps": (0, _COUNT),
+    "train.min_lr_ratio": (0, 1),
+    "train.param_norm_every": (0, _COUNT),
+    "engine.prefetch": (0, 1_024),
+    "mesh.world_size": (1, 2**20),
+    "ckpt.every": (0, _COUNT),
+    "measure.capture_limit_mib": (0, 2**30),
+    "cluster.nodes": (1, 2**16),
+    "cluster.threads_per_rank": (1, 4_096),
+    "cluster.slots": (1, 2**16),
+    "cluster.time_min": (1, 525_600),
+    "cluster.grace_s": (0, 86_400),
+    "cluster.gpus_per_node": (0, 1_024),
+    "launch.stop_grace_s": (0, 86_400),
+    "study.replicates": (1, 9_999),
+}
+"""Smallest and largest value of a setting, both allowed."""
+
+POSITIVE: dict[str, float] = {
+    "model.rope_theta": 1e12,
+    "model.norm_eps": 1.0,
+    "optimizer.eps": 1.0,
+    "optimizer.clip_norm": 1e9,
+    "cluster.mem_gb": 1e6,
+    "launch.hang_timeout_s": 1e7,
+}
+"""Largest value of a setting that must be above zero; null, where it is allowed, is fine."""
+
+_STUDY_NAME = re.compile(r"\w[\w.+-]{0,99}")
+
+
+def check(request: Request) -> dict[str, Violation]:
+    """Violations by the setting that is out of range."""
+    found = {}
+    for path, (low, high) in RANGES.items():
+        if not _within(request.value(path), low, high):
+            found[path] = Violation(request.show(path), "is out of range", f"{low:,} to {high:,}", _nearest(path, low))
+    for path, high in POSITIVE.items():
+        value = request.value(path)
+        if value is not None and not (_within(value, 0, high) and value > 0):
+            found[path] = Violation(request.show(path), "is out of range", f"above 0, up to {high:,.0f}")
+    return found | _lists(request) | _names(request)
+
+
+def _within(value: float, low: float, high: float) -> bool:
+    return math.isfinite(value) and low <= value <= high
+
+
+def _nearest(path: str, low: float) -> str:
+    return f"{path}={low:g} is the smallest"
+
+
+def _lists(request: Request) -> dict[str, Violation]:
+    found = {}
+    betas = request.config.optimizer.betas
+    if len(betas) != 2 or not all(math.isfinite(b) and 0 <= b < 1 for b in betas):
+        path = "optimizer.betas"
+        found[path] = Violation(request.show(path), "is out of range", "two numbers, each at least 0 and below 1", f"{path}=[0.9,0.95]")
+    momentum = request.config.optimizer.momentum
+    if not (math.isfinite(momentum) and 0 <= momentum < 1):
+        path = "optimizer.momentum"
+        found[path] = Violation(request.show(path), "is out of range", "at least 0 and below 1", f"{path}=0.9")
+    steps = request.config.measure.capture_steps
+    if any(step < 1 for step in steps) or len(set(steps)) != len(steps):
+        path = "measure.capture_steps"
+        found[path] = Violation(request.show(path), "needs distinct steps, counted from 1", fix=f"{path}=[1]")
+    return found
+
+
+def _names(request: Request) -> dict[str, Violation]:
+    name = request.config.study.name
+    if _STUDY_NAME.fullmatch(name):
+        return {}
+    choices = "a letter or digit, then up to 99 letters, digits or . _ + -"
+    return {"study.name": Violation(f"study.name={name!r}", "is a folder's name, and cannot be this", choices, "study.name=adhoc")}

@@ -1,0 +1,86 @@
+"""What Hydra must find under its own namespace: the sweeper, and `sweeps/` as the config group `study`.
+
+There is no `__init__.py` beside this package: `hydra_plugins` is a namespace that other distributions share.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.core.config_store import ConfigStore
+from hydra.core.object_type import ObjectType
+from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+
+from harness.config.catalog import ROOT
+
+ConfigStore.instance().store(
+    group="hydra/sweeper",
+    name="harness",
+    node={"_target_": "hydra_plugins.harness_hydra.StudySweeper"},
+    provider="harness",
+)
+
+
+class StudySource(FileConfigSource):
+    """Shows `study://sweeps` as a folder that holds one group, `study`, whose options are the files of `sweeps/`."""
+
+    GROUP = "study"
+
+    def __init__(self, provider: str, path: str) -> None:
+        if "://" not in path:
+            path = f"{self.scheme()}://{path}"
+        super().__init__(provider, path)
+        self.path = str(ROOT / self.path)
+
+    @staticmethod
+    def scheme() -> str:
+        """The word before `://`."""
+        return "study"
+
+    def _name(self, config_path: str) -> str | None:
+        group, _, name = config_path.partition("/")
+        return name if group == self.GROUP and name else None
+
+    def is_group(self, config_path: str) -> bool:
+        """Whether this is the root or the one group."""
+        return config_path in ("", self.GROUP)
+
+    def is_config(self, config_path: str) -> bool:
+        """Whether `study/NAME` has a file."""
+        name = self._name(config_path)
+        return name is not None and super().is_config(name)
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Read a study; its name is its file's unless the file gives one."""
+        name = self._name(config_path) or config_path
+        result = super().load_config(name)
+        assert isinstance(result.config, DictConfig)
+        if "name" not in result.config:
+            result.config.name = name.removesuffix(".yaml")
+        return result
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        """Names in the root (the group) or in the group (the studies)."""
+        if config_path == "":
+            return [] if results_filter is ObjectType.CONFIG else [self.GROUP]
+        if config_path != self.GROUP:
+            return []
+        return super().list("", results_filter)
+
+
+class StudySweeper(Sweeper):
+    """`run.py -m ...`: the whole request becomes one list of cells, and one call carries it out."""
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        """Keep what composing needs; Hydra's launchers are not used."""
+        self._loader, self._config = hydra_context.config_loader, config
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Expand, compose and carry out; ends the process with the launch's exit code."""
+        from harness.study.request import sweep
+
+        raise SystemExit(sweep(self._loader, self._config, arguments))
