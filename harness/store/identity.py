@@ -37,7 +37,7 @@ def signature(config: dict[str, Any]) -> str:
 
 
 def slug(text: str) -> str:
-    """`text` as part of a file name: lower-case letters, digits, `_`, `.` and `-`, with no dot or dash at either end."""
+    """`text` as part of a file name: lower-case letters, digits, `_`, `.`, `-`; no dot or dash at either end."""
     return re.sub(r"[^a-z0-9_.]+", "-", text.lower()).strip("-.")
 
 

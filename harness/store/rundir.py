@@ -20,6 +20,7 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 CONFIG = "config.yaml"
 LAST = ".last"
+CANCEL = "cancel"
 RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture")
 """What a run produced; moved aside when it starts again from step 0."""
 
@@ -173,6 +174,16 @@ class RunDir:
                 target.mkdir(parents=True, exist_ok=True)
                 os.replace(entry, target / entry.name)
         shutil.rmtree(self.ckpt, ignore_errors=True)
+
+
+def request_cancel(run: Path, attempt: int) -> None:
+    """Ask whoever runs an attempt to end it; obeyed from any host that shares the file system."""
+    write_atomic(run / "attempts" / str(attempt) / CANCEL, "")
+
+
+def cancel_requested(run: Path, attempt: int) -> bool:
+    """Whether somebody asked for the end of an attempt."""
+    return (run / "attempts" / str(attempt) / CANCEL).exists()
 
 
 def _difference(run: RunDir, cell: CellLike) -> str:

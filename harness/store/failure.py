@@ -1,0 +1,118 @@
+"""Why a run failed: one file a rank, and the rule that tells the cause from its echoes.
+
+When a rank dies, the others lose their connection and fail too. Their tracebacks are true and useless: the report puts
+the cause first and names the echoes in a line each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.store.files import write_atomic
+
+ECHOES = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|timed out waiting|wait timeout|recvfailed|"
+    r"remote process exited|failed to (recv|connect)|read error .*peer|ncclremoteerror|ncclsystemerror|"
+    r"communicator (encountered|was aborted)|heartbeat|the server socket has failed",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and the store say when a peer is gone."""
+
+TORCH_ERRORS = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
+
+EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure)\b")
+
+REPORT = "error.txt"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The end of one rank."""
+
+    rank: int
+    text: str
+    """Traceback, or what is known of a rank that left none."""
+    when: float = 0.0
+    """Seconds, on one clock for all ranks of a run."""
+
+    @property
+    def echo(self) -> bool:
+        """Whether this rank only lost a peer."""
+        return is_echo(self.text)
+
+    def summary(self) -> str:
+        """`rank 1: ValueError: ...`, one line."""
+        return f"rank {self.rank}: {last_line(self.text)}"
+
+
+def is_echo(text: str) -> bool:
+    """Whether a traceback only says that a peer is gone: a RuntimeError or one of torch's own, with one of `ECHOES`."""
+    message = _message(text)
+    kind = message.partition(":")[0].rpartition(".")[2]
+    return kind in TORCH_ERRORS and ECHOES.search(message) is not None
+
+
+def last_line(text: str) -> str:
+    """The line of a traceback that says what happened."""
+    return (_message(text).splitlines() or ["unknown"])[0].strip()[:300]
+
+
+def _message(text: str) -> str:
+    """From the last line that names an exception to the end; the last line where none does."""
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    for index in range(len(lines) - 1, -1, -1):
+        if EXCEPTION_LINE.match(lines[index]):
+            return "\n".join(lines[index:])
+    return "\n".join(lines[-1:])
+
+
+def rank_file(attempt: Path, rank: int) -> Path:
+    """Where a rank leaves its traceback."""
+    return attempt / f"error-rank{rank}.txt"
+
+
+def forget(attempt: Path, rank: int) -> None:
+    """Remove what an earlier start of this attempt (a requeue) left of this rank."""
+    rank_file(attempt, rank).unlink(missing_ok=True)
+    if rank == 0:
+        (attempt / REPORT).unlink(missing_ok=True)
+
+
+def record(attempt: Path, rank: int, text: str) -> None:
+    """Leave a rank's traceback."""
+    write_atomic(rank_file(attempt, rank), text)
+
+
+def collect(attempt: Path) -> list[Failure]:
+    """Failures of all ranks that left a traceback, the cause first."""
+    found = []
+    for path in attempt.glob("error-rank*.txt"):
+        rank = int(path.stem.removeprefix("error-rank"))
+        found.append(Failure(rank, path.read_text(encoding="utf-8"), path.stat().st_mtime))
+    return ordered(found)
+
+
+def ordered(failures: Sequence[Failure]) -> list[Failure]:
+    """The cause first: what is no echo before what is, and the earlier before the later."""
+    return sorted(failures, key=lambda failure: (failure.echo, failure.when, failure.rank))
+
+
+def has_cause(attempt: Path) -> bool:
+    """Whether any rank has told more than that it lost a peer."""
+    return any(not failure.echo for failure in collect(attempt))
+
+
+def report(failures: Sequence[Failure]) -> str:
+    """The cause whole, every other rank in a line."""
+    cause, *others = failures
+    lines = [f"rank {cause.rank} failed first:", "", cause.text.rstrip(), ""]
+    lines += [f"then {other.summary()}" for other in others]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def write_report(attempt: Path, failures: Sequence[Failure]) -> None:
+    """Write `error.txt`."""
+    write_atomic(attempt / REPORT, report(failures))

@@ -1,0 +1,90 @@
+"""Who a process is: the variables that launchers set and ranks read. Pure functions of an environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+LEASH = "HARNESS_LEASH_FD"
+"""Descriptor of a pipe that closes when the launcher is gone."""
+PROGRESS = "HARNESS_PROGRESS_FD"
+"""Descriptor a rank writes its progress to, a JSON object a line."""
+START = "HARNESS_START"
+"""Token of one start of one attempt: tells this start's rendezvous from an older one's."""
+FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of an outer launcher that must not leak into ranks we start."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one rank stands, and who put it there."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    start: str
+    """Token of this start; empty where the ranks meet by MASTER_ADDR and MASTER_PORT, or there is one."""
+    launcher: str
+    """`local` (our own, watches us), `slurm`, `torchrun` or `inline` (this process is all there is)."""
+    job: str = ""
+    """SLURM job id, `123` or `123_4`."""
+
+    @property
+    def watched(self) -> bool:
+        """Whether a launcher of ours sees this rank's progress, its death and its exit code."""
+        return self.launcher == "local"
+
+
+def placement(environment: Mapping[str, str]) -> Placement:
+    """Read a rank's place from its environment; a process with none is one rank of one.
+
+    Raises:
+        ValueError: a variable is not a number.
+    """
+    if LEASH in environment:
+        return _numbered(environment, "local", environment.get(START, ""))
+    if is_torchrun(environment):
+        return _numbered(environment, "torchrun", "")
+    if is_slurm_step(environment):
+        return _of_slurm(environment)
+    return Placement(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
+
+
+def is_torchrun(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun, or something that speaks its language, started this process as a rank."""
+    return "RANK" in environment and "WORLD_SIZE" in environment
+
+
+def is_slurm_step(environment: Mapping[str, str]) -> bool:
+    """Whether srun started this process as a rank. An sbatch script has SLURM_PROCID too, but is in no step."""
+    return "SLURM_STEP_ID" in environment and "SLURM_PROCID" in environment and "SLURM_STEP_NUM_TASKS" in environment
+
+
+def slurm_job(environment: Mapping[str, str]) -> str:
+    """Id of the surrounding SLURM job, `123` or `123_4`; empty outside one."""
+    if "SLURM_ARRAY_JOB_ID" in environment:
+        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return environment.get("SLURM_JOB_ID", "")
+
+
+def _numbered(environment: Mapping[str, str], launcher: str, start: str) -> Placement:
+    return Placement(
+        rank=int(environment["RANK"]),
+        world_size=int(environment["WORLD_SIZE"]),
+        local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
+        start=start,
+        launcher=launcher,
+    )
+
+
+def _of_slurm(environment: Mapping[str, str]) -> Placement:
+    job = environment["SLURM_JOB_ID"]
+    restarts = environment.get("SLURM_RESTART_COUNT", "0")
+    return Placement(
+        rank=int(environment["SLURM_PROCID"]),
+        world_size=int(environment["SLURM_STEP_NUM_TASKS"]),
+        local_rank=int(environment["SLURM_LOCALID"]),
+        start=f"{job}.{restarts}.{environment['SLURM_STEP_ID']}",
+        launcher="slurm",
+        job=slurm_job(environment),
+    )

@@ -1,0 +1,206 @@
+"""Where a result came from: versions, machine, git, and a digest of the sources that can change a number.
+
+The desk writes its part when it starts a run; rank 0 completes it with what only a rank knows (`merge`). Environment
+variables are recorded by an allow-list of names, so that a token in the environment can never reach a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from harness.store.files import read_json, write_atomic, write_json
+
+PACKAGE = Path(__file__).resolve().parents[1]
+"""Folder of the `harness` package."""
+
+SOURCES = ("worker", "train", "engines", "models", "data", "fsdp", "config/derived.py")
+"""What can change a number, relative to the package. Meters, records and the desk cannot."""
+
+PACKAGES = ("torch", "numpy", "safetensors", "hydra-core", "omegaconf", "submitit", "wandb")
+
+ENVIRONMENT = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "MKL_CBWR",
+    "ATEN_CPU_CAPABILITY",
+    "ONEDNN_MAX_CPU_ISA",
+    "KMP_AFFINITY",
+    "GLOO_SOCKET_IFNAME",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUBLAS_WORKSPACE_CONFIG",
+    "NVIDIA_TF32_OVERRIDE",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_SOCKET_IFNAME",
+    "NCCL_IB_HCA",
+    "NCCL_DEBUG",
+    "SLURM_JOB_ID",
+    "SLURM_ARRAY_JOB_ID",
+    "SLURM_ARRAY_TASK_ID",
+    "SLURM_JOB_NODELIST",
+    "SLURM_JOB_PARTITION",
+    "SLURM_RESTART_COUNT",
+    "SLURM_NTASKS",
+)
+"""Names that may be recorded: each changes numbers or speed, and none can hold a secret."""
+
+MAX_DIFF_BYTES = 8 * 2**20
+
+
+def desk_facts() -> dict[str, Any]:
+    """What the desk knows of a run it is about to start."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "sources_digest": sources_digest(),
+        "versions": versions(),
+        "git": git_facts(PACKAGE.parent),
+        "submit_host": socket.gethostname(),
+    }
+
+
+def machine_facts(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What any process knows of the machine it stands on."""
+    return {
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "cpu_model": cpu_model(),
+        "cpu_count": os.cpu_count(),
+        "environment": allowed(environment),
+    }
+
+
+def allowed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables of `ENVIRONMENT` that are set, in its order."""
+    return {name: environment[name] for name in ENVIRONMENT if name in environment}
+
+
+def versions(names: Iterable[str] = PACKAGES) -> dict[str, str]:
+    """Installed versions, from metadata alone: nothing is imported. Packages that are not installed are left out."""
+    found = {"python": platform.python_version(), "harness": _version("sharding-harness") or "unknown"}
+    for name in names:
+        version = _version(name)
+        if version is not None:
+            found[name] = version
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def cpu_model() -> str:
+    """Name of the processor, as the system tells it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return _sysctl_cpu() or platform.processor() or platform.machine()
+    match = re.search(r"^(?:model name|Model|cpu model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return match.group(1).strip() if match else platform.machine()
+
+
+def _sysctl_cpu() -> str:
+    if sys.platform != "darwin":
+        return ""
+    command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
+def source_files(package: Path = PACKAGE) -> list[Path]:
+    """The files under `SOURCES`, sorted by their path."""
+    found: list[Path] = []
+    for name in SOURCES:
+        entry = package / name
+        found.extend(entry.rglob("*.py") if entry.is_dir() else [entry] if entry.is_file() else [])
+    return sorted(found)
+
+
+def sources_digest(package: Path = PACKAGE) -> str:
+    """SHA-256 over the paths and bytes of the sources that can change a number, 64 hex digits."""
+    digest = hashlib.sha256()
+    for path in source_files(package):
+        content = path.read_bytes()
+        digest.update(f"{path.relative_to(package).as_posix()}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def git_facts(folder: Path) -> dict[str, Any] | None:
+    """Commit, branch and changed files; None outside a repository. Remote addresses may hold secrets: not asked."""
+    sha = _git(folder, "rev-parse", "HEAD")
+    if sha is None:
+        return None
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=normal") or ""
+    return {
+        "sha": sha.strip(),
+        "branch": (_git(folder, "rev-parse", "--abbrev-ref", "HEAD") or "").strip(),
+        "dirty": bool(changed.strip()),
+        "changed": [line[3:] for line in changed.splitlines()][:200],
+    }
+
+
+def git_diff(folder: Path = PACKAGE.parent) -> str:
+    """Tracked changes against HEAD; empty where there are none, and cut with a note beyond 8 MiB."""
+    text = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color") or ""
+    if len(text) <= MAX_DIFF_BYTES:
+        return text
+    return text[:MAX_DIFF_BYTES] + f"\n(cut: the diff has {len(text)} characters)\n"
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.decode(errors="replace") if done.returncode == 0 else None
+
+
+def record_start(run: Path, facts: Mapping[str, Any], diff: str) -> None:
+    """Write the desk's part of `provenance.json`, and `diff.patch` where files differ from the commit."""
+    write_json(run / "provenance.json", facts)
+    if diff:
+        write_atomic(run / "diff.patch", diff)
+    else:
+        (run / "diff.patch").unlink(missing_ok=True)
+
+
+def merge(run: Path, facts: Mapping[str, Any]) -> None:
+    """Add what rank 0 knows to `provenance.json`; `versions` are joined, all else is replaced."""
+    present = read(run)
+    joined = {**present.get("versions", {}), **facts.get("versions", {})}
+    write_json(run / "provenance.json", {**present, **facts, "versions": joined})
+
+
+def read(run: Path) -> dict[str, Any]:
+    """`provenance.json`; empty where there is none."""
+    value: dict[str, Any] | None = read_json(run / "provenance.json")
+    return value or {}
+
+
+def is_stale(run: Path, digest: str | None = None) -> bool:
+    """Whether a run was made by sources that differ from today's (or from `digest`)."""
+    recorded = read(run).get("sources_digest")
+    return recorded is not None and recorded != (digest or sources_digest())

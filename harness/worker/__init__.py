@@ -1,0 +1,5 @@
+"""One rank's process, from frozen cell to exit code. Nothing here is imported by the desk."""
+
+from harness.worker.rank import main
+
+__all__ = ["main"]

@@ -1,0 +1,74 @@
+"""The rank's part of provenance: what torch, the threads and the machines really are."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.engines.protocol import Ranks
+from harness.store import provenance
+
+
+def record(run: Path, ranks: Ranks, control: dist.ProcessGroup | None, *, resuming: bool) -> None:
+    """Complete `provenance.json`. *Collective.*
+
+    Raises:
+        RuntimeError: the run resumes from a checkpoint, and the sources that can change its numbers are others now.
+    """
+    machines = _gathered({"host": socket.gethostname(), **_machine(ranks)}, ranks, control)
+    if ranks.rank == 0:
+        facts = _sources(run, resuming) | _of_all(machines) | _of_torch()
+        provenance.merge(run, facts)
+
+
+def _sources(run: Path, resuming: bool) -> dict[str, Any]:
+    """The digest of what is loaded now, which edits since the submission may have changed."""
+    recorded, current = provenance.read(run).get("sources_digest"), provenance.sources_digest()
+    if resuming and recorded is not None and recorded != current:
+        raise RuntimeError(
+            f"the sources changed since this run's checkpoint was made ({recorded[:8]} then, {current[:8]} now); "
+            "go back to those sources, or start it over with launch.rerun=stale"
+        )
+    return {"sources_digest": current}
+
+
+def _machine(ranks: Ranks) -> dict[str, Any]:
+    name = torch.cuda.get_device_name(ranks.device) if ranks.device.type == "cuda" else "cpu"
+    return {"cpu_model": provenance.cpu_model(), "device": name}
+
+
+def _gathered(mine: dict[str, Any], ranks: Ranks, control: dist.ProcessGroup | None) -> list[dict[str, Any]]:
+    if ranks.world_size == 1:
+        return [mine]
+    everyone: list[Any] = [None] * ranks.world_size
+    dist.all_gather_object(everyone, mine, group=control)
+    return everyone
+
+
+def _of_all(machines: list[dict[str, Any]]) -> dict[str, Any]:
+    joined = {key: " | ".join(sorted({machine[key] for machine in machines})) for key in ("cpu_model", "device")}
+    return provenance.machine_facts() | joined | {"hosts": [machine["host"] for machine in machines]}
+
+
+def _nccl_version() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+
+
+def _of_torch() -> dict[str, Any]:
+    return {
+        "versions": {"torch": torch.__version__},
+        "threads_per_rank": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "backend": dist.get_backend(),
+        "cuda": torch.version.cuda,
+        "nccl": _nccl_version(),
+        "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+    }

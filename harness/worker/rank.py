@@ -1,0 +1,132 @@
+"""From a frozen cell to an exit code: the only place that knows every part of a rank.
+
+Torch is imported late, after the rank is tied to its launcher and listens to signals: the seconds of that import are
+when an impatient user kills a run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from harness.config.schema import Config
+from harness.store.placement import Placement, placement
+from harness.store.rundir import RunDir
+from harness.store.status import State
+from harness.worker import lifeline, requeue
+from harness.worker.hang import HangWatch, dump_on_request
+from harness.worker.report import Reporter
+from harness.worker.stop import StopFlag
+
+if TYPE_CHECKING:
+    from harness.engines.protocol import Ranks
+    from harness.train import Outcome, Progress
+
+DONE, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
+
+
+def main(run_dir: Path, attempt: int, place: Placement | None = None) -> int:
+    """Be one rank of an attempt whose folder exists.
+
+    Args:
+        run_dir: the run directory.
+        attempt: number of the attempt.
+        place: who this process is; read from the environment (our launcher, srun, torchrun) where not given.
+
+    Returns:
+        The exit code: 0 done, 1 failed, 75 preempted, 130 cancelled. KeyboardInterrupt is passed on.
+    """
+    place = place or placement(os.environ)
+    lifeline.hold_on(os.environ)
+    reporter = Reporter(run_dir, attempt, place)
+    stop = StopFlag()
+    stop.listen()
+    try:
+        dump_on_request(reporter.folder, place.rank)
+        if not place.watched:
+            stop.watch_cancel(run_dir, attempt)
+        with _ownership(run_dir, place):
+            return _run(RunDir(run_dir), place, reporter, stop)
+    except Exception as error:
+        reporter.failed(error)
+        return FAILED
+
+
+def _ownership(run_dir: Path, place: Placement) -> AbstractContextManager[object]:
+    """The run's lock, for rank 0 of a job: one believed lost and its successor must not write side by side."""
+    if place.launcher == "slurm" and place.job and place.rank == 0:
+        return RunDir(run_dir).lock(timeout_s=10)
+    return nullcontext()
+
+
+def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> int:
+    config = run.typed()
+    _check_size(config, place)
+    reporter.started()
+    reporter.pipe.send("phase", name="importing torch")
+    with HangWatch(config.launch.hang_timeout_s, reporter, armed=not place.watched) as watch:
+        from harness.worker import connect
+
+        device = connect.set_up_torch(config, place)
+        reporter.pipe.send("phase", name="meeting the other ranks")
+        ranks = connect.join(config, place, reporter.folder, device)
+        reporter.pipe.send("phase", name="building")
+        outcome = _train(run, config, ranks, stop, _progress(reporter, watch))
+        connect.leave(ranks)
+    return _finish(place, reporter, stop, outcome)
+
+
+def _check_size(config: Config, place: Placement) -> None:
+    if place.world_size != config.mesh.world_size:
+        raise ValueError(
+            f"mesh.world_size={config.mesh.world_size}, but {place.launcher} started {place.world_size} ranks; "
+            f"start {config.mesh.world_size}, or ask for mesh.world_size={place.world_size}"
+        )
+
+
+def _progress(reporter: Reporter, watch: HangWatch) -> Callable[[Progress], None]:
+    def tell(progress: Progress) -> None:
+        watch.step()
+        reporter.pipe.send("step", **asdict(progress))
+
+    return tell
+
+
+def _train(run: RunDir, config: Config, ranks: Ranks, stop: StopFlag, progress: Callable[[Progress], None]) -> Outcome:
+    import torch.distributed as dist
+
+    from harness.data.loader import Loader
+    from harness.engines.registry import engine_class
+    from harness.models.workload import LlamaWorkload
+    from harness.probe.meters import Meters
+    from harness.train import Session, TimedWorkload
+    from harness.train import run as train
+    from harness.worker import origin
+
+    control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
+    origin.record(run.path, ranks, control, resuming=any(run.ckpt.glob("*")))
+    meters = Meters(ranks.device)  # before the engine: it counts what the engine issues
+    workload = TimedWorkload(LlamaWorkload(config), meters.timers)
+    engine = engine_class(config.engine.name)(workload, config, ranks)
+    loader = Loader(config, ranks.rank)
+    try:
+        return train(Session(config, ranks, engine, loader, meters, control, run.path, stop, progress))
+    finally:
+        engine.close()
+
+
+def _finish(place: Placement, reporter: Reporter, stop: StopFlag, outcome: Outcome) -> int:
+    if outcome.status == "done":
+        reporter.ended(State.done, f"{outcome.step} steps")
+        return DONE
+    saved = f"saved at step {outcome.step}" if outcome.saved else f"not saved, stopped after step {outcome.step}"
+    if stop.cancelled or (place.rank == 0 and requeue.was_cancelled(place)):
+        reporter.ended(State.cancelled, f"{stop.reason or 'cancelled'}; {saved}")
+        return INTERRUPTED
+    reporter.ended(State.preempted, f"{stop.reason or 'another rank was asked to stop'}; {saved}")
+    requeue.requeue(place)
+    return PREEMPTED

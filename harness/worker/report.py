@@ -1,0 +1,115 @@
+"""What a rank tells the outside: progress to its launcher, tracebacks to files, its end to `status.json`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.store import failure, status
+from harness.store.errors import StoreError
+from harness.store.placement import PROGRESS, Placement
+from harness.store.status import Keeper, State
+
+ECHO_PATIENCE_S = 5.0
+"""How long a rank that only lost its peer waits for that peer to tell the cause."""
+
+ERROR_PATIENCE_S = 2.0
+"""How long a rank waits for room in its launcher's pipe to hand over a traceback."""
+
+
+class ProgressPipe:
+    """The rank's end of its launcher's pipe. It never blocks training: a message that finds no room is dropped."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._descriptor = int(environment.get(PROGRESS, -1))
+        if self._descriptor >= 0:
+            os.set_inheritable(self._descriptor, False)
+            os.set_blocking(self._descriptor, False)
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Write one message of less than a pipe's atomic size; dropped where there is no launcher or no room."""
+        if self._descriptor >= 0:
+            with contextlib.suppress(BlockingIOError, BrokenPipeError):
+                os.write(self._descriptor, _line(kind, fields))
+
+    def send_patiently(self, kind: str, **fields: Any) -> None:
+        """Write one message of any size, waiting a little for room; the last word of a dying rank."""
+        data = _line(kind, fields)
+        deadline = time.monotonic() + ERROR_PATIENCE_S
+        while self._descriptor >= 0 and data and time.monotonic() < deadline:
+            try:
+                data = data[os.write(self._descriptor, data[:4096]) :]
+            except BlockingIOError:
+                time.sleep(0.01)
+            except BrokenPipeError:
+                return
+
+
+def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
+    return (json.dumps({"kind": kind, **fields}) + "\n").encode()
+
+
+class Reporter:
+    """Tells how one rank of one attempt fares."""
+
+    def __init__(self, run: Path, attempt: int, place: Placement, environment: Mapping[str, str] = os.environ) -> None:
+        self.run = run
+        self.attempt = attempt
+        self.place = place
+        self.folder = run / "attempts" / str(attempt)
+        self.pipe = ProgressPipe(environment)
+        failure.forget(self.folder, place.rank)
+
+    def started(self) -> None:
+        """Rank 0 marks the run as running, where no launcher of ours has done so."""
+        if self.place.rank == 0 and not self.place.watched:
+            keeper = Keeper.slurm if self.place.job else Keeper.process
+            self._write(State.running, f"started by {self.place.launcher}", keeper=keeper, job=self.place.job)
+
+    def ended(self, state: State, reason: str) -> None:
+        """Rank 0 marks the run as ended."""
+        if self.place.rank == 0:
+            self._write(state, reason)
+
+    def failed(self, error: BaseException) -> None:
+        """Tell the traceback to whoever can still hear: the launcher, the attempt's folder, the log.
+
+        Never raises: the disk may be full, which may be the very cause.
+        """
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write(text)
+        self.pipe.send_patiently("error", text=text)
+        with contextlib.suppress(OSError, StoreError):
+            failure.record(self.folder, self.place.rank, text)
+            if not self.place.watched:
+                self._tell_cause(text)
+
+    def _tell_cause(self, text: str) -> None:
+        """Where no launcher sees all ranks: the rank that failed says so itself, and an echo waits for the cause."""
+        if failure.is_echo(text):
+            _wait_until(lambda: failure.has_cause(self.folder), ECHO_PATIENCE_S)
+        found = failure.collect(self.folder)
+        failure.write_report(self.folder, found)
+        self._write(State.failed, found[0].summary())
+
+    def _write(self, state: State, reason: str, **changes: Any) -> None:
+        fields = {"host": socket.gethostname(), "pid": os.getpid(), **changes}
+        present = status.read(self.run)
+        if present is None:
+            status.write(self.run, status.Status(state, reason, self.attempt, **fields))
+        elif not (present.attempt == self.attempt and present.state is State.cancelled):
+            status.move(self.run, self.attempt, state, reason, **fields)
+
+
+def _wait_until(condition: Any, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)

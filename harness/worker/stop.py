@@ -1,0 +1,47 @@
+"""Requests to stop: a signal only raises a flag, and the loop reads it at a step boundary."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from types import FrameType
+
+from harness.store.rundir import cancel_requested
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+"""A scheduler's preemption and its warning before the time limit."""
+
+POLL_S = 1.0
+
+
+class StopFlag:
+    """Whether, and why, this rank was asked to stop. Calling it answers for the loop."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self.cancelled = False
+
+    def __call__(self) -> bool:
+        return bool(self.reason)
+
+    def listen(self) -> None:
+        """Turn the stop signals into this flag, also those that came before (the starter may have blocked them)."""
+        for number in SIGNALS:
+            signal.signal(number, self._on_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def watch_cancel(self, run: Path, attempt: int) -> None:
+        """Also obey `harness cancel`; for ranks that no launcher of ours watches."""
+
+        def watch() -> None:
+            while not cancel_requested(run, attempt):
+                pause.wait(POLL_S)
+            self.cancelled = True
+            self.reason = self.reason or "cancelled on request"
+
+        pause = threading.Event()
+        threading.Thread(target=watch, name="cancel", daemon=True).start()
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self.reason = self.reason or f"{signal.Signals(number).name} received"
