@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import nullcontext
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
 from harness.engines.protocol import Microbatch, Ranks, Workload
 from harness.engines.replicated import ReplicatedEngine
@@ -27,18 +29,21 @@ class DdpEngine(ReplicatedEngine):
                 f"dtype.main_grads={config.dtype.main_grads.name}; make them equal or use engine=native"
             )
         super().__init__(workload, config, ranks, fused=True)
-        self.microbatches_per_rank = config.train.global_batch_size // (config.train.microbatch_size * ranks.world_size)
-        self.replica = DistributedDataParallel(
-            self.model,
-            device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
-            broadcast_buffers=False,  # the rotary tables are computed alike on every rank
-            init_sync=False,  # and so are the weights, from their names
-            gradient_as_bucket_view=True,
-        )
+        self.microbatches_per_rank = microbatches_per_rank(config)
+        with warnings.catch_warnings():
+            # Deprecated in torch 2.13 for forward_sync_buffers, which 2.11 does not have.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            self.replica = DistributedDataParallel(
+                self.model,
+                device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+                broadcast_buffers=False,  # the rotary tables are computed alike on every rank
+                init_sync=False,  # and so are the weights, from their names
+                gradient_as_bucket_view=True,
+            )
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         """One microbatch, its loss scaled by 1 / k; DDP itself divides by the number of ranks."""
         with nullcontext() if last else self.replica.no_sync():
             loss = self.workload.loss(self.replica, batch)
-            (loss / self.microbatches_per_rank).backward()  # type: ignore[no-untyped-call]
+            (loss / self.microbatches_per_rank).backward()
         return loss.detach()

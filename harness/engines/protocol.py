@@ -89,6 +89,14 @@ class Engine(ABC):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Full main weights by parameter name, in model order; tied weights once. CPU, main dtype. *Collective.* Changes nothing."""
 
+    def weight_norm(self) -> float:
+        """Euclidean norm of the main weights, squares summed in fp64. *Collective.*
+
+        Gathers every weight; an engine that owns shards sums their squares instead.
+        """
+        squares = [torch.linalg.vector_norm(weight, dtype=torch.float64).square() for _, weight in self.named_weights()]
+        return torch.stack(squares).sum().sqrt().item()
+
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's state (main weights, optimizer state, step counts) as flat tensors on any device, for the same layout."""

@@ -26,7 +26,7 @@ class SingleEngine(ReplicatedEngine):
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         """Add one microbatch's gradients; after the step's last one they are the mean."""
         loss = self.workload.loss(self.model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.num_microbatches += 1
         if last:
             for _, gradient in self._gradients():

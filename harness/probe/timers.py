@@ -25,7 +25,7 @@ class Timers:
     def span(self, name: str) -> Iterator[None]:
         """Time the body; spans of one name add up. A body that raises counts as well."""
         if self.on_device:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             try:
                 yield

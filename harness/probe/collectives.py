@@ -1,0 +1,221 @@
+"""Counts what goes over the wire, outside every engine and the same for all.
+
+Every c10d operation, also those of DDP's C++ reducer, passes the dispatcher. A kernel on its autograd key counts the
+call and passes it on below autograd, where the backend's own kernel runs unchanged. No engine is patched or asked.
+
+Bytes are what this rank has to send, whatever the algorithm, N being the size of the group:
+
+    all_gather       its shard to N - 1 others: S (N - 1) / N of the full size S
+    reduce_scatter   all of its input but its own shard: S (N - 1) / N
+    all_reduce       both of these: 2 S (N - 1) / N, rounded up to a whole byte
+    all_to_all, send exactly what leaves for other ranks; a receive is counted at its sender
+    broadcast        S (N - 1) at the root, 0 elsewhere; scatter, gather and reduce alike at whoever sends
+
+A collective that an engine builds of several operations is announced through `harness.fsdp.labels`: its operations'
+bytes then belong to the announced kind and bucket, and it counts once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.fsdp import labels
+
+AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
+
+UNLABELLED = ""
+"""Bucket of operations no engine put a name to."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Traffic of one kind in one bucket."""
+
+    kind: str
+    bucket: str
+    count: int
+    bytes: int
+
+
+class CollectiveMeter:
+    """Counts this process's collectives from its construction to `close`. One is active at a time."""
+
+    def __init__(self) -> None:
+        """Begin to count.
+
+        Raises:
+            RuntimeError: another meter is active.
+        """
+        global _active
+        if _active is not None:
+            raise RuntimeError("another CollectiveMeter counts in this process: close it first")
+        _install()
+        self._guard = threading.Lock()  # DDP's reducer calls from autograd's threads
+        self._counts: dict[tuple[str, str], list[int]] = {}
+        self._paused = False
+        self._end_labels = labels.on_begin(lambda label: self.add(label.kind, label.bucket, 1, 0))
+        _active = self
+
+    def close(self) -> None:
+        """Stop counting; a second call does nothing."""
+        global _active
+        if _active is self:
+            self._end_labels()
+            _active = None
+
+    def add(self, kind: str, bucket: str, count: int, num_bytes: int) -> None:
+        """Add to a kind and bucket."""
+        if self._paused:
+            return
+        with self._guard:
+            entry = self._counts.setdefault((kind, bucket), [0, 0])
+            entry[0] += count
+            entry[1] += num_bytes
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what is issued in the body: the harness's own traffic, not the engine's."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def take(self) -> list[Row]:
+        """What was counted since the last call, in order of first use; the counts start anew."""
+        with self._guard:
+            taken, self._counts = self._counts, {}
+        return [Row(kind, bucket, count, num_bytes) for (kind, bucket), (count, num_bytes) in taken.items()]
+
+
+def by_kind(rows: list[Row]) -> dict[str, dict[str, int]]:
+    """Rows summed over buckets, as a line of the record has them: {"all_gather": {"count": n, "bytes": b}, ...}."""
+    totals: dict[str, dict[str, int]] = {}
+    for row in rows:
+        total = totals.setdefault(row.kind, {"count": 0, "bytes": 0})
+        total["count"] += row.count
+        total["bytes"] += row.bytes
+    return totals
+
+
+_active: CollectiveMeter | None = None
+_library: torch.library.Library | None = None
+"""Keeps the kernels registered; they stay for the life of the process and count only while a meter is active."""
+
+Cost = Callable[..., int]
+"""Bytes this rank sends: of an operation's arguments, with `size` and `rank` of its group."""
+
+
+def _bytes(tensors: Any) -> int:
+    """Bytes of a tensor, or of all tensors in nested lists."""
+    if isinstance(tensors, Tensor):
+        return tensors.numel() * tensors.element_size()
+    return sum(_bytes(tensor) for tensor in tensors)
+
+
+def _all_gather(_outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> int:
+    return _bytes(inputs) * (size - 1)
+
+
+def _reduce_scatter(outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> int:
+    return _bytes(inputs) - _bytes(outputs)
+
+
+def _all_reduce(tensors: Any, *_: Any, size: int, rank: int) -> int:
+    return -(-2 * _bytes(tensors) * (size - 1) // size)
+
+
+def _all_to_all(_outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> int:
+    return _bytes(inputs) - _bytes(inputs[rank])
+
+
+def _all_to_all_base(
+    _output: Any, whole: Tensor, _group: Any, _output_splits: Any, splits: list[int], *_: Any, size: int, rank: int
+) -> int:
+    if not splits:
+        return _bytes(whole) * (size - 1) // size
+    rows = sum(splits)
+    return _bytes(whole) * (rows - splits[rank]) // rows if rows else 0
+
+
+def _broadcast(tensors: Any, _group: Any, root: int, *_: Any, size: int, rank: int) -> int:
+    return _bytes(tensors) * (size - 1) if rank == root else 0
+
+
+def _scatter(_outputs: Any, inputs: Any, _group: Any, root: int, *_: Any, size: int, rank: int) -> int:
+    return sum(_bytes(row) - _bytes(row[root]) for row in inputs) if rank == root else 0
+
+
+def _gather(_outputs: Any, inputs: Any, _group: Any, root: int, *_: Any, size: int, rank: int) -> int:
+    return 0 if rank == root else _bytes(inputs)
+
+
+def _reduce(tensors: Any, _group: Any, _op: Any, root: int, *_: Any, size: int, rank: int) -> int:
+    return 0 if rank == root else _bytes(tensors)
+
+
+def _send(tensors: Any, *_: Any, size: int, rank: int) -> int:
+    return _bytes(tensors)
+
+
+OPERATIONS: dict[str, tuple[str, Cost]] = {
+    "allgather_": ("all_gather", _all_gather),
+    "_allgather_base_": ("all_gather", _all_gather),
+    "allgather_coalesced_": ("all_gather", _all_gather),
+    "allgather_into_tensor_coalesced_": ("all_gather", _all_gather),
+    "reduce_scatter_": ("reduce_scatter", _reduce_scatter),
+    "_reduce_scatter_base_": ("reduce_scatter", _reduce_scatter),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", _reduce_scatter),
+    "allreduce_": ("all_reduce", _all_reduce),
+    "allreduce_coalesced_": ("all_reduce", _all_reduce),
+    "alltoall_": ("all_to_all", _all_to_all),
+    "alltoall_base_": ("all_to_all", _all_to_all_base),
+    "broadcast_": ("broadcast", _broadcast),
+    "scatter_": ("scatter", _scatter),
+    "gather_": ("gather", _gather),
+    "reduce_": ("reduce", _reduce),
+    "send": ("send", _send),
+}
+"""Operations that send, with their kind and cost."""
+
+
+def _install() -> None:
+    global _library
+    if _library is not None:
+        return
+    _library = torch.library.Library("c10d", "IMPL")
+    for name, (kind, cost) in OPERATIONS.items():
+        kernel = _counting_kernel(name, kind, cost)
+        for key in AUTOGRAD_KEYS:
+            _library.impl(name, kernel, key)
+
+
+def _counting_kernel(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
+    operation = getattr(torch.ops.c10d, name).default
+
+    def kernel(*args: Any) -> Any:
+        if _active is not None:
+            _count(_active, kind, cost, args)
+        with torch._C._AutoDispatchBelowAutograd():
+            return operation(*args)
+
+    return kernel
+
+
+def _count(meter: CollectiveMeter, kind: str, cost: Cost, args: tuple[Any, ...]) -> None:
+    group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
+    members = dist.ProcessGroup.unbox(group)
+    num_bytes = cost(*args, size=members.size(), rank=members.rank())
+    label = labels.current()
+    if label is None:
+        meter.add(kind, UNLABELLED, 1, num_bytes)
+    else:
+        meter.add(label.kind, label.bucket, 0, num_bytes)

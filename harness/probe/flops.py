@@ -1,0 +1,32 @@
+"""Model arithmetic per token, and what a device could do at best."""
+
+from __future__ import annotations
+
+import torch
+
+from harness.config.derived import parameter_count
+from harness.config.schema import Config, Dtype
+
+PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
+"""Dense bf16 tensor-core operations a second by device name (SXM parts, vendor's data sheets)."""
+
+
+def flops_per_token(config: Config) -> float:
+    """Floating-point operations of one token's forward and backward; recomputation is not counted.
+
+    Six for each weight of a matrix multiplication (looking up an embedding is none, projecting onto it is one), and
+    6 * seq_len * dim a block for causal attention: 4 * seq_len * dim in the forward, half of it masked, times three.
+    """
+    model = config.model
+    embedding_lookup = 0 if model.tie_embeddings else model.vocab_size * model.dim
+    norms = (2 * model.num_layers + 1) * model.dim
+    weights = parameter_count(config) - embedding_lookup - norms
+    return 6.0 * weights + 6.0 * model.num_layers * config.data.seq_len * model.dim
+
+
+def peak_flops(device: torch.device, compute: Dtype) -> float | None:
+    """Operations a second this device could do in this dtype; None where that is not known for sure."""
+    if device.type != "cuda" or compute is not Dtype.bf16:
+        return None
+    words = torch.cuda.get_device_name(device).replace("-", " ").split()
+    return next((PEAK_BF16_FLOPS[word] for word in words if word in PEAK_BF16_FLOPS and "PCIe" not in words), None)

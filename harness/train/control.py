@@ -1,0 +1,73 @@
+"""The loop's own few numbers between ranks, on a gloo group apart from the engine's traffic."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from harness.engines.protocol import Ranks
+from harness.probe.collectives import CollectiveMeter
+
+
+class StepReport(NamedTuple):
+    """What all ranks know after a step."""
+
+    losses: list[float]
+    """Mean loss of each global microbatch, in global order, fp64."""
+    digests: list[int]
+    """Each rank's data digest, unsigned 64-bit."""
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+
+class Control:
+    """Exchanges of small integers; the meter does not count them. With one rank nothing is sent."""
+
+    def __init__(self, ranks: Ranks, group: dist.ProcessGroup | None, meter: CollectiveMeter) -> None:
+        """Take the group.
+
+        Raises:
+            ValueError: there are several ranks and no group.
+        """
+        if ranks.world_size > 1 and group is None:
+            raise ValueError(f"{ranks.world_size} ranks need a gloo group for the loop's own traffic")
+        self.ranks = ranks
+        self.group = group
+        self.meter = meter
+
+    def gather(self, values: Sequence[int]) -> list[list[int]]:
+        """Every rank's signed 64-bit integers, by rank; all give the same number of them."""
+        if self.group is None:
+            return [list(values)]
+        mine = torch.tensor(values, dtype=torch.int64)
+        theirs = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
+        with self.meter.paused():
+            dist.all_gather(theirs, mine, group=self.group)
+        return [row.tolist() for row in theirs]
+
+    def report(self, losses: Sequence[float], digest: int, stop: bool) -> StepReport:
+        """One exchange a step: this rank's losses in order, its data digest, and whether it was asked to stop."""
+        rows = self.gather([*(_bits(loss) for loss in losses), _signed(digest), int(stop)])
+        return StepReport(
+            losses=[_float(bits) for row in rows for bits in row[:-2]],
+            digests=[row[-2] & ((1 << 64) - 1) for row in rows],
+            stop=any(row[-1] for row in rows),
+        )
+
+
+def _bits(value: float) -> int:
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits
+
+
+def _float(bits: int) -> float:
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value
+
+
+def _signed(digest: int) -> int:
+    return digest - (1 << 64) if digest >= 1 << 63 else digest

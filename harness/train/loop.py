@@ -1,0 +1,206 @@
+"""The training loop: one rank's run from its first step, or its last checkpoint, to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.derived import captured_bytes, global_microbatches
+from harness.config.schema import CkptPolicy
+from harness.data.loader import RankBatch
+from harness.engines.protocol import Microbatch
+from harness.probe.capture import write_capture
+from harness.probe.collectives import Row
+from harness.store.metrics import MetricsWriter, cut_back, read_metrics
+from harness.train.checkpoint import Checkpoints
+from harness.train.control import Control
+from harness.train.mirror import Mirror
+from harness.train.record import StepRecords, weights_digest, write_summary
+from harness.train.schedule import lr_at
+from harness.train.session import Outcome, Progress, Session
+
+
+def run(session: Session) -> Outcome:
+    """Train until `train.steps` are done or any rank is asked to stop. Called by all ranks together.
+
+    Takes up the newest checkpoint if the policy keeps any, and cuts the record back to it.
+
+    Raises:
+        ValueError: data or checkpoint do not fit (the message says how).
+        RuntimeError: a checkpoint could not be written.
+    """
+    return Loop(session).run()
+
+
+class Loop:
+    """State of one call of `run`."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.config = session.config
+        self.is_first_rank = session.ranks.rank == 0
+        self.control = Control(session.ranks, session.control, session.meters.collectives)
+        self.checkpoints = Checkpoints(session.run_dir / "ckpt", session.config, session.ranks, self.control)
+        self.keeps_checkpoints = session.config.ckpt.policy is not CkptPolicy.none
+        self.records = StepRecords(session.config, session.ranks)
+        self.capture_steps = set(session.config.measure.capture_steps if captured_bytes(session.config) else ())
+        self.initial_weights = ""
+        self.saved_step = -1
+        self.last_rows: list[Row] = []
+
+    def run(self) -> Outcome:
+        """See the function of this name."""
+        began = time.perf_counter()
+        start = self._begin()
+        writer, mirror = self._open_record(start)
+        step, stop = start, False
+        try:
+            while step < self.config.train.steps and not stop:
+                step += 1
+                record, stop = self._step(step)
+                if writer is not None:
+                    writer.write(record)
+                mirror.log(record)
+                self.session.progress(self._progress(record))
+                self._save_if_due(step, writer, stop)
+            status = "done" if step == self.config.train.steps else "preempted"
+            self._finish(status, start, time.perf_counter() - began)
+        finally:
+            mirror.close()
+            if writer is not None:
+                writer.close()
+        return Outcome("done" if status == "done" else "preempted", step, self.saved_step == step)
+
+    def _begin(self) -> int:
+        """Restore, or note the weights a new run begins with; returns the steps already done."""
+        if self.keeps_checkpoints:
+            loaded = self.checkpoints.load_newest(self.session.engine)
+            if loaded is not None:
+                self.initial_weights, self.saved_step = loaded.initial_weights, loaded.step
+                return loaded.step
+        with self.session.meters.collectives.paused():
+            self.initial_weights = weights_digest(self.session.engine.named_weights(), torch.float32)
+        return 0
+
+    def _open_record(self, start: int) -> tuple[MetricsWriter | None, Mirror]:
+        if not self.is_first_rank:
+            return None, Mirror.disabled()
+        path = self.session.run_dir / "metrics.jsonl"
+        cut_back(path, start)
+        return MetricsWriter(path), Mirror.open(self.config, self.session.run_dir)
+
+    def _step(self, step: int) -> tuple[dict[str, Any], bool]:
+        """One update: its record, and whether to stop after it."""
+        session, timers = self.session, self.session.meters.timers
+        lr = lr_at(self.config, step)
+        session.meters.collectives.take()  # what was issued between steps is no step's
+        began = time.perf_counter()
+        with timers.span("data"):
+            batch = session.loader.batch(step)
+            microbatches = [self._to_device(microbatch) for microbatch in batch.microbatches]
+        with timers.span("forward_backward"):
+            losses = [
+                session.engine.forward_backward(microbatch, last=number == len(microbatches))
+                for number, microbatch in enumerate(microbatches, start=1)
+            ]
+        aside = self._outside(lambda: self._capture(step)) if step in self.capture_steps else 0.0
+        with timers.span("optimizer"):
+            grad_norm = session.engine.step(lr)
+        spans = timers.take()
+        step_time_s = time.perf_counter() - began - aside
+        self.last_rows = session.meters.collectives.take()
+        return self._report(step, batch, losses, lr, grad_norm, spans, step_time_s)
+
+    def _report(
+        self,
+        step: int,
+        batch: RankBatch,
+        losses: list[Tensor],
+        lr: float,
+        grad_norm: float,
+        spans: dict[str, float],
+        step_time_s: float,
+    ) -> tuple[dict[str, Any], bool]:
+        session = self.session
+        report = self.control.report([loss.item() for loss in losses], batch.digest, session.should_stop())
+        record = self.records.line(
+            step,
+            report,
+            grad_norm=grad_norm,
+            param_norm=self._param_norm(step),
+            lr=lr,
+            step_time_s=step_time_s,
+            spans=spans,
+            memory=session.meters.memory.take(sum(session.engine.accounted_bytes().values())),
+            rows=self.last_rows,
+        )
+        return record, report.stop
+
+    def _to_device(self, microbatch: tuple[Any, Any]) -> Microbatch:
+        device = self.session.ranks.device
+        tokens, targets = (torch.from_numpy(rows).to(device, non_blocking=True) for rows in microbatch)
+        return Microbatch(tokens, targets)
+
+    def _outside(self, work: Callable[[], None]) -> float:
+        """Do the harness's own work in the middle of a step, uncounted; returns its seconds."""
+        began = time.perf_counter()
+        with self.session.meters.collectives.paused():
+            work()
+        return time.perf_counter() - began
+
+    def _capture(self, step: int) -> None:
+        gradients = self.session.engine.named_gradients()
+        if self.is_first_rank:
+            write_capture(self.session.run_dir / "capture", step, global_microbatches(self.config), gradients)
+        else:
+            for _ in gradients:  # gathering is collective: every rank takes part in every parameter
+                pass
+
+    def _param_norm(self, step: int) -> float | None:
+        every = self.config.train.param_norm_every
+        if not every or step % every:
+            return None
+        with self.session.meters.collectives.paused():
+            return self.session.engine.weight_norm()
+
+    def _save_if_due(self, step: int, writer: MetricsWriter | None, stop: bool) -> None:
+        every = self.config.ckpt.every
+        due = stop or step == self.config.train.steps or (every and step % every == 0)
+        if not due or not self.keeps_checkpoints:
+            return
+        if writer is not None:
+            writer.sync()  # a checkpoint stands on the lines up to its step
+        with self.session.meters.collectives.paused():
+            self.checkpoints.save(self.session.engine, step, self.initial_weights)
+        self.saved_step = step
+
+    def _progress(self, record: dict[str, Any]) -> Progress:
+        memory = record["memory"]
+        return Progress(
+            rank=self.session.ranks.rank,
+            step=record["step"],
+            steps=self.config.train.steps,
+            loss=record["loss"],
+            step_time_s=record["step_time_s"],
+            tokens=record["tokens"],
+            memory_bytes=memory["rss"] if memory["allocated"] is None else memory["allocated"],
+        )
+
+    def _finish(self, status: str, start: int, wall_s: float) -> None:
+        with self.session.meters.collectives.paused():
+            final_weights = weights_digest(self.session.engine.named_weights())
+        if not self.is_first_rank:
+            return
+        facts = {
+            "initial_weights": self.initial_weights,
+            "final_weights": final_weights,
+            "accounted_bytes": self.session.engine.accounted_bytes(),
+            "wall_s": wall_s,
+        }
+        path = self.session.run_dir
+        records = read_metrics(path / "metrics.jsonl")
+        write_summary(path / "summary.json", self.config, status, records, {1, start + 1}, facts, self.last_rows)

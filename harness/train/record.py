@@ -1,0 +1,138 @@
+"""What a run leaves behind: a line a step in `metrics.jsonl`, and `summary.json` at the end. Rank 0 writes both.
+
+A line, in this order (bytes are bytes, times seconds, losses nats a token; null where a thing cannot be observed):
+
+    step             counted from 1
+    loss             mean over the global batch: microbatch losses summed in global order in fp64, divided by M
+    grad_norm        of the averaged gradient, before clipping
+    param_norm       of the main weights after the update; null but every `train.param_norm_every` steps
+    lr, tokens       of this step; tokens of the whole global batch
+    data_digest      16 hex digits over everything that was fed, the same for any layout
+    step_time_s      from asking for the batch to the end of the update, on rank 0
+    time             data_s, forward_s, backward_s, exposed_comm_s (always null: no meter outside the engine sees it
+                     yet), optimizer_s
+    memory           allocated and reserved (the step's peaks), alloc_retries, accounted, rss
+    tflops_per_rank  model arithmetic over step time; mfu over the device's peak, null where that is unknown
+    comm             {kind: {count, bytes}} sent by this rank for the engine
+
+`summary.json`: status, step, steps, tokens, loss, grad_norm, initial_weights and final_weights (SHA-256 over names,
+shapes and bytes; the initial ones as fp32), parameters, accounted_bytes by role, collectives (one row a kind and bucket
+of the last step), step_time_s (quartiles; the first step of a process is left out), wall_s of this attempt.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.derived import parameter_count, tokens_per_step
+from harness.config.schema import Config
+from harness.data.loader import global_digest
+from harness.engines.protocol import Ranks
+from harness.probe.capture import raw_bytes
+from harness.probe.collectives import Row, by_kind
+from harness.probe.flops import flops_per_token, peak_flops
+from harness.store.files import write_json
+from harness.store.metrics import encode
+from harness.train.control import StepReport
+
+
+def global_loss(losses: Sequence[float]) -> float:
+    """Mean of the global microbatches' losses, added one after the other in global order."""
+    total = 0.0
+    for loss in losses:
+        total += loss
+    return total / len(losses)
+
+
+def weights_digest(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
+    """SHA-256 over every weight's name, dtype, shape and bytes in model order, each cast to `dtype` first if given."""
+    digest = hashlib.sha256()
+    for name, weight in weights:
+        cast = weight if dtype is None else weight.to(dtype)
+        digest.update(f"{name} {cast.dtype} {list(cast.shape)}\n".encode())
+        digest.update(raw_bytes(cast))
+    return digest.hexdigest()
+
+
+class StepRecords:
+    """Makes a step's line out of what was measured."""
+
+    def __init__(self, config: Config, ranks: Ranks) -> None:
+        self.tokens = tokens_per_step(config)
+        self.flops_per_rank = flops_per_token(config) * self.tokens / ranks.world_size
+        self.peak = peak_flops(ranks.device, config.dtype.compute)
+
+    def line(
+        self,
+        step: int,
+        report: StepReport,
+        *,
+        grad_norm: float,
+        param_norm: float | None,
+        lr: float,
+        step_time_s: float,
+        spans: Mapping[str, float],
+        memory: Mapping[str, int | None],
+        rows: list[Row],
+    ) -> dict[str, Any]:
+        """The record of one step; `spans` has data, forward, forward_backward and optimizer."""
+        rate = self.flops_per_rank / step_time_s
+        return {
+            "step": step,
+            "loss": global_loss(report.losses),
+            "grad_norm": grad_norm,
+            "param_norm": param_norm,
+            "lr": lr,
+            "tokens": self.tokens,
+            "data_digest": global_digest(report.digests),
+            "step_time_s": step_time_s,
+            "time": {
+                "data_s": spans["data"],
+                "forward_s": spans["forward"],
+                "backward_s": spans["forward_backward"] - spans["forward"],
+                "exposed_comm_s": None,
+                "optimizer_s": spans["optimizer"],
+            },
+            "memory": dict(memory),
+            "tflops_per_rank": rate / 1e12,
+            "mfu": None if self.peak is None else rate / self.peak,
+            "comm": by_kind(rows),
+        }
+
+
+def write_summary(
+    path: Path,
+    config: Config,
+    status: str,
+    records: Sequence[Mapping[str, Any]],
+    first_steps: Iterable[int],
+    facts: Mapping[str, Any],
+    rows: Sequence[Row],
+) -> None:
+    """Write `summary.json` from the run's whole record; `first_steps` are left out of the quartiles (they warm up)."""
+    last: Mapping[str, Any] = records[-1] if records else {}
+    warm = set(first_steps)
+    times = [record["step_time_s"] for record in records if record["step"] not in warm]
+    quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
+    summary = {
+        "status": status,
+        "step": len(records),
+        "steps": config.train.steps,
+        "tokens": sum(record["tokens"] for record in records),
+        "loss": last.get("loss"),
+        "grad_norm": last.get("grad_norm"),
+        "parameters": parameter_count(config),
+        **facts,
+        "collectives": [asdict(row) for row in rows],
+        "step_time_s": dict(zip(("p25", "median", "p75"), quartiles, strict=False)),
+    }
+    write_json(path, json.loads(encode(summary)))  # encode spells non-finite numbers as the record does
