@@ -30,13 +30,10 @@ class Catalog:
 
 
 @functools.cache
-def load_catalog(extra: Path | None = None) -> Catalog:
-    """Read the names of all options; `extra` is a further folder laid out like `conf/` (Hydra's --config-dir)."""
-    options: dict[str, tuple[str, ...]] = {"study": _stems(ROOT / "sweeps")}
-    for conf in filter(None, (ROOT / "conf", extra)):
-        for folder in sorted(p for p in conf.iterdir() if p.is_dir()):
-            options[folder.name] = tuple(sorted({*options.get(folder.name, ()), *_stems(folder)}))
-    return Catalog(options)
+def load_catalog() -> Catalog:
+    """Read the names of all options."""
+    folders = [p for p in (ROOT / "conf").iterdir() if p.is_dir()]
+    return Catalog({folder.name: _stems(folder) for folder in folders} | {"study": _stems(ROOT / "sweeps")})
 
 
 def _stems(folder: Path) -> tuple[str, ...]:

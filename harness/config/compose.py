@@ -79,12 +79,13 @@ def load_config(plain: Mapping[str, Any]) -> Config:
     return cast(Config, OmegaConf.to_object(_merge(dict(plain))))
 
 
-def compose_cell(cfg: DictConfig, overrides: Sequence[str]) -> Cell:
+def compose_cell(cfg: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
     """Freeze what Hydra composed: merge it into the typed root, resolve it, apply every rule.
 
     Args:
         cfg: the composed configuration, with or without Hydra's own node.
         overrides: the request as typed, `key=value` each.
+        earlier: overrides of the frozen cell this one starts from; recorded, and not held against this request.
 
     Raises:
         BadRequest: with every violation found; nothing was written and nothing started.
@@ -94,11 +95,10 @@ def compose_cell(cfg: DictConfig, overrides: Sequence[str]) -> Cell:
     forbid_appending(overrides)
     merged = _merge(_resolve(cfg))
     _anchor_paths(merged)
-    config = cast(Config, OmegaConf.to_object(merged))
-    violations = rules.check(config, overrides)
+    violations = rules.check(cast(Config, OmegaConf.to_object(merged)), overrides)
     if violations:
         raise BadRequest(violations)
-    return Cell(plain(merged), tuple(overrides))
+    return Cell(plain(merged), (*earlier, *overrides))
 
 
 def compose(overrides: Sequence[str] = ()) -> Cell:
@@ -107,16 +107,22 @@ def compose(overrides: Sequence[str] = ()) -> Cell:
     Raises:
         BadRequest: as `run.py` would say.
     """
+    from harness.config.overrides import check_overrides
+
+    check_overrides(overrides)
+    return compose_cell(composed(overrides), overrides)
+
+
+def composed(overrides: Sequence[str] = ()) -> DictConfig:
+    """What Hydra makes of `conf/` and these overrides, unchecked."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
 
     from harness.config.catalog import ROOT
-    from harness.config.overrides import check_overrides
 
-    check_overrides(overrides)
     register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return compose_cell(hydra_compose("config", list(overrides)), overrides)
+        return hydra_compose("config", list(overrides))
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -140,7 +146,9 @@ def appending(override: str) -> Violation:
     bare = override.lstrip("+~")
     if override.startswith("~"):
         key = bare.split("=", 1)[0]
-        return Violation(override, "groups and settings cannot be removed, only chosen", fix=f"{key}=OPTION, or leave it out")
+        return Violation(
+            override, "groups and settings cannot be removed, only chosen", fix=f"{key}=OPTION, or leave it out"
+        )
     return Violation(override, "settings cannot be added: the schema names them all", fix=f"{bare} (without the sign)")
 
 

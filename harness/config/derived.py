@@ -51,7 +51,7 @@ def state_bytes(cfg: Config) -> int:
 
 
 def persistent_bytes_per_rank(cfg: Config) -> int:
-    """Bytes of weights, gradients and optimizer state on a rank, without padding and transients: a lower bound of its need."""
+    """Bytes of weights, gradients and optimizer state on a rank, without padding and transients: its least need."""
     count, ranks = parameter_count(cfg), cfg.mesh.world_size
     level = list(Strategy).index(cfg.sharding.strategy)
     compute, main = DTYPE_BYTES[cfg.dtype.compute], DTYPE_BYTES[cfg.dtype.main_params]

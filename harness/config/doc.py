@@ -42,10 +42,7 @@ class Setting:
     @property
     def expects(self) -> str:
         """The kind of value it takes, in words."""
-        if self.choices:
-            words = "one of " + ", ".join(self.choices)
-        else:
-            words = _WORDS.get(self.type, str(self.type))
+        words = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.type]
         return words + (", or null" if self.optional else "")
 
 
@@ -116,8 +113,8 @@ def guide() -> str:
     lines = [
         "# Every setting",
         "",
-        "Made by `python -m harness.config.doc > docs/configuration.md` from `harness/config/schema.py`. A value is set",
-        "with `group.key=value`; `group=option` picks a file of `conf/`, whose values win over the defaults below.",
+        "Made by `python -m harness.config.doc > docs/configuration.md` from `harness/config/schema.py`. A value is",
+        "set with `group.key=value`; `group=option` picks a file of `conf/`, whose values win over the defaults below.",
     ]
     for group, sentence in groups().items():
         lines += ["", f"## {group}", "", sentence, "", "| setting | takes | default | meaning |", "|---|---|---|---|"]
@@ -129,7 +126,9 @@ def guide() -> str:
 
 def _row(s: Setting) -> str:
     default = s.default.name if isinstance(s.default, Enum) else s.default
-    shown = {None: "null", "": '""', True: "true", False: "false"}.get(default, default) if _hashable(default) else default
+    shown = (
+        {None: "null", "": '""', True: "true", False: "false"}.get(default, default) if _hashable(default) else default
+    )
     return f"| `{s.path}` | {s.expects} | `{shown}` | {s.sentence} |"
 
 

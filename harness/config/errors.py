@@ -14,13 +14,14 @@ class Violation:
     """One thing that must change before a request can run.
 
     `subject` is the knob with the value it was given (`train.steps=0`), `problem` a clause that continues it ("must be
-    at least 1"), `choices` what is valid, `fix` what to type or do.
+    at least 1"), `choices` what is valid, `fix` what to type or do, `about` what the knob means.
     """
 
     subject: str
     problem: str
     choices: str = ""
     fix: str = ""
+    about: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self.subject}: {self.problem}"]
@@ -28,6 +29,8 @@ class Violation:
             lines.append(f"    valid: {self.choices}")
         if self.fix:
             lines.append(f"    fix:   {self.fix}")
+        if self.about:
+            lines.append(f"    about: {self.about}")
         return "\n".join(lines)
 
 
@@ -40,7 +43,9 @@ class BadRequest(Exception):
         self.violations = tuple(dict.fromkeys(violations))
         count = len(self.violations)
         head = "bad request" if count == 1 else f"bad request, {count} problems"
-        super().__init__("\n".join([f"{head}:", *(f"  {line}" for v in self.violations for line in str(v).split("\n"))]))
+        super().__init__(
+            "\n".join([f"{head}:", *(f"  {line}" for v in self.violations for line in str(v).split("\n"))])
+        )
 
 
 def refuse(subject: str, problem: str, *, choices: str = "", fix: str = "") -> BadRequest:

@@ -6,44 +6,84 @@ import difflib
 from collections.abc import Iterable
 from typing import Any
 
+from omegaconf.errors import OmegaConfBaseException
+
 from harness.config.catalog import Catalog, load_catalog
 from harness.config.doc import settings
-from harness.config.errors import Violation
+from harness.config.errors import BadRequest, Violation
 
 OPTION_SYNONYMS = {
     "sharding": {
-        "zero0": "no_shard", "ddp": "no_shard", "replicate": "no_shard", "none": "no_shard",
-        "zero1": "optim", "os": "optim",
-        "zero2": "optim_grads", "shard_grad_op": "optim_grads", "os_g": "optim_grads",
-        "zero3": "optim_grads_params", "fsdp": "optim_grads_params", "full_shard": "optim_grads_params", "fsdp2": "optim_grads_params",
+        "zero0": "no_shard",
+        "ddp": "no_shard",
+        "replicate": "no_shard",
+        "none": "no_shard",
+        "zero1": "optim",
+        "zero2": "optim_grads",
+        "shard_grad_op": "optim_grads",
+        "zero3": "optim_grads_params",
+        "fsdp": "optim_grads_params",
+        "fsdp2": "optim_grads_params",
+        "full_shard": "optim_grads_params",
     },
     "dtype": {
-        "float32": "fp32", "float": "fp32", "single": "fp32", "bfloat16": "bf16", "mixed": "bf16", "amp": "bf16",
-        "float64": "fp64", "double": "fp64",
+        "float32": "fp32",
+        "float": "fp32",
+        "bfloat16": "bf16",
+        "mixed": "bf16",
+        "amp": "bf16",
+        "float64": "fp64",
+        "double": "fp64",
     },
-    "engine": {"fsdp": "native", "reference": "single", "one": "single", "torch_ddp": "ddp"},
+    "engine": {"fsdp": "native", "reference": "single", "torch_ddp": "ddp"},
     "data": {"bin": "tokens", "memmap": "tokens", "random": "synthetic", "bytes": "text", "txt": "text"},
     "cluster": {"cpu": "local", "workstation": "local", "sbatch": "slurm", "submitit": "slurm"},
     "wandb": {"off": "disabled", "false": "disabled", "none": "disabled", "on": "online", "true": "online"},
     "ckpt": {"off": "none", "latest": "last", "newest": "last"},
     "numerics": {"free": "fast", "bitwise": "ordered", "exact": "ordered"},
     "mesh": {"1": "one", "2": "two"},
-}  # fmt: skip
+}
 """What people call an option elsewhere -> its name here."""
 
 KEY_SYNONYMS = {
-    "optim": "optimizer", "precision": "dtype", "mixed_precision": "dtype", "zero": "sharding", "strategy": "sharding",
-    "backend": "engine", "framework": "engine", "dataset": "data", "checkpoint": "ckpt", "sweep": "study", "logger": "wandb",
-    "launcher": "cluster", "deterministic": "numerics",
-    "lr": "optimizer.lr", "learning_rate": "optimizer.lr", "clip": "optimizer.clip_norm", "grad_clip": "optimizer.clip_norm",
-    "wd": "optimizer.weight_decay", "seed": "train.seed", "steps": "train.steps", "max_steps": "train.steps",
-    "num_steps": "train.steps", "iterations": "train.steps", "batch_size": "train.global_batch_size",
-    "gbs": "train.global_batch_size", "mbs": "train.microbatch_size", "micro_batch_size": "train.microbatch_size",
-    "world_size": "mesh.world_size", "ranks": "mesh.world_size", "nproc": "mesh.world_size", "gpus": "mesh.world_size",
-    "num_gpus": "mesh.world_size", "sequence_length": "data.seq_len", "context_length": "data.seq_len",
-    "hidden_size": "model.dim", "layers": "model.num_layers", "dry_run": "launch.dry_run", "output_dir": "launch.root",
-    "root": "launch.root", "device": "cluster.device", "nodes": "cluster.nodes",
-}  # fmt: skip
+    "backend": "engine",
+    "batch_size": "train.global_batch_size",
+    "checkpoint": "ckpt",
+    "clip": "optimizer.clip_norm",
+    "context_length": "data.seq_len",
+    "dataset": "data",
+    "deterministic": "numerics",
+    "device": "cluster.device",
+    "dry_run": "launch.dry_run",
+    "framework": "engine",
+    "gbs": "train.global_batch_size",
+    "gpus": "mesh.world_size",
+    "grad_clip": "optimizer.clip_norm",
+    "hidden_size": "model.dim",
+    "iterations": "train.steps",
+    "launcher": "cluster",
+    "layers": "model.num_layers",
+    "learning_rate": "optimizer.lr",
+    "logger": "wandb",
+    "max_steps": "train.steps",
+    "mbs": "train.microbatch_size",
+    "micro_batch_size": "train.microbatch_size",
+    "mixed_precision": "dtype",
+    "nproc": "mesh.world_size",
+    "num_gpus": "mesh.world_size",
+    "num_steps": "train.steps",
+    "optim": "optimizer",
+    "output_dir": "launch.root",
+    "precision": "dtype",
+    "ranks": "mesh.world_size",
+    "root": "launch.root",
+    "seed": "train.seed",
+    "sequence_length": "data.seq_len",
+    "strategy": "sharding",
+    "sweep": "study",
+    "wd": "optimizer.weight_decay",
+    "zero": "sharding",
+}
 """What people call a group or setting elsewhere -> its name here."""
 
 
@@ -66,12 +106,19 @@ def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
     if rest and group in catalog.groups:
         inside = [path for path in settings() if path.startswith(f"{group}.")]
         meant = _synonym(key, inside) or nearest(key, inside) or nearest(rest, settings())
-        return Violation(key, f"{group} has no such setting", ", ".join(inside) or "none of its own", _did_you_mean(meant))
+        return Violation(
+            key, f"{group} has no such setting", ", ".join(inside) or "none of its own", _did_you_mean(meant)
+        )
     everything = [*catalog.groups, *settings()]
     meant = _synonym(key, everything) or nearest(key, everything)
     if meant:
         return Violation(key, "no such group or setting", fix=_did_you_mean(meant))
-    return Violation(key, "no such group or setting", "groups " + ", ".join(catalog.groups), "docs/configuration.md lists every setting")
+    return Violation(
+        key,
+        "no such group or setting",
+        "groups " + ", ".join(catalog.groups),
+        "docs/configuration.md lists every setting",
+    )
 
 
 def explain_option(group: str, option: object, catalog: Catalog | None = None) -> Violation:
@@ -91,7 +138,7 @@ def explain_value(error: Exception, subject: str | None = None) -> Violation:
     first = str(error).splitlines()[0] if str(error) else type(error).__name__
     if setting is None:
         return explain_key(path) if path and "not in" in first else Violation(subject or path or "request", first)
-    return Violation(subject or path, f"takes {setting.expects}", fix=f"{setting.path} is: {setting.sentence}")
+    return Violation(subject or path, f"takes {setting.expects}", about=setting.sentence)
 
 
 def explain_setting(path: str, value: Any) -> Violation:
@@ -99,10 +146,14 @@ def explain_setting(path: str, value: Any) -> Violation:
     setting = settings()[path]
     subject = f"{path}={value}"
     if setting.choices:
-        meant = nearest(str(value), setting.choices) or [OPTION_SYNONYMS.get(path.partition(".")[0], {}).get(str(value).lower(), "")]
+        meant = nearest(str(value), setting.choices) or [
+            OPTION_SYNONYMS.get(path.partition(".")[0], {}).get(str(value).lower(), "")
+        ]
         fix = _did_you_mean([f"{path}={m}" for m in meant if m in setting.choices])
-        return Violation(subject, "no such value", ", ".join(setting.choices) + (", null" if setting.optional else ""), fix)
-    return Violation(subject, f"takes {setting.expects}", fix=f"{path} is: {setting.sentence}")
+        return Violation(
+            subject, "no such value", ", ".join(setting.choices) + (", null" if setting.optional else ""), fix
+        )
+    return Violation(subject, f"takes {setting.expects}", about=setting.sentence)
 
 
 def _synonym(key: str, pool: Iterable[str]) -> list[str]:
@@ -112,3 +163,17 @@ def _synonym(key: str, pool: Iterable[str]) -> list[str]:
 
 def _did_you_mean(names: list[str]) -> str:
     return f"did you mean {' or '.join(names)}?" if names else ""
+
+
+def explain(error: Exception) -> BadRequest:
+    """Turn what Hydra or OmegaConf raised while composing into one request error.
+
+    Words typed on the command line were read before; what is left are mistakes in the files of `conf/` and `sweeps/`,
+    and combinations only Hydra sees.
+    """
+    inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    if isinstance(inner, OmegaConfBaseException) and inner.full_key:
+        return BadRequest([explain_value(inner)])
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    useful = [line for line in lines if "+" not in line] or [type(error).__name__]
+    return BadRequest([Violation("request", " ".join(useful[:3]))])

@@ -84,7 +84,11 @@ def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
     if text.startswith(("+", "~")):
         return [appending(text)]
     if key.partition(".")[0].partition("/")[0] == "hydra":
-        return [Violation(text, "Hydra's own settings are fixed: the harness decides where and how cells run", fix="leave it out")]
+        return [
+            Violation(
+                text, "Hydra's own settings are fixed: the harness decides where and how cells run", fix="leave it out"
+            )
+        ]
     if override.package is not None:
         return [Violation(text, "a group's place is fixed", fix=f"{key}={override.value()}")]
     if override.is_sweep_override() and not multirun:
@@ -141,7 +145,9 @@ def _values(override: Override, names: Sequence[str]) -> Iterator[_Value]:
     swept: Any = override.value()
     if isinstance(swept, Glob):
         yield from (_Value(name, name) for name in swept.filter(list(names)))
-    elif isinstance(swept, RangeSweep) and len(list(zip(swept.range(), range(MAX_SWEEP + 1), strict=False))) > MAX_SWEEP:
+    elif (
+        isinstance(swept, RangeSweep) and len(list(zip(swept.range(), range(MAX_SWEEP + 1), strict=False))) > MAX_SWEEP
+    ):
         return
     else:
         for parsed, text in zip(override.sweep_iterator(), override.sweep_string_iterator(), strict=True):
@@ -169,7 +175,9 @@ def _duplicates(words: list[Word]) -> Iterator[Violation]:
         by_key[word.key].append(word.text)
     for key, texts in by_key.items():
         if len(texts) > 1:
-            yield Violation(key, f"is given {len(texts)} times: {', '.join(texts)}", fix=f"keep one, such as {texts[-1]}")
+            yield Violation(
+                key, f"is given {len(texts)} times: {', '.join(texts)}", fix=f"keep one, such as {texts[-1]}"
+            )
 
 
 def _malformed(text: str, error: HydraException, catalog: Catalog) -> Violation:
@@ -181,8 +189,14 @@ def _malformed(text: str, error: HydraException, catalog: Catalog) -> Violation:
         return Violation(repr(text), "is not key=value", fix=fix)
     if key.strip("+~") and all(c not in key for c in " '\"\n"):
         quoted = quote(value)
-        return Violation(text, "cannot be read: quotes, braces, commas and line breaks need quoting", fix=shlex.quote(f"{key}={quoted}"))
-    return Violation(repr(text), f"cannot be read: {str(error).splitlines()[0]}", fix="write group=option or group.key=value")
+        return Violation(
+            text,
+            "cannot be read: quotes, braces, commas and line breaks need quoting",
+            fix=shlex.quote(f"{key}={quoted}"),
+        )
+    return Violation(
+        repr(text), f"cannot be read: {str(error).splitlines()[0]}", fix="write group=option or group.key=value"
+    )
 
 
 def _as_key(text: str, catalog: Catalog) -> list[str]:

@@ -69,7 +69,7 @@ class Dtype(Enum):
 
 
 class Numerics(Enum):
-    """How much order of arithmetic is promised: fast (none), deterministic (re-runs), ordered (rank order, across strategies)."""
+    """Promised order of arithmetic: fast (none), deterministic (re-runs), ordered (rank order, across strategies)."""
 
     fast = "fast"
     deterministic = "deterministic"
@@ -298,7 +298,7 @@ class ClusterConfig:
     threads_per_rank: int = 1
     """Intra-op threads of a rank; some sums depend on it, so a verdict checks it."""
     slots: int = 2
-    """Ranks that run side by side on this machine; a sweep starts cells while slots are free (at least one cell always)."""
+    """Ranks that run side by side on this machine; a sweep starts cells while slots are free, one at least."""
     partition: str | None = None
     """SLURM partition."""
     account: str | None = None

@@ -5,6 +5,7 @@ There is no `__init__.py` beside this package: `hydra_plugins` is a namespace th
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
@@ -13,7 +14,7 @@ from hydra.core.object_type import ObjectType
 from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from harness.config.catalog import ROOT
 
@@ -56,11 +57,14 @@ class StudySource(FileConfigSource):
 
     def load_config(self, config_path: str) -> ConfigResult:
         """Read a study; its name is its file's unless the file gives one."""
+        from harness.study.file import normalise
+
         name = self._name(config_path) or config_path
         result = super().load_config(name)
-        assert isinstance(result.config, DictConfig)
-        if "name" not in result.config:
-            result.config.name = name.removesuffix(".yaml")
+        if isinstance(result.config, DictConfig):
+            raw = OmegaConf.to_container(result.config, resolve=False)
+            assert isinstance(raw, dict)
+            result.config = OmegaConf.create(normalise(raw, Path(name).stem))
         return result
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:

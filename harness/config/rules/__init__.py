@@ -26,7 +26,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(config: Config, overrides: Sequence[str] = ()) -> list[Violation]:
-    """Apply every rule; `overrides` are the request as typed, so that a knob without effect can be told from a default."""
+    """Apply every rule; `overrides` are the request as typed: a knob without effect is told from a default."""
     request = Request(config, tuple(overrides))
     out_of_range = numbers.check(request)
     found = list(out_of_range.values())

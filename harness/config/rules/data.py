@@ -2,23 +2,68 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import DataKind
+from harness.config.schema import DataConfig, DataKind, TokenDtype
+from harness.data.inspect import SourceFacts, describe, inspect
 
-_BYTE_KINDS = (DataKind.stdlib, DataKind.text)
+_READS = ("data.seq_len", "data.header_bytes", "data.num_sequences")
 
 
-@rule("model.vocab_size")
-def bytes_fit_the_vocabulary(request: Request) -> Iterator[Violation]:
-    """Text is read as bytes: ids go up to 255."""
-    kind, vocab = request.config.data.kind, request.config.model.vocab_size
-    if kind in _BYTE_KINDS and vocab < 256:
+@functools.lru_cache(maxsize=64)
+def _inspected(
+    kind: DataKind, path: str | None, seq_len: int, width: TokenDtype, header: int, count: int
+) -> SourceFacts:
+    """Facts of a source, looked up once for all cells of a request that share it."""
+    return inspect(
+        DataConfig(kind, path=path, seq_len=seq_len, token_dtype=width, header_bytes=header, num_sequences=count)
+    )
+
+
+def _facts(data: DataConfig) -> SourceFacts | str:
+    """Facts of the configured source, or what is wrong with it."""
+    try:
+        return _inspected(data.kind, data.path, data.seq_len, data.token_dtype, data.header_bytes, data.num_sequences)
+    except (ValueError, OSError) as error:
+        return str(error)
+
+
+@rule(*_READS)
+def source_is_readable(request: Request) -> Iterator[Violation]:
+    """The source exists, can be read, and holds at least one sequence."""
+    facts = _facts(request.config.data)
+    if isinstance(facts, str):
+        data = request.config.data
+        yield Violation(describe(data), facts, "stdlib, text, tokens, synthetic", "data=stdlib needs no file")
+
+
+@rule(*_READS, "train.global_batch_size")
+def source_fills_a_batch(request: Request) -> Iterator[Violation]:
+    """One global batch is made of distinct sequences."""
+    facts, batch = _facts(request.config.data), request.config.train.global_batch_size
+    if isinstance(facts, SourceFacts) and facts.num_sequences < batch:
         yield Violation(
-            request.show("model.vocab_size"), f"data={kind.name} has ids up to 255", "256 or more", "model.vocab_size=256"
+            describe(request.config.data),
+            f"has {facts.num_sequences:,} sequences of data.seq_len={request.config.data.seq_len}, "
+            f"fewer than one global batch, train.global_batch_size={batch}",
+            fix="more data, a shorter data.seq_len or a smaller train.global_batch_size",
         )
 
 
-RULES: tuple[Rule, ...] = (bytes_fit_the_vocabulary,)
+@rule(*_READS, "model.vocab_size")
+def ids_fit_the_vocabulary(request: Request) -> Iterator[Violation]:
+    """Every token id has a row in the embedding; of token files a sample is looked at."""
+    facts, vocab = _facts(request.config.data), request.config.model.vocab_size
+    if isinstance(facts, SourceFacts) and facts.max_token is not None and facts.max_token >= vocab:
+        yield Violation(
+            request.show("model.vocab_size"),
+            f"{describe(request.config.data)} has token ids up to {facts.max_token} or more",
+            f"{facts.max_token + 1} or more",
+            f"model.vocab_size={facts.max_token + 1}, or check data.token_dtype and data.header_bytes",
+        )
+
+
+RULES: tuple[Rule, ...] = (source_is_readable, source_fills_a_batch, ids_fit_the_vocabulary)

@@ -40,13 +40,17 @@ _SLURM = Condition(
 _LOCAL = Condition(
     lambda c: c.cluster.backend is Backend.local, "cluster=local", lambda c: f"cluster.backend={c.cluster.backend.name}"
 )
-_WANDB = Condition(lambda c: c.wandb.mode is not WandbMode.disabled, "wandb=offline or wandb=online", lambda c: "wandb=disabled")
+_WANDB = Condition(
+    lambda c: c.wandb.mode is not WandbMode.disabled, "wandb=offline or wandb=online", lambda c: "wandb=disabled"
+)
 _CAPTURE = Condition(
     lambda c: bool(c.measure.capture_steps), "measure.capture_steps=[1]", lambda c: "measure.capture_steps=[]"
 )
 _CKPT = Condition(lambda c: c.ckpt.policy is not CkptPolicy.none, "ckpt=last", lambda c: "ckpt=none")
 _BF16_GRADS = Condition(
-    lambda c: c.dtype.main_grads is Dtype.bf16, "dtype.main_grads=bf16", lambda c: f"dtype.main_grads={c.dtype.main_grads.name}"
+    lambda c: c.dtype.main_grads is Dtype.bf16,
+    "dtype.main_grads=bf16",
+    lambda c: f"dtype.main_grads={c.dtype.main_grads.name}",
 )
 
 CONDITIONS: dict[str, Condition] = {
@@ -96,7 +100,9 @@ def engine_takes_its_settings(request: Request) -> Iterator[Violation]:
 
 
 def _without_effect(request: Request, key: str, because: str, where: str) -> Violation:
-    return Violation(f"{key}={request.named[key]}", f"has no effect with {because}", fix=f"leave it out, or choose {where}")
+    return Violation(
+        f"{key}={request.named[key]}", f"has no effect with {because}", fix=f"leave it out, or choose {where}"
+    )
 
 
 RULES: tuple[Rule, ...] = (typed_settings_have_an_effect, engine_takes_its_settings)

@@ -25,14 +25,16 @@ PROBE_BYTES = 1 << 20
 
 @rule("mesh.world_size")
 def devices_exist(request: Request) -> Iterator[Violation]:
-    """A local cuda run finds as many devices as it has ranks. The driver's files are counted: torch is not loaded here."""
+    """A local cuda run finds a device a rank. The driver's files are counted: torch is not loaded here."""
     c, ranks = request.config.cluster, request.config.mesh.world_size
     if c.backend is not Backend.local or c.device is not Device.cuda:
         return
     found = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
     if found < ranks:
         fix = f"mesh.world_size={found}" if found else "cluster.device=cpu, or cluster=slurm"
-        yield Violation("cluster.device=cuda", f"this machine has {found} NVIDIA devices for {ranks} ranks", "cpu, cuda", fix)
+        yield Violation(
+            "cluster.device=cuda", f"this machine has {found} NVIDIA devices for {ranks} ranks", "cpu, cuda", fix
+        )
 
 
 @rule()
@@ -40,7 +42,9 @@ def scheduler_exists(request: Request) -> Iterator[Violation]:
     """Submitting needs sbatch."""
     c = request.config.cluster
     if c.backend is Backend.slurm and not request.config.launch.dry_run and shutil.which("sbatch") is None:
-        yield Violation("cluster.backend=slurm", "there is no sbatch on PATH", "local, slurm", "cluster=local, or a login node")
+        yield Violation(
+            "cluster.backend=slurm", "there is no sbatch on PATH", "local, slurm", "cluster=local, or a login node"
+        )
 
 
 @rule()
@@ -48,7 +52,9 @@ def mirror_is_installed(request: Request) -> Iterator[Violation]:
     """The mirror is an optional package."""
     mode = request.config.wandb.mode
     if mode is not WandbMode.disabled and importlib.util.find_spec("wandb") is None:
-        yield Violation(request.show("wandb.mode"), "the package wandb is not installed", fix="wandb=disabled, or pip install wandb")
+        yield Violation(
+            request.show("wandb.mode"), "the package wandb is not installed", fix="wandb=disabled, or pip install wandb"
+        )
 
 
 _SIZES = ("model.vocab_size", "model.dim", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.ffn_dim")
@@ -64,7 +70,7 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
     if have and need > have:
         yield Violation(
             f"model={cfg.model.name}",
-            f"needs {_size(need)} on {cfg.mesh.world_size} ranks of this machine before any activation; it has {_size(have)}",
+            f"needs {_size(need)} for {cfg.mesh.world_size} ranks before any activation; this machine has {_size(have)}",
             fix="model=tiny, or a cluster with more machines",
         )
 
@@ -82,7 +88,7 @@ def disk_takes_the_run(request: Request) -> Iterator[Violation]:
 
 
 def expected_bytes(cfg: Config) -> int:
-    """Bytes a run writes at least: captured gradients, the newest checkpoint beside the one it replaces, and its logs."""
+    """Bytes a run writes at least: captures, the newest checkpoint beside the one it replaces, and logs."""
     checkpoints = 2 * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
     return captured_bytes(cfg) + checkpoints + PROBE_BYTES
 

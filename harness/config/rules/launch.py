@@ -29,7 +29,9 @@ def one_machine_without_a_scheduler(request: Request) -> Iterator[Violation]:
     """A local launch starts ranks on this machine only."""
     c = request.config.cluster
     if c.backend is Backend.local and c.nodes > 1:
-        yield Violation(request.show("cluster.nodes"), "cluster.backend=local is this machine only", "1", "cluster=slurm")
+        yield Violation(
+            request.show("cluster.nodes"), "cluster.backend=local is this machine only", "1", "cluster=slurm"
+        )
 
 
 @rule("cluster.time_min", "cluster.grace_s")
@@ -71,7 +73,9 @@ def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
     if expanding and request.config.cluster.backend is Backend.slurm:
         signs = " ".join(expanding)
         yield Violation(
-            f"launch.root={root!r}", f"holds {signs} , which sbatch expands or unquotes in log names", fix="a folder without"
+            f"launch.root={root!r}",
+            f"holds {signs} , which sbatch expands or unquotes in log names",
+            fix="a folder without",
         )
 
 

@@ -16,7 +16,7 @@ def heads_divide_the_width(request: Request) -> Iterator[Violation]:
         lower = max(m.dim // (2 * m.num_heads), 1) * 2 * m.num_heads
         yield Violation(
             request.show("model.dim"),
-            f"is not an even multiple of model.num_heads={m.num_heads}: heads have one even width, for rotary embeddings",
+            f"is not an even multiple of model.num_heads={m.num_heads}: rotary embeddings need even heads",
             f"multiples of {2 * m.num_heads}",
             f"model.dim={lower}",
         )

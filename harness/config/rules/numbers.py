@@ -88,7 +88,9 @@ def _lists(request: Request) -> dict[str, Violation]:
     betas = request.config.optimizer.betas
     if len(betas) != 2 or not all(math.isfinite(b) and 0 <= b < 1 for b in betas):
         path = "optimizer.betas"
-        found[path] = Violation(request.show(path), "is out of range", "two numbers, each at least 0 and below 1", f"{path}=[0.9,0.95]")
+        found[path] = Violation(
+            request.show(path), "is out of range", "two numbers, each at least 0 and below 1", f"{path}=[0.9,0.95]"
+        )
     momentum = request.config.optimizer.momentum
     if not (math.isfinite(momentum) and 0 <= momentum < 1):
         path = "optimizer.momentum"
@@ -105,4 +107,8 @@ def _names(request: Request) -> dict[str, Violation]:
     if _STUDY_NAME.fullmatch(name):
         return {}
     choices = "a letter or digit, then up to 99 letters, digits or . _ + -"
-    return {"study.name": Violation(f"study.name={name!r}", "is a folder's name, and cannot be this", choices, "study.name=adhoc")}
+    return {
+        "study.name": Violation(
+            f"study.name={name!r}", "is a folder's name, and cannot be this", choices, "study.name=adhoc"
+        )
+    }

@@ -1,0 +1,80 @@
+"""The words after `run.py`: Hydra's own flags, `--from`, and overrides, read before Hydra composes anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hydra._internal.utils import get_args_parser
+
+from harness.config.errors import refuse
+from harness.config.overrides import check_overrides
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """A request's command line, understood."""
+
+    overrides: tuple[str, ...]
+    flags: tuple[str, ...]
+    """Everything for Hydra that is not an override."""
+    multirun: bool
+    frozen: str | None
+    """The run whose frozen cell is asked for again (`--from`)."""
+
+    @property
+    def for_hydra(self) -> list[str]:
+        """Flags first: argparse takes overrides on one side of a flag only."""
+        return [*self.flags, *self.overrides]
+
+
+def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Arguments:
+    """Read a command line; every override is checked unless Hydra is only asked about itself.
+
+    Args:
+        argv: the words after `run.py`.
+        implied: overrides added where their key is not typed.
+
+    Raises:
+        BadRequest: an override is wrong, or flags contradict each other.
+        SystemExit: argparse refuses a flag (code 2).
+    """
+    parser = get_args_parser()
+    parser.add_argument("--from", dest="frozen", metavar="RUN", help="run that frozen cell again, changed by overrides")
+    parsed = parser.parse_intermixed_args(list(argv))
+    overrides = list(parsed.overrides)
+    flags = _without(list(argv), overrides)
+    _consistent(parsed)
+    if not (parsed.shell_completion or parsed.hydra_help or parsed.help or parsed.info):
+        words = check_overrides(overrides, multirun=parsed.multirun)
+        typed = {word.key for word in words}
+        overrides += [text for text in implied if text.partition("=")[0] not in typed]
+    return Arguments(tuple(overrides), tuple(flags), bool(parsed.multirun), parsed.frozen)
+
+
+def _without(argv: list[str], overrides: list[str]) -> list[str]:
+    """What is left of argv: each override is taken out once, from the right, where a flag's value cannot be meant."""
+    left = list(argv)
+    for text in reversed(overrides):
+        del left[len(left) - 1 - left[::-1].index(text)]
+    return left
+
+
+def _consistent(parsed: argparse.Namespace) -> None:
+    if parsed.experimental_rerun:
+        raise refuse("--experimental-rerun", "reads a pickle; here runs are frozen as text", fix="--from RUN")
+    if parsed.multirun and parsed.cfg:
+        raise refuse(
+            "--cfg", "shows one configuration, and -m asks for many", fix="drop -m, or use launch.dry_run=true"
+        )
+    if parsed.frozen and (parsed.multirun or parsed.cfg):
+        raise refuse(
+            "--from", "runs one frozen cell again", fix="drop -m and --cfg; `python -m harness show RUN` prints it"
+        )
+    for flag in ("config_dir", "config_path", "config_name"):
+        if getattr(parsed, flag):
+            subject = f"--{flag.replace('_', '-')} {getattr(parsed, flag)}"
+            raise refuse(
+                subject, "configurations come from conf/ alone", fix="add a file to a group, and choose it by name"
+            )

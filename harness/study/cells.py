@@ -1,0 +1,86 @@
+"""Points -> cells: composed once for each distinct choice of groups, then only values change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+
+from harness.config.catalog import load_catalog
+from harness.config.compose import Cell, compose_cell
+from harness.config.errors import BadRequest, Violation
+from harness.study.expand import Point
+
+
+@dataclass(frozen=True)
+class Desired:
+    """The set of cells a request asks for."""
+
+    cells: tuple[Cell, ...]
+    """Distinct cells, in the order they are started: controls stand before the arms that need them."""
+    controls: dict[str, str]
+    """Signature of an arm -> signature of its control; controls, and arms without one, are left out."""
+
+
+class Composer:
+    """Composes one cell after another with Hydra's loader; remembers what a choice of groups gave."""
+
+    def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
+        self._loader, self._master = loader, master
+        self._by_groups: dict[tuple[str, ...], DictConfig] = {}
+        self._groups = set(load_catalog().groups)
+        self._parse = OverridesParser.create().parse_override
+
+    def cell(self, overrides: Sequence[str]) -> Cell:
+        """Compose, check and freeze one cell.
+
+        Raises:
+            BadRequest: as `compose_cell`.
+        """
+        chosen = tuple(text for text in overrides if text.partition("=")[0] in self._groups)
+        values = [self._parse(text) for text in overrides if text.partition("=")[0] not in self._groups]
+        if chosen not in self._by_groups:
+            self._by_groups[chosen] = self._loader.load_sweep_config(self._master, list(chosen))
+        cfg = deepcopy(self._by_groups[chosen])
+        for override in values:
+            set_value(cfg, override)
+        return compose_cell(cfg, overrides)
+
+
+def set_value(cfg: DictConfig, override: Override) -> None:
+    """Put one value where Hydra would put it."""
+    OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+
+
+def desired(points: Sequence[Point], composer: Composer) -> Desired:
+    """Compose every point and its control; the same cell asked for twice is one.
+
+    Raises:
+        BadRequest: with the violations of all cells, each said once.
+    """
+    cells: dict[tuple[str, ...], Cell] = {}
+    problems: Counter[Violation] = Counter()
+    wanted = list(dict.fromkeys(o for point in points for o in (point.control, point.overrides) if o is not None))
+    for overrides in wanted:
+        try:
+            cells[overrides] = composer.cell(overrides)
+        except BadRequest as error:
+            problems.update(error.violations)
+    if problems:
+        raise BadRequest(_counted(v, count, len(wanted)) for v, count in problems.items())
+    distinct = {cell.signature: cell for cell in reversed(cells.values())}
+    pairs = ((cells[p.overrides].signature, cells[p.control].signature) for p in points if p.control is not None)
+    controls = {arm: control for arm, control in pairs if arm != control}
+    order = dict.fromkeys(cell.signature for cell in cells.values())
+    return Desired(tuple(distinct[signature] for signature in order), controls)
+
+
+def _counted(v: Violation, count: int, total: int) -> Violation:
+    problem = v.problem if count == total else f"{v.problem} (in {count} of {total} cells)"
+    return Violation(v.subject, problem, v.choices, v.fix, v.about)

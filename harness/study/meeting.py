@@ -1,0 +1,110 @@
+"""How the ranks of one `torchrun run.py` or `srun run.py` agree on a run: rank 0 composes, the others ask it.
+
+Ranks share a file system, the launcher's names for this start, and nothing else. Each rank leaves a question with a word
+of its own; rank 0 answers every question it finds. So no answer of an earlier start can be taken for this one's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from harness.store.files import read_json, write_json
+from harness.store.placement import Placement
+
+ANSWER_TIMEOUT_S = 600.0
+"""How long a rank waits for rank 0: machines load the environment at very different speeds."""
+LINGER_S = 10.0
+"""How long rank 0 stays after a refusal, so that the others end with its reason."""
+_POLL_S = 0.02
+_NAMES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What rank 0 decided."""
+
+    exit_code: int | None = None
+    """Set where there is nothing to run: the request was refused, or the run is done already."""
+    message: str = ""
+    """Why."""
+    run: str = ""
+    """The run directory."""
+    attempt: int = 0
+    """Number of the attempt all ranks belong to."""
+
+
+def meeting_folder(root: Path, environment: Mapping[str, str]) -> Path:
+    """Where the ranks of this start meet: a function of what the launcher told all of them."""
+    names = "\n".join(f"{name}={environment.get(name, '')}" for name in _NAMES)
+    return root / ".meetings" / hashlib.sha256(names.encode()).hexdigest()[:16]
+
+
+class Host:
+    """Rank 0's side."""
+
+    def __init__(self, folder: Path, place: Placement) -> None:
+        self._folder, self._others = folder, place.world_size - 1
+        self._thread: threading.Thread | None = None
+
+    def publish(self, answer: Answer) -> None:
+        """Answer all ranks from a thread, which ends with this process."""
+        if self._others:
+            self._thread = threading.Thread(target=self._serve, args=(answer,), name="meeting", daemon=True)
+            self._thread.start()
+
+    def linger(self) -> None:
+        """Stay until all ranks have their answer, or some seconds; for a process that is about to end."""
+        if self._thread is not None:
+            self._thread.join(LINGER_S)
+
+    def _serve(self, answer: Answer) -> None:
+        answered: set[Path] = set()
+        while len(answered) < self._others:
+            for question in set(self._folder.glob("ask-*")) - answered:
+                with contextlib.suppress(OSError):
+                    write_json(question.with_name(question.name.replace("ask-", "answer-")), asdict(answer))
+                    answered.add(question)
+            time.sleep(_POLL_S)
+
+
+def ask(folder: Path, place: Placement, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+    """Ask rank 0, and wait.
+
+    Raises:
+        TimeoutError: rank 0 has not answered within `timeout_s` seconds.
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    question = folder / f"ask-{place.rank}-{uuid.uuid4().hex}"
+    question.touch()
+    reply = question.with_name(question.name.replace("ask-", "answer-"))
+    deadline = time.monotonic() + timeout_s
+    try:
+        while time.monotonic() < deadline:
+            found = read_json(reply)
+            if found is not None:
+                return Answer(**found)
+            time.sleep(_POLL_S)
+        raise TimeoutError(
+            f"rank {place.rank} waited {timeout_s:g} s for rank 0 to say which run this is; see rank 0's output"
+        )
+    finally:
+        for path in (question, reply):
+            with contextlib.suppress(OSError):
+                path.unlink()
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+def shared_root(overrides: tuple[str, ...]) -> Path:
+    """The root every rank knows without composing: typed, or the default."""
+    typed = [text.partition("=")[2] for text in overrides if text.startswith("launch.root=")]
+    return Path(os.path.expanduser(typed[-1] if typed else "runs")).absolute()

@@ -1,0 +1,61 @@
+"""A frozen cell again, changed: `run.py --from RUN [overrides]`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from harness.config.compose import Cell, compose_cell, composed, plain
+from harness.config.overrides import Word, check_overrides
+
+
+def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[str]) -> Cell:
+    """Put overrides over a frozen configuration.
+
+    A group's option replaces that group whole, as composing afresh would, and what it implies elsewhere (engine=ddp
+    implies sharding=no_shard) follows; everything else stays as it was frozen.
+
+    Args:
+        frozen: the plain values of the run's `config.yaml`.
+        earlier: the run's own overrides.
+        overrides: what is to change.
+
+    Raises:
+        BadRequest: as `compose_cell`.
+    """
+    words = check_overrides(overrides)
+    options = [word for word in words if word.is_group]
+    cfg = OmegaConf.create(frozen)
+    if options:
+        _choose(cfg, [text for word in options for text in word.cells])
+    for word in words:
+        if not word.is_group:
+            _set(cfg, word)
+    return compose_cell(cfg, overrides, earlier=[text for text in earlier if not _overridden(text, words)])
+
+
+def _choose(cfg: DictConfig, options: Sequence[str]) -> None:
+    before, after = plain_composed(()), plain_composed(options)
+    chosen = {text.partition("=")[0] for text in options}
+    for group, values in after.items():
+        if group in chosen or values != before[group]:
+            cfg[group] = values
+
+
+def plain_composed(options: Sequence[str]) -> dict[str, Any]:
+    """Plain values of the default cell with these options."""
+    return plain(composed(options))
+
+
+def _set(cfg: DictConfig, word: Word) -> None:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    override = OverridesParser.create().parse_override(word.cells[0])
+    OmegaConf.update(cfg, word.key, override.value(), merge=True, force_add=True)
+
+
+def _overridden(text: str, words: Sequence[Word]) -> bool:
+    key = text.partition("=")[0]
+    return any(key == word.key or (word.is_group and key.startswith(f"{word.key}.")) for word in words)
