@@ -1,0 +1,434 @@
+"""The engine's surface.
+
+Two entries. `fully_shard` is for plain loops: it takes a module and an optimizer, returns both, and from then on
+`loss.backward(); optimizer.step(); optimizer.zero_grad()` is a sharded step. `ShardedModel`, constructed directly, is
+for frameworks that own the optimizer's calls: they call `finish_grad_sync`, `clip_grad_norm_`, `install_weights`
+themselves. Argument names follow NVIDIA's megatron-fsdp; what is not built raises NotImplementedError by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.fsdp import optimizer as optim
+from harness.fsdp import state
+from harness.fsdp.buffer import Bucket, BucketContext, InitialValue
+from harness.fsdp.collectives import Communicator, make_reduction
+from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.hooks import HookDriver
+from harness.fsdp.memory import BucketMemory, placeholder
+from harness.fsdp.policy import MixedPrecisionPolicy, Numerics, Strategy
+from harness.fsdp.reduce import ReducePipeline
+from harness.fsdp.units import Unit, plan_units
+
+
+class ShardedModel(nn.Module):
+    """A module whose weights, gradients and optimizer state are split over the ranks of one group.
+
+    Args:
+        module: sharded in place; on the "meta" device if `initial_value` is given.
+        group: process group of the data-parallel ranks; None is the default group.
+        unit_modules: classes (or dotted paths) whose outermost instances are gathered and reduced together; none makes
+            the whole module one unit.
+        strategy: ZeRO stage: a `Strategy`, its name, or 0-3.
+        mixed_precision_policy: dtypes of main weights, main gradients, wire and sum.
+        device: where buckets live; None is the device of the parameters.
+        grad_divisor: what the summed gradients are divided by, once a step. None is the number of ranks, so that a
+            loss averaged on each rank gives the averaged gradient; a loop over k microbatches then scales its loss by
+            1/k. Given the number of global microbatches (or tokens), no loss is ever scaled.
+        numerics: promise about the order of sums.
+        prefetch: units gathered ahead of the one in use.
+        initial_value: gives each parameter's full value by name; None takes what the parameters hold.
+
+    Raises:
+        ValueError: an argument's value, with what would be valid.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        group: dist.ProcessGroup | None = None,
+        unit_modules: Sequence[type[nn.Module] | str] | None = None,
+        strategy: Strategy | str | int = Strategy.optim_grads_params,
+        mixed_precision_policy: MixedPrecisionPolicy | None = None,
+        device: torch.device | None = None,
+        grad_divisor: float | None = None,
+        numerics: Numerics | str = Numerics.fast,
+        prefetch: int = 1,
+        initial_value: InitialValue | None = None,
+    ) -> None:
+        super().__init__()
+        if prefetch < 0:
+            raise ValueError(f"prefetch={prefetch} must be 0 or more")
+        if grad_divisor is not None and not grad_divisor > 0:
+            raise ValueError(f"grad_divisor={grad_divisor} must be positive")
+        self.module = module
+        self.strategy = Strategy.parse(strategy)
+        self.numerics = Numerics(numerics)
+        self.policy = mixed_precision_policy or MixedPrecisionPolicy()
+        device = device or next(module.parameters()).device
+        _leave_meta(module, device, initial_value)
+        self._runtime = DeviceRuntime(device)
+        self._memory = BucketMemory(device)
+        self._comm = Communicator(group, self._runtime)
+        self.grad_divisor = float(grad_divisor if grad_divisor is not None else self._comm.size)
+        self._units = self._build_units(_resolve_classes(unit_modules or ()), initial_value)
+        self.buckets: list[Bucket] = [bucket for unit in self._units for bucket in unit.buckets]
+        self._trainable = {bucket.name: bucket for bucket in self.buckets if bucket.trainable}
+        self._reductions = {
+            name: make_reduction(self._comm, bucket.dtypes, self.numerics) for name, bucket in self._trainable.items()
+        }
+        self._gather = GatherPipeline(self._units, self._comm, self._runtime, prefetch)
+        self._reduce = ReducePipeline(self._units, self._reductions, self._comm, self._runtime)
+        self._driver = HookDriver(
+            self._units,
+            self._gather,
+            self._reduce,
+            before_backward=self._check_may_accumulate,
+            should_reduce=lambda: self.strategy.shards_grads or self._sync,
+        )
+        self._sync = True
+        self._reduced = self._unreduced = self._finished = False
+        self._sharded_optimizer: optim.ShardedOptimizer | None = None
+        module.register_state_dict_pre_hook(_refuse_state_dict)
+
+    def _build_units(self, classes: Sequence[type[nn.Module]], initial_value: InitialValue | None) -> list[Unit]:
+        context = BucketContext(self.strategy, self._comm.rank, self._comm.size, self._memory)
+        params = dict(self.module.named_parameters())
+        initial = initial_value or (lambda name, shape: params[name])
+        units = []
+        for plan in plan_units(self.module, classes):
+            buckets = []
+            for key, members in plan.buckets.items():
+                name = f"{plan.name}/{str(key.dtype).removeprefix('torch.')}" + ("" if key.trainable else "/frozen")
+                dtypes = self.policy.resolve(key.dtype)
+                buckets.append(Bucket(name, key, members, dtypes, context, initial))
+            units.append(Unit(plan.name, plan.module, buckets))
+        return units
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self.module(*args, **kwargs)
+
+    # -- microbatches --------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside accumulate; the first one outside ends the step's accumulation.
+
+        `no_shard` and `optim` then communicate once a step; `optim_grads` and above reduce every microbatch all the
+        same.
+        """
+        with self._syncing(False):
+            yield
+
+    @contextmanager
+    def sync(self) -> Iterator[None]:
+        """Backwards inside end the step's accumulation, whatever `set_model_auto_sync` said."""
+        with self._syncing(True):
+            yield
+
+    @contextmanager
+    def _syncing(self, value: bool) -> Iterator[None]:
+        before, self._sync = self._sync, value
+        try:
+            yield
+        finally:
+            self._sync = before
+
+    def set_model_auto_sync(self, sync_model: bool = True) -> None:
+        """Whether a backward outside `no_sync` and `sync` ends the step's accumulation."""
+        self._sync = sync_model
+
+    def _check_may_accumulate(self) -> None:
+        if self._finished:
+            raise RuntimeError(
+                "a backward after this step's gradients were finished would add unscaled gradients to scaled ones; call"
+                " zero_grad() first, or wrap all microbatches but the last in no_sync()"
+            )
+        if self._reduced and not self.strategy.shards_grads:
+            raise RuntimeError(
+                "a second backward with synchronisation would reduce already reduced gradients again; wrap all"
+                " microbatches but the last in no_sync(), or call zero_grad() between them"
+            )
+        self._reduced = self.strategy.shards_grads or self._sync
+        self._unreduced = not self._reduced
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def finish_grad_sync(self) -> None:
+        """Wait for the step's reductions and scale the gradients, once. Further calls do nothing. *Collective.*
+
+        Raises:
+            RuntimeError: the step's last backward ran inside no_sync(), so gradients were never reduced.
+        """
+        if self._unreduced:
+            raise RuntimeError(
+                "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
+            )
+        if self._finished:
+            return
+        self._reduce.drain()
+        for name, reduction in self._reductions.items():
+            reduction.finish(self._trainable[name].grad_pieces, self.grad_divisor)
+        self._finished = True
+
+    def grad_norm(self) -> float:
+        """Euclidean norm of the step's gradient over all ranks, each parameter counted once. *Collective.*"""
+        self.finish_grad_sync()
+        return optim.gradient_norm(self.buckets, self._comm, self.numerics, self._runtime.device)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before. *Collective.*"""
+        norm = self.grad_norm()
+        optim.clip_gradients(self.buckets, norm, float(max_norm))
+        return norm
+
+    def install_weights(self) -> None:
+        """Bring updated main weights into the compute weights. *Collective.*"""
+        optim.install_weights(self.buckets, self._comm, self._runtime)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, main and local. `set_to_none` makes no difference: storage is flat and stays."""
+        self._reduce.drain()
+        for bucket in self.buckets:
+            bucket.zero_gradients()
+        self._reduced = self._unreduced = self._finished = False
+
+    # -- state ---------------------------------------------------------------------------------------------------
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
+        return self._in_model_order(state.full_weights(self.buckets, self._comm))
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
+        self.finish_grad_sync()
+        return self._in_model_order(state.full_gradients(self.buckets, self._comm))
+
+    def _in_model_order(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        found = dict(named)
+        return ((name, found[name]) for name, _ in self.module.named_parameters() if name in found)
+
+    def local_state(self) -> dict[str, Tensor]:
+        """This rank's flat state, for resuming on the same layout."""
+        return state.local_state(self.buckets, self._require_optimizer())
+
+    def load_local_state(self, values: Mapping[str, Tensor]) -> None:
+        """Take `local_state` back, effective in the very next forward. *Collective.*
+
+        Raises:
+            ValueError: it does not fit; nothing was loaded.
+        """
+        state.load_local_state(self.buckets, self._require_optimizer(), values)
+        self.install_weights()
+        self.zero_grad()
+
+    def _require_optimizer(self) -> optim.ShardedOptimizer:
+        if self._sharded_optimizer is None:
+            raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(model, optimizer) first")
+        return self._sharded_optimizer
+
+    def persistent_bytes(self) -> dict[str, int]:
+        """Bytes this rank keeps between steps: weights (compute, main), main_grads, optimizer, padding, buffers."""
+        total = {"compute_weights": 0, "main_weights": 0, "main_grads": 0, "padding": 0, "optimizer": 0}
+        for bucket in self.buckets:
+            for role, num_bytes in bucket.persistent_bytes().items():
+                total[role] += num_bytes
+        if self._sharded_optimizer is not None:
+            used, padding = self._sharded_optimizer.state_bytes()
+            total["optimizer"] += used
+            total["padding"] += padding
+        total["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
+        return total
+
+    @property
+    def transient_peak_bytes(self) -> int:
+        """Most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once so far."""
+        return self._memory.peak_bytes
+
+    def close(self) -> None:
+        """Take hooks off and end threads. The module keeps whatever weights it holds."""
+        self._reduce.drain()
+        self._driver.remove()
+        self._reduce.close()
+
+
+def _leave_meta(module: nn.Module, device: torch.device, initial_value: InitialValue | None) -> None:
+    """Give meta parameters a device without memory; the objects stay the same, for optimizers that hold them."""
+    for name, param in list(module.named_parameters()):
+        if not param.is_meta:
+            continue
+        if device.type == "meta" or initial_value is None:
+            raise ValueError(f"parameter {name} is on the meta device: give `device` and `initial_value`")
+        real = nn.Parameter(placeholder(param.shape, param.dtype, device), requires_grad=param.requires_grad)
+        torch.utils.swap_tensors(param, real)
+
+
+def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise NotImplementedError(
+        "state_dict() of a sharded module is not built; use ShardedModel.full_weights() for whole tensors by name, or"
+        " ShardedModel.local_state() to resume on the same layout"
+    )
+
+
+def _resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Module]]:
+    classes = []
+    for each in modules:
+        if isinstance(each, str):
+            path, _, name = each.rpartition(".")
+            try:
+                each = getattr(import_module(path), name)
+            except (ImportError, AttributeError, ValueError) as error:
+                raise ValueError(f"fsdp_unit_modules: {each!r} is no importable class path ({error})") from error
+        if not (isinstance(each, type) and issubclass(each, nn.Module)):
+            raise ValueError(f"fsdp_unit_modules: {each!r} is no nn.Module class")
+        classes.append(each)
+    return classes
+
+
+_UNBUILT = {
+    "dp_outer_dim": None,
+    "tp_dim": None,
+    "hybrid_fsdp_group": None,
+    "hybrid_fsdp_expt_group": None,
+    "expt_device_mesh": None,
+    "fsdp_group_ag": None,
+    "expt_fsdp_group_ag": None,
+    "outer_dp_sharding_strategy": 0,
+    "init_model_with_meta_device": False,
+    "overlap_grad_reduce": True,
+    "overlap_param_gather": True,
+    "sync_model_each_microbatch": True,
+    "preproc_state_dict_for_dcp_ckpt": True,
+    "report_nan_in_param_grad": False,
+    "average_in_collective": False,
+    "disable_bucketing": False,
+    "keep_fp8_transpose_cache": False,
+    "nccl_ub": False,
+    "fsdp_double_buffer": False,
+    "fsdp_db_use_persist_buf_on_alloc_fail": False,
+    "disable_symmetric_registration": False,
+    "enable_fine_grained_param_gather": False,
+    "use_decoupled_grad": False,
+    "cuda_graph_mode": False,
+    "maxpool_double_buffer": False,
+}
+"""Arguments of megatron-fsdp that are not built, with the one value that asks for nothing."""
+
+
+def fully_shard_model(
+    module: nn.Module,
+    *,
+    device_mesh: DeviceMesh | None = None,
+    dp_shard_dim: str | None = None,
+    fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
+    zero_dp_strategy: Strategy | str | int = 3,
+    device: torch.device | None = None,
+    mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    calculate_per_token_loss: bool = False,
+    grad_divisor: float | None = None,
+    numerics: Numerics | str = Numerics.fast,
+    prefetch: int = 1,
+    initial_value: InitialValue | None = None,
+    **unbuilt: Any,
+) -> ShardedModel:
+    """Shard a module over one dimension of a device mesh (or over all ranks).
+
+    Arguments are those of `ShardedModel` under megatron-fsdp's names. `calculate_per_token_loss` sums gradients without
+    dividing them.
+
+    Raises:
+        NotImplementedError: an argument of megatron-fsdp that is not built asks for something.
+        TypeError: an argument neither engine knows.
+        ValueError: a value is wrong.
+    """
+    _refuse_unbuilt(unbuilt)
+    if calculate_per_token_loss:
+        if grad_divisor is not None:
+            raise ValueError(f"calculate_per_token_loss=True divides by nothing; drop grad_divisor={grad_divisor}")
+        grad_divisor = 1.0
+    return ShardedModel(
+        module,
+        group=_group_of(device_mesh, dp_shard_dim),
+        unit_modules=fsdp_unit_modules,
+        strategy=zero_dp_strategy,
+        mixed_precision_policy=mixed_precision_policy,
+        device=device,
+        grad_divisor=grad_divisor,
+        numerics=numerics,
+        prefetch=prefetch,
+        initial_value=initial_value,
+    )
+
+
+def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Let an optimizer built over the module's parameters update this rank's shards; returns the same object.
+
+    Its parameter groups keep their settings and their number. `step` first finishes the gradients and afterwards
+    refreshes the compute weights; `zero_grad` forgets the main gradients.
+
+    Raises:
+        TypeError, ValueError: see `harness.fsdp.optimizer.ShardedOptimizer`.
+    """
+    sharded = optim.ShardedOptimizer(optimizer, model.buckets, model._comm, model.numerics)
+    model._sharded_optimizer = sharded
+
+    def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        model.finish_grad_sync()
+        sharded.attach()
+
+    def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        model.install_weights()
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        sharded.detach()
+        model.zero_grad(set_to_none)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    return optimizer
+
+
+def fully_shard(
+    module: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: Any
+) -> tuple[ShardedModel, torch.optim.Optimizer]:
+    """Shard a module and its optimizer for a plain loop; see `fully_shard_model` for the arguments.
+
+    Raises:
+        As `fully_shard_model` and `fully_shard_optimizer`.
+    """
+    model = fully_shard_model(module, **kwargs)
+    return model, fully_shard_optimizer(model, optimizer)
+
+
+def _refuse_unbuilt(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name not in _UNBUILT:
+            raise TypeError(f"fully_shard got an unexpected argument {name!r}")
+        if value != _UNBUILT[name]:
+            raise NotImplementedError(f"{name}={value!r} is not built; only {name}={_UNBUILT[name]!r} is accepted")
+
+
+def _group_of(mesh: DeviceMesh | None, dim: str | None) -> dist.ProcessGroup | None:
+    if mesh is None:
+        if dim is not None:
+            raise ValueError(f"dp_shard_dim={dim!r} names a mesh dimension, but device_mesh is None")
+        return None
+    names = mesh.mesh_dim_names or ()
+    if dim is None and mesh.ndim == 1:
+        return mesh.get_group()
+    if dim not in names:
+        raise ValueError(f"dp_shard_dim={dim!r} is not a dimension of the device mesh; it has {', '.join(names)}")
+    return mesh.get_group(dim)

@@ -1,0 +1,326 @@
+"""Gather and reduce under a dtype policy, on any backend.
+
+[Note: Four verbs] A reduction turns the unreduced gradients of a bucket into this rank's share of their sum. It is one
+object with four verbs: *encode* (gradient to wire dtype), *exchange* (issue the traffic), *fold* (wire into the main
+gradient, summed in the accumulate dtype) and *finish* (scale, once). How sums are made differs between the classes
+below; the pipelines never ask which one they hold.
+
+[Note: Own exchange] Where a backend would sum in the wire dtype, or in an order of its own, contributions are sent to
+the rank that owns them and summed there in rank order. On gloo this is always so: its reduce-scatter is an all-reduce
+inside (twice the bytes) and sums 16-bit wires in 16 bits. There, contributions travel by send and receive in pieces,
+two pieces in flight, each summed as it arrives, so that no second bucket is needed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.fsdp import labels
+from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.labels import Label
+from harness.fsdp.policy import Dtypes, Numerics
+
+PIECE_BYTES = 4 << 20
+"""Bytes of one piece over all peers; two pieces are in flight."""
+FOLD_BLOCK = 1 << 16
+"""Elements summed at a time, so that the running sum stays in cache."""
+
+
+class Communicator:
+    """One process group: its ranks, its backend, and all-gather as that backend does it best.
+
+    Args:
+        group: process group; None is the default one.
+        runtime: streams of the device the buckets live on.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, runtime: DeviceRuntime) -> None:
+        resolved = group if group is not None else dist.group.WORLD
+        if resolved is None:
+            raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
+        self.group: dist.ProcessGroup = resolved
+        self.runtime = runtime
+        self.rank = dist.get_rank(self.group)
+        self.size = dist.get_world_size(self.group)
+        self.by_peers = dist.get_backend(self.group) == "gloo"
+        self._next_tag = 0
+
+    def all_gather(self, parts: Sequence[Part], label: Label) -> Pending:
+        """Fill every rank's chunk of each part from that rank; this rank's own chunk must hold its data already.
+
+        The parts belong to the returned handle until it is waited for.
+        """
+        if self.size == 1:
+            return Pending([], parts)
+        with labels.begin(label):
+            return Pending(self._gather_works(parts, self.new_tag()), parts)
+
+    def second_leg(self, parts: Sequence[Part], label: Label, tag: int) -> Pending:
+        """An all-gather that is part of a collective announced before, under the tag that one has.
+
+        Safe from any thread: messages of one tag between two ranks keep their order.
+        """
+        if self.size == 1:
+            return Pending([], parts)
+        with labels.resume(label):
+            return Pending(self._gather_works(parts, tag), parts)
+
+    def _gather_works(self, parts: Sequence[Part], tag: int) -> list[Any]:
+        if self.by_peers:
+            return self._gather_by_peers(parts, tag)
+        if all(part.even for part in parts):
+            outputs = [part.tensor for part in parts]
+            inputs = [part.chunk(self.rank) for part in parts]
+            return [self.group.allgather_into_tensor_coalesced(outputs, inputs)]
+        chunks = [[part.chunk(rank) for rank in range(self.size)] for part in parts]
+        return [self.group.allgather([each], [each[self.rank]]) for each in chunks]
+
+    def _gather_by_peers(self, parts: Sequence[Part], tag: int) -> list[Any]:
+        works: list[Any] = []
+        for step in range(1, self.size):
+            source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
+            for part in parts:
+                works += self.receive(part.chunk(source), source, tag)
+                works += self.send(part.chunk(self.rank), target, tag)
+        return works
+
+    def new_tag(self) -> int:
+        """A tag for one collective made of sends: equal on all ranks as long as they issue collectives in one order.
+
+        Called by the thread that issues collectives, never by the one that folds.
+        """
+        self._next_tag = (self._next_tag + 1) % (1 << 30)
+        return self._next_tag
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> list[Any]:
+        """Send to a group rank; nothing for an empty tensor."""
+        return [self.group.send([tensor], peer, tag)] if tensor.numel() else []
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> list[Any]:
+        """Receive from a group rank; nothing for an empty tensor."""
+        return [self.group.recv([tensor], peer, tag)] if tensor.numel() else []
+
+    def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
+        """Sum a few fp64 or int64 values over the group, in place; returns them."""
+        if self.size > 1:
+            with labels.begin(Label("all_reduce", purpose)):
+                self.group.allreduce([values]).wait()
+        return values
+
+
+@dataclass(frozen=True)
+class Part:
+    """A flat tensor cut into one chunk a rank: `bounds[r] .. bounds[r + 1]` is rank r's."""
+
+    tensor: Tensor
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def evenly(cls, tensor: Tensor, size: int) -> Part:
+        """Cut into chunks of equal length, the last ones shorter where it does not divide."""
+        step = -(-tensor.numel() // size)
+        return cls(tensor, tuple(min(rank * step, tensor.numel()) for rank in range(size + 1)))
+
+    @property
+    def even(self) -> bool:
+        """Whether all chunks have one length."""
+        return len({b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)}) == 1
+
+    def chunk(self, rank: int) -> Tensor:
+        """A rank's chunk, a view."""
+        return self.tensor[self.bounds[rank] : self.bounds[rank + 1]]
+
+
+@dataclass
+class Pending:
+    """A collective in flight. It owns the buffers it was given until `wait` has returned."""
+
+    works: list[Any]
+    keeps: Sequence[Any] = ()
+
+    def wait(self) -> None:
+        """Block the host (gloo) or the current stream (NCCL) until the collective is done. Repeatable."""
+        for work in self.works:
+            work.wait()
+        self.works, self.keeps = [], ()
+
+
+@dataclass
+class Exchange:
+    """Traffic of one reduction between `exchange` and `fold`.
+
+    parts: the encoded gradients, cut by owner. label: which bucket. keeps: buffers in use until folded.
+    """
+
+    parts: list[Part]
+    label: Label
+    pending: Pending = field(default_factory=lambda: Pending([]))
+    received: list[Tensor] = field(default_factory=list)
+    tag: int = 0
+
+
+class Reduction(ABC):
+    """See [Note: Four verbs]."""
+
+    def __init__(self, comm: Communicator, dtypes: Dtypes) -> None:
+        self.comm = comm
+        self.dtypes = dtypes
+
+    def encode(self, gradients: Tensor) -> Tensor:
+        """Gradients in the wire dtype: the same tensor where they already have it."""
+        return gradients.to(self.dtypes.wire)
+
+    @abstractmethod
+    def exchange(self, parts: list[Part], label: Label) -> Exchange:
+        """Issue the traffic that brings contributions to their owners. The parts belong to the result until folded."""
+
+    @abstractmethod
+    def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+        """Sum this rank's chunks of all contributions and copy them (or `add` them) to `into`, one tensor a part.
+
+        `into` may be this rank's own chunks of the parts themselves.
+        """
+
+    def spread(self, exchange: Exchange, whole: Part) -> Pending:
+        """Second leg of an all-reduce, after `fold`: give every rank the whole sum, in the main gradients' dtype."""
+        return self.comm.second_leg([whole], exchange.label, exchange.tag)
+
+    def finish(self, gradients: Sequence[Tensor], divisor: float) -> None:
+        """Divide the summed gradients, in place. Called once a step, after every fold."""
+        if divisor != 1.0:
+            for gradient in gradients:
+                gradient.mul_(1.0 / divisor)
+
+
+class PeerReduction(Reduction):
+    """Own exchange by send and receive, summed in rank order; see [Note: Own exchange]. For gloo."""
+
+    def exchange(self, parts: list[Part], label: Label) -> Exchange:
+        comm = self.comm
+        exchange = Exchange(parts, label)
+        with labels.begin(label):
+            exchange.tag = comm.new_tag()
+            for step in range(1, comm.size):
+                peer = (comm.rank + step) % comm.size
+                for part in parts:
+                    for piece in self._pieces(part.chunk(peer)):
+                        exchange.pending.works += comm.send(piece, peer, exchange.tag)
+        return exchange
+
+    def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+        todo = [
+            (own, target)
+            for part, whole in zip(exchange.parts, into, strict=True)
+            for own, target in zip(self._pieces(part.chunk(self.comm.rank)), self._pieces(whole), strict=True)
+        ]
+        with labels.resume(exchange.label):
+            ahead = [self._post(own, exchange.tag) for own, _ in todo[:2]]
+            for index, (own, target) in enumerate(todo):
+                buffers, works = ahead[index]
+                for work in works:
+                    work.wait()
+                buffers[self.comm.rank] = own
+                _sum_in_order(buffers, target, self.dtypes.accum, add=add)
+                ahead[index] = ([], [])
+                if index + 2 < len(todo):
+                    ahead.append(self._post(todo[index + 2][0], exchange.tag))
+        exchange.pending.wait()
+
+    def _post(self, own: Tensor, tag: int) -> tuple[list[Tensor], list[Any]]:
+        """Start receiving every peer's contribution to one piece."""
+        comm = self.comm
+        buffers = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.size)]
+        works = [w for rank in range(comm.size) if rank != comm.rank for w in comm.receive(buffers[rank], rank, tag)]
+        return buffers, works
+
+    def _pieces(self, chunk: Tensor) -> Sequence[Tensor]:
+        """Cut a chunk as both its sender and its owner do: a function of its length and the group alone."""
+        peers = max(1, self.comm.size - 1)
+        return chunk.split(max(1, PIECE_BYTES // (peers * self.dtypes.wire.itemsize))) if chunk.numel() else ()
+
+
+class ExchangeReduction(Reduction):
+    """Own exchange by all-to-all, summed in rank order. For NCCL, which may sum in the wire dtype, in any order."""
+
+    def exchange(self, parts: list[Part], label: Label) -> Exchange:
+        comm = self.comm
+        exchange = Exchange(parts, label)
+        if comm.size == 1:
+            return exchange
+        with labels.begin(label):
+            for part in parts:
+                own = part.bounds[comm.rank + 1] - part.bounds[comm.rank]
+                received = part.tensor.new_empty(own * comm.size)
+                sizes = [b - a for a, b in zip(part.bounds, part.bounds[1:], strict=False)]
+                work = comm.group.alltoall_base(received, part.tensor[: part.bounds[-1]], [own] * comm.size, sizes)
+                exchange.received.append(received)
+                exchange.pending.works.append(work)
+        return exchange
+
+    def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+        exchange.pending.wait()
+        if self.comm.size == 1:
+            exchange.received = [part.chunk(0) for part in exchange.parts]
+        for received, target in zip(exchange.received, into, strict=True):
+            _sum_in_order(list(received.chunk(self.comm.size)), target, self.dtypes.accum, add=add)
+        exchange.received = []
+
+
+class NativeReduction(Reduction):
+    """The backend's own reduce-scatter or all-reduce. For NCCL where the wire is as wide as the sum."""
+
+    def exchange(self, parts: list[Part], label: Label) -> Exchange:
+        comm = self.comm
+        exchange = Exchange(parts, label)
+        if comm.size == 1:
+            return exchange
+        with labels.begin(label):
+            if label.kind == "all_reduce":
+                exchange.pending.works = [comm.group.allreduce([part.tensor]) for part in parts]
+            else:
+                outputs = [part.chunk(comm.rank) for part in parts]
+                inputs = [part.tensor for part in parts]
+                exchange.pending.works = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
+        return exchange
+
+    def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+        exchange.pending.wait()
+        for part, target in zip(exchange.parts, into, strict=True):
+            own = part.chunk(self.comm.rank)
+            if add:
+                target.add_(own)
+            elif target.data_ptr() != own.data_ptr():
+                target.copy_(own)
+
+    def spread(self, exchange: Exchange, whole: Part) -> Pending:
+        summed = exchange.parts[0].tensor
+        if summed.data_ptr() != whole.tensor.data_ptr():
+            whole.tensor.copy_(summed)
+        return Pending([])
+
+
+def make_reduction(comm: Communicator, dtypes: Dtypes, numerics: Numerics) -> Reduction:
+    """Choose how sums are made for one group, dtype policy and promise."""
+    if comm.by_peers:
+        return PeerReduction(comm, dtypes)
+    if numerics.bitwise or dtypes.wire.itemsize < dtypes.accum.itemsize:
+        return ExchangeReduction(comm, dtypes)
+    return NativeReduction(comm, dtypes)
+
+
+def _sum_in_order(contributions: list[Tensor], target: Tensor, accum: torch.dtype, *, add: bool) -> None:
+    """target = (or +=) contributions[0] + contributions[1] + ..., summed in `accum` one after the other."""
+    block = max(1, target.numel()) if target.is_cuda else FOLD_BLOCK
+    for begin in range(0, target.numel(), block):
+        end = min(begin + block, target.numel())
+        total = contributions[0][begin:end].to(accum, copy=True)
+        for contribution in contributions[1:]:
+            total.add_(contribution[begin:end].to(accum))
+        (target[begin:end].add_ if add else target[begin:end].copy_)(total)

@@ -1,0 +1,68 @@
+"""Streams and events behind one face: the only file that says `cuda`.
+
+On CUDA, collectives are issued on side streams and ordered against compute by events. On a CPU there are no streams:
+every operation here is a no-op, and overlap comes from the backend's own threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class Event:
+    """A point on a stream that another stream can wait for; always reached on a CPU."""
+
+    def __init__(self, recorded: Any = None) -> None:
+        self._recorded = recorded
+
+    def wait(self) -> None:
+        """Make the current stream wait for this point (the host does not)."""
+        if self._recorded is not None:
+            torch.cuda.current_stream().wait_event(self._recorded)
+
+
+class DeviceRuntime:
+    """Streams of one device.
+
+    Args:
+        device: where buckets live; "cpu" or a CUDA device.
+
+    Raises:
+        ValueError: another kind of device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device={device} is not supported; use cpu or cuda")
+        self.device = device
+        self._streams: dict[str, Any] = {}
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether work on side streams overlaps with compute."""
+        return self.device.type == "cuda"
+
+    @contextmanager
+    def stream(self, name: str) -> Iterator[None]:
+        """Issue work on the side stream of this name, behind everything the current stream holds so far."""
+        if not self.has_streams:
+            yield
+            return
+        if name not in self._streams:
+            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)
+        side = self._streams[name]
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            yield
+
+    def record(self) -> Event:
+        """Mark the present end of the current stream."""
+        if not self.has_streams:
+            return Event()
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self.device))
+        return Event(event)

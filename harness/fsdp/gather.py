@@ -1,0 +1,160 @@
+"""The gather pipeline: which units have their weights, which are on the way, what is fetched ahead.
+
+[Note: One order] Every sweep over the model (a forward, a backward) issues the gathers of all units in one static
+order, forwards or in reverse, each exactly once: a unit that this rank skips is gathered and dropped when its turn has
+passed. So the order of collectives is the same on all ranks even where they do not use the same units. A unit asked for
+a second time in one sweep (its module runs late or again) is gathered again out of turn; if that happens in a forward,
+the order the modules really ran in becomes the static one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.fsdp.collectives import Communicator, Pending
+from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.labels import Label
+from harness.fsdp.units import Unit
+
+
+class GatherPipeline:
+    """Weights of units under `optim_grads_params`; elsewhere weights are resident and nothing happens here.
+
+    Args:
+        units: in forward order, the root first. The root stays gathered from the forward's begin to the backward's end.
+        prefetch: units gathered ahead of the one in use, at least 0.
+    """
+
+    def __init__(self, units: Sequence[Unit], comm: Communicator, runtime: DeviceRuntime, prefetch: int) -> None:
+        self.comm = comm
+        self.runtime = runtime
+        self.prefetch = prefetch
+        self.order = [unit for unit in units if any(not bucket.resident for bucket in unit.buckets)]
+        self._in_flight: dict[str, list[Pending]] = {}
+        self._held: set[str] = set()
+        self._sweep: list[Unit] = []
+        self._next = 0
+        self._ran: list[Unit] = []
+        self._late = False
+        self.num_alive_peak = 0
+
+    @property
+    def last(self) -> Unit | None:
+        """The unit a forward ends with; its weights are kept for the backward that begins with it."""
+        return self.order[-1] if self.order else None
+
+    def begin_forward(self) -> None:
+        """Start a sweep in forward order, with the root, and start fetching what comes after it."""
+        self._begin([unit for unit in self.order if unit.name not in self._held])
+        self._ran, self._late = [], False
+        for unit in self.order:
+            if unit.is_root:
+                self.request(unit)
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """Finish the sweep: units that did not run take their turn; the last one stays if a backward follows."""
+        self._take_turns(len(self._sweep), keep=self.last if backward_follows else None)
+        if self._late:
+            self._learn_order()
+        if not backward_follows:
+            self.release_all()
+
+    def begin_backward(self) -> None:
+        """Start a sweep in reverse order."""
+        self._begin([unit for unit in reversed(self.order) if unit.name not in self._held])
+
+    def end_backward(self) -> None:
+        """Finish the sweep and release everything."""
+        self._take_turns(len(self._sweep))
+        self.release_all()
+
+    def request(self, unit: Unit) -> None:
+        """Make a unit's weights usable by what the caller does next, and fetch the following ones."""
+        if unit not in self.order:
+            return
+        self._ran.append(unit)
+        if unit.name not in self._held:
+            self._reach(unit)
+            self._issue(unit)
+            self._land(unit)
+        self._fetch_ahead()
+
+    def release(self, unit: Unit) -> None:
+        """Drop a unit's weights; the root's stay until the sweep that ends them."""
+        if unit.name in self._held and not unit.is_root:
+            self._drop(unit)
+
+    def release_all(self) -> None:
+        """Land what is in flight and drop everything, the root too."""
+        for unit in self.order:
+            if unit.name in self._in_flight:
+                self._land(unit)
+            if unit.name in self._held:
+                self._drop(unit)
+
+    def _begin(self, sweep: list[Unit]) -> None:
+        self._sweep, self._next = sweep, 0
+
+    def _reach(self, unit: Unit) -> None:
+        """Bring the sweep to a unit: those before it take their turn, or it is out of turn."""
+        place = self._sweep.index(unit) if unit in self._sweep else -1
+        self._take_turns(max(place, 0))
+        if place == self._next:
+            self._next += 1
+        elif unit.name not in self._in_flight:
+            self._late = True
+
+    def _take_turns(self, until: int, keep: Unit | None = None) -> None:
+        """Gather the units before place `until` that have not had their turn; drop those fetched and not in use."""
+        for place, unit in enumerate(self._sweep[:until]):
+            if place >= self._next:
+                self._next = place + 1
+                self._issue(unit)
+            if unit.name in self._in_flight:
+                self._land(unit)
+                if unit is not keep and not unit.is_root:
+                    self._drop(unit)
+
+    def _fetch_ahead(self) -> None:
+        while self._next < len(self._sweep):
+            busy = sum(not unit.is_root and unit.name in self._in_flight for unit in self.order)
+            if busy >= self.prefetch:
+                return
+            self._next += 1
+            self._issue(self._sweep[self._next - 1])
+
+    def _issue(self, unit: Unit) -> None:
+        """Start gathering a unit, unless it is on its way or here."""
+        if unit.name in self._in_flight or unit.name in self._held:
+            return
+        handles = []
+        for bucket in unit.buckets:
+            bucket.allocate_weights()
+            with self.runtime.stream("gather"):
+                bucket.fill_own()
+                handles.append(self.comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name)))
+        self._in_flight[unit.name] = handles
+        alive = sum(not u.is_root and (u.name in self._in_flight or u.name in self._held) for u in self.order)
+        self.num_alive_peak = max(self.num_alive_peak, alive)
+
+    def _land(self, unit: Unit) -> None:
+        for handle in self._in_flight.pop(unit.name, []):
+            handle.wait()
+        for bucket in unit.buckets:
+            bucket.point_at_weights()
+        self._held.add(unit.name)
+
+    def _drop(self, unit: Unit) -> None:
+        self._held.discard(unit.name)
+        for bucket in unit.buckets:
+            bucket.release_weights()
+
+    def _learn_order(self) -> None:
+        """Adopt the order in which units ran; units that did not run stay behind their present predecessor."""
+        ran = list({unit.name: unit for unit in self._ran}.values())
+        learned = [unit for unit in self.order if unit.is_root] + [unit for unit in ran if not unit.is_root]
+        for place, unit in enumerate(self.order):
+            if unit not in learned:
+                before = self.order[place - 1] if place else None
+                learned.insert(learned.index(before) + 1 if before is not None else 0, unit)
+        self.order = learned

@@ -1,0 +1,54 @@
+"""Names for collectives in flight, so that a meter outside the engine can say which bucket its bytes belong to.
+
+The engine announces each logical collective (a reduce-scatter may be many sends underneath); whoever counts reads the
+label of the calling thread. Nothing here counts, and nothing in the engine reads a label.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Label(NamedTuple):
+    """kind: all_gather, reduce_scatter, all_reduce. bucket: unit and dtype, or the purpose of a small one (norm)."""
+
+    kind: str
+    bucket: str
+
+
+_local = threading.local()
+_listeners: list[Callable[[Label], None]] = []
+
+
+def current() -> Label | None:
+    """Label of the collective this thread is issuing, if any."""
+    return getattr(_local, "label", None)
+
+
+def on_begin(listener: Callable[[Label], None]) -> Callable[[], None]:
+    """Call `listener` once for each logical collective; returns a function that ends it."""
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
+
+
+@contextmanager
+def begin(label: Label) -> Iterator[None]:
+    """Announce a logical collective and label the operations it issues here."""
+    for listener in _listeners:
+        listener(label)
+    with resume(label):
+        yield
+
+
+@contextmanager
+def resume(label: Label) -> Iterator[None]:
+    """Label further operations of a collective announced before (another thread, a second leg)."""
+    before = current()
+    _local.label = label
+    try:
+        yield
+    finally:
+        _local.label = before

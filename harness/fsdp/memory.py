@@ -1,0 +1,46 @@
+"""Where temporary buckets come from, and how many bytes of them are alive.
+
+[Note: Freed storage] A gathered bucket is one tensor whose storage is emptied on release and filled again before the
+next use. Tensors that autograd saved in the forward are views of that storage, so the backward finds the gathered
+weights in them without holding memory in between. While a unit is released its parameters point at one NaN, expanded
+to their shape: reading a released weight gives NaN in the right shape, never a stray address.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class BucketMemory:
+    """Allocates and frees temporary buckets of one device; only this class frees them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A new zeroed bucket, shape [numel]."""
+        return self._count(torch.zeros(numel, dtype=dtype, device=self.device))
+
+    def refill(self, bucket: Tensor) -> None:
+        """Give a bucket whose storage was emptied its storage back, uninitialised."""
+        bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
+        self._count(bucket)
+
+    def free(self, bucket: Tensor) -> None:
+        """Empty a bucket's storage; freeing one twice does nothing."""
+        storage = bucket.untyped_storage()
+        self.live_bytes -= storage.nbytes()
+        storage.resize_(0)
+
+    def _count(self, bucket: Tensor) -> Tensor:
+        self.live_bytes += bucket.untyped_storage().nbytes()
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        return bucket
+
+
+def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A NaN of this shape that takes one element of memory; see [Note: Freed storage]."""
+    return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)

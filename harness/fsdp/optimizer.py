@@ -1,0 +1,187 @@
+"""The optimizer's side: main weights in, compute weights out; the norm and clipping.
+
+The user's optimizer keeps its parameter groups and their settings; the tensors in them become flat runs of this rank's
+main weights. State starts untouched: no step is ever taken to create it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.fsdp import exact
+from harness.fsdp.buffer import Bucket
+from harness.fsdp.collectives import Communicator, Pending
+from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.labels import Label
+from harness.fsdp.layout import Run
+from harness.fsdp.policy import Numerics
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"}
+)
+"""torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
+
+
+@dataclass
+class FlatRun:
+    """Elements of one bucket that one parameter group updates: a view of main weights and one of main gradients."""
+
+    bucket: Bucket
+    run: Run
+    weight: Tensor
+    grad: Tensor
+
+    @property
+    def param_numel(self) -> int:
+        """Elements of parameters in it; the rest is padding."""
+        layout, rank, run = self.bucket.layout, self.bucket.rank, self.run
+        slices = (layout.local_slice(slot, rank) for slot in layout.slots if slot.segment == run.segment)
+        return sum(each.numel for each in slices if run.start <= each.offset < run.end)
+
+
+class ShardedOptimizer:
+    """Ties a torch optimizer to the flat buffers of one model on one rank.
+
+    Args:
+        optimizer: built over the module's own parameters; its groups are rewritten in place.
+        buckets: in model order.
+        comm: the sharding group.
+
+    Raises:
+        TypeError: the optimizer needs whole tensors.
+        ValueError: it updates a parameter that is not the module's, or is frozen, or it has taken a step already.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        buckets: Sequence[Bucket],
+        comm: Communicator,
+        numerics: Numerics,
+    ) -> None:
+        _refuse_whole_tensor_updates(optimizer)
+        if optimizer.state:
+            raise ValueError("the optimizer holds state already; shard before the first step, or load the state after")
+        self.optimizer = optimizer
+        self.comm = comm
+        groups = _group_of(optimizer, buckets)
+        self.runs = [flat for bucket in buckets if bucket.trainable for flat in _flat_runs(bucket, groups)]
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = [flat.weight for flat in self.runs if flat.run.group == index]
+            if numerics.bitwise and not _all_fusable(buckets):
+                group.update({name: False for name in ("fused", "foreach") if name in group})
+
+    def attach(self) -> None:
+        """Give every run its main gradient as `.grad`, in the main weights' dtype."""
+        for flat in self.runs:
+            flat.weight.grad = flat.grad if flat.grad.dtype == flat.weight.dtype else flat.grad.to(flat.weight.dtype)
+
+    def detach(self) -> None:
+        """Take the gradients away again."""
+        for flat in self.runs:
+            flat.weight.grad = None
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Bytes of the optimizer's state on this rank: (for parameters, for padding). Step counters are left out."""
+        used = total = 0
+        for flat in self.runs:
+            per_element = sum(
+                value.itemsize
+                for value in self.optimizer.state.get(flat.weight, {}).values()
+                if isinstance(value, Tensor) and value.shape == flat.weight.shape
+            )
+            total += per_element * flat.weight.numel()
+            used += per_element * flat.param_numel
+        return used, total - used
+
+    def named_state(self) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
+        """Per run: a name that tells bucket, segment and range, the optimizer's state of it, and the weights."""
+        for flat in self.runs:
+            run = flat.run
+            name = f"{flat.bucket.name}:{run.segment}:{run.start}-{run.end}"
+            yield name, self.optimizer.state[flat.weight], flat.weight
+
+
+def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
+    if not known and not getattr(optimizer, "elementwise", False):
+        raise TypeError(
+            f"{name} is not known to update each element on its own; shards are flat pieces of parameters. Use one of"
+            f" {', '.join(sorted(ELEMENTWISE))}, or set `elementwise = True` on an optimizer of yours that does"
+        )
+
+
+def _group_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> dict[str, int]:
+    """Parameter name to index of its optimizer group."""
+    names = {id(param): name for bucket in buckets for name, param in bucket.params}
+    frozen = {name for bucket in buckets if not bucket.trainable for name, _ in bucket.params}
+    groups: dict[str, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            name = names.get(id(param))
+            if name is None:
+                raise ValueError(
+                    f"optimizer group {index} holds a tensor of shape {tuple(param.shape)} that is no parameter of the"
+                    " sharded module; build the optimizer from module.parameters() before sharding"
+                )
+            if name not in frozen:
+                groups[name] = index
+    return groups
+
+
+def _flat_runs(bucket: Bucket, groups: Mapping[str, int]) -> list[FlatRun]:
+    flats = []
+    for run in bucket.layout.runs(bucket.rank, groups):
+        weight = bucket.main_pieces[run.segment][run.start : run.end].detach().requires_grad_()
+        flats.append(FlatRun(bucket, run, weight, bucket.grad_pieces[run.segment][run.start : run.end]))
+    return flats
+
+
+def _all_fusable(buckets: Sequence[Bucket]) -> bool:
+    return all(segment.fusable for bucket in buckets for segment in bucket.layout.segments)
+
+
+def install_weights(buckets: Sequence[Bucket], comm: Communicator, runtime: DeviceRuntime) -> None:
+    """After an update: bring main weights into compute weights that are kept whole (others are cast when gathered)."""
+    pending: list[Pending] = []
+    for bucket in buckets:
+        if not bucket.resident or not bucket.trainable:
+            continue
+        with runtime.stream("gather"):
+            bucket.fill_own()
+            if bucket.layout.num_ranks > 1:
+                pending.append(comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name)))
+    for each in pending:
+        each.wait()
+
+
+def gradient_norm(buckets: Sequence[Bucket], comm: Communicator, numerics: Numerics, device: torch.device) -> float:
+    """Euclidean norm of the whole main gradient (every parameter counted once), fp64, equal on all ranks.
+
+    Under `ordered` it is order-free (`harness.fsdp.exact`), else a sum of fp64 squares.
+    """
+    pieces = [piece for bucket in buckets for piece in bucket.grad_pieces if piece.numel()]
+    sharded = any(bucket.layout.num_ranks > 1 for bucket in buckets if bucket.trainable)
+    if numerics.bitwise:
+        counters = exact.square_counters(pieces, device)
+        return exact.norm_from_counters(comm.sum_scalars(counters, "norm") if sharded else counters)
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for piece in pieces:
+        total += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+    return math.sqrt(float(comm.sum_scalars(total, "norm") if sharded else total))
+
+
+def clip_gradients(buckets: Sequence[Bucket], norm: float, max_norm: float) -> None:
+    """Scale the main gradients by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
+    coefficient = max_norm / (norm + 1e-6)
+    if coefficient < 1.0 or math.isnan(coefficient):
+        for bucket in buckets:
+            for piece in bucket.grad_pieces:
+                piece.mul_(coefficient)

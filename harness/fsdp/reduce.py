@@ -1,0 +1,164 @@
+"""The reduce pipeline: gradients leave in one static order, at most two units of them at a time.
+
+Under `no_shard` and `optim`, microbatches add up in the whole main-gradient buffer and only the step's last backward
+reduces. Under `optim_grads` and `optim_grads_params`, every backward reduces a temporary bucket and the shard adds up.
+A reduced gradient is *copied* over a buffer that held the unreduced one, and *added* only to a shard that holds sums.
+
+[Note: Issue order] Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its
+turn; a unit that this rank did not use contributes zeros at the end of the backward.
+
+[Note: Folding beside compute] On gloo the host must sum what arrives. One thread does that, in issue order, while the
+backward goes on; its result is waited for like any collective. On CUDA the same work is queued on a side stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from torch import Tensor
+
+from harness.fsdp.buffer import Bucket
+from harness.fsdp.collectives import Communicator, Exchange, Part, Reduction
+from harness.fsdp.device import DeviceRuntime, Event
+from harness.fsdp.labels import Label
+from harness.fsdp.units import Unit
+
+MAX_UNITS_IN_FLIGHT = 2
+"""Units whose unreduced gradients may exist at once, the one being written included."""
+
+
+class ReducePipeline:
+    """Reductions of all units with trained parameters.
+
+    Args:
+        units: in forward order; they are reduced in reverse.
+        reductions: how the sums of a bucket are made, by bucket name.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], reductions: dict[str, Reduction], comm: Communicator, runtime: DeviceRuntime
+    ) -> None:
+        self.order = [unit for unit in reversed(units) if unit.trainable]
+        self.reductions = reductions
+        self.comm = comm
+        self.runtime = runtime
+        self._ready: set[str] = set()
+        self._issued = 0
+        self._in_flight: deque[tuple[Unit, list[Job]]] = deque()
+        self._folder = None if runtime.has_streams else ThreadPoolExecutor(1, thread_name_prefix="fsdp-fold")
+
+    def prepare(self, unit: Unit) -> None:
+        """Give a unit's parameters flat gradient storage for the backward, waiting while two units are in flight."""
+        for bucket in unit.trainable:
+            if bucket.grad_bucket is None:
+                while len(self._in_flight) >= MAX_UNITS_IN_FLIGHT:
+                    self._land()
+            bucket.prepare_gradients()
+
+    def mark_ready(self, unit: Unit) -> None:
+        """All gradients of a unit are in; reduce it and whatever waited behind it as soon as its turn comes."""
+        self._ready.add(unit.name)
+        while self._issued < len(self.order) and self.order[self._issued].name in self._ready:
+            self._issue(self.order[self._issued])
+
+    def is_done_with(self, unit: Unit) -> bool:
+        """Whether this backward's gradients of a unit have been handed over."""
+        return unit.name in self._ready
+
+    def end_backward(self, *, reduce: bool) -> None:
+        """Reduce what is left, zeros for units that were not used; `reduce=False` keeps accumulating instead."""
+        if reduce:
+            for unit in self.order[self._issued :]:
+                self.prepare(unit)
+                self._issue(unit)
+        self._ready.clear()
+        self._issued = 0
+
+    def drain(self) -> None:
+        """Wait until every issued reduction has landed in the main gradients."""
+        while self._in_flight:
+            self._land()
+
+    def close(self) -> None:
+        """End the folding thread."""
+        if self._folder is not None:
+            self._folder.shutdown(wait=True)
+
+    def _issue(self, unit: Unit) -> None:
+        self._issued += 1
+        while len(self._in_flight) >= MAX_UNITS_IN_FLIGHT and not unit.buckets[0].accumulates_whole:
+            self._land()
+        self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
+
+    def _start(self, bucket: Bucket) -> Job:
+        job = Job(bucket, self.reductions[bucket.name], self.comm.size)
+        with self.runtime.stream("reduce"):
+            job.exchange()
+            if self._folder is None:
+                job.fold()
+                job.done = self.runtime.record()
+            else:
+                job.future = self._folder.submit(job.fold)
+        return job
+
+    def _land(self) -> None:
+        _, jobs = self._in_flight.popleft()
+        for job in jobs:
+            job.wait()
+            job.free()
+
+
+class Job:
+    """One bucket on its way from unreduced gradients to this rank's main gradients."""
+
+    def __init__(self, bucket: Bucket, reduction: Reduction, num_ranks: int) -> None:
+        self.bucket = bucket
+        self.reduction = reduction
+        self.num_ranks = num_ranks
+        self.source: Tensor = bucket.take_gradients()
+        self.done: Event | None = None
+        self.future: Future[None] | None = None
+        self._exchange: Exchange | None = None
+        self._add = bucket.holds_sums and not bucket.accumulates_whole
+        bucket.holds_sums = True
+
+    @property
+    def _splits(self) -> bool:
+        """Whether the owners keep their shares (reduce-scatter) or share them again (all-reduce)."""
+        return self.bucket.context.strategy.shards_optimizer
+
+    def exchange(self) -> None:
+        """Encode the gradients and send every contribution to its owner."""
+        wire = self.reduction.encode(self.source)
+        if self._splits:
+            parts, kind = self.bucket.segment_parts(wire), "reduce_scatter"
+        else:
+            parts, kind = [Part.evenly(wire, self.num_ranks)], "all_reduce"
+        self._exchange = self.reduction.exchange(parts, Label(kind, self.bucket.name))
+
+    def fold(self) -> None:
+        """Sum what this rank owns into the main gradients; an all-reduce then spreads the sums."""
+        exchange = self._exchange
+        if exchange is None:
+            raise RuntimeError(f"bucket {self.bucket.name} was folded before it was exchanged")
+        if self._splits:
+            self.reduction.fold(exchange, self.bucket.grad_pieces, add=self._add)
+        else:
+            whole = Part.evenly(self.source, self.num_ranks)
+            self.reduction.fold(exchange, [whole.chunk(self.reduction.comm.rank)], add=False)
+            self.reduction.spread(exchange, whole).wait()
+        self._exchange = None
+
+    def wait(self) -> None:
+        """Block the host or the current stream until the main gradients hold the sum; raises what the fold raised."""
+        if self.future is not None:
+            self.future.result()
+        if self.done is not None:
+            self.done.wait()
+
+    def free(self) -> None:
+        """Free the temporary bucket, where there was one."""
+        if not self.bucket.accumulates_whole:
+            self.bucket.context.memory.free(self.source)
