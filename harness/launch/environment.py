@@ -24,7 +24,7 @@ def run_environment(config: Config) -> dict[str, str]:
     return variables
 
 
-def rank_environment(config: Config, rank: int, *, start: str, devices: tuple[int, ...] = ()) -> dict[str, str]:
+def rank_environment(config: Config, rank: int, *, start: str, devices: tuple[str, ...] = ()) -> dict[str, str]:
     """Variables of one rank started on this machine.
 
     Args:
@@ -41,7 +41,7 @@ def rank_environment(config: Config, rank: int, *, start: str, devices: tuple[in
         START: start,
     }
     if devices:
-        variables["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in devices)
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return variables
 
 

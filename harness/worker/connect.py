@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store
+from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from harness.config.schema import Config, Device, Numerics
 from harness.engines.protocol import Ranks
@@ -69,6 +69,12 @@ def _prefer_interface(host: str) -> None:
     interface = interface_towards(host)
     if interface is not None:
         os.environ.setdefault(GLOO_INTERFACE, interface)
+
+
+def abandon() -> None:
+    """Drop the default group of a rank that lives on after its run: the one inside its launcher, which has no peers."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def leave(ranks: Ranks) -> None:

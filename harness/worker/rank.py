@@ -19,7 +19,7 @@ from harness.store.rundir import RunDir
 from harness.store.status import State
 from harness.worker import lifeline, requeue
 from harness.worker.hang import HangWatch, dump_on_request
-from harness.worker.report import Reporter
+from harness.worker.report import Listener, Reporter
 from harness.worker.stop import StopFlag
 
 if TYPE_CHECKING:
@@ -29,23 +29,24 @@ if TYPE_CHECKING:
 DONE, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
 
 
-def main(run_dir: Path, attempt: int, place: Placement | None = None) -> int:
+def main(run_dir: Path, attempt: int, place: Placement | None = None, listener: Listener | None = None) -> int:
     """Be one rank of an attempt whose folder exists.
 
     Args:
         run_dir: the run directory.
         attempt: number of the attempt.
         place: who this process is; read from the environment (our launcher, srun, torchrun) where not given.
+        listener: is given every message that a launcher would be told; for the rank that runs inside its launcher.
 
     Returns:
         The exit code: 0 done, 1 failed, 75 preempted, 130 cancelled. KeyboardInterrupt is passed on.
     """
     place = place or placement(os.environ)
     lifeline.hold_on(os.environ)
-    reporter = Reporter(run_dir, attempt, place)
+    reporter = Reporter(run_dir, attempt, place, listener)
     stop = StopFlag()
-    stop.listen()
     try:
+        stop.listen()
         dump_on_request(reporter.folder, place.rank)
         if not place.watched:
             stop.watch_cancel(run_dir, attempt)
@@ -54,6 +55,8 @@ def main(run_dir: Path, attempt: int, place: Placement | None = None) -> int:
     except Exception as error:
         reporter.failed(error)
         return FAILED
+    finally:
+        stop.restore()
 
 
 def _ownership(run_dir: Path, place: Placement) -> AbstractContextManager[object]:
@@ -68,15 +71,19 @@ def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> i
     _check_size(config, place)
     reporter.started()
     reporter.pipe.send("phase", name="importing torch")
-    with HangWatch(config.launch.hang_timeout_s, reporter, armed=not place.watched) as watch:
+    with HangWatch(config.launch.hang_timeout_s, reporter, armed=place.launcher in ("slurm", "torchrun")) as watch:
         from harness.worker import connect
 
         device = connect.set_up_torch(config, place)
         reporter.pipe.send("phase", name="meeting the other ranks")
         ranks = connect.join(config, place, reporter.folder, device)
         reporter.pipe.send("phase", name="building")
-        outcome = _train(run, config, ranks, stop, _progress(reporter, watch))
-        connect.leave(ranks)
+        try:
+            outcome = _train(run, config, ranks, stop, _progress(reporter, watch))
+            connect.leave(ranks)
+        finally:
+            if place.launcher == "inline":
+                connect.abandon()
     return _finish(place, reporter, stop, outcome)
 
 

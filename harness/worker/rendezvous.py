@@ -15,7 +15,7 @@ from harness.store.files import read_json, write_json
 from harness.store.placement import Placement
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from torch.distributed import Store
 
 FILE = "rendezvous.json"
 LOOPBACK = "127.0.0.1"
@@ -40,13 +40,13 @@ def meet(
         write_json(attempt / FILE, {"start": place.start, "host": host, "port": port})
         return store, host
     host, port = _await_address(attempt / FILE, place, timeout_s)
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(host, port, place.world_size, is_master=False, timeout=timedelta(seconds=timeout_s)), host
 
 
 def _serve(host: str, port: int, listener: socket.socket, world_size: int, timeout_s: float) -> Store:
-    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     return TCPStore(
         host,

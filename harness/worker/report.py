@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,14 @@ ERROR_PATIENCE_S = 2.0
 """How long a rank waits for room in its launcher's pipe to hand over a traceback."""
 
 
+Listener = Callable[[dict[str, Any]], None]
+
+
 class ProgressPipe:
     """The rank's end of its launcher's pipe. It never blocks training: a message that finds no room is dropped."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], listener: Listener | None = None) -> None:
+        self._listener = listener
         self._descriptor = int(environment.get(PROGRESS, -1))
         if self._descriptor >= 0:
             os.set_inheritable(self._descriptor, False)
@@ -36,6 +40,8 @@ class ProgressPipe:
 
     def send(self, kind: str, **fields: Any) -> None:
         """Write one message of less than a pipe's atomic size; dropped where there is no launcher or no room."""
+        if self._listener is not None:
+            self._listener({"kind": kind, **fields})
         if self._descriptor >= 0:
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(self._descriptor, _line(kind, fields))
@@ -60,12 +66,12 @@ def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
 class Reporter:
     """Tells how one rank of one attempt fares."""
 
-    def __init__(self, run: Path, attempt: int, place: Placement, environment: Mapping[str, str] = os.environ) -> None:
+    def __init__(self, run: Path, attempt: int, place: Placement, listener: Listener | None = None) -> None:
         self.run = run
         self.attempt = attempt
         self.place = place
         self.folder = run / "attempts" / str(attempt)
-        self.pipe = ProgressPipe(environment)
+        self.pipe = ProgressPipe(os.environ, listener)
         failure.forget(self.folder, place.rank)
 
     def started(self) -> None:
@@ -109,7 +115,7 @@ class Reporter:
             status.move(self.run, self.attempt, state, reason, **fields)
 
 
-def _wait_until(condition: Any, timeout_s: float) -> None:
+def _wait_until(condition: Callable[[], bool], timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -6,6 +6,7 @@ import signal
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from harness.store.rundir import cancel_requested
 
@@ -21,6 +22,7 @@ class StopFlag:
     def __init__(self) -> None:
         self.reason = ""
         self.cancelled = False
+        self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
         return bool(self.reason)
@@ -28,8 +30,13 @@ class StopFlag:
     def listen(self) -> None:
         """Turn the stop signals into this flag, also those that came before (the starter may have blocked them)."""
         for number in SIGNALS:
-            signal.signal(number, self._on_signal)
+            self._before[number] = signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def restore(self) -> None:
+        """Give the signals back to whoever had them."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
 
     def watch_cancel(self, run: Path, attempt: int) -> None:
         """Also obey `harness cancel`; for ranks that no launcher of ours watches."""

@@ -1,0 +1,97 @@
+"""Opening an attempt: look, decide and take the run, with no gap in which another request could do the same."""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, replace
+
+from harness.config.compose import Cell
+from harness.launch.plan import Action, Decision, decide
+from harness.store import provenance, status
+from harness.store.files import Lock
+from harness.store.rundir import RunDir, Store
+from harness.store.status import JobProbe, Keeper, State, Status
+
+
+@dataclass(frozen=True)
+class Sources:
+    """What the desk knows of its own code; gathered once a request."""
+
+    facts: dict[str, object]
+    diff: str
+
+    @classmethod
+    def gather(cls) -> Sources:
+        """Ask git and hash the sources."""
+        return cls(provenance.desk_facts(), provenance.git_diff())
+
+    @property
+    def digest(self) -> str:
+        """Digest of the sources that can change a number."""
+        return str(self.facts["sources_digest"])
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A cell whose new attempt is ours to run."""
+
+    cell: Cell
+    run: RunDir
+    attempt: int
+
+
+def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> Decision:
+    """What the request means for this cell; reads only."""
+    run = RunDir(store.path_of(cell))
+    return decide(
+        status.effective(run.path, jobs),
+        stale=provenance.is_stale(run.path, sources.digest),
+        has_record=run.has_record(),
+        rerun=cell.typed.launch.rerun,
+    )
+
+
+def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources, first: Status) -> Opened:
+    """Make the next attempt of a run and write its first status. The study's lock is held by the caller.
+
+    Args:
+        store: where.
+        cell: what.
+        decision: one that starts.
+        sources: the desk's code.
+        first: the status to begin with; its attempt number is filled in.
+    """
+    run = store.create(cell)
+    attempt = run.new_attempt()
+    run.adopt(cell)
+    if decision.action is Action.start_over:
+        run.start_over(attempt)
+    provenance.record_start(run.path, sources.facts, sources.diff)
+    status.write(run.path, replace(first, attempt=attempt))
+    store.remember(run)
+    return Opened(cell, run, attempt)
+
+
+def open_here(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> tuple[Opened, Lock] | Decision:
+    """Open an attempt this very process runs; the lock returned keeps every other request away from the run.
+
+    Raises:
+        StoreError: somebody took the run between our look and our lock.
+    """
+    with store.study_lock(cell.study):
+        decision = look(store, cell, sources, jobs)
+        if not decision.starts:
+            return decision
+        lock = store.create(cell).lock()
+        try:
+            return open_attempt(store, cell, decision, sources, _own_status(decision)), lock
+        except BaseException:
+            lock.release()
+            raise
+
+
+def _own_status(decision: Decision) -> Status:
+    return Status(
+        State.running, f"starting ({decision.why})", 0, Keeper.process, host=socket.gethostname(), pid=os.getpid()
+    )

@@ -1,0 +1,69 @@
+"""What a request means for one cell, given what is already on disk: a decision table, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from harness.config.schema import Rerun
+from harness.store.status import State, Status
+
+
+class Action(Enum):
+    """What to do with a cell."""
+
+    skip = "skip"
+    """It is done."""
+    leave = "leave"
+    """Somebody runs it already, or will."""
+    start = "start"
+    """A new attempt, from the newest checkpoint if there is one."""
+    start_over = "start over"
+    """A new attempt from step 0; the earlier record is moved aside."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """An action and, for people, why."""
+
+    action: Action
+    why: str
+
+    @property
+    def starts(self) -> bool:
+        """Whether a new attempt is made."""
+        return self.action in (Action.start, Action.start_over)
+
+
+ALIVE = frozenset({State.queued, State.running})
+
+
+def decide(status: Status | None, *, stale: bool, has_record: bool, rerun: Rerun) -> Decision:
+    """Choose for one cell.
+
+    Args:
+        status: its effective state (`status.effective`); None if it was never started.
+        stale: whether the sources that can change its numbers changed since it was made.
+        has_record: whether steps or checkpoints of an earlier attempt exist.
+        rerun: which finished cells the request wants again.
+    """
+    if status is None:
+        return Decision(Action.start, "new")
+    if status.state in ALIVE or (status.state is State.preempted and status.job):
+        return Decision(Action.leave, f"{status.state.value}: {status.reason}")
+    if status.state is State.done:
+        return _decide_done(stale, rerun)
+    again = f"{status.state.value} before: {status.reason}"
+    if stale and has_record:
+        return Decision(Action.start_over, f"{again}; sources changed since, so from step 0")
+    return Decision(Action.start, again)
+
+
+def _decide_done(stale: bool, rerun: Rerun) -> Decision:
+    if rerun is Rerun.always:
+        return Decision(Action.start_over, "done before, launch.rerun=always")
+    if stale and rerun is Rerun.stale:
+        return Decision(Action.start_over, "done by other sources, launch.rerun=stale")
+    if stale:
+        return Decision(Action.skip, "done, but the sources changed since (launch.rerun=stale runs it again)")
+    return Decision(Action.skip, "done")

@@ -1,0 +1,107 @@
+"""Progress and ends, as a person reads them: one line that moves on a terminal, a few plain lines elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import IO, Any
+
+PLAIN_LINES = 10
+"""About how many lines of progress a run prints where nothing can be overwritten, however long it is."""
+PLAIN_PAUSE_S = 15.0
+"""Seconds after which a plain line is printed at any rate."""
+RECENT_STEPS = 20
+
+
+def duration(seconds: float) -> str:
+    """A time to wait, in the unit a person would use."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    if seconds < 5400:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h"
+
+
+def quantity(value: float) -> str:
+    """A number with three digits and a thousands letter."""
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def progress_line(message: Mapping[str, Any], recent_s: float) -> str:
+    """Step, loss, time, speed, memory and what is left, from one step's message and the recent median step time."""
+    left = (message["steps"] - message["step"]) * recent_s
+    speed = message["tokens"] / message["step_time_s"] if message["step_time_s"] else 0.0
+    return (
+        f"step {message['step']}/{message['steps']}  loss {float(message['loss']):.4f}  "
+        f"{1e3 * message['step_time_s']:.0f} ms/step  {quantity(speed)} tokens/s  "
+        f"{message['memory_bytes'] / 2**20:.0f} MiB  ETA {duration(left)}"
+    )
+
+
+class RunDisplay:
+    """Shows one run. Told every message of its ranks; speaks of rank 0's steps and of warnings."""
+
+    def __init__(self, terminal: Terminal, label: str) -> None:
+        self._terminal = terminal
+        self._label = label
+        self._times: deque[float] = deque(maxlen=RECENT_STEPS)
+        self._last_shown = 0.0
+
+    def __call__(self, message: Mapping[str, Any]) -> None:
+        """Take one message."""
+        if message["kind"] == "warning":
+            self._terminal.line(self._labelled(f"warning: {message['text']}"))
+        elif message["kind"] == "step" and message["rank"] == 0:
+            self._times.append(message["step_time_s"])
+            text = self._labelled(progress_line(message, statistics.median(self._times)))
+            if self._terminal.moving:
+                self._terminal.update(text)
+            elif self._is_due(message["step"], message["steps"]):
+                self._last_shown = time.monotonic()
+                self._terminal.line(text)
+
+    def _labelled(self, text: str) -> str:
+        return f"{self._label}  {text}" if self._label else text
+
+    def _is_due(self, step: int, steps: int) -> bool:
+        regular = step in (1, steps) or step % max(1, steps // PLAIN_LINES) == 0
+        late = time.monotonic() - self._last_shown > PLAIN_PAUSE_S
+        return late or (regular and steps <= 1000) or step in (1, steps)
+
+
+class Terminal:
+    """Where a request's output goes."""
+
+    def __init__(self, out: IO[str] | None = None, *, several: bool = False) -> None:
+        """`several` runs at once share the terminal: then nothing is overwritten."""
+        self._out = out or sys.stdout
+        self.moving = self._out.isatty() and not several
+        self._open = False
+
+    def line(self, text: str) -> None:
+        """Print a line that stays."""
+        self._finish_moving()
+        self._write(text + "\n")
+
+    def update(self, text: str) -> None:
+        """Replace the moving line."""
+        self._write(f"\r\x1b[K{text}")
+        self._open = True
+
+    def _finish_moving(self) -> None:
+        if self._open:
+            self._write("\n")
+            self._open = False
+
+    def _write(self, text: str) -> None:
+        try:
+            self._out.write(text)
+            self._out.flush()
+        except (BrokenPipeError, OSError):  # `run.py | head`, or a log on a full disk: the run itself goes on
+            self.moving = False
