@@ -12,9 +12,16 @@ from harness.config.schema import Config, DataKind
 from harness.data.inspect import Piece, inspect, pieces
 
 Tokens = NDArray[np.int64]
+RawTokens = NDArray[np.unsignedinteger]
 
-MAX_OPEN_FILES = 128
-"""Memory maps kept open at a time; each costs a file descriptor."""
+SMALL_FILE_BYTES = 1 << 20
+"""Files up to this size are read whole when first touched."""
+
+MAX_SMALL_FILES = 1024
+"""Small files kept in memory at a time."""
+
+MAX_MAPPED_FILES = 64
+"""Larger files kept mapped at a time; each costs a file descriptor."""
 
 
 class Source(Protocol):
@@ -29,7 +36,7 @@ class Source(Protocol):
 class FileSource:
     """Files read as one stream of tokens; sequence i is tokens [i * seq_len, (i + 1) * seq_len], its last one shared.
 
-    Files are memory-mapped when first touched, so that a token file of any size costs what is read of it.
+    Large files are memory-mapped when first touched, so that a token file of any size costs what is read of it.
     """
 
     def __init__(self, found: list[Piece], seq_len: int) -> None:
@@ -37,7 +44,8 @@ class FileSource:
         self.pieces = found
         self.ends = np.cumsum([piece.num_tokens for piece in found])
         self.num_sequences = (int(self.ends[-1]) - 1) // seq_len
-        self._map = lru_cache(maxsize=MAX_OPEN_FILES)(self._open)
+        self._read = lru_cache(maxsize=MAX_SMALL_FILES)(_read)
+        self._map = lru_cache(maxsize=MAX_MAPPED_FILES)(_map)
 
     def __getitem__(self, index: int) -> Tokens:
         start = index * self.seq_len
@@ -47,13 +55,23 @@ class FileSource:
         while start < stop:
             piece_start = int(self.ends[first]) - self.pieces[first].num_tokens
             until = min(stop, int(self.ends[first]))
-            parts.append(self._map(first)[start - piece_start : until - piece_start].astype(np.int64))
+            parts.append(self._tokens(first)[start - piece_start : until - piece_start].astype(np.int64))
             start, first = until, first + 1
         return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def _open(self, number: int) -> NDArray[np.unsignedinteger]:
+    def _tokens(self, number: int) -> RawTokens:
         piece = self.pieces[number]
-        return np.memmap(piece.path, f"<u{piece.token_bytes}", "r", offset=piece.offset, shape=(piece.num_tokens,))
+        small = piece.num_tokens * piece.token_bytes <= SMALL_FILE_BYTES
+        return self._read(piece) if small else self._map(piece)
+
+
+def _read(piece: Piece) -> RawTokens:
+    tokens: RawTokens = np.fromfile(piece.path, f"<u{piece.token_bytes}", piece.num_tokens, offset=piece.offset)
+    return tokens
+
+
+def _map(piece: Piece) -> RawTokens:
+    return np.memmap(piece.path, f"<u{piece.token_bytes}", "r", offset=piece.offset, shape=(piece.num_tokens,))
 
 
 class SyntheticSource:

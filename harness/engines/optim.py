@@ -44,9 +44,10 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
-def gradient_norm(gradients: Iterable[Tensor]) -> float:
-    """Euclidean norm over all elements, squares summed in fp64."""
-    squares = [torch.linalg.vector_norm(gradient, dtype=torch.float64).square() for gradient in gradients]
+@torch.no_grad()
+def global_norm(tensors: Iterable[Tensor]) -> float:
+    """Euclidean norm over all elements of all tensors, squares summed in fp64."""
+    squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors]
     return math.sqrt(torch.stack(squares).sum().item())
 
 

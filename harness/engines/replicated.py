@@ -59,7 +59,7 @@ class ReplicatedEngine(Engine):
     def step(self, lr: float) -> float:
         """Clip, update, drop the gradients; returns the norm before clipping."""
         gradients = [gradient for _, gradient in self._gradients()]
-        norm = optim.gradient_norm(gradients)
+        norm = optim.global_norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
         if coefficient != 1.0:
             for gradient in gradients:
@@ -78,6 +78,10 @@ class ReplicatedEngine(Engine):
         """Copies of the main weights on the CPU."""
         for name, weight in self.weights.items():
             yield name, weight.detach().to("cpu", copy=True)
+
+    def weight_norm(self) -> float:
+        """Norm of the main weights, where they lie."""
+        return optim.global_norm(self.weights.values())
 
     def state_dict(self) -> dict[str, Tensor]:
         """Main weights and optimizer state by parameter name; not copied."""

@@ -27,13 +27,14 @@ from harness.train.session import Outcome, Progress, Session
 def run(session: Session) -> Outcome:
     """Train until `train.steps` are done or any rank is asked to stop. Called by all ranks together.
 
-    Takes up the newest checkpoint if the policy keeps any, and cuts the record back to it.
+    Takes up the newest checkpoint if the policy keeps any, and cuts the record back to it. Closes the meters.
 
     Raises:
         ValueError: data or checkpoint do not fit (the message says how).
         RuntimeError: a checkpoint could not be written.
     """
-    return Loop(session).run()
+    with session.meters:
+        return Loop(session).run()
 
 
 class Loop:
@@ -51,6 +52,7 @@ class Loop:
         self.initial_weights = ""
         self.saved_step = -1
         self.last_rows: list[Row] = []
+        self.accounted_bytes = session.engine.accounted_bytes()
 
     def run(self) -> Outcome:
         """See the function of this name."""
@@ -135,7 +137,7 @@ class Loop:
             lr=lr,
             step_time_s=step_time_s,
             spans=spans,
-            memory=session.meters.memory.take(sum(session.engine.accounted_bytes().values())),
+            memory=session.meters.memory.take(sum(self.accounted_bytes.values())),
             rows=self.last_rows,
         )
         return record, report.stop
@@ -198,7 +200,7 @@ class Loop:
         facts = {
             "initial_weights": self.initial_weights,
             "final_weights": final_weights,
-            "accounted_bytes": self.session.engine.accounted_bytes(),
+            "accounted_bytes": self.accounted_bytes,
             "wall_s": wall_s,
         }
         path = self.session.run_dir

@@ -89,7 +89,7 @@ def _start(config: Config, run_dir: Path) -> Any:
         resume="allow",
         dir=str(run_dir),
         config=frozen,
-        settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False),
+        settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False, init_timeout=30),
     )
     run.define_metric("train/step")
     run.define_metric("train/*", step_metric="train/step")

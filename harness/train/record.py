@@ -17,7 +17,8 @@ A line, in this order (bytes are bytes, times seconds, losses nats a token; null
 
 `summary.json`: status, step, steps, tokens, loss, grad_norm, initial_weights and final_weights (SHA-256 over names,
 shapes and bytes; the initial ones as fp32), parameters, accounted_bytes by role, collectives (one row a kind and bucket
-of the last step), step_time_s (quartiles; the first step of a process is left out), wall_s of this attempt.
+of the last step), step_time_s (quartiles, without the first steps of the first and of the last attempt), wall_s of
+this attempt.
 """
 
 from __future__ import annotations
@@ -84,8 +85,9 @@ class StepRecords:
         memory: Mapping[str, int | None],
         rows: list[Row],
     ) -> dict[str, Any]:
-        """The record of one step; `spans` has data, forward, forward_backward and optimizer."""
+        """The record of one step; `spans` has data, forward_backward, optimizer, and forward where it was seen."""
         rate = self.flops_per_rank / step_time_s
+        forward = spans.get("forward")  # absent where the engine was not given a TimedWorkload
         return {
             "step": step,
             "loss": global_loss(report.losses),
@@ -97,8 +99,8 @@ class StepRecords:
             "step_time_s": step_time_s,
             "time": {
                 "data_s": spans["data"],
-                "forward_s": spans["forward"],
-                "backward_s": spans["forward_backward"] - spans["forward"],
+                "forward_s": forward,
+                "backward_s": None if forward is None else spans["forward_backward"] - forward,
                 "exposed_comm_s": None,
                 "optimizer_s": spans["optimizer"],
             },
