@@ -108,6 +108,21 @@ def _sentences() -> dict[str, dict[str, str]]:
     return found
 
 
+def as_typed(value: object) -> str:
+    """A plain value as the command line writes it."""
+    if value is None:
+        return "null"
+    if isinstance(value, Enum):
+        return value.name
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(as_typed(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{as_typed(v)}" for k, v in value.items()) + "}"
+    return str(value)
+
+
 def guide() -> str:
     """The configuration guide as Markdown: a table a group."""
     lines = [
@@ -125,15 +140,7 @@ def guide() -> str:
 
 
 def _row(s: Setting) -> str:
-    default = s.default.name if isinstance(s.default, Enum) else s.default
-    shown = (
-        {None: "null", "": '""', True: "true", False: "false"}.get(default, default) if _hashable(default) else default
-    )
-    return f"| `{s.path}` | {s.expects} | `{shown}` | {s.sentence} |"
-
-
-def _hashable(value: object) -> bool:
-    return not isinstance(value, list | dict)
+    return f"| `{s.path}` | {s.expects} | `{as_typed(s.default) or "''"}` | {s.sentence} |"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.config.catalog import Catalog, load_catalog
-from harness.config.doc import settings
+from harness.config.doc import as_typed, settings
 from harness.config.errors import BadRequest, Violation
 
 OPTION_SYNONYMS = {
@@ -144,7 +144,7 @@ def explain_value(error: Exception, subject: str | None = None) -> Violation:
 def explain_setting(path: str, value: Any) -> Violation:
     """What to say of a value of the wrong type, where the value is known as typed."""
     setting = settings()[path]
-    subject = f"{path}={value}"
+    subject = f"{path}={as_typed(value)}"
     if setting.choices:
         meant = nearest(str(value), setting.choices) or [
             OPTION_SYNONYMS.get(path.partition(".")[0], {}).get(str(value).lower(), "")

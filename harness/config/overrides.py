@@ -35,7 +35,7 @@ class Word:
     text: str
     key: str
     values: tuple[str, ...]
-    """Values as Hydra would parse them again, quoted where needed; more than one makes an axis."""
+    """Values as Hydra parses them again: one as it was typed, or each value of an axis."""
     is_group: bool
 
     @property
@@ -140,7 +140,7 @@ class _Value:
 def _values(override: Override, names: Sequence[str]) -> Iterator[_Value]:
     """Each value of an override, parsed and as text that parses to the same."""
     if not override.is_sweep_override():
-        yield _Value(override.value(), override.get_value_element_as_str())
+        yield _Value(override.value(), str(override.input_line).partition("=")[2])
         return
     swept: Any = override.value()
     if isinstance(swept, Glob):

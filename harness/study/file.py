@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from harness.config.doc import as_typed
+
 PAIRS = ("control", "base")
 AXES = ("grid", "zip")
 
@@ -19,24 +21,11 @@ def normalise(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     study: dict[str, Any] = {"name": name, **raw}
     for key in PAIRS:
         if isinstance(study.get(key), Mapping):
-            study[key] = {str(k): as_override(v) for k, v in study[key].items()}
+            study[key] = {str(k): as_typed(v) for k, v in study[key].items()}
     for key in AXES:
         if isinstance(study.get(key), Mapping):
-            study[key] = {str(k): [as_override(v) for v in _listed(values)] for k, values in study[key].items()}
+            study[key] = {str(k): [as_typed(v) for v in _listed(values)] for k, values in study[key].items()}
     return study
-
-
-def as_override(value: Any) -> str:
-    """A YAML value as the right side of an override."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ",".join(as_override(v) for v in value) + "]"
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{k}:{as_override(v)}" for k, v in value.items()) + "}"
-    return str(value)
 
 
 def _listed(values: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """How the ranks of one `torchrun run.py` or `srun run.py` agree on a run: rank 0 composes, the others ask it.
 
-Ranks share a file system, the launcher's names for this start, and nothing else. Each rank leaves a question with a word
-of its own; rank 0 answers every question it finds. So no answer of an earlier start can be taken for this one's.
+Ranks share a file system, the launcher's names for this start, and nothing else. Each rank leaves a question with a
+word of its own; rank 0 answers every question it finds. So no answer of an earlier start is taken for this one's.
 """
 
 from __future__ import annotations
@@ -12,12 +12,19 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from harness.store.files import read_json, write_json
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from harness.config.compose import Cell
+from harness.config.schema import LaunchConfig
+from harness.launch.opening import Sources, open_here
+from harness.launch.plan import Decision
+from harness.store.files import Lock, read_json, write_json
 from harness.store.placement import Placement
+from harness.store.rundir import Store
 
 ANSWER_TIMEOUT_S = 600.0
 """How long a rank waits for rank 0: machines load the environment at very different speeds."""
@@ -82,9 +89,7 @@ def ask(folder: Path, place: Placement, *, timeout_s: float = ANSWER_TIMEOUT_S) 
         TimeoutError: rank 0 has not answered within `timeout_s` seconds.
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    question = folder / f"ask-{place.rank}-{uuid.uuid4().hex}"
-    question.touch()
+    question = _leave_question(folder, place.rank)
     reply = question.with_name(question.name.replace("ask-", "answer-"))
     deadline = time.monotonic() + timeout_s
     try:
@@ -104,7 +109,31 @@ def ask(folder: Path, place: Placement, *, timeout_s: float = ANSWER_TIMEOUT_S) 
             folder.rmdir()
 
 
-def shared_root(overrides: tuple[str, ...]) -> Path:
+def _leave_question(folder: Path, rank: int) -> Path:
+    question = folder / f"ask-{rank}-{uuid.uuid4().hex}"
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another rank was answered, and tidied up the folder
+            question.touch()
+            return question
+
+
+def shared_root(overrides: Sequence[str]) -> Path:
     """The root every rank knows without composing: typed, or the default."""
-    typed = [text.partition("=")[2] for text in overrides if text.startswith("launch.root=")]
-    return Path(os.path.expanduser(typed[-1] if typed else "runs")).absolute()
+    parser = OverridesParser.create()
+    typed = [str(parser.parse_override(text).value()) for text in overrides if text.startswith("launch.root=")]
+    return Path(os.path.abspath(os.path.expanduser(typed[-1] if typed else LaunchConfig.root)))
+
+
+def lead(cell: Cell) -> tuple[Answer, Lock | None]:
+    """Rank 0 opens the attempt that all ranks of this start run; the lock keeps other requests away while it is held.
+
+    Raises:
+        StoreError: another process runs this very cell.
+    """
+    opened = open_here(Store(cell.typed.launch.root), cell, Sources.gather(), None)
+    if isinstance(opened, Decision):
+        path = Store(cell.typed.launch.root).path_of(cell)
+        return Answer(exit_code=0, message=f"nothing to run: {path} is {opened.why}"), None
+    attempt, lock = opened
+    return Answer(run=str(attempt.run.path), attempt=attempt.attempt), lock

@@ -9,6 +9,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from harness.config.compose import Cell, compose_cell, composed, plain
 from harness.config.overrides import Word, check_overrides
+from harness.store.rundir import Store
+from harness.study.meeting import shared_root
 
 
 def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[str]) -> Cell:
@@ -34,6 +36,21 @@ def replay(frozen: dict[str, Any], earlier: Sequence[str], overrides: Sequence[s
         if not word.is_group:
             _set(cfg, word)
     return compose_cell(cfg, overrides, earlier=[text for text in earlier if not _overridden(text, words)])
+
+
+def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
+    """`replay` of a stored run.
+
+    Args:
+        reference: a path, a prefix of a signature or `@last`, under the root typed in `overrides` or the default one.
+        overrides: what is to change.
+
+    Raises:
+        StoreError: there is no such run.
+        BadRequest: as `compose_cell`.
+    """
+    run = Store(shared_root(overrides)).find(reference)
+    return replay(run.config(), run.overrides(), overrides)
 
 
 def _choose(cfg: DictConfig, options: Sequence[str]) -> None:

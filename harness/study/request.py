@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, OmegaConf
 
-from harness.config.compose import Cell, compose_cell
+from harness.config.compose import Cell
 from harness.config.errors import refuse
 from harness.config.overrides import check_overrides
 from harness.config.schema import StudyConfig
 from harness.study.cells import Composer, Desired, desired
 from harness.study.expand import expand
+from harness.study.record import write_study
 
 
-def one(cfg: DictConfig, overrides: Sequence[str]) -> int:
-    """Carry out a request for one cell.
+def refuse_study(overrides: Sequence[str]) -> None:
+    """Refuse `study=X` where one cell is asked for.
 
     Raises:
-        BadRequest: as `compose_cell`, or a study was chosen, which is a set of cells.
+        BadRequest: a study was chosen, which is a set of cells.
     """
     chosen = [text for text in overrides if text.startswith("study=") and text != "study=null"]
     if chosen:
-        raise refuse(chosen[0], "a study is a set of cells", fix=f"python run.py -m {chosen[0]} ...")
-    return carry_out(Desired((compose_cell(cfg, overrides),), {}))
+        raise refuse(chosen[0], "a study is a set of cells, and one is asked for", fix=f"python run.py -m {chosen[0]}")
 
 
 def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) -> int:
@@ -47,6 +47,15 @@ def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str])
     return desired(expand(study, words), Composer(loader, master))
 
 
+def carry_out_one(cell: Cell) -> int:
+    """Print or start one cell; returns the exit code."""
+    return carry_out(Desired((cell,), {}))
+
+
 def carry_out(wanted: Desired) -> int:
-    """Print or start the cells; returns the exit code."""
-    raise NotImplementedError
+    """Preview or start the cells; returns the exit code."""
+    from harness.launch.submit import submit  # late: a refusal needs none of it, and stays quick
+
+    if not wanted.cells[0].typed.launch.dry_run:
+        write_study(wanted)
+    return submit(wanted.cells)

@@ -70,7 +70,7 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
     if have and need > have:
         yield Violation(
             f"model={cfg.model.name}",
-            f"needs {_size(need)} for {cfg.mesh.world_size} ranks before any activation; this machine has {_size(have)}",
+            f"needs {_size(need)} without activations, for all its ranks; this machine has {_size(have)}",
             fix="model=tiny, or a cluster with more machines",
         )
 
@@ -79,10 +79,7 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
 def disk_takes_the_run(request: Request) -> Iterator[Violation]:
     """The root can be made and written, and has room for captures and a checkpoint."""
     cfg = request.config
-    if "\0" in cfg.launch.root:
-        return
-    need = expected_bytes(cfg)
-    problem = probe(Path(cfg.launch.root), need, write=not cfg.launch.dry_run)
+    problem = probe(Path(cfg.launch.root), expected_bytes(cfg), write=not cfg.launch.dry_run)
     if problem:
         yield Violation(request.show("launch.root"), problem, fix="launch.root=A_WRITABLE_FOLDER_WITH_ROOM")
 
@@ -97,19 +94,22 @@ def probe(root: Path, need: int, *, write: bool) -> str:
     """What keeps `need` bytes from being written under `root`; empty if nothing does.
 
     Free space is asked for, and a file is written, synced and removed, because quotas and thin volumes answer one thing
-    and do another.
+    and do another. Without `write` only the folder is looked at: nothing is about to be stored there.
     """
     folder = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
     if not folder.is_dir():
         return f"{folder} is a file, not a folder"
     if not os.access(folder, os.W_OK | os.X_OK):
         return f"{folder} is not writable"
+    return _no_room(folder, need) if write else ""
+
+
+def _no_room(folder: Path, need: int) -> str:
     try:
         free = shutil.disk_usage(folder).free
         if free < need:
             return f"{folder} has {_size(free)} free, and the run writes about {_size(need)}"
-        if write:
-            _write_and_remove(folder, min(need, PROBE_BYTES))
+        _write_and_remove(folder, min(need, PROBE_BYTES))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"no room on the disk of {folder}: {error.strerror}"

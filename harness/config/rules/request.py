@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import Any
 
+from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.schema import Config
 
@@ -34,19 +34,6 @@ class Request:
     def show(self, *paths: str) -> str:
         """Settings as they would be typed: `train.steps=0`, joined by spaces."""
         return " ".join(f"{path}={as_typed(self.value(path))}" for path in paths)
-
-
-def as_typed(value: object) -> str:
-    """A value as the command line writes it."""
-    if value is None:
-        return "null"
-    if isinstance(value, Enum):
-        return value.name
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return "[" + ",".join(as_typed(v) for v in value) + "]"
-    return str(value)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,23 @@
+"""Errors that are the request's own fault -> one message and an exit code. Everything else is a bug, and shown whole."""
+
+from __future__ import annotations
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from harness.config.errors import EXIT_BAD_REQUEST, BadRequest
+from harness.config.hints import explain
+from harness.store.errors import StoreError
+
+REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException)
+"""What a wrong request, rather than wrong code, raises."""
+
+
+def explained(error: Exception) -> str:
+    """The message of one of REQUEST_ERRORS, without a traceback."""
+    if isinstance(error, BadRequest | StoreError):
+        return str(error)
+    return str(explain(error))
+
+
+__all__ = ["EXIT_BAD_REQUEST", "REQUEST_ERRORS", "explained"]

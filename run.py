@@ -1,0 +1,107 @@
+"""Train one cell, or a set of them. `python run.py --help` says how; `python -m harness --help` says what comes after.
+
+Alone it composes, freezes and launches. Started as one rank (torchrun, srun) it is that rank: rank 0 composes, freezes
+and publishes the run, the others wait for it. Nothing here imports torch before a request is known to be good.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, to be explained, instead of being printed by Hydra
+
+import hydra
+from omegaconf import DictConfig
+
+from harness.cli.arguments import Arguments, read_arguments
+from harness.cli.failure import EXIT_BAD_REQUEST, REQUEST_ERRORS, explained
+from harness.config.catalog import ROOT
+from harness.config.compose import Cell, compose_cell, register
+from harness.config.errors import refuse
+from harness.store.placement import Placement, placement
+from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
+from harness.study.replay import replay_run
+from harness.study.request import carry_out_one, refuse_study
+
+
+def main(argv: list[str]) -> int:
+    """Carry out a command line; returns the exit code."""
+    place = placement(os.environ)
+    is_rank = place.launcher == "torchrun" or place.world_size > 1
+    try:
+        return as_rank(argv, place) if is_rank else request(read_arguments(argv), carry_out_one)
+    except REQUEST_ERRORS as error:
+        if place.rank == 0:
+            print(explained(error), file=sys.stderr)
+        return EXIT_BAD_REQUEST
+    except KeyboardInterrupt:
+        return 130
+
+
+def request(arguments: Arguments, carry_out: Callable[[Cell], int]) -> int:
+    """Compose what is asked, and carry it out. A set of cells (-m) goes through the sweeper, which ends the process."""
+    if arguments.frozen is not None:
+        return carry_out(replay_run(arguments.frozen, arguments.overrides))
+
+    composed: list[DictConfig] = []
+
+    def keep(cfg: DictConfig) -> None:
+        composed.append(cfg)  # and leave Hydra: it would announce an error before we can explain it
+
+    register()
+    sys.argv[1:] = arguments.for_hydra
+    hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(keep)()
+    if not composed:  # Hydra was asked to show something
+        return 0
+    refuse_study(arguments.overrides)
+    return carry_out(compose_cell(composed[0], arguments.overrides))
+
+
+def as_rank(argv: list[str], place: Placement) -> int:
+    """Be one rank of what a launcher started; the number of ranks is the launcher's unless it is typed."""
+    arguments = read_arguments(argv, implied=[f"mesh.world_size={place.world_size}"])
+    if arguments.multirun:
+        raise refuse(
+            "-m", f"makes many cells, and {place.launcher} started the ranks of one", fix="python run.py -m ..."
+        )
+    folder = meeting_folder(shared_root(arguments.overrides), os.environ)
+    if place.rank:
+        return work(ask(folder, place), place)
+    host = Host(folder, place)
+    try:
+        return request(arguments, lambda cell: open_and_work(cell, host, place))
+    except REQUEST_ERRORS as error:
+        host.publish(Answer(exit_code=EXIT_BAD_REQUEST, message=explained(error)))
+        host.linger()
+        raise
+
+
+def open_and_work(cell: Cell, host: Host, place: Placement) -> int:
+    """Rank 0: open the attempt, tell the others, and run it; or tell them that there is nothing to run."""
+    answer, lock = lead(cell)
+    host.publish(answer)
+    if answer.exit_code is not None:
+        print(answer.message)
+        host.linger()
+    if lock is not None and place.launcher == "slurm":
+        lock.release()  # a rank of a job takes the run's lock itself
+    return work(answer, place)
+
+
+def work(answer: Answer, place: Placement) -> int:
+    """Be this rank of an opened attempt."""
+    if answer.exit_code is not None:
+        return answer.exit_code
+    from harness.worker import main as worker
+
+    code = worker(Path(answer.run), answer.attempt, place)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # threads of a process group must not keep a finished rank alive
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

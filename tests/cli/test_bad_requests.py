@@ -1,0 +1,52 @@
+"""A bad request: exit 2, one message with value, choices and fix; no traceback, no rank, no torch, no litter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from benchmarks.bad_requests import REQUESTS, Outcome, ask, full_disk, make_bad_data, poison_torch
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
+    """Every request of the table, asked once; two at a time."""
+    folder = tmp_path_factory.mktemp("bad")
+    make_bad_data(folder)
+    poison_torch(folder)
+    with full_disk(folder) as full, ThreadPoolExecutor(2) as pool:
+        asked = {k: r for k, r in REQUESTS.items() if full or "{full}" not in " ".join(r.words)}
+        yield dict(zip(asked, pool.map(lambda r: ask(r, folder, full), asked.values()), strict=True))
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_is_refused_and_explained(kind: str, outcomes: dict[str, Outcome]) -> None:
+    if kind not in outcomes:
+        pytest.skip("this user may not mount a small disk; tests/config/test_environment.py covers the write")
+    outcome = outcomes[kind]
+    assert outcome.code == 2, outcome.err
+    for part in REQUESTS[kind].told:
+        assert part in outcome.err
+    assert outcome.out == ""
+    assert "Traceback" not in outcome.err
+    assert not re.search(r"append|use \+", outcome.err), "a typo must never be met with advice to append it"
+    assert outcome.err.count("bad request") <= 1
+    assert not outcome.torch_imported
+    assert outcome.left_behind == (), "neither Hydra's litter nor a run"
+
+
+def test_torch_would_be_noticed(tmp_path: Path) -> None:
+    """The poison works: a request that starts a rank imports torch, and is seen to."""
+    import os
+    import subprocess
+    import sys
+
+    poison_torch(tmp_path)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "poison")}
+    done = subprocess.run([sys.executable, "-c", "import torch"], env=environment, capture_output=True)
+    assert done.returncode == 1
+    assert (tmp_path / "torch-was-imported").exists()
