@@ -1,4 +1,4 @@
-"""Errors that are the request's own fault -> one message and an exit code. Everything else is a bug, and shown whole."""
+"""Errors that are the request's own fault -> one message and an exit code. Anything else is a bug, shown whole."""
 
 from __future__ import annotations
 

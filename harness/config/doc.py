@@ -140,7 +140,8 @@ def guide() -> str:
 
 
 def _row(s: Setting) -> str:
-    return f"| `{s.path}` | {s.expects} | `{as_typed(s.default) or "''"}` | {s.sentence} |"
+    default = as_typed(s.default) or "''"
+    return f"| `{s.path}` | {s.expects} | `{default}` | {s.sentence} |"
 
 
 if __name__ == "__main__":
