@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,6 +14,9 @@ START = "HARNESS_START"
 """Token of one start of one attempt: tells this start's rendezvous from an older one's."""
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not leak into ranks we start."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+"""Ask a rank to save and end: a scheduler's preemption, and its warning before the time limit."""
 
 
 @dataclass(frozen=True)

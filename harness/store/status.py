@@ -107,9 +107,7 @@ def write(run: Path, status: Status) -> Status:
         if present is not None and status.attempt < present.attempt:
             return present
         _check_move(run, present, status)
-        stamped = replace(status, updated=datetime.now(UTC).isoformat(timespec="milliseconds"))
-        write_json(run / FILE, {**asdict(stamped), "state": stamped.state.value, "keeper": stamped.keeper.value})
-        return stamped
+        return _store(run, status)
 
 
 def move(run: Path, attempt: int, state: State, reason: str, **changes: object) -> Status:
@@ -123,6 +121,22 @@ def move(run: Path, attempt: int, state: State, reason: str, **changes: object) 
         raise StoreError(f"{run} has no status; it was never started")
     fields = {"state": state, "reason": reason, "attempt": attempt, **changes}
     return write(run, replace(present, **fields))  # type: ignore[arg-type]
+
+
+def note_job(run: Path, attempt: int, job: str) -> None:
+    """Add the SLURM job's id to the status of a submitted attempt, whatever the job has done to it meanwhile."""
+    with held(run / WRITE_LOCK):
+        present = read(run)
+        if present is None or present.attempt != attempt:
+            return
+        reason = f"in SLURM's queue as job {job}" if present.state is State.queued else present.reason
+        _store(run, replace(present, job=job, reason=reason))
+
+
+def _store(run: Path, status: Status) -> Status:
+    stamped = replace(status, updated=datetime.now(UTC).isoformat(timespec="milliseconds"))
+    write_json(run / FILE, {**asdict(stamped), "state": stamped.state.value, "keeper": stamped.keeper.value})
+    return stamped
 
 
 def _check_move(run: Path, present: Status | None, status: Status) -> None:

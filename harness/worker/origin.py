@@ -58,7 +58,7 @@ def _of_all(machines: list[dict[str, Any]]) -> dict[str, Any]:
 def _nccl_version() -> str | None:
     if not torch.cuda.is_available():
         return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return ".".join(str(part) for part in torch.cuda.nccl.version())
 
 
 def _of_torch() -> dict[str, Any]:

@@ -69,6 +69,8 @@ def _ownership(run_dir: Path, place: Placement) -> AbstractContextManager[object
 def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> int:
     config = run.typed()
     _check_size(config, place)
+    if reporter.is_superseded():
+        return INTERRUPTED
     reporter.started()
     reporter.pipe.send("phase", name="importing torch")
     with HangWatch(config.launch.hang_timeout_s, reporter, armed=place.launcher in ("slurm", "torchrun")) as watch:
@@ -80,11 +82,13 @@ def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> i
         reporter.pipe.send("phase", name="building")
         try:
             outcome = _train(run, config, ranks, stop, _progress(reporter, watch))
+            # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
+            code = _finish(place, reporter, stop, outcome)
             connect.leave(ranks)
         finally:
             if place.launcher == "inline":
                 connect.abandon()
-    return _finish(place, reporter, stop, outcome)
+    return code
 
 
 def _check_size(config: Config, place: Placement) -> None:

@@ -15,7 +15,7 @@ from harness.store.files import read_json, write_json
 from harness.store.placement import Placement
 
 if TYPE_CHECKING:
-    from torch.distributed import Store
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 FILE = "rendezvous.json"
 LOOPBACK = "127.0.0.1"

@@ -80,6 +80,16 @@ class Reporter:
             keeper = Keeper.slurm if self.place.job else Keeper.process
             self._write(State.running, f"started by {self.place.launcher}", keeper=keeper, job=self.place.job)
 
+    def is_superseded(self) -> bool:
+        """Whether a job starts too late: its run was cancelled, or given to a newer attempt because it seemed lost."""
+        present = status.read(self.run)
+        if self.place.watched or present is None:
+            return False
+        over = present.attempt > self.attempt or present.state is State.cancelled
+        if over:
+            sys.stderr.write(f"nothing to do: attempt {present.attempt} of {self.run} is {present.state.value}\n")
+        return over
+
     def ended(self, state: State, reason: str) -> None:
         """Rank 0 marks the run as ended."""
         if self.place.rank == 0:

@@ -8,10 +8,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from harness.store.placement import STOP_SIGNALS
 from harness.store.rundir import cancel_requested
-
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-"""A scheduler's preemption and its warning before the time limit."""
 
 POLL_S = 1.0
 
@@ -29,9 +27,9 @@ class StopFlag:
 
     def listen(self) -> None:
         """Turn the stop signals into this flag, also those that came before (the starter may have blocked them)."""
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             self._before[number] = signal.signal(number, self._on_signal)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""

@@ -1,0 +1,115 @@
+"""Carrying out a request: every cell to the place its own cluster names, and a last word on what to do next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from harness.config.compose import Cell
+from harness.config.schema import Backend
+from harness.launch import preview, slurm
+from harness.launch.inline import run_inline
+from harness.launch.local import Ended
+from harness.launch.opening import Opened, Sources, open_here
+from harness.launch.plan import Action, Decision
+from harness.launch.pool import Pool, exit_code
+from harness.launch.terminal import RunDisplay, Terminal
+from harness.launch.waiting import wait_for
+from harness.store.rundir import RunDir, Store
+from harness.store.status import State
+
+
+def submit(cells: Sequence[Cell], terminal: Terminal | None = None) -> int:
+    """Run, submit, or preview cells; returns the exit code of the request.
+
+    Local cells run in the foreground, side by side while slots are free. SLURM cells are submitted in arrays and left
+    alone, unless launch.wait. A cell that is done, or in somebody's hands, is not started again.
+
+    Raises:
+        StoreError: a run is in use or its directory is not what it should be; nothing of this cell was started.
+        OSError: the store cannot be written.
+    """
+    if any(cell.typed.launch.dry_run for cell in cells):
+        print(preview.preview(cells))
+        return 0
+    terminal = terminal or Terminal(several=len(cells) > 1)
+    return _Request(cells, terminal).carry_out()
+
+
+class _Request:
+    def __init__(self, cells: Sequence[Cell], terminal: Terminal) -> None:
+        self._cells = cells
+        self._terminal = terminal
+        self._several = len(cells) > 1
+        self._store = Store(cells[0].typed.launch.root)
+        self._sources = Sources.gather()
+        self._jobs = slurm.probe()
+
+    def carry_out(self) -> int:
+        local = [cell for cell in self._cells if cell.typed.cluster.backend is Backend.local]
+        remote = [cell for cell in self._cells if cell.typed.cluster.backend is Backend.slurm]
+        codes = self._submit(remote) if remote else []
+        if len(local) == 1 and local[0].typed.launch.inline:
+            codes += self._run_inline(local[0])
+        elif local:
+            codes += self._run_local(local)
+        code = exit_code(codes)
+        self._say_next(code)
+        return code
+
+    def _submit(self, cells: Sequence[Cell]) -> list[int]:
+        submitted = slurm.submit_cells(self._store, cells, self._sources, self._jobs, on_decision=self._on_decision)
+        for array in submitted:
+            self._terminal.line(f"submitted {array.describe()}")
+        if not any(cell.typed.launch.wait for cell in cells):
+            return []
+        return wait_for([RunDir(self._store.path_of(cell)) for cell in cells], self._terminal)
+
+    def _run_inline(self, cell: Cell) -> list[int]:
+        opened = open_here(self._store, cell, self._sources, self._jobs)
+        if isinstance(opened, Decision):
+            self._on_decision(cell, opened)
+            return [75] if opened.action is Action.leave else []
+        ended = run_inline(*opened, self._on_start(opened[0]))
+        self._on_end(opened[0], ended)
+        return [ended.exit_code]
+
+    def _run_local(self, cells: Sequence[Cell]) -> list[int]:
+        pool = Pool(
+            self._store,
+            self._sources,
+            self._jobs,
+            on_decision=self._on_decision,
+            on_start=self._on_start,
+            on_end=self._on_end,
+        )
+        return pool.run(cells)
+
+    def _on_decision(self, cell: Cell, decision: Decision) -> None:
+        self._terminal.line(f"{self._store.path_of(cell)}: {decision.why}")
+
+    def _on_start(self, opened: Opened) -> Callable[[dict[str, Any]], None]:
+        world_size = opened.cell.typed.mesh.world_size
+        self._terminal.line(f"{opened.run.path}: {world_size} rank{'s' * (world_size > 1)}, attempt {opened.attempt}")
+        return RunDisplay(self._terminal, opened.run.path.name if self._several else "")
+
+    def _on_end(self, opened: Opened, ended: Ended) -> None:
+        if ended.report:
+            self._terminal.line(f"\n{ended.report}")
+        logs = "" if ended.state is State.done else f" (logs: {opened.run.attempt_dir(opened.attempt)})"
+        self._terminal.line(f"{opened.run.path}: {ended.state.value}, {ended.reason}{logs}")
+
+    def _say_next(self, code: int) -> None:
+        for command in self._next(code):
+            self._terminal.line(f"next: {command}")
+
+    def _next(self, code: int) -> list[str]:
+        study = self._cells[0].study
+        ref = study if self._several else self._cells[0].signature[:8]
+        if any(cell.typed.cluster.backend is Backend.slurm for cell in self._cells):
+            return [f"python -m harness watch {study}"]
+        if code:
+            return [f"python -m harness show {ref}", f"python -m harness retry {ref}"]
+        if self._several:
+            return [f"python -m harness watch {study}", f"python -m harness verdict {study}"]
+        return [f"python -m harness show {ref}", f"python -m harness compare {ref} RUN"]

@@ -1,0 +1,38 @@
+"""Staying until submitted cells have ended: launch.wait=true."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from harness.launch.scheduler import probe
+from harness.launch.terminal import Terminal
+from harness.store import status
+from harness.store.rundir import RunDir
+from harness.store.status import State
+
+POLL_S = 5.0
+CODES = {State.done: 0, State.cancelled: 130}
+"""Exit codes of ends; every other end is 1."""
+
+WAITING = frozenset({State.queued, State.running, State.preempted})
+
+
+def wait_for(runs: Sequence[RunDir], terminal: Terminal, *, poll_s: float = POLL_S) -> list[int]:
+    """Wait until every run has ended, and say when something changes; returns their exit codes.
+
+    A Ctrl-C ends the waiting, not the jobs.
+    """
+    shown = ""
+    while True:
+        jobs = probe()
+        states = [found.state for run in runs if (found := status.effective(run.path, jobs)) is not None]
+        counts = Counter(state.value for state in states)
+        text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
+        if text != shown:
+            terminal.line(text)
+            shown = text
+        if not any(state in WAITING for state in states):
+            return [CODES.get(state, 1) for state in states]
+        time.sleep(poll_s)
