@@ -1,0 +1,30 @@
+"""Is it still the same training run? Verdicts on finished runs, from what they left on disk and nothing else.
+
+    compare(RUN, RUN)      the verdict on two runs
+    verdict(ROOT, STUDY)   every arm of a study against its control
+    zoom(RUN, RUN, name)   one tensor of the two, close up
+    text, study_text       a verdict for the terminal; `.as_json()` and `.exit_code` are its methods
+
+Readers load numpy inside functions and torch never. docs/verdicts.md says what each tier demands and where every bound
+comes from.
+"""
+
+from harness.parity.compare import CHECKOUT, compare
+from harness.parity.outcome import Finding, Grade, Outcome, StudyVerdict, Verdict
+from harness.parity.render import study_text, text
+from harness.parity.study import verdict
+from harness.parity.zoom import zoom
+
+__all__ = [
+    "CHECKOUT",
+    "Finding",
+    "Grade",
+    "Outcome",
+    "StudyVerdict",
+    "Verdict",
+    "compare",
+    "study_text",
+    "text",
+    "verdict",
+    "zoom",
+]

@@ -1,0 +1,97 @@
+"""Which tier two configurations admit: bitwise only where the order of arithmetic is provably the same.
+
+    same settings, numerics deterministic or ordered      T1: a re-run, or a resumed run, repeats every sum
+    numerics=ordered, native, k = 1, one world size       T1 across all strategies: every sum is in rank order
+    numerics=ordered, native, k > 1                       T1 within {no_shard, optim}, which add microbatches before
+                                                          ranks, and within {optim_grads, optim_grads_params}, which
+                                                          add ranks before microbatches; not between the two
+    anything else                                         T2
+
+Bits are compared whatever the tier, and equal ones are reported as EQUAL. The tier says when unequal ones are a fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness.store.identity import EXCLUDED
+
+WITHOUT_EFFECT = (
+    "ckpt.",
+    "measure.",
+    "train.replicate",
+    "train.param_norm_every",
+    "model.name",
+    "dtype.name",
+    "engine.prefetch",
+)
+"""Prefixes of settings that change no sum: what is saved, looked at or called; and how far gathers run ahead, because
+reductions are issued in static order and a gather does no arithmetic."""
+
+REPEATABLE = ("deterministic", "ordered")
+
+SUM_ORDER = {
+    "no_shard": "microbatches before ranks",
+    "optim": "microbatches before ranks",
+    "optim_grads": "ranks before microbatches",
+    "optim_grads_params": "ranks before microbatches",
+}
+
+
+@dataclass(frozen=True)
+class Admission:
+    """The strongest admissible tier, `T1` or `T2`, and the reason as a clause."""
+
+    tier: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.tier}: {self.reason}"
+
+
+def admissible(arm: Mapping[str, Any], control: Mapping[str, Any], *, resumed: bool = False) -> Admission:
+    """Decide from two frozen configurations (flat, dotted keys).
+
+    Args:
+        arm: one configuration.
+        control: the other.
+        resumed: whether either run was interrupted and resumed; only for the wording.
+    """
+    differing = sorted(key for key in arm.keys() | control.keys() if _matters(key) and arm.get(key) != control.get(key))
+    mode = arm["numerics.mode"]
+    if "numerics.mode" in differing:
+        return Admission("T2", f"one arm is numerics={mode}, the other {control['numerics.mode']}")
+    if mode not in REPEATABLE:
+        return Admission("T2", f"numerics={mode} promises no order of sums")
+    if not differing:
+        again = "resumed on the same layout" if resumed else "run twice"
+        return Admission("T1", f"one configuration, {again}, under numerics={mode}")
+    if mode == "ordered" and differing == ["sharding.strategy"] and arm["engine.name"] == "native":
+        return _across_strategies(arm, control)
+    return Admission("T2", f"sums may be ordered differently: {', '.join(differing[:4])} differ")
+
+
+def _across_strategies(arm: Mapping[str, Any], control: Mapping[str, Any]) -> Admission:
+    k = microbatches_per_rank(arm)
+    if k == 1:
+        return Admission("T1", "numerics=ordered with one microbatch a rank sums in rank order under every strategy")
+    left, right = (SUM_ORDER.get(str(run["sharding.strategy"])) for run in (arm, control))
+    if left is not None and left == right:
+        return Admission("T1", f"numerics=ordered, and both strategies add {left}")
+    return Admission("T2", f"with k = {k} one strategy adds {left}, the other {right}")
+
+
+def _matters(key: str) -> bool:
+    return key.split(".")[0] not in EXCLUDED and not key.startswith(WITHOUT_EFFECT)
+
+
+def microbatches_per_rank(config: Mapping[str, Any]) -> int:
+    """k of a flat configuration."""
+    return global_microbatches(config) // int(config["mesh.world_size"])
+
+
+def global_microbatches(config: Mapping[str, Any]) -> int:
+    """M of a flat configuration: microbatches of one step over all ranks."""
+    return int(config["train.global_batch_size"]) // int(config["train.microbatch_size"])

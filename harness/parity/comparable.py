@@ -1,0 +1,131 @@
+"""T0: may two runs be compared at all? Every fact that must agree, and what differs.
+
+The rule is refusal: a setting that is not listed here as an axis of comparison must be the same in both runs, so that a
+setting added later is refused until somebody decides about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.record import Record
+
+AXES = (
+    "engine",
+    "sharding",
+    "dtype",
+    "numerics",
+    "mesh",
+    "ckpt",
+    "measure",
+    "launch",
+    "wandb",
+    "study",
+    "cluster",
+    "notes",
+)
+"""Groups whose settings may differ: what a study varies, and what cannot touch a number."""
+
+FREE = (
+    "train.microbatch_size",  # the global batch is the same; its digest says so
+    "train.replicate",
+    "train.param_norm_every",
+    "model.name",
+    "model.activation_checkpointing",
+)
+"""Single settings that may differ."""
+
+HELD = ("cluster.device", "cluster.threads_per_rank")
+"""Settings of a free group that must agree: sums depend on both."""
+
+FACTS = ("cpu_model", "cpu_capability", "device", "threads_per_rank", "cuda", "nccl", "allow_tf32")
+"""Entries of provenance that must agree."""
+
+VERSIONS = ("torch",)
+"""Packages whose version must agree; numpy only feeds data, and the data's digest is compared itself."""
+
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR", "NVIDIA_TF32_OVERRIDE")
+"""Environment variables that choose arithmetic."""
+
+NEEDED = ("cpu_model", "threads_per_rank")
+"""Facts that must be known, not merely equal."""
+
+
+def check(arm: Record, control: Record) -> list[Finding]:
+    """All T0 findings. None is in doubt: each is `ok` or `bad`."""
+    unfit = [*_problems(arm), *_problems(control)]
+    if unfit:
+        return unfit
+    return [
+        _same("sources", Stage.record, arm, control, lambda run: str(run.provenance["sources_digest"])),
+        *_config(arm, control),
+        *_origin(arm, control),
+        _same("initial weights", Stage.weights, arm, control, lambda run: str(run.summary["initial_weights"])),
+        *(_steps(key, arm, control) for key in ("tokens", "lr", "data_digest")),
+    ]
+
+
+def _problems(run: Record) -> list[Finding]:
+    return [
+        Finding("T0", "whole record", Stage.record, Grade.bad, problem, "a finished, current run", note=run.name)
+        for problem in run.problems
+    ]
+
+
+def _finding(check: str, stage: Stage, left: object, right: object, step: int | None = None, note: str = "") -> Finding:
+    verdict = Grade.ok if left == right else Grade.bad
+    return Finding("T0", check, stage, verdict, _short(left), _short(right), step=step, note=note)
+
+
+def _short(value: object) -> str:
+    text = "absent" if value is None else str(value)
+    return text if len(text) <= 48 else f"{text[:45]}..."
+
+
+def _same(check: str, stage: Stage, arm: Record, control: Record, fact: Callable[[Record], object]) -> Finding:
+    return _finding(check, stage, fact(arm), fact(control))
+
+
+def _config(arm: Record, control: Record) -> list[Finding]:
+    held = [key for key in sorted(arm.config.keys() | control.config.keys()) if must_agree(key)]
+    differing = [key for key in held if arm.config.get(key) != control.config.get(key)]
+    if not differing:
+        return [Finding("T0", "configuration", Stage.record, Grade.ok, "equal", "equal", count=len(held))]
+    return [_finding(key, Stage.record, arm.config.get(key), control.config.get(key)) for key in differing]
+
+
+def must_agree(key: str) -> bool:
+    """Whether a dotted setting must be the same in two runs that are compared."""
+    if key in HELD:
+        return True
+    return key.split(".")[0] not in AXES and key not in FREE
+
+
+def _origin(arm: Record, control: Record) -> list[Finding]:
+    left, right = _facts(arm.provenance), _facts(control.provenance)
+    findings = [_finding(key, Stage.record, left[key], right[key]) for key in left]
+    unknown = [key for key in NEEDED if left[key] is None]
+    return findings + [
+        Finding("T0", key, Stage.record, Grade.bad, "absent", "known", note="provenance.json does not say")
+        for key in unknown
+    ]
+
+
+def _facts(origin: Mapping[str, Any]) -> dict[str, object]:
+    versions, environment = origin.get("versions") or {}, origin.get("environment") or {}
+    return {
+        **{f"{name} version": versions.get(name) for name in VERSIONS},
+        **{key: origin.get(key) for key in FACTS},
+        **{name: environment.get(name) for name in VARIABLES},
+    }
+
+
+def _steps(key: str, arm: Record, control: Record) -> Finding:
+    stage = Stage.optimizer if key == "lr" else Stage.data
+    for left, right in zip(arm.steps, control.steps, strict=True):
+        if left[key] != right[key]:
+            note = "the two runs were not fed the same tokens" if key == "data_digest" else ""
+            return _finding(key, stage, left[key], right[key], step=int(left["step"]), note=note)
+    return Finding("T0", key, stage, Grade.ok, "equal", "equal", count=len(arm.steps))

@@ -1,0 +1,191 @@
+"""The verdict on two runs, and on every arm of a study.
+
+whole and comparable? (T0)  no -> NOT_COMPARABLE
+a number that is none?      in one run -> DIFFERENT; in both -> UNDECIDED, unless they differ before it
+every recorded bit equal?   yes -> EQUAL, whatever the tier
+bits owed? (T1)             yes -> DIFFERENT
+within what rounding does?  (T2) refuted -> DIFFERENT; in doubt, or too blind to tell -> UNDECIDED; else EQUIVALENT
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from harness.config.errors import refuse
+from harness.parity import bitwise, comparable, finite, numeric, trajectory, wording
+from harness.parity.admissible import Admission, admissible
+from harness.parity.envelope import Arithmetic, Envelope
+from harness.parity.gradients import Mismatch, TensorPair, compare_tensor, names, pool
+from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
+from harness.parity.record import Record, load
+from harness.store.provenance import sources_digest
+
+CHECKOUT = "checkout"
+"""Accept only runs made by this checkout's sources: any other is stale."""
+
+
+def compare(arm: Path, control: Path, *, sources: str | None = CHECKOUT) -> Verdict:
+    """Is `arm` still the same training run as `control`?
+
+    Args:
+        arm: a run directory.
+        control: the run directory it is held against.
+        sources: digest of the sources both must have been made by; `CHECKOUT` for the present ones; None lets them be
+            any, the same in both (for a store that was made elsewhere).
+
+    Raises:
+        BadRequest: both are one directory.
+        StoreError: one of them is no run.
+    """
+    if Path(arm).resolve() == Path(control).resolve():
+        fix = "name two runs; a repetition for an A/A pair is made by train.replicate=1"
+        raise refuse(f"compare {arm}", "is one run named twice", fix=fix)
+    digest = sources_digest() if sources == CHECKOUT else sources
+    return judge(load(arm, digest), load(control, digest))
+
+
+def judge(arm: Record, control: Record) -> Verdict:
+    """The verdict on two runs that were read."""
+    facts = comparable.check(arm, control)
+    differing = [fact for fact in facts if fact.grade is not Grade.ok]
+    if differing:
+        return wording.not_comparable(arm, control, differing)
+    return _Judgement(arm, control, facts).verdict()
+
+
+@dataclass(frozen=True)
+class _Judgement:
+    """Two comparable runs, and what is measured between them, each thing once."""
+
+    arm: Record
+    control: Record
+    facts: list[Finding]
+
+    @cached_property
+    def admission(self) -> Admission:
+        resumed = self.arm.attempts > 1 or self.control.attempts > 1
+        return admissible(self.arm.config, self.control.config, resumed=resumed)
+
+    @cached_property
+    def envelope(self) -> Envelope:
+        return Envelope(Arithmetic.of(self.arm.config), Arithmetic.of(self.control.config))
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Steps that both runs captured."""
+        return sorted(self.arm.captures.keys() & self.control.captures.keys())
+
+    @cached_property
+    def pairs(self) -> Mapping[int, list[TensorPair]]:
+        found: dict[int, list[TensorPair]] = {}
+        for step in self.steps:
+            left, right = self.arm.captures[step], self.control.captures[step]
+            found[step] = [compare_tensor(name, left, right) for name in names(left, right)[0]]
+        return found
+
+    @cached_property
+    def mismatches(self) -> Mapping[int, list[Mismatch]]:
+        return {step: names(self.arm.captures[step], self.control.captures[step])[1] for step in self.steps}
+
+    @cached_property
+    def broken(self) -> list[Finding]:
+        """Values that are not finite."""
+        return finite.check(self.arm, self.control, self.pairs)
+
+    @cached_property
+    def bits(self) -> list[Finding]:
+        return bitwise.check(self.arm, self.control, self.pairs, self.mismatches)
+
+    @cached_property
+    def numbers(self) -> list[list[Finding]]:
+        """T2, a list a kind; of the steps before the first value that is not finite."""
+        broken_at = finite.first_step(self.broken)
+        last = None if broken_at is None else broken_at - 1
+        usable = [step for step in self.steps if last is None or step <= last]
+        observed = pool(self.pairs[1]).distance if 1 in usable else None
+        kinds: list[list[Finding]] = []
+        if 1 in usable:
+            factors = numeric.suspects(self.envelope)
+            kinds += numeric.first_step(self.pairs[1], self.mismatches[1], self.envelope, factors)
+        kinds += [self._logged_norms(usable)]
+        push = trajectory.kick(self.envelope, str(self.control.config["optimizer.name"]), observed)
+        for step in (step for step in usable if step > 1):
+            kinds += [numeric.later_step(step, self.pairs[step], self.envelope, push)]
+        kinds += trajectory.check(self.arm, self.control, self.envelope, observed, last)
+        return [kind for kind in kinds if kind]
+
+    def _logged_norms(self, usable: Sequence[int]) -> list[Finding]:
+        found = []
+        for step in usable:
+            sides = ((self.arm, self.envelope.arm), (self.control, self.envelope.control))
+            for run, arithmetic in sides if not self.mismatches[step] else ():
+                norms = [norm_of(run, step, pair) for pair in self.pairs[step]]
+                found.append(numeric.logged_norm(run, step, norms, arithmetic.logged_norm))
+        return found
+
+    @cached_property
+    def blindness(self) -> list[Finding]:
+        """Why a T2 pass would prove too little."""
+        if 1 not in self.steps:
+            note = "no gradients were captured at step 1, and Adam can hide a wrong one from every later number"
+            return [Finding("T2", "gradients captured", Stage.record, Grade.doubt, "none", "step 1", step=1, note=note)]
+        seen, needed = numeric.resolution(self.pairs[1], self.envelope), self.envelope.smallest_fault
+        if seen <= needed:
+            return []
+        note = "rounding could hide one rank's contribution; hold it against a control of the same compute dtype"
+        return [Finding("T2", "resolution", Stage.gradient, Grade.doubt, seen, needed, step=1, note=note)]
+
+    def verdict(self) -> Verdict:
+        """By the order in the module's docstring."""
+        bits = [finding for finding in self.bits if finding.grade is not Grade.ok]
+        failed = sorted([*self.broken, *(self._failures(bits) if bits else [])], key=_order)
+        outcome = self._outcome(bits, failed)
+        resolution = numeric.resolution(self.pairs[1], self.envelope) if 1 in self.steps and not self.broken else None
+        return wording.verdict(
+            outcome=outcome,
+            arm=self.arm,
+            control=self.control,
+            admission=self.admission,
+            evidence=self._evidence(),
+            findings=failed,
+            resolution=resolution,
+        )
+
+    def _failures(self, bits: Sequence[Finding]) -> list[Finding]:
+        """What unequal bits come to: a fault where bits are owed, and all that T2 found."""
+        numbers = [finding for kind in self.numbers for finding in kind if finding.grade is not Grade.ok]
+        return [*(bits if self.admission.tier == "T1" else []), *numbers, *self.blindness]
+
+    def _outcome(self, bits: Sequence[Finding], failed: Sequence[Finding]) -> Outcome:
+        if any(finding.grade is Grade.bad for finding in failed):
+            return Outcome.DIFFERENT
+        if failed:
+            return Outcome.UNDECIDED
+        return Outcome.EQUIVALENT if bits else Outcome.EQUAL
+
+    def _evidence(self) -> tuple[Finding, ...]:
+        """The worst of each kind, with how many it stands for."""
+        count = sum(fact.count for fact in self.facts)
+        comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
+        rows = [comparable_row, *self.broken, *self.bits]
+        for kind in self.numbers:
+            found = worst(kind)
+            if found is not None:
+                rows.append(wording.standing_for(found, len(kind)))
+        return (*rows, *(self.blindness if any(bit.grade is not Grade.ok for bit in self.bits) else ()))
+
+
+def norm_of(run: Record, step: int, pair: TensorPair) -> float:
+    """Norm of a run's own captured tensor, in fp64."""
+    import numpy as np
+
+    return float(np.linalg.norm(run.captures[step].values(pair.name)))
+
+
+def _order(finding: Finding) -> tuple[int, int, int, float]:
+    """First cause first: the earliest step, the gravest grade, the stage within the step, the farthest out."""
+    grades, stages = [Grade.bad, Grade.doubt, Grade.ok], list(Stage)
+    return (finding.step or 0, grades.index(finding.grade), stages.index(finding.stage), -finding.ratio)

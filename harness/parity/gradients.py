@@ -1,0 +1,212 @@
+"""One pass over two captures of the same step: per tensor, how far apart, in which direction, and where.
+
+The arm's gradient is fitted as g = (1 + b) c + r to the control's c by least squares. b is a scale error; r, orthogonal
+to c, is everything else. b's standard error must not assume that the elements of r are independent: a rounding of one
+embedding row, one output feature or one input feature touches a whole row or column. It is therefore taken between rows
+and between columns (cluster-robust), and the larger one counts. Measured on clean bf16 pairs it is 4 to 20 times the
+naive one, and right within a factor of about 2 (docs/verdicts.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from harness.parity.tensors import Capture
+
+if TYPE_CHECKING:
+    from harness.parity.tensors import Float64
+
+BLOCKS = 32
+"""Consecutive pieces a tensor is cut into: a fault in one rank's shard or in a padded tail shows in a few of them."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """The piece of a tensor that is farthest off."""
+
+    start: int
+    """First element, in flat order."""
+    stop: int
+    distance: float
+    """Norm of its difference, over the root mean square of its own norm and of an average piece's."""
+
+
+@dataclass(frozen=True)
+class TensorPair:
+    """What two captures say of one tensor. Distances and b are relative to the control."""
+
+    name: str
+    bits_equal: bool
+    finite: bool
+    """Whether every element of the arm's is a finite number."""
+    control_finite: bool
+    numel: int
+    norm: float
+    """Of the control's tensor."""
+    distance: float
+    """Norm of the difference over the control's norm."""
+    b: float
+    """Fitted scale error."""
+    standard_error: float
+    """Of b."""
+    residual: float
+    """Norm of r over the control's norm."""
+    block: Block
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A tensor that only one capture has, or that has two shapes."""
+
+    name: str
+    arm: str
+    control: str
+
+
+def names(arm: Capture, control: Capture) -> tuple[list[str], list[Mismatch]]:
+    """Tensors that both have in one shape, and the others."""
+    both: list[str] = []
+    odd: list[Mismatch] = []
+    for name in sorted(arm.tensors.keys() | control.tensors.keys()):
+        left, right = (capture.tensors.get(name) for capture in (arm, control))
+        if left is not None and right is not None and left.shape == right.shape:
+            both.append(name)
+        else:
+            odd.append(Mismatch(name, *("absent" if t is None else str(list(t.shape)) for t in (left, right))))
+    return both, odd
+
+
+def compare(arm: Capture, control: Capture) -> Iterator[TensorPair]:
+    """Every tensor that both have, one in memory at a time."""
+    for name in names(arm, control)[0]:
+        yield compare_tensor(name, arm, control)
+
+
+def compare_tensor(name: str, arm: Capture, control: Capture) -> TensorPair:
+    """One tensor.
+
+    Raises:
+        KeyError: one of the captures does not have it.
+    """
+    import numpy as np
+
+    a, c = arm.values(name), control.values(name)
+    finite, control_finite = bool(np.isfinite(a).all()), bool(np.isfinite(c).all())
+    equal = arm.tensors[name].dtype == control.tensors[name].dtype and _same_bits(name, arm, control)
+    if not (finite and control_finite):
+        nan, whole = math.nan, Block(0, a.size, math.nan)
+        return TensorPair(name, equal, finite, control_finite, a.size, nan, nan, nan, nan, nan, whole)
+    if equal:
+        norm, whole = float(np.linalg.norm(c)), Block(0, a.size, 0.0)
+        return TensorPair(name, True, True, True, a.size, norm, 0.0, 0.0, 0.0, 0.0, whole)
+    return _fit(name, a, c)
+
+
+def _same_bits(name: str, arm: Capture, control: Capture) -> bool:
+    import numpy as np
+
+    return bool(np.array_equal(arm.raw(name).view(np.uint8), control.raw(name).view(np.uint8)))
+
+
+def _fit(name: str, a: Float64, c: Float64) -> TensorPair:
+    import numpy as np
+
+    difference = a - c
+    square = float(np.vdot(c, c))
+    if square == 0.0:
+        off = math.inf if np.any(difference) else 0.0
+        return TensorPair(name, False, True, True, a.size, 0.0, off, off, 0.0, off, Block(0, a.size, off))
+    norm = math.sqrt(square)
+    b = float(np.vdot(difference, c)) / square
+    rest = difference - b * c
+    return TensorPair(
+        name=name,
+        bits_equal=False,
+        finite=True,
+        control_finite=True,
+        numel=a.size,
+        norm=norm,
+        distance=float(np.linalg.norm(difference)) / norm,
+        b=b,
+        standard_error=_standard_error(rest, c, square),
+        residual=float(np.linalg.norm(rest)) / norm,
+        block=_worst_block(difference.ravel(), c.ravel(), norm),
+    )
+
+
+def _standard_error(rest: Float64, c: Float64, square: float) -> float:
+    """Of b, between rows and between columns; the larger."""
+    import numpy as np
+
+    products = (rest * c).reshape(rest.shape[0] if rest.ndim else 1, -1)
+    axes = [axis for axis in (0, 1) if products.shape[1 - axis] > 1]
+    return max((float(np.linalg.norm(products.sum(axis))) / square for axis in axes), default=0.0)
+
+
+def _worst_block(difference: Float64, c: Float64, norm: float) -> Block:
+    """The farthest of `BLOCKS` consecutive pieces."""
+    import numpy as np
+
+    edges = np.unique(np.linspace(0, c.size, min(BLOCKS, c.size) + 1).astype(np.int64))
+    off, own = (np.add.reduceat(values * values, edges[:-1]) for values in (difference, c))
+    share = norm**2 * np.diff(edges) / c.size
+    distances = np.sqrt(off / ((own + share) / 2))
+    worst = int(distances.argmax())
+    return Block(int(edges[worst]), int(edges[worst + 1]), float(distances[worst]))
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """One scale error for all gradients together."""
+
+    b: float
+    standard_error: float
+    residual: float
+    """Norm of all residuals over the norm of the whole gradient."""
+    distance: float
+    """Norm of the whole difference over the norm of the whole gradient."""
+
+
+def pool(pairs: list[TensorPair]) -> Pooled:
+    """Combine the tensors' b: a weighted mean in which each tensor has its own coherent error.
+
+    The weights are 1 / (SE^2 + tau^2), where tau is the spread of the tensors' b beyond their standard errors (the
+    moment estimate of random-effects meta-analysis). Tensors of one unit (a block) share upstream errors, so the
+    standard error is that of as many independent values as there are units.
+    """
+    used = [pair for pair in pairs if pair.norm > 0]  # a norm that is not a number is not above 0
+    total = math.sqrt(math.fsum(pair.norm**2 for pair in used))
+    if not used or total == 0.0:
+        return Pooled(0.0, 0.0, 0.0, 0.0)
+    tau2 = _spread(used)
+    floor = 1e-300 + 1e-30 * max((pair.distance for pair in used), default=0.0) ** 2
+    weights = [1.0 / (pair.standard_error**2 + tau2 + floor) for pair in used]
+    mean = math.fsum(w * pair.b for w, pair in zip(weights, used, strict=True)) / math.fsum(weights)
+    design = len(used) / len({unit(pair.name) for pair in used})
+    return Pooled(
+        b=mean,
+        standard_error=math.sqrt(design / math.fsum(weights)),
+        residual=math.sqrt(math.fsum((pair.residual * pair.norm) ** 2 for pair in used)) / total,
+        distance=math.sqrt(math.fsum((pair.distance * pair.norm) ** 2 for pair in used)) / total,
+    )
+
+
+def _spread(pairs: list[TensorPair]) -> float:
+    """tau^2: variance of the tensors' b beyond what their standard errors explain."""
+    if len(pairs) < 2:
+        return 0.0
+    mean = math.fsum(pair.b for pair in pairs) / len(pairs)
+    variance = math.fsum((pair.b - mean) ** 2 for pair in pairs) / (len(pairs) - 1)
+    return max(0.0, variance - math.fsum(pair.standard_error**2 for pair in pairs) / len(pairs))
+
+
+def unit(name: str) -> str:
+    """The unit a parameter belongs to: its name up to the first number, or its first part (`blocks.3`, `embedding`)."""
+    parts = name.split(".")
+    for position, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: position + 1])
+    return parts[0]

@@ -1,0 +1,151 @@
+"""T2 at captured steps: every gradient against the envelope, and the scale of each and of all.
+
+Three checks a tensor, because no one of them sees every fault. The *distance* sees whatever is large. The *worst piece*
+sees what is large in one place: a rank's shard, a padded tail. The *scale* sees a factor far below the distance that
+rounding causes, because rounding has no direction: a factor 1.02 on gradients that bf16 has moved by 1 % stands out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness.parity.envelope import REFUTED, Envelope
+from harness.parity.gradients import Mismatch, Pooled, TensorPair, pool
+from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.record import Record
+from harness.parity.trajectory import EXPECTED_GROWTH, MOST_GROWTH, Kick, growth
+
+CEILING = 0.5
+"""Later captured steps are judged while the distance that is allowed stays below this."""
+
+
+def first_step(
+    pairs: Sequence[TensorPair],
+    mismatches: Sequence[Mismatch],
+    envelope: Envelope,
+    factors: Sequence[tuple[float, str]],
+) -> list[list[Finding]]:
+    """Every check of the gradients at step 1, a list a kind.
+
+    Args:
+        pairs: tensors that both runs have, all finite.
+        mismatches: those that only one has.
+        envelope: of the pair.
+        factors: wrong factors and what would cause them (`suspects`).
+    """
+    kinds = [
+        [_mismatch(odd) for odd in mismatches],
+        [_pooled(pool(list(pairs)), envelope, factors)] if pairs else [],
+        [_distance(pair, envelope.distance, REFUTED * envelope.distance) for pair in pairs],
+        [_block(pair, envelope) for pair in pairs],
+        [_scale(pair, envelope, factors) for pair in pairs],
+    ]
+    return [findings for findings in kinds if findings]
+
+
+def later_step(step: int, pairs: Sequence[TensorPair], envelope: Envelope, push: Kick) -> list[Finding]:
+    """Distances at a captured step after the first, against a bound that grows; none once it is too wide to tell."""
+    allowed = envelope.distance + push.weights * growth(EXPECTED_GROWTH, step)
+    if allowed > CEILING:
+        return []
+    refuted = REFUTED * (envelope.distance + push.weights * growth(MOST_GROWTH, step))
+    return [_distance(pair, allowed, refuted, step) for pair in pairs]
+
+
+def resolution(pairs: Sequence[TensorPair], envelope: Envelope) -> float:
+    """Smallest error in the scale of all gradients that would be DIFFERENT at step 1, given the noise there is."""
+    pooled = pool(list(pairs))
+    return REFUTED * envelope.global_scale(pooled.standard_error, pooled.residual)
+
+
+def suspects(envelope: Envelope) -> list[tuple[float, str]]:
+    """Factors that a gradient has after a known mistake, and that mistake."""
+    n, k = envelope.arm.ranks, envelope.arm.microbatches
+    known = [
+        (0.0, "never reduced, or dropped"),
+        (2.0, "counted twice"),
+        (0.5, "halved"),
+        (-1.0, "of the wrong sign"),
+    ]
+    if n > 1:
+        known += [
+            ((n + 1) / n, f"(N+1)/N with N = {n} ranks: a rank's own gradient counted twice"),
+            ((n - 1) / n, f"(N-1)/N with N = {n} ranks: one rank's gradient missing"),
+            (float(n), f"N = {n}: not divided by the number of ranks"),
+            (1.0 / n, f"1/N with N = {n}: divided by the number of ranks twice"),
+        ]
+    if k > 1:
+        known += [
+            (float(k), f"k = {k}: not divided by the number of microbatches"),
+            (1.0 / k, f"1/k with k = {k}: divided by the number of microbatches twice, or one of them kept"),
+            ((k + 1) / k, f"(k+1)/k with k = {k}: one microbatch counted twice"),
+        ]
+    if n > 1 and k > 1:
+        known += [(float(n * k), f"N*k = {n * k}: never divided"), (1.0 / (n * k), f"1/(N*k) with N*k = {n * k}")]
+    return known
+
+
+def explain(b: float, uncertainty: float, factors: Sequence[tuple[float, str]]) -> str:
+    """The factor in words, with the mistake it fits best where one lies within its uncertainty."""
+    factor = 1.0 + b
+    value, cause = min(factors, key=lambda entry: abs(entry[0] - factor))
+    near = abs(value - factor) <= max(uncertainty, 0.02 * abs(value), 1e-6)
+    return f"{factor:.4g} x the control's" + (f": {cause}" if near else "")
+
+
+def _mismatch(odd: Mismatch) -> Finding:
+    note = "the two runs train different sets of parameters (tied, frozen or lost in one of them?)"
+    return Finding(
+        "T2", "tensor exists", Stage.gradient, Grade.bad, odd.arm, odd.control, step=1, tensor=odd.name, note=note
+    )
+
+
+def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -> Finding:
+    verdict = grade(pair.distance, allowed, refuted)
+    return Finding(
+        "T2", "gradient distance", Stage.gradient, verdict, pair.distance, allowed, step=step, tensor=pair.name
+    )
+
+
+def _block(pair: TensorPair, envelope: Envelope) -> Finding:
+    """A piece holds fewer elements than its tensor, so it may lie sqrt(2) farther off."""
+    allowed = math.sqrt(2) * envelope.distance
+    block = pair.block
+    verdict = grade(block.distance, allowed, REFUTED * allowed)
+    note = "" if verdict is Grade.ok else f"elements {block.start} to {block.stop} of {pair.numel}"
+    check = "gradient, worst piece"
+    return Finding("T2", check, Stage.gradient, verdict, block.distance, allowed, step=1, tensor=pair.name, note=note)
+
+
+def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
+    allowed = envelope.scale(pair.standard_error, pair.residual)
+    verdict = grade(abs(pair.b), allowed, REFUTED * allowed)
+    note = "" if verdict is Grade.ok else explain(pair.b, allowed, factors)
+    return Finding(
+        "T2", "gradient scale", Stage.gradient, verdict, abs(pair.b), allowed, step=1, tensor=pair.name, note=note
+    )
+
+
+def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
+    allowed = envelope.global_scale(pooled.standard_error, pooled.residual)
+    verdict = grade(abs(pooled.b), allowed, REFUTED * allowed)
+    note = "" if verdict is Grade.ok else explain(pooled.b, allowed, factors)
+    return Finding("T2", "scale of all gradients", Stage.gradient, verdict, abs(pooled.b), allowed, step=1, note=note)
+
+
+def logged_norm(run: Record, step: int, norms: Sequence[float], allowed: float) -> Finding:
+    """Whether a run's logged gradient norm is the norm of the gradients it captured: a wrong one clips wrongly.
+
+    Args:
+        run: the run.
+        step: the captured step.
+        norms: norms of the captured tensors, in fp64.
+        allowed: `Arithmetic.logged_norm` of the run.
+    """
+    gathered = math.sqrt(math.fsum(norm * norm for norm in norms))
+    logged = run.series("grad_norm")[step - 1] or 0.0
+    off = abs(logged - gathered) / gathered if gathered else abs(logged)
+    verdict = grade(off, allowed, REFUTED * allowed)
+    note = "" if verdict is Grade.ok else f"{run.name} logged {logged:.6g}; what it captured has {gathered:.6g}"
+    return Finding("T2", "logged norm", Stage.norm, verdict, off, allowed, step=step, note=note)

@@ -1,0 +1,180 @@
+"""What a comparison says: outcomes, findings, verdicts. Plain values, no I/O."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class Outcome(Enum):
+    """The five answers to "is it still the same training run?"."""
+
+    EQUAL = "EQUAL"
+    EQUIVALENT = "EQUIVALENT"
+    DIFFERENT = "DIFFERENT"
+    UNDECIDED = "UNDECIDED"
+    NOT_COMPARABLE = "NOT_COMPARABLE"
+
+    @property
+    def exit_code(self) -> int:
+        """0 EQUAL and EQUIVALENT, 1 DIFFERENT, 3 UNDECIDED, 4 NOT_COMPARABLE."""
+        return EXIT_CODES[self]
+
+
+EXIT_CODES = {
+    Outcome.EQUAL: 0,
+    Outcome.EQUIVALENT: 0,
+    Outcome.DIFFERENT: 1,
+    Outcome.UNDECIDED: 3,
+    Outcome.NOT_COMPARABLE: 4,
+}
+
+SEVERITY = (Outcome.DIFFERENT, Outcome.NOT_COMPARABLE, Outcome.UNDECIDED, Outcome.EQUIVALENT, Outcome.EQUAL)
+"""Which answer a study ends with: the first of these that any arm got."""
+
+
+class Grade(Enum):
+    """What one check says: `ok` within what is allowed, `doubt` beyond it, `bad` beyond explanation."""
+
+    ok = "ok"
+    doubt = "doubt"
+    bad = "bad"
+
+
+class Stage(Enum):
+    """The part of a training step a check looks at, in the order of the step."""
+
+    record = "record"
+    data = "data"
+    weights = "weights"
+    forward = "forward"
+    gradient = "gradient"
+    norm = "norm"
+    optimizer = "optimizer"
+    trajectory = "trajectory"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check, or the worst of many of one kind."""
+
+    tier: str
+    """T0, T1 or T2."""
+    check: str
+    """What was looked at, such as `gradient distance`."""
+    stage: Stage
+    grade: Grade
+    observed: float | str
+    """The measured value; text for facts that are equal or not."""
+    allowed: float | str
+    """Largest value that rounding explains, or the control's fact."""
+    step: int | None = None
+    tensor: str | None = None
+    count: int = 1
+    """Number of checks this finding stands for."""
+    note: str = ""
+    """What it means, in a clause."""
+
+    @property
+    def ratio(self) -> float:
+        """Observed over allowed: how far out it is; infinite for facts that differ and values that are not finite."""
+        if isinstance(self.observed, str) or isinstance(self.allowed, str):
+            return 0.0 if self.grade is Grade.ok else math.inf
+        if not math.isfinite(self.observed):
+            return math.inf
+        if self.observed <= self.allowed:
+            return self.observed / self.allowed if self.allowed > 0 else 0.0
+        return self.observed / self.allowed if self.allowed > 0 else math.inf
+
+
+def grade(observed: float, allowed: float, refuted: float) -> Grade:
+    """`ok` up to `allowed`, `doubt` up to `refuted`, `bad` above; a value that is not a number is `bad`."""
+    if observed <= allowed:
+        return Grade.ok
+    return Grade.doubt if observed <= refuted else Grade.bad
+
+
+def worst(findings: Iterable[Finding]) -> Finding | None:
+    """The finding to show for a kind: the gravest grade first, then the farthest out."""
+    order = [Grade.ok, Grade.doubt, Grade.bad]
+    return max(findings, key=lambda found: (order.index(found.grade), found.ratio), default=None)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The answer for one arm against one control, with all it stands on."""
+
+    outcome: Outcome
+    sentence: str
+    arm: str
+    control: str
+    tier: str
+    """The strongest tier that decided: T0, T1 or T2."""
+    admissible: str
+    """The strongest tier the two configurations admit, and why, in a clause."""
+    evidence: tuple[Finding, ...] = ()
+    """One line a kind of check: its worst."""
+    findings: tuple[Finding, ...] = ()
+    """Every check that did not pass, first cause first."""
+    resolution: float | None = None
+    """Smallest relative error in the scale of all gradients that this pair would have shown as DIFFERENT."""
+    commands: tuple[str, ...] = ()
+    """What to type next: the first shows the first bad tensor, or judges again."""
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command that ends with this verdict."""
+        return self.outcome.exit_code
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for `json.dumps`; enums by name, non-finite numbers as strings."""
+        plain: dict[str, Any] = _plain(asdict(self))
+        return {**plain, "exit_code": self.exit_code}
+
+
+@dataclass(frozen=True)
+class StudyVerdict:
+    """The answers for every arm of a study."""
+
+    study: str
+    question: str
+    control: Mapping[str, str]
+    """Overrides that pick the control."""
+    arms: tuple[Verdict, ...] = field(default=())
+
+    @property
+    def outcome(self) -> Outcome:
+        """The gravest answer among the arms; NOT_COMPARABLE where there is none."""
+        found = {arm.outcome for arm in self.arms}
+        return next((outcome for outcome in SEVERITY if outcome in found), Outcome.NOT_COMPARABLE)
+
+    @property
+    def exit_code(self) -> int:
+        """Of the command that ends with this verdict."""
+        return self.outcome.exit_code
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for `json.dumps`."""
+        return {
+            "study": self.study,
+            "question": self.question,
+            "control": dict(self.control),
+            "outcome": self.outcome.value,
+            "exit_code": self.exit_code,
+            "arms": [arm.as_json() for arm in self.arms],
+        }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

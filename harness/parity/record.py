@@ -1,0 +1,154 @@
+"""What a run left behind, read once and checked: the only place of this package that opens a run's files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.parity.tensors import Capture, Unreadable
+from harness.store import provenance, status
+from harness.store.errors import StoreError
+from harness.store.files import read_json
+from harness.store.metrics import iter_metrics
+from harness.store.rundir import RunDir, flatten
+
+NUMBERS = ("loss", "grad_norm", "lr", "tokens")
+"""Fields of a step that must be numbers; `param_norm` may be null."""
+
+WEIGHTS = ("initial_weights", "final_weights")
+"""Digests in `summary.json`."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run as a verdict sees it. Immutable; captures are opened, not read."""
+
+    path: Path
+    name: str
+    """`<study>/<run>`, as people refer to it."""
+    config: Mapping[str, Any]
+    """Frozen configuration, one level of dotted keys."""
+    provenance: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    steps: tuple[Mapping[str, Any], ...]
+    """Lines of `metrics.jsonl`, in order."""
+    captures: Mapping[int, Capture]
+    """Captured gradients by step."""
+    attempts: int
+    """How often the run was started; above one it was resumed."""
+    problems: tuple[str, ...]
+    """Why no verdict can stand on this run; empty for a whole one."""
+
+    def series(self, key: str) -> list[float | None]:
+        """One field over the steps; None where a step has none."""
+        return [None if step.get(key) is None else float(step[key]) for step in self.steps]
+
+
+def load(path: Path, sources: str | None = None) -> Record:
+    """Read a run.
+
+    Args:
+        path: the run directory.
+        sources: digest of the sources a run must have been made by; None accepts any.
+
+    Raises:
+        StoreError: there is no run there, or its configuration cannot be read; anything less is one of `problems`.
+    """
+    run = RunDir(Path(path))
+    config = flatten(run.config())
+    problems: list[str] = []
+    problems += _state_problems(run)
+    origin = _read(lambda: provenance.read(run.path), {}, problems)
+    problems += _origin_problems(origin, sources)
+    summary = _read(lambda: read_json(run.summary), None, problems)
+    steps = _read(lambda: tuple(iter_metrics(run.metrics)), (), problems)
+    problems += _step_problems(steps, int(config["train.steps"]))
+    problems += _summary_problems(summary)
+    captures, damage = _captures(run, [int(step) for step in config["measure.capture_steps"]])
+    problems += damage
+    return Record(
+        run.path, run.name, config, origin, summary or {}, steps, captures, len(run.attempts()), tuple(problems)
+    )
+
+
+def _read(read: Any, default: Any, problems: list[str]) -> Any:
+    """The result of `read`, or `default` with the reason among the problems."""
+    try:
+        return read()
+    except (StoreError, OSError, UnicodeDecodeError) as error:
+        problems.append(str(error))
+        return default
+
+
+def _state_problems(run: RunDir) -> list[str]:
+    try:
+        state = status.effective(run.path)
+    except StoreError as error:
+        return [str(error)]
+    if state is None:
+        return ["it was never started"]
+    if state.state is not status.State.done:
+        return [f"it is {state.state.value}, not done" + (f" ({state.reason})" if state.reason else "")]
+    return []
+
+
+def _origin_problems(origin: Mapping[str, Any], sources: str | None) -> list[str]:
+    digest = origin.get("sources_digest")
+    if not digest:
+        return ["provenance.json has no sources_digest: what code made it is not known"]
+    if sources is not None and digest != sources:
+        return [f"it is stale: made by sources {digest[:8]}, and they are {sources[:8]} now"]
+    return []
+
+
+def _step_problems(steps: Sequence[Mapping[str, Any]], expected: int) -> list[str]:
+    numbers = [step.get("step") for step in steps]
+    if numbers != list(range(1, expected + 1)):
+        return [f"metrics.jsonl holds {_gaps(numbers, expected)}"]
+    broken = [
+        f"step {step['step']} has no {key}"
+        for step in steps
+        for key in (*NUMBERS, "data_digest")
+        if (key == "data_digest" and not step.get(key)) or (key != "data_digest" and not _is_number(step.get(key)))
+    ]
+    return [f"metrics.jsonl is damaged: {', '.join(broken[:3])}"] if broken else []
+
+
+def _gaps(numbers: Sequence[Any], expected: int) -> str:
+    missing = [step for step in range(1, expected + 1) if step not in set(numbers)]
+    if missing:
+        return f"{expected - len(missing)} of {expected} steps; the first missing one is {missing[0]}"
+    return f"{len(numbers)} lines for {expected} steps: repeated, out of order, or beyond the end"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _summary_problems(summary: Mapping[str, Any] | None) -> list[str]:
+    if summary is None:
+        return ["it has no summary.json"]
+    missing = [key for key in WEIGHTS if not summary.get(key)]
+    return [f"summary.json has no {' and no '.join(missing)}"] if missing else []
+
+
+def _captures(run: RunDir, wanted: Sequence[int]) -> tuple[dict[int, Capture], list[str]]:
+    """Captures by step. None at all is no damage (a model can be above the limit); some, or half of one, is."""
+    captures: dict[int, Capture] = {}
+    problems: list[str] = []
+    present = [step for step in wanted if _capture_path(run, step).exists()]
+    for step in wanted if present else []:
+        path = _capture_path(run, step)
+        try:
+            if read_json(path.with_suffix(".json")) is None:
+                raise Unreadable(f"{path} is not complete: the description beside it is missing")
+            captures[step] = Capture(path)
+        except (Unreadable, StoreError) as error:
+            problems.append(str(error))
+    return captures, problems
+
+
+def _capture_path(run: RunDir, step: int) -> Path:
+    return run.capture / f"step-{step:06d}.safetensors"

@@ -1,0 +1,112 @@
+"""Captured gradients: a safetensors file read through the page cache, tensor by tensor.
+
+The format is eight bytes of header length, a JSON header and raw little-endian data. It is read here without the
+safetensors package, because numpy knows no bf16 and because a truncated file must be named, not crash a verdict: the
+header says how long the file must be.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Float64 = NDArray[np.float64]
+
+NUMPY_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+"""safetensors' dtype names to numpy's; bf16 as its bits."""
+
+BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+
+
+class Unreadable(ValueError):
+    """A capture that cannot be read; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One captured tensor, not yet read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    """Offset of its first byte in the file."""
+    size: int
+    """Bytes."""
+
+
+class Capture:
+    """One capture file. Nothing but the header is read until a tensor is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """
+        Args:
+            path: the safetensors file.
+
+        Raises:
+            Unreadable: it is missing, truncated, or not in the format.
+        """
+        self.path = path
+        self.tensors: Mapping[str, Tensor] = _header(path)
+
+    def raw(self, name: str) -> NDArray[np.generic]:
+        """The tensor as stored, flat, without a copy; bf16 as uint16."""
+        import numpy as np
+
+        tensor = self.tensors[name]
+        dtype = np.dtype(NUMPY_DTYPES[tensor.dtype])
+        count = tensor.size // dtype.itemsize
+        if count == 0:
+            return np.empty(0, dtype)
+        return np.memmap(self.path, dtype=dtype, mode="r", offset=tensor.start, shape=(count,))
+
+    def values(self, name: str) -> Float64:
+        """The tensor in float64 and in its shape; every stored dtype fits exactly."""
+        import numpy as np
+
+        raw = self.raw(name)
+        if self.tensors[name].dtype == "BF16":
+            raw = (raw.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return raw.astype(np.float64).reshape(self.tensors[name].shape)
+
+
+def _header(path: Path) -> dict[str, Tensor]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            size = path.stat().st_size
+            if length > size - 8:
+                raise Unreadable(f"{path} is truncated or no safetensors file: a header of {length} bytes in {size}")
+            entries: dict[str, Any] = json.loads(file.read(length))
+    except FileNotFoundError:
+        raise Unreadable(f"{path} is missing") from None
+    except (OSError, ValueError) as error:
+        raise error if isinstance(error, Unreadable) else Unreadable(f"{path} cannot be read: {error}") from error
+    entries.pop("__metadata__", None)
+    tensors = {name: _tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
+    end = max((tensor.start + tensor.size for tensor in tensors.values()), default=8 + length)
+    if end != size:
+        raise Unreadable(f"{path} is truncated: {size} bytes where its header asks for {end}")
+    return tensors
+
+
+def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tensor:
+    try:
+        dtype, shape = str(entry["dtype"]), tuple(int(extent) for extent in entry["shape"])
+        begin, end = entry["data_offsets"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise Unreadable(f"{path}: the header's entry for {name} is damaged ({error})") from error
+    count = 1
+    for extent in shape:
+        count *= extent
+    if dtype not in BYTES:
+        raise Unreadable(f"{path}: {name} has dtype {dtype}; gradients are one of {', '.join(BYTES)}")
+    if end - begin != count * BYTES[dtype]:
+        raise Unreadable(f"{path}: {name} has {end - begin} bytes for shape {list(shape)} of {dtype}")
+    return Tensor(dtype, shape, base + begin, end - begin)
