@@ -1,0 +1,147 @@
+"""One global batch whatever the layout; a digest of what was fed."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.config.schema import Config, DataKind, TokenDtype
+from harness.data.inspect import pieces
+from harness.data.loader import Loader, global_digest, sequence_digest
+from harness.data.sources import FileSource, SyntheticSource
+from tests.factory import small_config
+
+LAYOUTS = [(ranks, size) for ranks in (1, 2, 3, 4) for size in (1, 2) if 24 % (ranks * size) == 0]
+
+
+def global_batch(config: Config, step: int) -> tuple[np.ndarray, str]:
+    """Tokens and targets of all ranks in rank order, as rows of seq_len + 1, and the global digest."""
+    batches = [Loader(config, rank).batch(step) for rank in range(config.mesh.world_size)]
+    rows = [
+        np.concatenate([tokens[row], targets[row][-1:]])
+        for batch in batches
+        for tokens, targets in batch.microbatches
+        for row in range(len(tokens))
+    ]
+    return np.stack(rows), global_digest([batch.digest for batch in batches])
+
+
+@pytest.mark.parametrize("kind", [DataKind.synthetic, DataKind.stdlib])
+def test_global_batch_does_not_depend_on_ranks_or_microbatches(kind: DataKind) -> None:
+    seen = []
+    for world_size, size in LAYOUTS:
+        config = small_config(
+            data__kind=kind,
+            model__vocab_size=256,
+            mesh__world_size=world_size,
+            train__microbatch_size=size,
+            train__global_batch_size=24,
+        )
+        seen.append(global_batch(config, step=5))
+    first_rows, first_digest = seen[0]
+    for rows, digest in seen[1:]:
+        np.testing.assert_array_equal(rows, first_rows)
+        assert digest == first_digest
+
+
+def test_ranks_see_different_sequences() -> None:
+    config = small_config(mesh__world_size=4)
+    rows = [Loader(config, rank).batch(1).microbatches for rank in range(4)]
+    flat = [tuple(row) for batch in rows for tokens, _ in batch for row in tokens]
+    assert len(set(flat)) == len(flat) == 8
+
+
+def test_targets_are_the_next_tokens() -> None:
+    for tokens, targets in Loader(small_config(), 0).batch(1).microbatches:
+        np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+        assert tokens.shape == (2, 16)
+        assert tokens.dtype == np.int64
+
+
+def test_steps_are_random_access_and_wrap_into_a_new_order() -> None:
+    config = small_config()  # 64 sequences, 8 a step: an epoch is 8 steps
+    loader = Loader(config, 0)
+    epochs = [[global_batch(config, step)[0] for step in range(first, first + 8)] for first in (1, 9)]
+    first, second = (sorted(tuple(row) for batch in epoch for row in batch) for epoch in epochs)
+    assert first == second, "both epochs hold every sequence"
+    assert not np.array_equal(epochs[0][0], epochs[1][0]), "in different orders"
+    assert loader.batch(12).digest == Loader(config, 0).batch(12).digest
+
+
+@pytest.mark.parametrize("change", ["token", "position", "swap"])
+def test_digest_sees_any_change(change: str) -> None:
+    a, b = np.arange(17), np.arange(17)[::-1].copy()
+    base = global_digest([sequence_digest(0, a), sequence_digest(1, b)])
+    changed = a.copy()
+    changed[-1] += 1
+    others = {
+        "token": [sequence_digest(0, changed), sequence_digest(1, b)],
+        "position": [sequence_digest(2, a), sequence_digest(1, b)],
+        "swap": [sequence_digest(0, b), sequence_digest(1, a)],
+    }
+    assert global_digest(others[change]) != base
+
+
+def test_same_data_on_every_rank_shows_in_the_digest() -> None:
+    config = small_config(mesh__world_size=2)
+    honest = [Loader(config, rank).batch(1).digest for rank in (0, 1)]
+    assert global_digest(honest) != global_digest([honest[0], honest[0]])
+
+
+def test_digest_ignores_the_width_of_the_file() -> None:
+    tokens = np.arange(17, dtype=np.uint16)
+    assert sequence_digest(3, tokens.astype(np.int64)) == sequence_digest(3, tokens)
+
+
+@pytest.mark.parametrize(("width", "header"), list(itertools.product(["uint16", "uint32"], [0, 1024])))
+def test_token_files_read_as_one_stream(tmp_path: Path, width: str, header: int) -> None:
+    """Sequences cross file boundaries, headers are skipped, files follow one another by name."""
+    stream = np.random.default_rng(0).integers(0, 60000, 1000)
+    cuts = [0, 3, 400, 401, 1000]
+    for number, (start, stop) in enumerate(itertools.pairwise(cuts)):
+        body = stream[start:stop].astype(width).tobytes()
+        (tmp_path / f"part{number}.bin").write_bytes(b"\xff" * header + body)
+    config = small_config(
+        data__kind=DataKind.tokens,
+        data__path=str(tmp_path),
+        data__token_dtype=TokenDtype[width],
+        data__header_bytes=header,
+    )
+    source = FileSource(pieces(config.data), 16)
+    assert source.num_sequences == (1000 - 1) // 16
+    for index in range(source.num_sequences):
+        np.testing.assert_array_equal(source[index], stream[index * 16 : index * 16 + 17])
+
+
+def test_large_files_are_mapped(tmp_path: Path) -> None:
+    stream = np.random.default_rng(1).integers(0, 65536, 600_000).astype(np.uint16)
+    stream.tofile(tmp_path / "big.bin")
+    config = small_config(data__kind=DataKind.tokens, data__path=str(tmp_path / "big.bin"))
+    source = FileSource(pieces(config.data), 16)
+    assert isinstance(source._tokens(0), np.memmap)
+    np.testing.assert_array_equal(source[30_000], stream[480_000:480_017])
+
+
+def test_token_beyond_the_vocabulary_is_named(tmp_path: Path) -> None:
+    tokens = np.zeros(200, dtype=np.uint16)
+    tokens[150] = 64
+    tokens.tofile(tmp_path / "t.bin")
+    config = small_config(data__kind=DataKind.tokens, data__path=str(tmp_path / "t.bin"))
+    loader = Loader(config, 0)
+    with pytest.raises(ValueError, match=r"token 64 .*model\.vocab_size=64.*data\.token_dtype"):
+        _read_an_epoch(loader)
+
+
+def _read_an_epoch(loader: Loader) -> None:
+    for step in range(1, 4):
+        loader.batch(step)
+
+
+def test_synthetic_tokens_are_in_range_and_skewed() -> None:
+    source = SyntheticSource(50, 64, vocab_size=100, seed=3)
+    tokens = np.concatenate([source[i] for i in range(50)])
+    assert tokens.min() >= 0
+    assert tokens.max() < 100
+    assert 28 < tokens.mean() < 38, "the smaller of two uniform numbers has mean 1/3"
+    assert not np.array_equal(source[0], SyntheticSource(50, 64, 100, seed=4)[0])

@@ -1,0 +1,321 @@
+"""`single` against arithmetic written out, `ddp` against `single`, and both against their own state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.config.schema import Config, Dtype, EngineName, OptimizerConfig, OptimizerName
+from harness.data.loader import Loader
+from harness.engines import optim
+from harness.engines.protocol import Engine, Microbatch
+from harness.engines.registry import engine_class
+from harness.engines.single import SingleEngine
+from harness.models.workload import LlamaWorkload
+from tests.factory import ranks_of, small_config, with_dtypes
+from tests.spawn import run_ranks
+
+LR = 1e-2
+ROUNDING = {Dtype.fp64: 1e-13, Dtype.fp32: 2e-5, Dtype.bf16: 0.05}
+"""Relative error of a whole gradient after a few hundred roundings of the compute dtype."""
+
+
+def build(config: Config, rank: int = 0) -> Engine:
+    return engine_class(config.engine.name)(LlamaWorkload(config), config, ranks_of(config, rank))
+
+
+def microbatches(config: Config, step: int, rank: int = 0) -> list[Microbatch]:
+    batch = Loader(config, rank).batch(step)
+    return [Microbatch(*(torch.from_numpy(rows) for rows in microbatch)) for microbatch in batch.microbatches]
+
+
+def accumulate(engine: Engine, config: Config, step: int, rank: int = 0) -> list[float]:
+    parts = microbatches(config, step, rank)
+    return [engine.forward_backward(part, last=part is parts[-1]).item() for part in parts]
+
+
+def trajectory(config: Config, rank: int = 0, steps: int = 3) -> dict[str, Any]:
+    engine = build(config, rank)
+    initial = dict(engine.named_weights())
+    losses, norms, gradients = [], [], {}
+    for step in range(1, steps + 1):
+        losses.append(accumulate(engine, config, step, rank))
+        if step == 1:
+            gradients = dict(engine.named_gradients())
+        norms.append(engine.step(LR))
+    return {
+        "initial": initial,
+        "losses": losses,
+        "norms": norms,
+        "gradients": gradients,
+        "weights": dict(engine.named_weights()),
+    }
+
+
+def distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest relative error of a tensor."""
+    assert list(a) == list(b), "names, in model order"
+    return max(((a[name].double() - b[name].double()).norm() / b[name].double().norm()).item() for name in a)
+
+
+def test_single_is_the_mean_over_the_global_batch() -> None:
+    """In fp64 the engine equals one backward of one loss over all sequences at once, and a hand-written AdamW."""
+    config = with_dtypes(small_config(optimizer__clip_norm=0.01), Dtype.fp64, Dtype.fp64)
+    engine = build(config)
+    losses = accumulate(engine, config, step=1)
+
+    workload = LlamaWorkload(config)
+    model = workload.build("cpu", torch.float64)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(workload.initial_weight(name, parameter.shape))
+    whole = Microbatch(*(torch.cat(parts) for parts in zip(*microbatches(config, 1), strict=True)))
+    loss = workload.loss(model, whole)
+    loss.backward()
+    assert sum(losses) / 4 == pytest.approx(loss.item(), rel=1e-14)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert distance(dict(engine.named_gradients()), expected) < 1e-13
+
+    norm = engine.step(LR)
+    by_hand = torch.cat([gradient.flatten() for gradient in expected.values()]).norm().item()
+    assert norm == pytest.approx(by_hand, rel=1e-13)
+    scale = 0.01 / (by_hand + 1e-6)
+    for name, weight in engine.named_weights():
+        before, gradient = workload.initial_weight(name, weight.shape).double(), expected[name] * scale
+        decay = 0.1 if weight.ndim > 1 else 0.0
+        # First AdamW step: bias correction makes both moments the gradient itself.
+        after = before * (1 - LR * decay) - LR * gradient / (gradient.abs() + 1e-8)
+        torch.testing.assert_close(weight, after, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("compute", [Dtype.fp32, Dtype.bf16])
+def test_single_tracks_its_fp64_self(compute: Dtype) -> None:
+    exact = trajectory(with_dtypes(small_config(), Dtype.fp64, Dtype.fp64))
+    rough = trajectory(with_dtypes(small_config(), compute, Dtype.fp32))
+    assert distance(rough["initial"], exact["initial"]) == 0, "fp32 values under every dtype"
+    assert rough["weights"]["embedding.weight"].dtype is torch.float32
+    assert rough["gradients"]["embedding.weight"].dtype is torch.float32
+    assert 0 < distance(rough["gradients"], exact["gradients"]) < ROUNDING[compute]
+    for have, want in zip(rough["norms"], exact["norms"], strict=True):
+        assert have == pytest.approx(want, rel=ROUNDING[compute])
+
+
+def test_bf16_gradients_accumulate_in_fp32() -> None:
+    """Each microbatch's gradient is a bf16 number; their sum is not rounded to bf16 again."""
+    config = with_dtypes(small_config(), Dtype.bf16, Dtype.fp32)
+    parts = []
+    for part in microbatches(config, 1):
+        engine = build(config)
+        engine.forward_backward(part, last=True)
+        parts.append(dict(engine.named_gradients()))
+    assert all(torch.equal(grad, grad.bfloat16().float()) for grad in parts[0].values())
+    engine = build(config)
+    accumulate(engine, config, 1)
+    for name, gradient in engine.named_gradients():
+        total = torch.zeros_like(gradient)
+        for part in parts:
+            total += part[name]
+        assert torch.equal(gradient, total / len(parts))
+        assert not torch.equal(gradient, gradient.bfloat16().float())
+
+
+def test_bf16_with_recomputation_sees_the_same_weights() -> None:
+    runs = [
+        trajectory(with_dtypes(small_config(model__activation_checkpointing=on), Dtype.bf16, Dtype.fp32))
+        for on in (False, True)
+    ]
+    assert distance(runs[0]["weights"], runs[1]["weights"]) == 0
+
+
+def test_bf16_tied_matrix_is_cast_once() -> None:
+    run = trajectory(with_dtypes(small_config(model__tie_embeddings=True), Dtype.bf16, Dtype.fp32))
+    assert "head.output.weight" not in run["weights"]
+    gradient = run["gradients"]["embedding.weight"]
+    assert gradient.norm() > 0
+
+
+DDP_CASES = [
+    (Dtype.fp32, 1, OptimizerName.adamw, 0.01),
+    (Dtype.fp64, 2, OptimizerName.sgd, None),
+    (Dtype.bf16, 2, OptimizerName.adam, None),
+]
+
+
+def ddp_case(compute: Dtype, size: int, name: OptimizerName, clip: float | None, engine: EngineName) -> Config:
+    config = small_config(
+        engine__name=engine,
+        mesh__world_size=2 if engine is EngineName.ddp else 1,
+        train__microbatch_size=size,
+        optimizer__name=name,
+        optimizer__momentum=0.9,
+        optimizer__clip_norm=clip,
+    )
+    return with_dtypes(config, compute, Dtype.fp64 if compute is Dtype.fp64 else Dtype.fp32)
+
+
+def ddp_trajectories(rank: int) -> list[dict[str, Any]]:
+    return [trajectory(ddp_case(*case, EngineName.ddp), rank) for case in DDP_CASES]
+
+
+@pytest.fixture(scope="module")
+def ddp_runs() -> list[list[dict[str, Any]]]:
+    return run_ranks(ddp_trajectories, 2)
+
+
+@pytest.mark.parametrize("number", range(len(DDP_CASES)))
+def test_ddp_equals_single_on_the_same_microbatches(ddp_runs: list[list[dict[str, Any]]], number: int) -> None:
+    """Gradients, norms and weights within rounding of the main dtype: microbatch losses are the same to the bit."""
+    case = DDP_CASES[number]
+    single = trajectory(ddp_case(*case, EngineName.single))
+    first, second = (runs[number] for runs in ddp_runs)
+    main = Dtype.fp64 if case[0] is Dtype.fp64 else Dtype.fp32
+    tolerance = 1e-14 if main is Dtype.fp64 else 1e-6
+    assert first["losses"][0] + second["losses"][0] == single["losses"][0], "global order: rank 0's first"
+    assert distance(first["initial"], single["initial"]) == 0
+    # In bf16 the scale 1/k enters before the backward; it is a power of two here and rounds nothing.
+    assert distance(first["gradients"], single["gradients"]) < tolerance
+    assert first["norms"][0] == pytest.approx(single["norms"][0], rel=tolerance)
+    assert distance(first["weights"], second["weights"]) == 0, "replicas stay equal to the bit"
+    update = ROUNDING[case[0]] * 10
+    moved = {name: weight - single["initial"][name] for name, weight in single["weights"].items()}
+    moved_by_ddp = {name: weight - first["initial"][name] for name, weight in first["weights"].items()}
+    assert distance(moved_by_ddp, moved) < update
+
+
+@pytest.mark.parametrize("name", list(OptimizerName))
+def test_state_round_trip_continues_bit_for_bit(name: OptimizerName) -> None:
+    config = small_config(optimizer__name=name, optimizer__momentum=0.9)
+    straight, resumed = build(config), build(small_config(optimizer__name=name, optimizer__momentum=0.9, train__seed=5))
+    for step in (1, 2):
+        accumulate(straight, config, step)
+        straight.step(LR)
+    saved = {key: tensor.clone() for key, tensor in straight.state_dict().items()}
+    resumed.load_state_dict(saved)
+    for engine in (straight, resumed):
+        accumulate(engine, config, 3)
+        engine.step(LR)
+    a, b = straight.state_dict(), resumed.state_dict()
+    assert list(a) == list(b)
+    assert all(torch.equal(a[key], b[key]) for key in a)
+    assert not all(torch.equal(a[key], saved[key]) for key in a)
+
+
+def test_state_that_does_not_fit_is_refused_whole() -> None:
+    config = small_config()
+    engine = build(config)
+    before = {key: tensor.clone() for key, tensor in engine.state_dict().items()}
+    foreign = {key: tensor + 1 for key, tensor in before.items()}
+    del foreign["optimizer/embedding.weight/exp_avg"]
+    foreign["extra"] = torch.zeros(1)
+    foreign["weights/head.norm.weight"] = torch.zeros(3)
+    with pytest.raises(ValueError, match=r"\(3 differences\).*missing optimizer/embedding\.weight/exp_avg"):
+        engine.load_state_dict(foreign)
+    assert all(torch.equal(before[key], tensor) for key, tensor in engine.state_dict().items())
+
+
+@pytest.mark.parametrize("name", list(OptimizerName))
+@pytest.mark.parametrize("fused", [False, True])
+def test_created_state_changes_no_update(name: OptimizerName, fused: bool) -> None:
+    config = OptimizerConfig(name=name, momentum=0.9)
+    results = []
+    for create in (False, True):
+        params = [torch.linspace(-1, 1, 40).reshape(5, 8).requires_grad_(), torch.ones(8, requires_grad=True)]
+        optimizer = optim.make_optimizer(
+            config, [optim.Group(params[:1], True), optim.Group(params[1:], False)], fused=fused
+        )
+        if create:
+            optim.create_state(optimizer)
+        for step in range(3):
+            for param in params:
+                param.grad = torch.sin(param.detach() * (step + 1))
+            optimizer.step()
+        results.append(params)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_only_matrices_decay() -> None:
+    params = [torch.ones(2, 2, requires_grad=True), torch.ones(2, requires_grad=True)]
+    optimizer = optim.make_optimizer(
+        OptimizerConfig(weight_decay=0.5), [optim.Group(params[:1], True), optim.Group(params[1:], False)]
+    )
+    optim.set_lr(optimizer, 0.1)
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert torch.equal(params[0], torch.full((2, 2), 0.95))
+    assert torch.equal(params[1], torch.ones(2))
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_clip_coefficient_is_torchs(norm: float, clip: float | None) -> None:
+    expected = (
+        1.0 if clip is None else torch.clamp(torch.tensor(clip, dtype=torch.float64) / (norm + 1e-6), max=1.0).item()
+    )
+    assert optim.clip_coefficient(norm, clip) == pytest.approx(expected, rel=1e-15, nan_ok=True)
+
+
+def test_a_nan_shows_instead_of_being_clipped_away() -> None:
+    config = small_config()
+    engine = build(config)
+    assert isinstance(engine, SingleEngine)
+    accumulate(engine, config, 1)
+    engine.weights["head.norm.weight"].grad[0] = float("nan")  # type: ignore[index]
+    norm = engine.step(LR)
+    assert norm != norm
+    assert not all(weight.isfinite().all() for _, weight in engine.named_weights())
+
+
+def test_reads_do_not_disturb() -> None:
+    """What is handed out is a copy: writing to it changes nothing."""
+    config = small_config()
+    quiet, disturbed = build(config), build(config)
+    for engine in (quiet, disturbed):
+        accumulate(engine, config, 1)
+        if engine is disturbed:
+            for _, tensor in [*engine.named_gradients(), *engine.named_weights()]:
+                tensor.zero_()
+        engine.step(LR)
+    assert distance(dict(quiet.named_weights()), dict(disturbed.named_weights())) == 0
+    norm = torch.cat([weight.double().flatten() for _, weight in quiet.named_weights()]).norm().item()
+    assert quiet.weight_norm() == pytest.approx(norm, rel=1e-12)
+    assert Engine.weight_norm(quiet) == pytest.approx(norm, rel=1e-12)
+
+
+def test_accounted_bytes_are_what_the_formula_says() -> None:
+    config = with_dtypes(small_config(), Dtype.bf16, Dtype.fp32)
+    elements = sum(weight.numel() for _, weight in build(config).named_weights())
+    tensors = len(list(build(config).named_weights()))
+    assert build(config).accounted_bytes() == {
+        "compute_weights": 2 * elements,
+        "main_weights": 4 * elements,
+        "main_grads": 4 * elements,
+        "optimizer": 8 * elements + 4 * tensors,
+        "padding": 0,
+        "buffers": 2 * 32 * 4 * 4,
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mesh__world_size": 2}, r"mesh\.world_size=2: set mesh\.world_size=1"),
+        ({"dtype__main_grads": Dtype.bf16}, r"dtype\.main_grads=bf16, dtype\.main_params=fp32"),
+    ],
+)
+def test_single_refuses_what_it_cannot_do(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(small_config(**changes))
+
+
+def test_ddp_refuses_another_wire_dtype() -> None:
+    with pytest.raises(ValueError, match=r"dtype\.grad_comm=bf16.*engine=native"):
+        build(small_config(engine__name=EngineName.ddp, dtype__grad_comm=Dtype.bf16))
+
+
+def test_step_without_a_last_microbatch_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match=r"no gradient for embedding\.weight"):
+        build(small_config()).step(LR)

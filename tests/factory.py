@@ -1,0 +1,77 @@
+"""Small configurations and sessions that tests of the rank half share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from omegaconf import OmegaConf
+
+from harness.config.compose import plain
+from harness.config.schema import Config, DataKind, Dtype, EngineName, Strategy
+from harness.data.loader import Loader
+from harness.engines.protocol import Ranks
+from harness.engines.registry import engine_class
+from harness.models.workload import LlamaWorkload
+from harness.probe.meters import Meters
+from harness.train import Outcome, Progress, Session, TimedWorkload, run
+
+
+def small_config(**changes: Any) -> Config:
+    """A two-layer model on synthetic data; `changes` are dotted keys with double underscores: train__steps=3."""
+    config = Config()
+    config.model.dim, config.model.num_layers, config.model.ffn_dim, config.model.vocab_size = 32, 2, 48, 64
+    config.model.max_seq_len = 32
+    config.data.kind, config.data.seq_len, config.data.num_sequences = DataKind.synthetic, 16, 64
+    config.train.steps, config.train.global_batch_size, config.train.microbatch_size = 3, 8, 2
+    config.sharding.strategy = Strategy.no_shard
+    config.engine.name, config.mesh.world_size = EngineName.single, 1
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        group: Any = config
+        for name in path:
+            group = getattr(group, name)
+        assert hasattr(group, last), key
+        setattr(group, last, value)
+    return config
+
+
+def with_dtypes(config: Config, compute: Dtype, main: Dtype) -> Config:
+    """The same configuration computing in one dtype and keeping weights and gradients in another."""
+    config.dtype.compute = compute
+    config.dtype.main_params = config.dtype.main_grads = config.dtype.grad_comm = config.dtype.grad_accum = main
+    return config
+
+
+def ranks_of(config: Config, rank: int = 0) -> Ranks:
+    """This process on the CPU."""
+    return Ranks(rank, config.mesh.world_size, rank, torch.device("cpu"))
+
+
+def train(
+    config: Config,
+    run_dir: Path,
+    rank: int = 0,
+    should_stop: Callable[[], bool] = lambda: False,
+    progress: Callable[[Progress], None] = lambda _: None,
+    wrap_engine: Callable[[Any], Any] = lambda engine: engine,
+) -> Outcome:
+    """Put a session together as a worker does, and run it."""
+    ranks = ranks_of(config, rank)
+    control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with Meters(ranks.device) as meters:
+        workload = TimedWorkload(LlamaWorkload(config), meters.timers)
+        engine = wrap_engine(engine_class(config.engine.name)(workload, config, ranks))
+        loader = Loader(config, rank)
+        return run(Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress))
+
+
+def freeze(config: Config, run_dir: Path) -> None:
+    """Write `config.yaml` as a store would, for what reads it back."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(plain(OmegaConf.structured(config))), encoding="utf-8")

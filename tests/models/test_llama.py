@@ -1,0 +1,243 @@
+"""The decoder against arithmetic written out, its sizes against published ones, its start against its names."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from harness.config.compose import composed, load_config, plain
+from harness.config.derived import parameter_count
+from harness.config.schema import Config, ModelConfig
+from harness.models.llama import Attention, Block, Embedding, Head, Llama, RMSNorm, rotary_tables, rotate
+from harness.models.workload import LlamaWorkload
+from harness.probe.flops import flops_per_token
+from tests.factory import small_config
+
+PUBLISHED = {"gpt_125m": 124e6, "llama_1b": 1.236e9, "llama_8b": 8.03e9, "llama_70b": 70.55e9}
+"""Parameters as their publishers state them (GPT-2 small's 124 M stands for its class)."""
+
+
+def filled(config: Config, dtype: torch.dtype = torch.float64) -> Llama:
+    """The decoder with its initial weights, ten times as large so that nothing is nearly linear."""
+    workload = LlamaWorkload(config)
+    model = workload.build("cpu", dtype)
+    assert isinstance(model, Llama)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            scale = 10.0 if parameter.ndim > 1 else 1.0
+            parameter.copy_(workload.initial_weight(name, parameter.shape) * scale)
+    return model
+
+
+def batch(config: Config, size: int = 2) -> tuple[Tensor, Tensor]:
+    rows = torch.randint(
+        config.model.vocab_size, (size, config.data.seq_len + 1), generator=torch.Generator().manual_seed(1)
+    )
+    return rows[:, :-1], rows[:, 1:]
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_parameter_counts_are_the_published_ones(name: str) -> None:
+    config = _option(name)
+    built = sum(parameter.numel() for parameter in LlamaWorkload(config).build("meta", torch.bfloat16).parameters())
+    assert built == parameter_count(config)
+    assert built == pytest.approx(PUBLISHED[name], rel=5e-3)
+
+
+def _option(name: str) -> Config:
+    return load_config(plain(composed([f"model={name}"])))
+
+
+def test_attention_is_softmax_of_scaled_products_over_the_past() -> None:
+    """Grouped queries, causal mask and scale, written out head by head."""
+    config = ModelConfig(dim=24, num_heads=6, num_kv_heads=2, max_seq_len=8)
+    attention = Attention(config, "cpu", torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in attention.parameters():
+            parameter.normal_(generator=generator)
+    x_BSD = torch.randn(2, 5, 24, dtype=torch.float64, generator=generator)
+    cos, sin = (table[:5] for table in rotary_tables(config, torch.float64, "cpu"))
+    q = rotate((x_BSD @ attention.wq.weight.T).view(2, 5, 6, 4), cos, sin)
+    k = rotate((x_BSD @ attention.wk.weight.T).view(2, 5, 2, 4), cos, sin)
+    v = (x_BSD @ attention.wv.weight.T).view(2, 5, 2, 4)
+    expected = torch.zeros(2, 5, 6, 4, dtype=torch.float64)
+    for b in range(2):
+        for head in range(6):
+            for s in range(5):
+                shared = head // 3
+                scores = torch.stack([q[b, s, head] @ k[b, t, shared] / math.sqrt(4) for t in range(s + 1)])
+                for t, weight in enumerate(torch.softmax(scores, 0)):
+                    expected[b, s, head] += weight * v[b, t, shared]
+    expected = expected.flatten(2) @ attention.wo.weight.T
+    torch.testing.assert_close(attention(x_BSD, cos, sin), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_rotation_is_a_complex_product_and_sees_only_distances() -> None:
+    config = ModelConfig(dim=8, num_heads=1, num_kv_heads=1, max_seq_len=16, rope_theta=100.0)
+    cos, sin = rotary_tables(config, torch.float64, "cpu")
+    x, y = torch.randn(2, 1, 16, 1, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    turned = rotate(x, cos, sin)
+    for s in (0, 5):
+        for pair in range(4):
+            angle = s * 100.0 ** (-2 * pair / 8)
+            product = complex(x[0, s, 0, pair], x[0, s, 0, pair + 4]) * complex(math.cos(angle), math.sin(angle))
+            assert complex(turned[0, s, 0, pair], turned[0, s, 0, pair + 4]) == pytest.approx(product, abs=1e-14)
+    same_x, same_y = x[:, :1].expand_as(x), y[:, :1].expand_as(y)
+    products = torch.einsum("bshe,bthe->st", rotate(same_x, cos, sin), rotate(same_y, cos, sin))
+    torch.testing.assert_close(products[5, 2], products[9, 6], rtol=1e-12, atol=1e-12)
+
+
+def test_norm_divides_by_the_root_mean_square() -> None:
+    norm = RMSNorm(3, 1e-5, "cpu", torch.float64)
+    with torch.no_grad():
+        norm.weight.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    x = torch.tensor([[[1.0, -2.0, 2.0]]], dtype=torch.float64)
+    expected = x / math.sqrt(3 + 1e-5) * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64)
+    torch.testing.assert_close(norm(x), expected, rtol=1e-15, atol=0)
+
+
+def test_loss_starts_at_chance_and_sees_only_the_past() -> None:
+    config = small_config()
+    model, (tokens, targets) = filled(config), batch(config)
+    changed = tokens.clone()
+    changed[:, 10:] = (changed[:, 10:] + 1) % config.model.vocab_size
+    torch.testing.assert_close(model(tokens)[:, :10], model(changed)[:, :10], rtol=0, atol=0)
+    assert not torch.equal(model(tokens)[:, 10:], model(changed)[:, 10:])
+    small = LlamaWorkload(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(small.initial_weight(name, parameter.shape))
+    assert small.loss(model, (tokens, targets)).item() == pytest.approx(math.log(64), abs=0.1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_units_own_every_parameter_but_a_tied_matrix(tied: bool) -> None:
+    config = small_config(model__tie_embeddings=tied)
+    workload = LlamaWorkload(config)
+    model = workload.build("cpu", torch.float32)
+    units = [module for module in model.modules() if isinstance(module, workload.unit_classes)]
+    owned = {id(parameter) for unit in units for parameter in unit.parameters()}
+    rest = [name for name, parameter in model.named_parameters() if id(parameter) not in owned]
+    assert rest == (["embedding.weight"] if tied else [])
+    assert {type(unit) for unit in units} == ({Block, Head} if tied else {Embedding, Block, Head})
+
+
+def test_tied_matrix_gets_both_gradients() -> None:
+    config = small_config(model__tie_embeddings=True)
+    tied, untied = filled(config), filled(small_config())
+    with torch.no_grad():
+        for name, parameter in untied.named_parameters():
+            source = "embedding.weight" if name == "head.output.weight" else name
+            parameter.copy_(tied.get_parameter(source))
+    workload = LlamaWorkload(config)
+    for model in (tied, untied):
+        workload.loss(model, batch(config)).backward()
+    both = untied.embedding.weight.grad + untied.get_parameter("head.output.weight").grad
+    torch.testing.assert_close(tied.embedding.weight.grad, both, rtol=1e-12, atol=1e-15)
+
+
+def test_recomputation_changes_no_bit() -> None:
+    gradients = []
+    for recompute in (False, True):
+        config = small_config(model__activation_checkpointing=recompute)
+        model = filled(config, torch.float32)
+        LlamaWorkload(config).loss(model, batch(config)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def test_recomputation_keeps_only_block_inputs() -> None:
+    """Bytes saved for the backward fall to about one stream a block."""
+    saved = {}
+    for recompute in (False, True):
+        config = small_config(model__activation_checkpointing=recompute, model__num_layers=4)
+        model, total = filled(config, torch.float32), []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, total=total: total.append(t.numel()) or t, lambda t: t):
+            LlamaWorkload(config).loss(model, batch(config))
+        saved[recompute] = sum(total)
+    assert saved[True] < saved[False] / 4
+
+
+def test_initial_weights_follow_from_name_and_seed_alone() -> None:
+    """Same values from meta, on the CPU, in any order of asking; others for another seed; sizes as configured."""
+    config = small_config(model__init_std=0.1, model__num_layers=8)
+    workload, other = LlamaWorkload(config), LlamaWorkload(small_config(train__seed=1))
+    shape = torch.Size((400, 300))
+    value = workload.initial_weight("blocks.0.ffn.w_up.weight", shape)
+    assert value.dtype is torch.float32
+    torch.manual_seed(99)
+    assert torch.equal(value, LlamaWorkload(config).initial_weight("blocks.0.ffn.w_up.weight", shape))
+    assert not torch.equal(value, workload.initial_weight("blocks.1.ffn.w_up.weight", shape))
+    assert not torch.equal(value, other.initial_weight("blocks.0.ffn.w_up.weight", shape))
+    assert value.std().item() == pytest.approx(0.1, rel=0.01)
+    residual = workload.initial_weight("blocks.0.attention.wo.weight", shape)
+    assert residual.std().item() == pytest.approx(0.1 / math.sqrt(16), rel=0.01)
+    assert torch.equal(workload.initial_weight("head.norm.weight", torch.Size((5,))), torch.ones(5))
+
+
+def test_initial_weights_are_pinned() -> None:
+    """A change here makes every old run incomparable to every new one (torch's generator is part of it)."""
+    workload = LlamaWorkload(small_config())
+    value = workload.initial_weight("embedding.weight", torch.Size((64, 32)))
+    assert value.flatten()[:2].tolist() == pytest.approx([0.0236649774, 0.0012145367], rel=1e-5)
+
+
+def test_meta_model_becomes_the_same_model() -> None:
+    config = small_config()
+    workload = LlamaWorkload(config)
+    model = workload.build("meta", torch.float32).to_empty(device="cpu")
+    workload.materialise_buffers(model, torch.device("cpu"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(workload.initial_weight(name, parameter.shape) * (10.0 if parameter.ndim > 1 else 1.0))
+    assert torch.equal(model(batch(config)[0]), filled(config, torch.float32)(batch(config)[0]))
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 5e-6), (torch.bfloat16, 3e-2)])
+def test_lower_precision_stays_near_fp64(dtype: torch.dtype, bound: float) -> None:
+    config = small_config()
+    workload = LlamaWorkload(config)
+    exact, rough = filled(config), filled(config, dtype)
+    losses = [workload.loss(model, batch(config)) for model in (exact, rough)]
+    assert losses[1].dtype is torch.float32
+    assert losses[0].dtype is torch.float64
+    for loss in losses:
+        loss.backward()
+    assert losses[1].item() == pytest.approx(losses[0].item(), rel=bound)
+    for want, have in zip(exact.parameters(), rough.parameters(), strict=True):
+        error = (have.grad.double() - want.grad).norm() / want.grad.norm()
+        assert error < bound
+
+
+def test_loss_is_the_mean_cross_entropy() -> None:
+    config = small_config()
+    model, (tokens, targets) = filled(config), batch(config)
+    chosen = F.log_softmax(model(tokens), -1).gather(-1, targets.unsqueeze(-1))
+    assert LlamaWorkload(config).loss(model, (tokens, targets)).item() == pytest.approx(
+        -chosen.mean().item(), rel=1e-12
+    )
+
+
+def test_too_long_a_sequence_is_refused() -> None:
+    model = filled(small_config(model__max_seq_len=8))
+    with pytest.raises(ValueError, match=r"16 tokens a sequence, but model\.max_seq_len=8"):
+        model(torch.zeros(1, 16, dtype=torch.int64))
+
+
+def test_flops_agree_with_counting_matrix_products() -> None:
+    """torch's counter sees every product but the masked half of attention, which the formula leaves out."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = small_config()
+    model = filled(config, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        LlamaWorkload(config).loss(model, batch(config)).backward()
+    num_tokens = 2 * config.data.seq_len
+    attention = 6 * config.model.num_layers * config.data.seq_len * config.model.dim
+    weights_only = flops_per_token(config) - attention
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(flops for name, flops in counted.items() if "attention" not in str(name))
+    assert products == weights_only * num_tokens
