@@ -24,7 +24,7 @@ from harness.config.errors import refuse
 from harness.store.placement import Placement, placement
 from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
 from harness.study.replay import replay_run
-from harness.study.request import carry_out_one, refuse_study
+from harness.study.request import carry_out, refuse_study
 
 
 def main(argv: list[str]) -> int:
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     place = placement(os.environ)
     is_rank = place.launcher == "torchrun" or place.world_size > 1
     try:
-        return as_rank(argv, place) if is_rank else request(read_arguments(argv), carry_out_one)
+        return as_rank(argv, place) if is_rank else request(read_arguments(argv), lambda cell: carry_out([cell]))
     except REQUEST_ERRORS as error:
         if place.rank == 0:
             print(explained(error), file=sys.stderr)
@@ -41,10 +41,10 @@ def main(argv: list[str]) -> int:
         return 130
 
 
-def request(arguments: Arguments, carry_out: Callable[[Cell], int]) -> int:
+def request(arguments: Arguments, run: Callable[[Cell], int]) -> int:
     """Compose what is asked, and carry it out. A set of cells (-m) goes through the sweeper, which ends the process."""
     if arguments.frozen is not None:
-        return carry_out(replay_run(arguments.frozen, arguments.overrides))
+        return run(replay_run(arguments.frozen, arguments.overrides))
 
     composed: list[DictConfig] = []
 
@@ -57,7 +57,7 @@ def request(arguments: Arguments, carry_out: Callable[[Cell], int]) -> int:
     if not composed:  # Hydra was asked to show something
         return 0
     refuse_study(arguments.overrides)
-    return carry_out(compose_cell(composed[0], arguments.overrides))
+    return run(compose_cell(composed[0], arguments.overrides))
 
 
 def as_rank(argv: list[str], place: Placement) -> int:
@@ -67,14 +67,16 @@ def as_rank(argv: list[str], place: Placement) -> int:
         raise refuse(
             "-m", f"makes many cells, and {place.launcher} started the ranks of one", fix="python run.py -m ..."
         )
+    if arguments.starts_nothing:
+        return 0 if place.rank else request(arguments, lambda cell: carry_out([cell]))
     folder = meeting_folder(shared_root(arguments.overrides), os.environ)
     if place.rank:
         return work(ask(folder, place), place)
     host = Host(folder, place)
     try:
         return request(arguments, lambda cell: open_and_work(cell, host, place))
-    except REQUEST_ERRORS as error:
-        host.publish(Answer(exit_code=EXIT_BAD_REQUEST, message=explained(error)))
+    except Exception as error:
+        host.publish(Answer(exit_code=EXIT_BAD_REQUEST if isinstance(error, REQUEST_ERRORS) else 1))
         host.linger()
         raise
 
@@ -83,8 +85,8 @@ def open_and_work(cell: Cell, host: Host, place: Placement) -> int:
     """Rank 0: open the attempt, tell the others, and run it; or tell them that there is nothing to run."""
     answer, lock = lead(cell)
     host.publish(answer)
+    print(answer.message, flush=True)
     if answer.exit_code is not None:
-        print(answer.message)
         host.linger()
     if lock is not None and place.launcher == "slurm":
         lock.release()  # a rank of a job takes the run's lock itself
@@ -95,9 +97,13 @@ def work(answer: Answer, place: Placement) -> int:
     """Be this rank of an opened attempt."""
     if answer.exit_code is not None:
         return answer.exit_code
+    from harness.launch.terminal import RunDisplay, Terminal
     from harness.worker import main as worker
 
-    code = worker(Path(answer.run), answer.attempt, place)
+    display = RunDisplay(Terminal(several=False), "") if place.rank == 0 else None
+    code = worker(Path(answer.run), answer.attempt, place, display)
+    if place.rank == 0:
+        print(f"next: python -m harness show {answer.run}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of a process group must not keep a finished rank alive

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hydra._internal.utils import get_args_parser
 
 from harness.config.errors import refuse
-from harness.config.overrides import check_overrides
+from harness.config.overrides import check_overrides, typed_value
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,14 @@ class Arguments:
     multirun: bool
     frozen: str | None
     """The run whose frozen cell is asked for again (`--from`)."""
+
+    shows: bool
+    """Whether Hydra is only asked to show something (--cfg, --help, ...)."""
+
+    @property
+    def starts_nothing(self) -> bool:
+        """Whether the request only looks."""
+        return self.shows or bool(typed_value(self.overrides, "launch.dry_run", False))
 
     @property
     def for_hydra(self) -> list[str]:
@@ -46,11 +54,13 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
     overrides = list(parsed.overrides)
     flags = _without(list(argv), overrides)
     _consistent(parsed)
-    if not (parsed.shell_completion or parsed.hydra_help or parsed.help or parsed.info):
+    about_hydra = bool(parsed.shell_completion or parsed.hydra_help or parsed.help or parsed.info)
+    if not about_hydra:
         words = check_overrides(overrides, multirun=parsed.multirun)
         typed = {word.key for word in words}
         overrides += [text for text in implied if text.partition("=")[0] not in typed]
-    return Arguments(tuple(overrides), tuple(flags), bool(parsed.multirun), parsed.frozen)
+    shows = about_hydra or bool(parsed.cfg)
+    return Arguments(tuple(overrides), tuple(flags), bool(parsed.multirun), parsed.frozen, shows)
 
 
 def _without(argv: list[str], overrides: list[str]) -> list[str]:

@@ -169,6 +169,12 @@ def _type_violations(key: str, value: Any) -> Iterator[Violation]:
             yield Violation(f"{key}={value}", "takes text")
 
 
+def typed_value(overrides: Sequence[str], key: str, default: Any) -> Any:
+    """What a setting is typed to be, for what must be known before composing; the default where it is not typed."""
+    values = [text for text in overrides if text.startswith(f"{key}=")]
+    return OverridesParser.create().parse_override(values[-1]).value() if values else default
+
+
 def _duplicates(words: list[Word]) -> Iterator[Violation]:
     by_key: dict[str, list[str]] = defaultdict(list)
     for word in words:

@@ -16,9 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-
 from harness.config.compose import Cell
+from harness.config.overrides import typed_value
 from harness.config.schema import LaunchConfig
 from harness.launch.opening import Sources, open_here
 from harness.launch.plan import Decision
@@ -41,7 +40,7 @@ class Answer:
     exit_code: int | None = None
     """Set where there is nothing to run: the request was refused, or the run is done already."""
     message: str = ""
-    """Why."""
+    """What rank 0 tells the user."""
     run: str = ""
     """The run directory."""
     attempt: int = 0
@@ -120,9 +119,8 @@ def _leave_question(folder: Path, rank: int) -> Path:
 
 def shared_root(overrides: Sequence[str]) -> Path:
     """The root every rank knows without composing: typed, or the default."""
-    parser = OverridesParser.create()
-    typed = [str(parser.parse_override(text).value()) for text in overrides if text.startswith("launch.root=")]
-    return Path(os.path.abspath(os.path.expanduser(typed[-1] if typed else LaunchConfig.root)))
+    root = str(typed_value(overrides, "launch.root", LaunchConfig.root))
+    return Path(os.path.abspath(os.path.expanduser(root)))
 
 
 def lead(cell: Cell) -> tuple[Answer, Lock | None]:
@@ -136,4 +134,5 @@ def lead(cell: Cell) -> tuple[Answer, Lock | None]:
         path = Store(cell.typed.launch.root).path_of(cell)
         return Answer(exit_code=0, message=f"nothing to run: {path} is {opened.why}"), None
     attempt, lock = opened
-    return Answer(run=str(attempt.run.path), attempt=attempt.attempt), lock
+    message = f"{attempt.run.path}: {cell.typed.mesh.world_size} ranks, attempt {attempt.attempt}"
+    return Answer(message=message, run=str(attempt.run.path), attempt=attempt.attempt), lock

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, OmegaConf
@@ -11,9 +12,9 @@ from harness.config.compose import Cell
 from harness.config.errors import refuse
 from harness.config.overrides import check_overrides
 from harness.config.schema import StudyConfig
+from harness.store.study import write_study
 from harness.study.cells import Composer, Desired, desired
 from harness.study.expand import expand
-from harness.study.record import write_study
 
 
 def refuse_study(overrides: Sequence[str]) -> None:
@@ -30,10 +31,16 @@ def refuse_study(overrides: Sequence[str]) -> None:
 def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) -> int:
     """Carry out a request for a set of cells: a study, axes typed on the command line, or both.
 
+    A study is recorded, so that its verdict knows every arm and its control; returns the exit code.
+
     Raises:
         BadRequest: with the violations of every cell; nothing was started.
     """
-    return carry_out(cells_of(loader, master, arguments))
+    wanted = cells_of(loader, master, arguments)
+    first = wanted.cells[0].typed
+    if any(text.startswith("study=") for text in arguments) and not first.launch.dry_run:
+        write_study(Path(first.launch.root), wanted.cells, wanted.controls)
+    return carry_out(wanted.cells)
 
 
 def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) -> Desired:
@@ -47,15 +54,8 @@ def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str])
     return desired(expand(study, words), Composer(loader, master))
 
 
-def carry_out_one(cell: Cell) -> int:
-    """Print or start one cell; returns the exit code."""
-    return carry_out(Desired((cell,), {}))
-
-
-def carry_out(wanted: Desired) -> int:
-    """Preview or start the cells; returns the exit code."""
+def carry_out(cells: Sequence[Cell]) -> int:
+    """Preview or start cells; returns the exit code."""
     from harness.launch.submit import submit  # late: a refusal needs none of it, and stays quick
 
-    if not wanted.cells[0].typed.launch.dry_run:
-        write_study(wanted)
-    return submit(wanted.cells)
+    return submit(cells)

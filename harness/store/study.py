@@ -1,0 +1,54 @@
+"""`<root>/<study>/study.json`: what was last asked for, so that a verdict knows its arms and their controls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.store.files import read_json, write_json
+from harness.store.identity import directory_name, signature, study_name
+from harness.store.rundir import CellLike
+
+FILE = "study.json"
+
+
+def write_study(root: Path, cells: Sequence[CellLike], controls: Mapping[str, str]) -> None:
+    """Replace the record by this request's cells. A study is what was asked for last: asking again costs nothing.
+
+    Args:
+        root: the store's root.
+        cells: every cell of the request, of one study.
+        controls: signature of an arm -> signature of the cell it is compared with.
+    """
+    folder = root / study_name(cells[0].config)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / FILE, study_record(cells, controls))
+
+
+def study_record(cells: Sequence[CellLike], controls: Mapping[str, str]) -> dict[str, Any]:
+    """The record as plain values.
+
+    `cells` has a `signature`, `directory` (under the study's folder), `overrides` and `control` each: the signature of
+    the cell it is compared with; null for a control, and where the study names none.
+    """
+    study = cells[0].config["study"]
+    return {
+        "name": study["name"],
+        "question": study["question"],
+        "cells": [
+            {
+                "signature": (own := signature(cell.config)),
+                "directory": directory_name(cell.config),
+                "overrides": list(cell.overrides),
+                "control": controls.get(own),
+            }
+            for cell in cells
+        ],
+    }
+
+
+def read_study(root: Path, study: str) -> dict[str, Any] | None:
+    """The record of a study; None where it was never asked for as a whole."""
+    record: dict[str, Any] | None = read_json(root / study / FILE)
+    return record
