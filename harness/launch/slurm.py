@@ -87,6 +87,7 @@ class Shape:
             "setup": [*self.setup, f"export PYTHONPATH={shlex.quote(python_path({}))}${{PYTHONPATH:+:$PYTHONPATH}}"],
             "wckey": None,  # submitit's own key is refused where keys are enforced
             "array_parallelism": 1_000_000,
+            "stderr_to_stdout": True,
             "additional_parameters": {"requeue": True, **dict(self.additional)},
             # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down
             "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={self.threads_per_rank}"],

@@ -7,6 +7,7 @@ when an impatient user kills a run.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -135,9 +136,14 @@ def _finish(place: Placement, reporter: Reporter, stop: StopFlag, outcome: Outco
         reporter.ended(State.done, f"{outcome.step} steps")
         return DONE
     saved = f"saved at step {outcome.step}" if outcome.saved else f"not saved, stopped after step {outcome.step}"
-    if stop.cancelled or (place.rank == 0 and requeue.was_cancelled(place)):
-        reporter.ended(State.cancelled, f"{stop.reason or 'cancelled'}; {saved}")
+    reason = f"{stop.reason or 'another rank was asked to stop'}; {saved}"
+    # The warning before the time limit is no cancellation, even where saving took until the limit itself.
+    warned = stop.first is signal.SIGUSR2
+    fate = requeue.fate(place) if place.rank == 0 else requeue.Fate()
+    if stop.cancelled or (fate.cancelled and not warned):
+        reporter.ended(State.cancelled, reason)
         return INTERRUPTED
-    reporter.ended(State.preempted, f"{stop.reason or 'another rank was asked to stop'}; {saved}")
-    requeue.requeue(place)
+    reporter.ended(State.preempted, reason)
+    if place.rank == 0 and place.job and not fate.requeued:
+        requeue.requeue(place)
     return PREEMPTED

@@ -6,34 +6,52 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 
 from harness.store.placement import Placement
 
 TIMEOUT_S = 60.0
 
 
-def was_cancelled(place: Placement) -> bool:
-    """Whether SLURM ends this job because somebody cancelled it; scancel and preemption send the same signal."""
-    return place.launcher == "slurm" and _job_state() in {"CANCELLED", "COMPLETING"}
+@dataclass(frozen=True)
+class Fate:
+    """What SLURM has decided about a job that was sent SIGTERM."""
+
+    cancelled: bool = False
+    """Somebody cancelled it; scancel and preemption send the same signal."""
+    requeued: bool = False
+    """It is in the queue again already."""
+
+
+def fate(place: Placement) -> Fate:
+    """Ask SLURM about this job; called by rank 0."""
+    if not place.job:
+        return Fate()
+    return judge(_scontrol("--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]).stdout, restarts())
+
+
+def judge(text: str, restarts: int) -> Fate:
+    """Read `scontrol show job`: a requeue counts a restart at once, and a cancelled job completes without one."""
+    found = dict(re.findall(r"\b(JobState|Restarts)=(\w+)", text))
+    if int(found.get("Restarts", 0)) > restarts:
+        return Fate(requeued=True)
+    return Fate(cancelled=found.get("JobState") in ("CANCELLED", "COMPLETING"))
+
+
+def restarts() -> int:
+    """How often this job was requeued before this start."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def requeue(place: Placement) -> bool:
-    """Put this job back into the queue, from rank 0 alone; returns whether SLURM took it.
+    """Put this job back into the queue; returns whether SLURM took it. Called by rank 0.
 
-    Called by every rank after the checkpoint is whole. SLURM kills the job's processes as soon as it has agreed.
+    Only after the checkpoint is whole: SLURM kills the job's processes as soon as it has agreed.
     """
-    if place.rank != 0 or not place.job:
-        return False
     done = _scontrol("requeue", place.job)
     if done.returncode != 0:
         sys.stderr.write(f"scontrol requeue {place.job} failed ({done.stderr.strip()}); resume with: harness retry\n")
     return done.returncode == 0
-
-
-def _job_state() -> str:
-    text = _scontrol("--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]).stdout
-    match = re.search(r"\bJobState=(\w+)", text)
-    return match.group(1) if match else ""
 
 
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:

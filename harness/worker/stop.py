@@ -19,6 +19,8 @@ class StopFlag:
 
     def __init__(self) -> None:
         self.reason = ""
+        self.first: signal.Signals | None = None
+        """The signal that came first."""
         self.cancelled = False
         self._before: dict[signal.Signals, Any] = {}
 
@@ -49,4 +51,5 @@ class StopFlag:
         threading.Thread(target=watch, name="cancel", daemon=True).start()
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
-        self.reason = self.reason or f"{signal.Signals(number).name} received"
+        self.first = self.first or signal.Signals(number)
+        self.reason = self.reason or f"{self.first.name} received"
