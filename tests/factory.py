@@ -20,6 +20,8 @@ from harness.models.workload import LlamaWorkload
 from harness.probe.meters import Meters
 from harness.train import Outcome, Progress, Session, TimedWorkload, run
 
+torch.set_num_threads(1)  # tests share few cores, and tiny tensors gain nothing from two
+
 
 def small_config(**changes: Any) -> Config:
     """A two-layer model on synthetic data; `changes` are dotted keys with double underscores: train__steps=3."""

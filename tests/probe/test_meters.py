@@ -1,0 +1,74 @@
+"""Timers, memory and captures."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from harness.config.schema import Dtype
+from harness.probe.capture import write_capture
+from harness.probe.flops import peak_flops
+from harness.probe.memory import MemoryMeter
+from harness.probe.timers import Timers
+from harness.store.metrics import NON_FINITE
+
+CPU = torch.device("cpu")
+
+
+def test_spans_add_up_and_start_anew() -> None:
+    timers = Timers(CPU)
+    for _ in range(2):
+        with timers.span("outer"), timers.span("inner"):
+            time.sleep(0.01)
+    with pytest.raises(KeyError), timers.span("failing"):
+        raise KeyError
+    spans = timers.take()
+    assert 0.02 <= spans["inner"] <= spans["outer"]
+    assert "failing" in spans
+    assert timers.take() == {}
+
+
+def test_memory_on_cpu_knows_no_allocator() -> None:
+    memory = MemoryMeter(CPU).take(accounted=123)
+    assert list(memory) == ["allocated", "reserved", "alloc_retries", "accounted", "rss"]
+    assert (memory["allocated"], memory["reserved"], memory["alloc_retries"]) == (None, None, None)
+    assert memory["accounted"] == 123
+    rss = memory["rss"]
+    assert rss is not None
+    assert 10 << 20 < rss < 64 << 30
+
+
+def test_peak_is_unknown_on_cpu() -> None:
+    assert peak_flops(CPU, Dtype.bf16) is None
+
+
+def test_capture_round_trips_with_its_description(tmp_path: Path) -> None:
+    gradients = {
+        "z.weight": torch.arange(6.0).reshape(2, 3),
+        "a.weight": torch.arange(8.0).reshape(4, 2).T,  # not contiguous
+        "nan": torch.tensor([float("nan"), 1.0], dtype=torch.float64),
+        "inf": torch.tensor([float("inf")]),
+    }
+    write_capture(tmp_path / "capture", 7, 4, gradients.items())
+    path = tmp_path / "capture" / "step-000007.safetensors"
+    loaded, facts = load_file(path), json.loads(path.with_suffix(".json").read_text())
+    assert list(facts["tensors"]) == list(gradients), "the model's order"
+    assert (facts["step"], facts["num_microbatches"]) == (7, 4)
+    for name, gradient in gradients.items():
+        described = facts["tensors"][name]
+        assert loaded[name].dtype is gradient.dtype
+        torch.testing.assert_close(loaded[name], gradient, rtol=0, atol=0, equal_nan=True)
+        assert described["shape"] == list(gradient.shape)
+        assert described["dtype"] == str(gradient.dtype).split(".")[1]
+        assert described["sha256"] == hashlib.sha256(gradient.contiguous().numpy().tobytes()).hexdigest()
+    assert facts["tensors"]["z.weight"]["norm"] == pytest.approx(55**0.5, rel=1e-15)
+    assert {facts["tensors"]["nan"]["norm"], facts["tensors"]["inf"]["norm"]} <= set(NON_FINITE)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert {file.name for file in path.parent.iterdir()} == {path.name, "step-000007.json"}
