@@ -8,11 +8,14 @@ below; the pipelines never ask which one they hold.
 [Note: Own exchange] Where a backend would sum in the wire dtype, or in an order of its own, contributions are sent to
 the rank that owns them and summed there in rank order. On gloo this is always so: its reduce-scatter is an all-reduce
 inside (twice the bytes) and sums 16-bit wires in 16 bits. There, contributions travel by send and receive in pieces,
-two pieces in flight, each summed as it arrives, so that no second bucket is needed.
+two pieces in flight, each summed as it arrives, so that no second bucket is needed. The tag of a message names its
+kind and bucket, so that ranks which issue collectives in different orders wait for each other (and time out) instead of
+taking one bucket for another; messages of one tag between two ranks keep their order.
 """
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -50,7 +53,6 @@ class Communicator:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.by_peers = dist.get_backend(self.group) == "gloo"
-        self._next_tag = 0
 
     def all_gather(self, parts: Sequence[Part], label: Label) -> Pending:
         """Fill every rank's chunk of each part from that rank; this rank's own chunk must hold its data already.
@@ -60,17 +62,14 @@ class Communicator:
         if self.size == 1:
             return Pending([], parts)
         with labels.begin(label):
-            return Pending(self._gather_works(parts, self.new_tag()), parts)
+            return Pending(self._gather_works(parts, tag_of(label)), parts)
 
-    def second_leg(self, parts: Sequence[Part], label: Label, tag: int) -> Pending:
-        """An all-gather that is part of a collective announced before, under the tag that one has.
-
-        Safe from any thread: messages of one tag between two ranks keep their order.
-        """
+    def second_leg(self, parts: Sequence[Part], label: Label) -> Pending:
+        """An all-gather that is part of a collective announced before; callable from any thread."""
         if self.size == 1:
             return Pending([], parts)
         with labels.resume(label):
-            return Pending(self._gather_works(parts, tag), parts)
+            return Pending(self._gather_works(parts, tag_of(label)), parts)
 
     def _gather_works(self, parts: Sequence[Part], tag: int) -> list[Any]:
         if self.by_peers:
@@ -90,14 +89,6 @@ class Communicator:
                 works += self.receive(part.chunk(source), source, tag)
                 works += self.send(part.chunk(self.rank), target, tag)
         return works
-
-    def new_tag(self) -> int:
-        """A tag for one collective made of sends: equal on all ranks as long as they issue collectives in one order.
-
-        Called by the thread that issues collectives, never by the one that folds.
-        """
-        self._next_tag = (self._next_tag + 1) % (1 << 30)
-        return self._next_tag
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> list[Any]:
         """Send to a group rank; nothing for an empty tensor."""
@@ -163,7 +154,6 @@ class Exchange:
     label: Label
     pending: Pending = field(default_factory=lambda: Pending([]))
     received: list[Tensor] = field(default_factory=list)
-    tag: int = 0
 
 
 class Reduction(ABC):
@@ -190,7 +180,7 @@ class Reduction(ABC):
 
     def spread(self, exchange: Exchange, whole: Part) -> Pending:
         """Second leg of an all-reduce, after `fold`: give every rank the whole sum, in the main gradients' dtype."""
-        return self.comm.second_leg([whole], exchange.label, exchange.tag)
+        return self.comm.second_leg([whole], exchange.label)
 
     def finish(self, gradients: Sequence[Tensor], divisor: float) -> None:
         """Divide the summed gradients, in place. Called once a step, after every fold."""
@@ -206,12 +196,12 @@ class PeerReduction(Reduction):
         comm = self.comm
         exchange = Exchange(parts, label)
         with labels.begin(label):
-            exchange.tag = comm.new_tag()
+            tag = tag_of(label)
             for step in range(1, comm.size):
                 peer = (comm.rank + step) % comm.size
                 for part in parts:
                     for piece in self._pieces(part.chunk(peer)):
-                        exchange.pending.works += comm.send(piece, peer, exchange.tag)
+                        exchange.pending.works += comm.send(piece, peer, tag)
         return exchange
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
@@ -220,8 +210,9 @@ class PeerReduction(Reduction):
             for part, whole in zip(exchange.parts, into, strict=True)
             for own, target in zip(self._pieces(part.chunk(self.comm.rank)), self._pieces(whole), strict=True)
         ]
+        tag = tag_of(exchange.label)
         with labels.resume(exchange.label):
-            ahead = [self._post(own, exchange.tag) for own, _ in todo[:2]]
+            ahead = [self._post(own, tag) for own, _ in todo[:2]]
             for index, (own, target) in enumerate(todo):
                 buffers, works = ahead[index]
                 for work in works:
@@ -230,7 +221,7 @@ class PeerReduction(Reduction):
                 _sum_in_order(buffers, target, self.dtypes.accum, add=add)
                 ahead[index] = ([], [])
                 if index + 2 < len(todo):
-                    ahead.append(self._post(todo[index + 2][0], exchange.tag))
+                    ahead.append(self._post(todo[index + 2][0], tag))
         exchange.pending.wait()
 
     def _post(self, own: Tensor, tag: int) -> tuple[list[Tensor], list[Any]]:
@@ -313,6 +304,11 @@ def make_reduction(comm: Communicator, dtypes: Dtypes, numerics: Numerics) -> Re
     if numerics.bitwise or dtypes.wire.itemsize < dtypes.accum.itemsize:
         return ExchangeReduction(comm, dtypes)
     return NativeReduction(comm, dtypes)
+
+
+def tag_of(label: Label) -> int:
+    """Message tag of a collective made of sends: the same on all ranks and every time, different between buckets."""
+    return zlib.crc32("/".join(label).encode()) >> 2
 
 
 def _sum_in_order(contributions: list[Tensor], target: Tensor, accum: torch.dtype, *, add: bool) -> None:

@@ -2,9 +2,10 @@
 
 [Note: One order] Every sweep over the model (a forward, a backward) issues the gathers of all units in one static
 order, forwards or in reverse, each exactly once: a unit that this rank skips is gathered and dropped when its turn has
-passed. So the order of collectives is the same on all ranks even where they do not use the same units. A unit asked for
-a second time in one sweep (its module runs late or again) is gathered again out of turn; if that happens in a forward,
-the order the modules really ran in becomes the static one.
+passed. So the order of collectives is the same on all ranks even where they do not use the same units, as long as each
+rank runs the units it uses in definition order and once a forward. A unit asked for after its turn (its module runs
+late, or again) is gathered again out of turn, and the order modules ran in becomes the static one; all ranks must then
+run the same modules in the same order.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 FUSED_CUT = 64
 """Elements; fused optimizer kernels give the same bits when cut at multiples of this."""
@@ -174,8 +175,8 @@ class BucketLayout:
         for index, segment in enumerate(self.segments):
             low, high = segment.piece(rank)
             slots = [slot for slot in self.slots if slot.segment == index and slot.spec.numel]
-            ends = [slot.offset for slot in slots[1:]] + [segment.numel]
-            for slot, until in zip(slots, ends, strict=True):
+            for slot, after in zip_longest(slots, slots[1:]):
+                until = after.offset if after is not None else segment.numel
                 group = group_of.get(slot.spec.name)
                 start, end = max(slot.offset, low) - low, min(until, high) - low
                 if group is not None and start < end:

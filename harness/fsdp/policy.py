@@ -71,7 +71,7 @@ class Numerics(Enum):
 
 _ITEMSIZE_FLOOR = 2  # bytes; the narrowest compute dtype there is (8-bit weights are not built)
 BUCKET_ALIGN_BYTES = 256
-"""Every parameter in a gathered bucket starts on a multiple of this, so that every layout gives kernels one alignment."""
+"""Every parameter in a gathered bucket starts on a multiple of this: kernels see one alignment in every layout."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,144 @@
+"""The engine against one process in fp64: every strategy, rank count, microbatch count, optimizer, clipping on and off.
+
+Tolerances come from the dtype, not from the engine: `single` in the engine's dtype makes every rounding a correct
+engine makes but the order of its sums, so a correct engine is about as far from fp64 as `single` is. A tensor may be
+`SLACK` times as far, with a floor of a few roundings where `single` happens to hit the fp64 value.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fsdp.trial import KEPT, Case, Record, run_cases
+from tests.spawn import run_ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+SLACK = 4.0
+FLOOR_ROUNDINGS = 8.0
+UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-9, "bf16_comm": 2.0**-9}
+CLIP = 0.5  # below the norms that occur, so that it acts
+
+
+@cache
+def reference(case: Case, dtype: str) -> Record:
+    return run_ranks(run_cases, 1, [case.reference(dtype)])[0][0]
+
+
+@cache
+def records(world_size: int) -> dict[Case, Record]:
+    """All cases of one world size, in one process group."""
+    cases = [
+        Case("native", strategy, world_size, k, 0, optimizer, clip)
+        for strategy, k, (optimizer, clip) in itertools.product(
+            STRATEGIES, (1, 2, 3), itertools.product(("sgd", "adamw"), (None, CLIP))
+        )
+    ]
+    cases += [
+        Case("native", strategy, world_size, 2, 0, "adamw", CLIP, dtype, steps=3)
+        for strategy, dtype in itertools.product(STRATEGIES, ("bf16", "bf16_comm"))
+    ]
+    return dict(zip(cases, run_ranks(run_cases, world_size, cases)[0], strict=True))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Relative L2 distance of `a` to the fp64 value `b`."""
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+def check(record: Record) -> None:
+    case = record.case
+    unit = UNIT[case.dtype]
+    exact = reference(case, "fp64")
+    peer = reference(case, "fp32" if case.dtype == "fp32" else "bf16")
+    for name, gradient in exact.gradients.items():
+        bound = SLACK * max(distance(peer.gradients[name], gradient), FLOOR_ROUNDINGS * unit)
+        assert distance(record.gradients[name], gradient) <= bound, f"gradient of {name} at step 1"
+    for step in KEPT[1:]:
+        for name in exact.weights.get(step, {}):
+            moved = exact.weights[step][name] - exact.weights[0][name]
+            ours = record.weights[step][name].double() - exact.weights[0][name]
+            theirs = peer.weights[step][name].double() - exact.weights[0][name]
+            # the weights themselves are rounded to the main dtype: their unit is fp32's in every policy
+            rounding = 2.0**-24 * (exact.weights[step][name].norm() / moved.norm()).item()
+            bound = SLACK * max(distance(theirs, moved), FLOOR_ROUNDINGS * unit, rounding * step)
+            assert distance(ours, moved) <= bound, f"update of {name} after step {step}"
+    for step, (norm, right) in enumerate(zip(record.norms, exact.norms, strict=True), 1):
+        bound = SLACK * max(abs(peer.norms[step - 1] / right - 1), FLOOR_ROUNDINGS * unit * step)
+        assert abs(norm / right - 1) <= bound, f"gradient norm at step {step}"
+
+
+@pytest.mark.parametrize("clip", [None, CLIP], ids=["unclipped", "clipped"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_training_equals_one_process_in_fp64(
+    world_size: int, strategy: str, k: int, optimizer: str, clip: float | None
+) -> None:
+    record = records(world_size)[Case("native", strategy, world_size, k, 0, optimizer, clip)]
+    check(record)
+    if clip is not None:
+        assert min(record.norms) > CLIP, "clipping must act, or the case tests nothing"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bf16_comm"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_bf16_policies_stay_within_bf16(world_size: int, strategy: str, dtype: str) -> None:
+    check(records(world_size)[Case("native", strategy, world_size, 2, 0, "adamw", CLIP, dtype, steps=3)])
+
+
+@pytest.mark.parametrize("fault", [2.0, 0.5, 1.01, 1 + 2.0**-15])
+def test_the_bounds_notice_a_wrong_scale(fault: float) -> None:
+    record = records(2)[Case("native", "optim_grads", 2, 2, 0, "sgd", None)]
+    wrong = Record(
+        record.case, {n: g * fault for n, g in record.gradients.items()}, record.weights, record.losses, record.norms
+    )
+    with pytest.raises(AssertionError, match="gradient of"):
+        check(wrong)
+
+
+@cache
+def ordered(world_size: int) -> dict[Case, Record]:
+    cases = [
+        Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 4)
+        for strategy, k, (optimizer, dtype) in itertools.product(
+            STRATEGIES, (1, 2), (("adamw", "fp32"), ("sgd", "fp32"), ("adamw", "bf16"), ("adamw", "bf16_comm"))
+        )
+    ]
+    return dict(zip(cases, run_ranks(run_cases, world_size, cases)[0], strict=True))
+
+
+def same_bits(a: Record, b: Record) -> bool:
+    """Everything recorded is equal bit for bit."""
+    tensors = all(torch.equal(a.gradients[n], b.gradients[n]) for n in a.gradients) and all(
+        torch.equal(a.weights[s][n], b.weights[s][n]) for s in a.weights for n in a.weights[s]
+    )
+    return tensors and a.losses == b.losses and a.norms == b.norms
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [("adamw", "fp32"), ("sgd", "fp32"), ("adamw", "bf16"), ("adamw", "bf16_comm")]
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_ordered_is_bitwise_where_it_claims_to_be(world_size: int, optimizer: str, dtype: str) -> None:
+    def of(strategy: str, k: int) -> Record:
+        return ordered(world_size)[Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 4)]
+
+    for strategy in STRATEGIES[1:]:
+        assert same_bits(of("no_shard", 1), of(strategy, 1)), f"k=1: no_shard and {strategy}"
+    assert same_bits(of("no_shard", 2), of("optim", 2)), "k=2: microbatches are summed before ranks"
+    assert same_bits(of("optim_grads", 2), of("optim_grads_params", 2)), "k=2: ranks are summed before microbatches"
+
+
+def test_the_two_groups_of_ordered_do_differ() -> None:
+    """If they agreed, the test above could not tell one order of sums from the other."""
+    found = ordered(3)
+    case = Case("native", "no_shard", 3, 2, 0, "adamw", CLIP, "fp32", "ordered", 4)
+    other = Case("native", "optim_grads", 3, 2, 0, "adamw", CLIP, "fp32", "ordered", 4)
+    assert not same_bits(found[case], found[other])

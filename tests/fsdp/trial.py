@@ -1,0 +1,131 @@
+"""One small training, on any engine, recorded in enough detail to be held against another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.schema import Config, Dtype, EngineName, Numerics, OptimizerName, Strategy
+from harness.engines.protocol import Microbatch, Ranks
+from harness.engines.registry import engine_class
+from harness.models.workload import LlamaWorkload
+
+DTYPES = {
+    # compute, main weights, main gradients, wire, sum
+    "fp64": ("fp64",) * 5,
+    "fp32": ("fp32",) * 5,
+    "bf16": ("bf16", "fp32", "fp32", "fp32", "fp32"),
+    "bf16_comm": ("bf16", "fp32", "fp32", "bf16", "fp32"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained and how; equal cases on different engines see the same microbatches in the same global order."""
+
+    engine: str = "native"
+    strategy: str = "no_shard"
+    world_size: int = 1
+    k: int = 1
+    microbatches: int = 0
+    """M; 0 means world_size * k. `single` runs all of them on its one rank."""
+    optimizer: str = "adamw"
+    clip: float | None = None
+    dtype: str = "fp32"
+    numerics: str = "fast"
+    steps: int = 10
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.microbatches or self.world_size * self.k
+
+    def reference(self, dtype: str) -> Case:
+        """The same training on one process in this dtype."""
+        return Case(
+            "single", "no_shard", 1, 1, self.num_microbatches, self.optimizer, self.clip, dtype, "fast", self.steps
+        )
+
+    def config(self) -> Config:
+        config = Config()
+        model = config.model
+        model.vocab_size, model.dim, model.num_layers, model.num_heads, model.num_kv_heads, model.ffn_dim = (
+            31,
+            24,
+            2,
+            2,
+            1,
+            20,
+        )
+        config.data.seq_len = 7
+        config.engine.name, config.sharding.strategy = EngineName[self.engine], Strategy[self.strategy]
+        config.mesh.world_size = self.world_size
+        config.train.microbatch_size, config.train.global_batch_size = 1, self.num_microbatches
+        config.numerics.mode = Numerics[self.numerics]
+        roles = [Dtype[each] for each in DTYPES[self.dtype]]
+        dtype = config.dtype
+        dtype.compute, dtype.main_params, dtype.main_grads, dtype.grad_comm, dtype.grad_accum = roles
+        optimizer = config.optimizer
+        optimizer.name, optimizer.clip_norm = OptimizerName[self.optimizer], self.clip
+        optimizer.lr, optimizer.momentum, optimizer.eps = (
+            (0.1, 0.9, 1e-8) if self.optimizer == "sgd" else (3e-3, 0.0, 1e-5)
+        )
+        return config
+
+
+@dataclass
+class Record:
+    """gradients: of step 1. weights: at step 0 and after each update in `KEPT`. Scalars: one a step."""
+
+    case: Case
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    weights: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+KEPT = (0, 1, 2, 3, 10)
+
+
+def batches(case: Case, rank: int, step: int) -> list[Microbatch]:
+    """This rank's microbatches; distinct on every rank, a function of the global microbatch index."""
+    per_rank = case.num_microbatches // case.world_size
+    found = []
+    for index in range(rank * per_rank, (rank + 1) * per_rank):
+        generator = torch.Generator().manual_seed(1_000 * step + index)
+        tokens = torch.randint(0, 31, (1, 8), generator=generator)
+        found.append(Microbatch(tokens[:, :-1], tokens[:, 1:]))
+    return found
+
+
+def run_case(rank: int, case: Case) -> Record:
+    """Train one case on this rank. Tensors are recorded on rank 0 only."""
+    config = case.config()
+    ranks = Ranks(rank, case.world_size, rank, torch.device("cpu"))
+    engine = engine_class(config.engine.name)(LlamaWorkload(config), config, ranks)
+    record = Record(case)
+    record.weights[0] = _keep(rank, engine.named_weights())
+    for step in range(1, case.steps + 1):
+        todo = batches(case, rank, step)
+        losses = [engine.forward_backward(b, last=i == len(todo) - 1).item() for i, b in enumerate(todo)]
+        if step == 1:
+            record.gradients = _keep(rank, engine.named_gradients())
+        record.norms.append(engine.step(config.optimizer.lr))
+        record.losses.append(losses)
+        if step in KEPT:
+            record.weights[step] = _keep(rank, engine.named_weights())
+    record.facts["bytes"] = engine.accounted_bytes()
+    engine.close()
+    return record
+
+
+def run_cases(rank: int, cases: list[Case]) -> list[Record]:
+    """Several cases in one process group."""
+    return [run_case(rank, case) for case in cases]
+
+
+def _keep(rank: int, named: Any) -> dict[str, Tensor]:
+    return {name: value for name, value in named if rank == 0}
