@@ -1,0 +1,126 @@
+"""Layout invariants, from one rank to 1,024: pure arithmetic, no tensors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.fsdp.layout import FUSED_CUT, BucketLayout, ParamSpec, plan_bucket
+
+shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)
+rank_counts = st.one_of(st.integers(1, 16), st.sampled_from([63, 64, 255, 1024]))
+
+
+def specs(found: list[tuple[int, ...]]) -> list[ParamSpec]:
+    return [ParamSpec(f"p{i}", shape) for i, shape in enumerate(found)]
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, rank_counts, st.sampled_from([64, 128]))
+def test_every_element_lies_on_exactly_one_rank_and_no_row_is_cut(
+    found: list[tuple[int, ...]], num_ranks: int, align: int
+) -> None:
+    layout = plan_bucket(specs(found), num_ranks, align)
+    for slot in layout.slots:
+        begin, end = layout.bucket_range(slot)
+        assert begin % align == 0, "every parameter starts on an aligned place, whatever the ranks"
+        assert end <= layout.bucket_numel
+        covered = 0
+        for rank in range(num_ranks):
+            part = layout.local_slice(slot, rank)
+            assert part.start % slot.spec.row_numel == 0, "a rank boundary never cuts a row"
+            assert part.end % slot.spec.row_numel == 0
+            assert part.numel == 0 or part.start == covered
+            assert part.offset + part.numel <= layout.segments[slot.segment].shard_numel
+            covered += part.numel
+        assert covered == slot.spec.numel
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, rank_counts)
+def test_parameters_do_not_overlap_and_their_places_do_not_depend_on_the_ranks(
+    found: list[tuple[int, ...]], num_ranks: int
+) -> None:
+    layout, alone = plan_bucket(specs(found), num_ranks, 64), plan_bucket(specs(found), 1, 64)
+    assert [(s.segment, s.offset) for s in layout.slots] == [(s.segment, s.offset) for s in alone.slots]
+    ranges = sorted(layout.bucket_range(slot) for slot in layout.slots if slot.spec.numel)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(ranges))
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, rank_counts, st.lists(st.sampled_from([None, 0, 1]), min_size=12, max_size=12))
+def test_runs_hold_each_group_s_elements_and_nobody_else_s(
+    found: list[tuple[int, ...]], num_ranks: int, groups: list[int | None]
+) -> None:
+    layout = plan_bucket(specs(found), num_ranks, 64)
+    group_of = {f"p{i}": group for i, group in enumerate(groups[: len(found)]) if group is not None}
+    for rank in {0, num_ranks // 2, num_ranks - 1}:
+        runs = layout.runs(rank, group_of)
+        for slot in layout.slots:
+            part = layout.local_slice(slot, rank)
+            holders = [
+                run.group
+                for run in runs
+                if run.segment == part.segment and run.start < part.offset + part.numel and part.offset < run.end
+            ]
+            wanted = group_of.get(slot.spec.name)
+            assert holders == ([] if wanted is None or not part.numel else [wanted])
+        for run in runs:
+            segment = layout.segments[run.segment]
+            assert 0 <= run.start < run.end <= segment.shard_numel
+            if segment.fusable:
+                assert run.start % FUSED_CUT == 0
+                assert run.end % FUSED_CUT == 0 or num_ranks == 1
+
+
+def llama_block(dim: int, kv: int, ffn: int) -> list[ParamSpec]:
+    return [
+        ParamSpec(name, shape)
+        for name, shape in {
+            "norm1": (dim,), "wq": (dim, dim), "wk": (kv, dim), "wv": (kv, dim), "wo": (dim, dim),
+            "norm2": (dim,), "w1": (ffn, dim), "w2": (dim, ffn), "w3": (ffn, dim),
+        }.items()
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7, 8, 48, 64, 100, 255, 256, 512, 1000, 1024])
+@pytest.mark.parametrize(
+    "shape", [(2048, 512, 8192), (4096, 1024, 14336), (8192, 1024, 28672)], ids=["1b", "8b", "70b"]
+)
+def test_padding_of_llama_units_is_below_a_thousandth(shape: tuple[int, int, int], num_ranks: int) -> None:
+    layout = plan_bucket(llama_block(*shape), num_ranks, 128)
+    padding = layout.comm_numel / layout.param_numel - 1
+    step = sum(s.row_numel * max(1, math.lcm(FUSED_CUT, s.row_numel) // s.row_numel) for s in layout.segments)
+    assert padding * layout.param_numel <= num_ranks * step
+    if layout.param_numel // num_ranks > 1000 * step:
+        assert padding < 1e-3
+
+
+@pytest.mark.parametrize("num_ranks", [8, 64, 256, 1024])
+def test_padding_of_a_llama_8b_unit(num_ranks: int) -> None:
+    """One row grid for all parameters would pad 7.7 % at 1,024 ranks."""
+    layout = plan_bucket(llama_block(4096, 1024, 14336), num_ranks, 128)
+    assert layout.comm_numel / layout.param_numel - 1 < 1e-3
+
+
+def test_bad_plans_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_ranks=0"):
+        plan_bucket([ParamSpec("a", (2,))], 0, 64)
+    with pytest.raises(ValueError, match=r"unique.*'a'"):
+        plan_bucket([ParamSpec("a", (2,)), ParamSpec("a", (3,))], 2, 64)
+
+
+def test_the_layout_does_not_load_torch() -> None:
+    code = "import sys, harness.fsdp.layout; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_scalar_and_an_empty_parameter_have_a_place() -> None:
+    layout: BucketLayout = plan_bucket([ParamSpec("s", ()), ParamSpec("e", (0, 3)), ParamSpec("f", (3, 0))], 4, 64)
+    assert [layout.local_slice(slot, 0).numel for slot in layout.slots] == [1, 0, 0]
