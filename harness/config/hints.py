@@ -88,14 +88,14 @@ KEY_SYNONYMS = {
 
 
 def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
-    """Names that a mistyped word may mean, best first: same last part, then similar spelling, then containing it."""
+    """Names that a mistyped word may mean, best first: same last part, then similar spelling, then same beginning."""
     names, lower = list(pool), word.lower()
     leaf = lower.rpartition(".")[2]
     same_leaf = [n for n in names if n.rpartition(".")[2] == leaf]
     close = difflib.get_close_matches(lower, names, count, 0.6)
     by_leaf = {n.rpartition(".")[2]: n for n in reversed(names)}
     close_leaf = [by_leaf[n] for n in difflib.get_close_matches(leaf, by_leaf, count, 0.75)]
-    holding = [n for n in names if len(lower) > 2 and n.startswith(lower)]
+    holding = [n for n in names if len(lower) > 2 and n.rpartition(".")[2].startswith(leaf)]
     return list(dict.fromkeys(same_leaf + close + close_leaf + holding))[:count]
 
 
@@ -105,12 +105,13 @@ def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
     group, _, rest = key.partition(".")
     if rest and group in catalog.groups:
         inside = [path for path in settings() if path.startswith(f"{group}.")]
-        meant = _synonym(key, inside) or nearest(key, inside) or nearest(rest, settings())
+        elsewhere = [path for path in settings() if path.endswith(f".{rest}")]
+        meant = list(dict.fromkeys(_synonym(key) + elsewhere + (nearest(key, inside) or nearest(rest, settings()))))[:3]
         return Violation(
             key, f"{group} has no such setting", ", ".join(inside) or "none of its own", _did_you_mean(meant)
         )
     everything = [*catalog.groups, *settings()]
-    meant = _synonym(key, everything) or nearest(key, everything)
+    meant = _synonym(key) or nearest(key, everything)
     if meant:
         return Violation(key, "no such group or setting", fix=_did_you_mean(meant))
     return Violation(
@@ -156,9 +157,9 @@ def explain_setting(path: str, value: Any) -> Violation:
     return Violation(subject, f"takes {setting.expects}", about=setting.sentence)
 
 
-def _synonym(key: str, pool: Iterable[str]) -> list[str]:
+def _synonym(key: str) -> list[str]:
     meant = KEY_SYNONYMS.get(key.rpartition(".")[2].lower())
-    return [meant] if meant in set(pool) else []
+    return [meant] if meant else []
 
 
 def _did_you_mean(names: list[str]) -> str:

@@ -20,9 +20,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from harness.config.catalog import NULLABLE, Catalog, load_catalog
 from harness.config.compose import OPEN_DICTS, appending, typed_root
-from harness.config.doc import groups, settings
+from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
-from harness.config.hints import KEY_SYNONYMS, explain_key, explain_option, explain_setting
+from harness.config.hints import explain_key, explain_option, explain_setting, nearest
 
 MAX_SWEEP = 100_000
 """Most values one axis may have; beyond it a range was mistyped."""
@@ -91,6 +91,8 @@ def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
         ]
     if override.package is not None:
         return [Violation(text, "a group's place is fixed", fix=f"{key}={override.value()}")]
+    if override.is_interval_sweep():
+        return [Violation(text, "has no values to go through", fix=f"{key}=range(START,STOP,STEP) or a list of values")]
     if override.is_sweep_override() and not multirun:
         fix = f"python run.py -m {shlex.quote(text)}, or {key}=[...] for a list"
         return [Violation(text, "names several values, which makes several cells", fix=fix)]
@@ -190,24 +192,20 @@ def _malformed(text: str, error: HydraException, catalog: Catalog) -> Violation:
     key, sign, value = text.partition("=")
     if not sign:
         holders = catalog.groups_with(text)
-        meant = [f"{group}={text}" for group in holders[:3]] or [f"{m}=VALUE" for m in _as_key(text, catalog)]
+        names = nearest(text, [*catalog.groups, *settings()])
+        meant = [f"{group}={text}" for group in holders[:3]] or [f"{name}=VALUE" for name in names]
         fix = f"did you mean {' or '.join(meant)}?" if meant else "write group=option or group.key=value"
         return Violation(repr(text), "is not key=value", fix=fix)
     if key.strip("+~") and all(c not in key for c in " '\"\n"):
         quoted = quote(value)
         return Violation(
             text,
-            "cannot be read: quotes, braces, commas and line breaks need quoting",
+            "cannot be read: quotes, braces, commas, line breaks and letters beyond ASCII need quoting",
             fix=shlex.quote(f"{key}={quoted}"),
         )
     return Violation(
         repr(text), f"cannot be read: {str(error).splitlines()[0]}", fix="write group=option or group.key=value"
     )
-
-
-def _as_key(text: str, catalog: Catalog) -> list[str]:
-    known = [text] if text in settings() or text in catalog.groups or text in groups() else []
-    return known or [KEY_SYNONYMS[text]] if text in KEY_SYNONYMS else known
 
 
 def quote(value: str) -> str:

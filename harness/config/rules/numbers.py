@@ -7,6 +7,7 @@ import re
 
 from harness.config.errors import Violation
 from harness.config.rules.request import Request
+from harness.store.identity import slug
 
 _COUNT = 2**31 - 1
 _SEED = 2**63 - 1
@@ -59,7 +60,7 @@ POSITIVE: dict[str, float] = {
 }
 """Largest value of a setting that must be above zero; null, where it is allowed, is fine."""
 
-_STUDY_NAME = re.compile(r"\w[\w.+-]{0,99}")
+_STUDY_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,98}[a-z0-9_])?")
 
 
 def check(request: Request) -> dict[str, Violation]:
@@ -106,9 +107,9 @@ def _names(request: Request) -> dict[str, Violation]:
     name = request.config.study.name
     if _STUDY_NAME.fullmatch(name):
         return {}
-    choices = "a letter or digit, then up to 99 letters, digits or . _ + -"
+    choices = "lower-case letters, digits, and . _ - inside"
     return {
         "study.name": Violation(
-            f"study.name={name!r}", "is a folder's name, and cannot be this", choices, "study.name=adhoc"
+            f"study.name={name!r}", "is a folder's name", choices, f"study.name={slug(name)[:100] or 'adhoc'}"
         )
     }

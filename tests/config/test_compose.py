@@ -1,0 +1,156 @@
+"""Cells: every option composes, what is frozen comes back, and nothing but the schema gets in."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from harness.config.catalog import NULLABLE, load_catalog
+from harness.config.compose import compose, compose_cell, composed, load_config
+from harness.config.derived import global_microbatches, microbatches_per_rank, parameter_count
+from harness.config.doc import guide, settings
+from harness.config.errors import BadRequest
+from harness.config.schema import Config, EngineName, Strategy
+
+DRY = "launch.dry_run=true"
+NEEDS = {
+    "data=text": [f"data.path={__file__}", "data.seq_len=16"],
+    "data=tokens": [f"data.path={__file__}", "model.vocab_size=65536", "data.seq_len=16", "data.header_bytes={odd}"],
+}
+"""What an option cannot do without."""
+
+
+def _needs(choice: str) -> list[str]:
+    odd = str(Path(__file__).stat().st_size % 2)
+    needed = [text.replace("{odd}", odd) for text in NEEDS.get(choice, [])]
+    return [text for text in needed if text != "data.header_bytes=0"]
+
+
+LEAVES = [f"{g}={o}" for g, options in load_catalog().options.items() if g != "study" for o in options]
+
+
+@pytest.mark.parametrize("leaf", LEAVES)
+def test_every_option_composes(leaf: str) -> None:
+    elsewhere = ["cluster=slurm"] if leaf.startswith("model=") else []  # this machine may be too small
+    cell = compose([leaf, *_needs(leaf), *elsewhere, DRY])
+    group, option = leaf.split("=")
+    if group in ("model", "dtype", "cluster", "engine", "optimizer"):
+        assert cell.config[group]["name"] == option
+    assert cell.overrides[0] == leaf
+
+
+def test_the_default_cell() -> None:
+    cell = compose()
+    cfg = cell.typed
+    assert (cfg.engine.name, cfg.sharding.strategy) == (EngineName.native, Strategy.optim_grads_params)
+    assert (cfg.mesh.world_size, cfg.train.steps, cfg.model.name, cfg.data.kind.name) == (2, 20, "tiny", "stdlib")
+    assert cell.study == "adhoc"
+    assert cell.overrides == ()
+
+
+@pytest.mark.parametrize("engine", ["ddp", "single"])
+def test_engines_that_replicate_imply_no_shard(engine: str) -> None:
+    cfg = compose([f"engine={engine}"]).typed
+    assert cfg.sharding.strategy is Strategy.no_shard
+    assert cfg.mesh.world_size == (1 if engine == "single" else 2)
+
+
+def test_an_experiment_implies_what_its_engine_implies() -> None:
+    cfg = compose(["experiment=oracle"]).typed
+    assert (cfg.engine.name, cfg.sharding.strategy, cfg.mesh.world_size) == (EngineName.single, Strategy.no_shard, 1)
+    assert cfg.dtype.compute.name == "fp64"
+
+
+def test_what_is_typed_wins_over_what_is_implied() -> None:
+    with pytest.raises(BadRequest, match=r"sharding\.strategy=optim.*engine=ddp"):
+        compose(["engine=ddp", "sharding=optim"])
+
+
+def test_frozen_values_come_back_whole() -> None:
+    cell = compose(["dtype=bf16_comm", "optimizer.betas=[0.8,0.9]", "optimizer.clip_norm=null"])
+    through_json = json.loads(json.dumps(cell.config))
+    assert through_json == cell.config
+    assert load_config(through_json) == cell.typed
+    assert cell.typed.optimizer.clip_norm is None
+    assert cell.config["dtype"]["grad_comm"] == "bf16"
+
+
+def test_a_frozen_file_of_another_schema_is_refused() -> None:
+    config = compose().config
+    with pytest.raises(BadRequest) as caught:
+        load_config({**config, "train": {**config["train"], "stps": 3}, "shardng": {}})
+    assert {v.subject for v in caught.value.violations} == {"train.stps", "shardng"}
+
+
+def test_what_got_past_hydra_is_refused_when_frozen() -> None:
+    cfg = composed()
+    OmegaConf.set_struct(cfg, False)
+    cfg.new = 1
+    with pytest.raises(BadRequest, match="new: no such group or setting"):
+        compose_cell(cfg, [])
+
+
+@pytest.mark.parametrize("override", ["+train.steps=5", "++train.steps=5", "~train", "~train.steps"])
+def test_signs_are_refused_even_on_known_keys(override: str) -> None:
+    with pytest.raises(BadRequest, match=r"cannot be (added|removed)"):
+        compose([override])
+
+
+def test_paths_mean_the_same_wherever_a_rank_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "text.txt").write_text("x" * 10_000)
+    monkeypatch.chdir(tmp_path)
+    cell = compose(["data=text", "data.path=text.txt", "launch.root=here"])
+    assert cell.typed.data.path == str(tmp_path / "text.txt")
+    assert cell.typed.launch.root == str(tmp_path / "here")
+
+
+@pytest.mark.parametrize("name", ["a'b", 'a"b', "a b", "ünïcødé-雪", "a,b=c", "a{b}[c]", "a$b`c", "back\\slash"])
+def test_any_path_can_be_typed(name: str, tmp_path: Path) -> None:
+    from harness.config.overrides import quote
+
+    path = tmp_path / name
+    path.write_text("x" * 10_000)
+    assert compose(["data=text", f"data.path={quote(str(path))}"]).typed.data.path == str(path)
+
+
+def test_references_between_settings_are_resolved_or_refused() -> None:
+    assert compose(["train.warmup_steps=${train.steps}"]).typed.train.warmup_steps == 20
+    with pytest.raises(BadRequest, match="nowhere"):
+        compose(["notes=${nowhere}"])
+
+
+def test_user_named_keys_are_open() -> None:
+    cell = compose(["cluster=slurm", "cluster.additional={exclusive: 1}", "cluster.additional.comment=x", DRY])
+    assert cell.typed.cluster.additional == {"exclusive": "1", "comment": "x"}
+
+
+def test_derived_numbers() -> None:
+    cfg = compose(["mesh.world_size=2", "train.global_batch_size=24", "train.microbatch_size=4"]).typed
+    assert (global_microbatches(cfg), microbatches_per_rank(cfg)) == (6, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "published"), [("gpt_125m", 124e6), ("llama_1b", 1.236e9), ("llama_8b", 8.03e9), ("llama_70b", 70.55e9)]
+)
+def test_models_have_the_size_of_their_name(model: str, published: float) -> None:
+    cfg = compose([f"model={model}", "cluster=slurm", DRY]).typed
+    assert parameter_count(cfg) == pytest.approx(published, rel=0.01)
+
+
+def test_every_setting_has_a_sentence_and_the_guide_is_current() -> None:
+    assert all(s.sentence.endswith(".") for s in settings().values())
+    assert (Path(__file__).parents[2] / "docs" / "configuration.md").read_text() == guide()
+
+
+def test_groups_packages_and_fields_share_names() -> None:
+    assert set(load_catalog().groups) - set(NULLABLE) | {"study"} == set(Config.__dataclass_fields__) - {"notes"}
+
+
+def test_composing_never_loads_torch() -> None:
+    code = "from harness.config.compose import compose; import sys; compose(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

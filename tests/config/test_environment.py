@@ -1,0 +1,96 @@
+"""What the machine must offer, found out before ranks start, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from harness.config.compose import compose
+from harness.config.errors import BadRequest
+from harness.config.rules import environment
+
+
+def test_a_probe_leaves_nothing_and_makes_no_folder(tmp_path: Path) -> None:
+    assert environment.probe(tmp_path / "a" / "b", 1000, write=True) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["os.fsync", "tempfile.mkstemp"])
+def test_a_full_disk_is_noticed_where_free_space_lies(
+    number: int, call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(call, fail)
+    with pytest.raises(BadRequest, match="no room on the disk"):
+        compose([f"launch.root={tmp_path}/runs"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        assert environment.probe(tmp_path, 1 << 20, write=True) == ""
+        assert "free" in environment.probe(tmp_path, 8 << 20, write=True)
+        (tmp_path / "fill").write_bytes(b"x" * (4 << 20))
+        assert "free" in environment.probe(tmp_path, 1 << 20, write=True)
+        assert [p.name for p in tmp_path.iterdir()] == ["fill"]
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_run_that_will_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(environment.shutil, "disk_usage", lambda _: type("Usage", (), {"free": 2 << 20})())
+    with pytest.raises(BadRequest, match="2 MiB free"):
+        compose([f"launch.root={tmp_path}"])
+    compose([f"launch.root={tmp_path}", "ckpt=none", "measure=light"])
+
+
+def test_a_dry_run_looks_and_does_not_touch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_write_and_remove", lambda *_: pytest.fail("a dry run wrote"))
+    compose([f"launch.root={tmp_path}/runs", "launch.dry_run=true"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_root_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BadRequest, match="is a file, not a folder"):
+        compose([f"launch.root={tmp_path}/file/runs"])
+
+
+def test_a_root_without_permission_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.os, "access", lambda *_: False)
+    with pytest.raises(BadRequest, match="is not writable"):
+        compose([f"launch.root={tmp_path}"])
+
+
+def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment.shutil, "which", lambda _: None)
+    with pytest.raises(BadRequest, match="no sbatch on PATH"):
+        compose(["cluster=slurm"])
+    compose(["cluster=slurm", "launch.dry_run=true"])
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(BadRequest, match="wandb is not installed"):
+        compose(["wandb=offline"])
+
+
+def test_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0"), Path("/dev/nvidiactl")]))
+    with pytest.raises(BadRequest, match="has 1 NVIDIA devices for 2 ranks"):
+        compose(["cluster.device=cuda"])
+    compose(["cluster.device=cuda", "mesh=one"])
+
+
+def test_a_model_beyond_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_memory_bytes", lambda: 64 << 30)
+    with pytest.raises(BadRequest, match="model=llama_8b: needs"):
+        compose(["model=llama_8b", "launch.dry_run=true"])
+    compose(["model=llama_8b", "launch.dry_run=true", "cluster=slurm"])

@@ -1,0 +1,181 @@
+"""Reading words: every mistake at once, the nearest names, and never the advice to append."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.config.doc import settings
+from harness.config.errors import BadRequest
+from harness.config.hints import KEY_SYNONYMS, OPTION_SYNONYMS, nearest
+from harness.config.overrides import MAX_SWEEP, check_overrides, quote, typed_value
+
+
+def refused(*overrides: str, multirun: bool = False) -> str:
+    with pytest.raises(BadRequest) as caught:
+        check_overrides(overrides, multirun=multirun)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("shardng=optim", "sharding"),
+        ("sharing=optim", "sharding"),
+        ("optimiser=adamw", "optimizer"),
+        ("optim=adamw", "optimizer"),
+        ("modle.dim=3", "model.dim"),
+        ("train.step=3", "train.steps"),
+        ("train.sede=3", "train.seed"),
+        ("train.Steps=3", "train.steps"),
+        ("train.learning_rate=3", "optimizer.lr"),
+        ("train.lr=3", "optimizer.lr"),
+        ("optimizer.learning_rate=3", "optimizer.lr"),
+        ("model.hidden_size=3", "model.dim"),
+        ("batch_size=3", "train.global_batch_size"),
+        ("world_size=3", "mesh.world_size"),
+        ("steps=3", "train.steps"),
+        ("vocab=3", "model.vocab_size"),
+        ("dtype=bfloat16", "dtype=bf16"),
+        ("dtype=bf16_com", "dtype=bf16_comm"),
+        ("sharding=zero0", "sharding=no_shard"),
+        ("sharding=ZeRO1", "sharding=optim"),
+        ("sharding=zero2", "sharding=optim_grads"),
+        ("sharding=full_shard", "sharding=optim_grads_params"),
+        ("engine=fsdp", "engine=native"),
+        ("wandb=off", "wandb=disabled"),
+        ("wandb.mode=on", "wandb.mode=online"),
+        ("sharding.strategy=zero3", "sharding.strategy=optim_grads_params"),
+        ("numerics=bitwise", "numerics=ordered"),
+        ("native", "engine=native"),
+        ("train.steps", "train.steps=VALUE"),
+        ("lr", "optimizer.lr=VALUE"),
+    ],
+)
+def test_a_typo_gets_the_name_that_was_meant(typed: str, meant: str) -> None:
+    message = refused(typed)
+    assert f"did you mean {meant}" in message or f" or {meant}" in message
+    assert "+" not in message
+
+
+def test_nonsense_gets_the_list_instead_of_a_guess() -> None:
+    message = refused("qqqq=1")
+    assert "did you mean" not in message
+    assert "sharding" in message
+
+
+def test_all_mistakes_are_told_at_once_in_the_order_typed() -> None:
+    message = refused("shardng=optim", "train.steps=abc", "train.stps=1", "dtype=float16", "+a=1", "~model", "", "x")
+    assert message.startswith("bad request, 8 problems:")
+    places = [message.index(part) for part in ("shardng", "train.steps=abc", "train.stps", "dtype=float16", "+a=1")]
+    assert places == sorted(places)
+
+
+def test_synonyms_lead_to_names_that_exist() -> None:
+    from harness.config.catalog import load_catalog
+
+    options = load_catalog().options
+    assert all(meant in options or meant in settings() for meant in KEY_SYNONYMS.values())
+    for group, table in OPTION_SYNONYMS.items():
+        assert set(table.values()) <= set(options[group])
+        assert not set(table) & set(options[group])
+
+
+@pytest.mark.parametrize(
+    ("word", "count"),
+    [
+        ("sharding=no_shard,optim", 2),
+        ("sharding=glob(optim*)", 3),
+        ("train.seed=range(0,5)", 5),
+        ("optimizer.lr=0.1,1e-3,3", 3),
+        ("optimizer.betas=[0.9,0.95],[0.8,0.9]", 2),
+        ("train.steps=choice(5,6)", 2),
+    ],
+)
+def test_an_axis_has_its_values_under_m_and_is_refused_without(word: str, count: int) -> None:
+    (read,) = check_overrides([word], multirun=True)
+    assert len(read.values) == count
+    assert all(len(check_overrides([cell])) == 1 for cell in read.cells), "each value is a valid override again"
+    assert "python run.py -m" in refused(word)
+
+
+def test_one_bad_value_of_an_axis_is_found() -> None:
+    message = refused("train.steps=5,abc,7", "sharding=optim,zero3", multirun=True)
+    assert "train.steps=abc" in message
+    assert "sharding=zero3" in message
+    assert "train.steps=5" not in message
+
+
+@pytest.mark.parametrize("word", ["train.seed=range(0,100000000000)", "train.seed=range(0,-5)", "sharding=glob(q*)"])
+def test_axes_without_sense_are_refused_quickly(word: str) -> None:
+    assert str(MAX_SWEEP // 1000) in refused(word, multirun=True) or "matches no option" in refused(word, multirun=True)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "hydra.run.dir=x",
+        "hydra/launcher=basic",
+        "sharding@foo=optim",
+        "train={steps: 5}",
+        "train.steps.x=1",
+        "train=5",
+        "notes.x=1",
+        "=5",
+        "=",
+        "train.=5",
+        ".steps=5",
+        "train steps=5",
+        "train.steps=[1]",
+        "train.steps={a: 1}",
+        "optimizer.betas=0.9",
+        "optimizer.betas=[a,b]",
+        "measure.capture_steps=[1.5]",
+        "train.steps=true",
+        "model.tie_embeddings=maybe",
+        "data.path=a\nb'",
+        "train.seed=interval(0,1)",
+        "notes='unbalanced",
+        "sharding=[optim,no_shard]",
+        "sharding=",
+        "sharding=null",
+        "notes=héé 雪",
+    ],
+)
+def test_odd_words_are_refused_in_one_message(word: str) -> None:
+    message = refused(word, multirun=True)
+    assert message.startswith("bad request")
+    assert "Traceback" not in message
+
+
+@pytest.mark.parametrize("word", ["notes=", "notes=''", "notes='a, b=c'", "study=null", "experiment=null"])
+def test_odd_words_that_make_sense_are_taken(word: str) -> None:
+    assert len(check_overrides([word])) == 1
+
+
+def test_the_fix_for_a_quote_can_be_typed() -> None:
+    import re
+    import shlex
+
+    for text in ("""it's "so", ok""", "héé 雪", "{a"):
+        (typed,) = shlex.split(re.findall(r"fix: +(.*)", refused(f"notes={text}"))[0])
+        assert typed_value([typed], "notes", None) == text
+
+
+@given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
+def test_quoting_survives_hydras_grammar(text: str) -> None:
+    assert str(typed_value([f"notes={quote(text)}"], "notes", None)) == text
+
+
+@given(st.text(max_size=20))
+def test_no_word_crashes_the_reader(text: str) -> None:
+    for word in (text, f"train.steps={text}", f"{text}=1"):
+        with contextlib.suppress(BadRequest):
+            check_overrides([word], multirun=True)
+
+
+def test_nearest_prefers_the_same_last_part() -> None:
+    assert nearest("training.steps", settings())[0] == "train.steps"

@@ -1,0 +1,165 @@
+"""Every rule: what it refuses, what it says, and its clean twin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.config import rules
+from harness.config.capabilities import ENGINES
+from harness.config.compose import compose
+from harness.config.doc import settings
+from harness.config.errors import BadRequest
+from harness.config.rules import effect, numbers
+from harness.config.schema import EngineName
+
+DRY = "launch.dry_run=true"
+
+
+def violations(*overrides: str) -> dict[str, str]:
+    """Violations of a request by the knob they name."""
+    with pytest.raises(BadRequest) as caught:
+        compose([*overrides])
+    return {v.subject.partition("=")[0]: str(v) for v in caught.value.violations}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "knob", "fix", "clean"),
+    [
+        (
+            "train.global_batch_size=10",
+            "train.global_batch_size",
+            "train.global_batch_size=8",
+            "train.global_batch_size=24",
+        ),
+        (
+            "train.global_batch_size=4",
+            "train.global_batch_size",
+            "train.microbatch_size=2",
+            "train.global_batch_size=8",
+        ),
+        ("mesh.world_size=3 cluster=slurm cluster.nodes=2 train.global_batch_size=12", "mesh.world_size", "2", ""),
+        (
+            "train.steps=5 train.warmup_steps=6",
+            "train.warmup_steps",
+            "train.warmup_steps=1",
+            "train.steps=6 train.warmup_steps=6",
+        ),
+        (
+            "measure.capture_steps=[1,21]",
+            "measure.capture_steps",
+            "measure.capture_steps=[1]",
+            "measure.capture_steps=[1,20]",
+        ),
+        ("measure.capture_steps=[1,1]", "measure.capture_steps", "[1]", "measure.capture_steps=[]"),
+        ("measure.capture_steps=[0]", "measure.capture_steps", "[1]", "measure.capture_steps=[2]"),
+        ("model.num_heads=3 model.num_kv_heads=1", "model.dim", "model.dim=60", "model.num_heads=2"),
+        ("model.num_kv_heads=3", "model.num_kv_heads", "model.num_kv_heads=2", "model.num_kv_heads=4"),
+        ("data.seq_len=2049", "data.seq_len", "data.seq_len=2048", "data.seq_len=2048"),
+        ("engine=ddp sharding=optim", "sharding.strategy", "engine=native", "engine=ddp"),
+        ("engine=ddp numerics=ordered", "numerics.mode", "numerics=deterministic", "engine=ddp numerics=deterministic"),
+        ("engine=single mesh.world_size=2", "mesh.world_size", "mesh.world_size=1", "engine=single numerics=ordered"),
+        ("engine=ddp dtype=bf16_comm", "dtype.grad_comm", "dtype.grad_comm=fp32", "engine=ddp dtype=bf16"),
+        ("engine=ddp dtype.grad_accum=fp64", "dtype.grad_accum", "engine=native", "dtype.grad_accum=fp64"),
+        ("dtype.main_grads=bf16", "dtype.main_grads", "dtype.allow_low_precision_grads=true", "dtype=bf16"),
+        ("dtype.grad_accum=bf16", "dtype.grad_accum", "dtype.grad_accum=fp32", "dtype=bf16_comm"),
+        ("dtype.compute=fp64", "dtype.main_params", "dtype.main_params=fp64", "dtype=fp64"),
+        ("launch.inline=true", "launch.inline", "mesh=one", "debug=inline"),
+        ("cluster=slurm debug=inline", "launch.inline", "cluster=local", ""),
+        ("cluster=slurm cluster.time_min=2 cluster.grace_s=120", "cluster.grace_s", "cluster.grace_s=60", ""),
+        ("cluster=slurm cluster.device=cuda", "cluster.gpus_per_node", "cluster.gpus_per_node=2", ""),
+        ("cluster=slurm launch.root='/tmp/50%'", "launch.root", "a folder without", ""),
+        ("model.vocab_size=255", "model.vocab_size", "model.vocab_size=256", "model.vocab_size=257"),
+        ("train.global_batch_size=160000", "data", "a smaller train.global_batch_size", ""),
+        ("study.name=../x", "study.name", "study.name=x", "study.name=x"),
+        ("study.name=", "study.name", "adhoc", "study.name=a.b-c_1"),
+        ("study.name=Big", "study.name", "big", "study.name=big"),
+        ("optimizer.betas=[0.9]", "optimizer.betas", "[0.9,0.95]", "optimizer.betas=[0,0]"),
+        ("optimizer.betas=[0.9,1.0]", "optimizer.betas", "[0.9,0.95]", ""),
+        ("optimizer=sgd optimizer.momentum=1.0", "optimizer.momentum", "0.9", "optimizer=sgd optimizer.momentum=0"),
+        ("optimizer.clip_norm=0", "optimizer.clip_norm", "above 0", "optimizer.clip_norm=null"),
+        ("optimizer.clip_norm=nan", "optimizer.clip_norm", "above 0", ""),
+        ("model.norm_eps=0", "model.norm_eps", "above 0", ""),
+    ],
+)
+def test_a_rule_names_knob_and_fix_and_spares_its_clean_twin(overrides: str, knob: str, fix: str, clean: str) -> None:
+    found = violations(*overrides.split(), DRY)
+    assert knob in found
+    assert fix in found[knob]
+    compose([*clean.split(), DRY])
+
+
+@pytest.mark.parametrize("path", numbers.RANGES)
+def test_both_ends_of_every_range_are_values_and_what_lies_beyond_is_not(path: str) -> None:
+    low, high = numbers.RANGES[path]
+    config = compose().typed
+    group, _, name = path.partition(".")
+    whole = settings()[path].type is int
+    for value in (low, high):
+        setattr(getattr(config, group), name, value)
+        assert path not in numbers.check(rules.Request(config))
+    for value in (low - 1, high + 1 if whole else high * 1.01, float("nan"), float("inf"), -float("inf")):
+        setattr(getattr(config, group), name, value)
+        assert path in numbers.check(rules.Request(config))
+
+
+def test_every_number_has_a_range() -> None:
+    numeric = {path for path, s in settings().items() if s.type in (int, float)}
+    assert numeric - {"optimizer.momentum"} == set(numbers.RANGES) | set(numbers.POSITIVE)
+
+
+def test_numbers_out_of_range_do_not_hide_other_mistakes() -> None:
+    found = violations("train.steps=0", "data.seq_len=4096", "engine=ddp", "sharding=optim", "model.num_heads=0", DRY)
+    assert set(found) == {"train.steps", "data.seq_len", "sharding.strategy", "model.num_heads"}
+
+
+@pytest.mark.parametrize("knob", effect.CONDITIONS)
+def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
+    values = {"cluster.additional": "{a: 1}", "data.token_dtype": "uint32", "optimizer.betas": "[0.9,0.9]"}
+    needs = {
+        "cluster.slots": ["cluster=slurm"],
+        "data.path": ["data=synthetic"],
+        "optimizer.momentum": ["optimizer=adam"],
+    }
+    against = {"optimizer.betas": ["optimizer=sgd"], "optimizer.eps": ["optimizer=sgd"], "ckpt.every": ["ckpt=none"]}
+    quiet = {"measure.capture_limit_mib": ["measure=light"]}
+    extra = (needs | against | quiet).get(knob, [])
+    value = values.get(knob, "true" if knob.startswith("dtype.allow") else "1e-6" if knob.endswith("eps") else "1")
+    value = "0.5" if knob.endswith("momentum") else value
+    assert "has no effect" in violations(f"{knob}={value}", *extra, DRY)[knob]
+
+
+def test_conditions_name_settings_that_exist() -> None:
+    assert set(effect.CONDITIONS) <= set(settings())
+    assert all(path in settings() for can in ENGINES.values() for path in can.settings)
+    assert set(ENGINES) == set(EngineName)
+
+
+def test_settings_of_an_engine_belong_to_engines_that_take_them() -> None:
+    assert "engine=native" in violations("engine=ddp", "engine.prefetch=1")["engine.prefetch"]
+    compose(["engine.prefetch=0"])
+
+
+def test_missing_or_wrong_data(tmp_path: Path) -> None:
+    empty, short = tmp_path / "empty", tmp_path / "short"
+    empty.touch()
+    short.write_text("x" * 1000)
+    (tmp_path / "folder").mkdir()
+    for path, told in [
+        (tmp_path / "nowhere", "does not exist"),
+        (empty, "is empty"),
+        (tmp_path / "folder", "without"),
+        (short, "fewer than one global batch"),
+    ]:
+        (text,) = violations("data=text", f"data.path={path}").values()
+        assert told in text
+    assert "data.path" in "".join(violations("data=text").values())
+
+
+def test_token_ids_must_fit(tmp_path: Path) -> None:
+    path = tmp_path / "ids.bin"
+    path.write_bytes(b"".join(i.to_bytes(2, "little") for i in range(1000)) * 10)
+    words = ["data=tokens", f"data.path={path}"]
+    assert "model.vocab_size=1000" in violations(*words)["model.vocab_size"]
+    compose([*words, "model.vocab_size=1000"])
