@@ -6,7 +6,6 @@ step boundary, an interrupt does not wait. Ranks that make no step show their st
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import time
@@ -67,7 +66,7 @@ class LocalRun:
         self._last_step = time.monotonic()
         self._stacks = ""
         try:
-            self.ranks, self._leash = start_ranks(
+            self.ranks = start_ranks(
                 opened.run.path,
                 opened.attempt,
                 self.config,
@@ -150,7 +149,6 @@ class LocalRun:
         self._listen()
         for rank in self.ranks:
             rank.close()
-        os.close(self._leash)
         ended = self._judge()
         try:
             self._write(ended)

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from harness.config.schema import Config
 from harness.launch.environment import child_environment, rank_environment
 from harness.store import failure
@@ -25,7 +27,7 @@ TAIL_BYTES = 2000
 class Rank:
     """One rank's process."""
 
-    def __init__(self, number: int, process: subprocess.Popen[bytes], pipe: int, log: Path) -> None:
+    def __init__(self, number: int, process: subprocess.Popen[bytes], pipe: int, leash: int, log: Path) -> None:
         self.number = number
         self.log = log
         self.text = ""
@@ -34,6 +36,7 @@ class Rank:
         """When it told that, or when its end was noticed."""
         self.killed_by_us = False
         self._process = process
+        self._leash = leash
         self._pipe: IO[bytes] = os.fdopen(pipe, "rb", buffering=0)
         self._rest = b""
         os.set_blocking(pipe, False)
@@ -89,10 +92,11 @@ class Rank:
             os.killpg(self.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """Release the pipe of a rank that has ended, or end it."""
+        """Release what a rank that has ended still holds; end it first if it has not."""
         self.kill()
         self._process.wait()
         self._pipe.close()
+        os.close(self._leash)
 
     def failure(self) -> Failure | None:
         """Why it failed; None if it did not, or only because we killed it."""
@@ -117,7 +121,9 @@ class Rank:
 
 def _has_ended(pid: int) -> bool:
     """Whether a child of ours has ended; it is not reaped, so its id stays its own."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    if hasattr(os, "waitid"):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # macOS before Python 3.13
 
 
 def log_tail(path: Path, size: int = TAIL_BYTES) -> str:
@@ -132,8 +138,8 @@ def log_tail(path: Path, size: int = TAIL_BYTES) -> str:
 
 def start_ranks(
     run: Path, attempt: int, config: Config, *, start: str, lock: int, devices: Sequence[str] = ()
-) -> tuple[list[Rank], int]:
-    """Start every rank of a run; to be called from the main thread, since ranks die with the thread that made them.
+) -> list[Rank]:
+    """Start every rank of a run, each on a leash of its own: when our end closes, also by our death, it dies.
 
     Args:
         run: the run directory.
@@ -142,30 +148,24 @@ def start_ranks(
         start: token of this start.
         lock: descriptor of the run's lock; ranks keep it, so the run counts as taken until the last of them is gone.
         devices: CUDA devices, one a rank; empty on CPU.
-
-    Returns:
-        The ranks, and our end of their leash: when it closes, also by our death, they die.
     """
-    leash, ours = os.pipe()
     ranks: list[Rank] = []
     try:
         for number in range(config.mesh.world_size):
             variables = rank_environment(config, number, start=start, devices=tuple(devices))
-            ranks.append(_start_rank(run, attempt, number, variables, leash, lock))
+            ranks.append(_start_rank(run, attempt, number, variables, lock))
     except BaseException:
-        os.close(ours)
         for rank in ranks:
             rank.close()
         raise
-    finally:
-        os.close(leash)
-    return ranks, ours
+    return ranks
 
 
-def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str], leash: int, lock: int) -> Rank:
+def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str], lock: int) -> Rank:
     log = run / "attempts" / str(attempt) / f"rank{number}.log"
-    ours, theirs = os.pipe()
-    tied = variables | {LEASH: str(leash), PROGRESS: str(theirs)}
+    listening, telling = os.pipe()
+    held, leash = os.pipe()
+    tied = variables | {LEASH: str(held), PROGRESS: str(telling)}
     try:
         with log.open("ab") as output:
             process = subprocess.Popen(
@@ -174,15 +174,17 @@ def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                pass_fds=(leash, theirs, lock),
+                pass_fds=(held, telling, lock),
                 process_group=0,  # a terminal's Ctrl-C reaches the launcher alone, and one kill reaches all of a rank
             )
     except BaseException:
-        os.close(ours)
+        os.close(listening)
+        os.close(leash)
         raise
     finally:
-        os.close(theirs)
-    return Rank(number, process, ours, log)
+        os.close(telling)
+        os.close(held)
+    return Rank(number, process, listening, leash, log)
 
 
 def worker_command(run: Path, attempt: int) -> list[str]:

@@ -61,12 +61,12 @@ def last_line(text: str) -> str:
 
 
 def _message(text: str) -> str:
-    """From the last line that names an exception to the end; the last line where none does."""
+    """From the last line that names an exception to the end; the first line where none does."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     for index in range(len(lines) - 1, -1, -1):
         if EXCEPTION_LINE.match(lines[index]):
             return "\n".join(lines[index:])
-    return "\n".join(lines[-1:])
+    return "\n".join(lines[:1])
 
 
 def rank_file(attempt: Path, rank: int) -> Path:

@@ -1,8 +1,8 @@
-"""A rank that its launcher started dies with it, whatever the rank is stuck in."""
+"""A rank that its launcher started dies with it, and with all it has started, whatever it is stuck in."""
 
 from __future__ import annotations
 
-import ctypes
+import fcntl
 import os
 import signal
 import sys
@@ -11,25 +11,25 @@ from collections.abc import Mapping
 
 from harness.store.placement import LEASH
 
-PR_SET_PDEATHSIG = 1
-
 
 def hold_on(environment: Mapping[str, str]) -> None:
-    """Tie this process to the launcher at the other end of the leash; without a leash, do nothing.
+    """Tie this process group to the launcher at the other end of the leash; without a leash, do nothing.
 
-    Two ties: a thread that reads the leash kills this rank's whole process group when the pipe closes, and on Linux the
-    kernel kills the rank itself, so that code which never lets go of the interpreter lock dies too.
+    The leash is a pipe nothing is ever written to: it becomes readable when the launcher is gone, however that died. On
+    Linux the kernel is asked to kill the group then, so that code which never lets go of the interpreter lock dies too;
+    elsewhere, and for a launcher that was gone before we asked, a thread does it.
     """
     if LEASH not in environment:
         return
-    descriptor = int(environment[LEASH])
-    os.set_inheritable(descriptor, False)
+    leash = int(environment[LEASH])
+    os.set_inheritable(leash, False)
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    threading.Thread(target=_die_when_closed, args=(descriptor,), name="leash", daemon=True).start()
+        fcntl.fcntl(leash, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(leash, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(leash, fcntl.F_SETFL, fcntl.fcntl(leash, fcntl.F_GETFL) | os.O_ASYNC)
+    threading.Thread(target=_die_when_closed, args=(leash,), name="leash", daemon=True).start()
 
 
-def _die_when_closed(descriptor: int) -> None:
-    while os.read(descriptor, 1):  # nothing is ever written: the read ends when the last writer is gone
-        pass
+def _die_when_closed(leash: int) -> None:
+    os.read(leash, 1)
     os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,97 @@
+"""Stands in for the worker: tied to its launcher in the same way, then it misbehaves as told. Quick: no torch.
+
+fake_rank.py RUN --attempt N    with FAKE="what rank 0 does|what rank 1 does"
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from harness.store import status
+from harness.store.placement import placement
+from harness.store.status import State
+from harness.worker import lifeline
+from harness.worker.hang import dump_on_request
+from harness.worker.report import Reporter
+
+ECHO = "[gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:1234"
+
+
+def step(number: int) -> None:
+    """Tell the launcher of one step."""
+    reporter.pipe.send(
+        "step", rank=place.rank, step=number, steps=9, loss=1.0, step_time_s=0.1, tokens=8, memory_bytes=2**20
+    )
+
+
+def wait_for_stop() -> None:
+    """Until SIGTERM."""
+    signal.sigwait({signal.SIGTERM})
+
+
+def hold_the_interpreter() -> None:
+    """Sleep in C without ever letting another thread run, deaf to every signal but SIGKILL."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    ctypes.PyDLL(None).sleep(600)
+
+
+def act(what: str) -> int:
+    """Do as told; the exit code."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    Path(run, f"pid{place.rank}").write_text(str(os.getpid()))
+    step(1)
+    match what:
+        case "done":
+            reporter.ended(State.done, "9 steps")
+            return 0
+        case "raise":
+            raise KeyError("the cause")
+        case "echo":
+            raise RuntimeError(ECHO)
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "exit7":
+            print("a last word in the log", flush=True)
+            return 7
+        case "save":
+            wait_for_stop()
+            reporter.ended(State.preempted, "saved at step 1")
+            return 75
+        case "sleep":
+            wait_for_stop()
+            time.sleep(600)
+        case "stuck":
+            hold_the_interpreter()
+        case "child":
+            child = subprocess.Popen(["sleep", "600"])
+            Path(run, f"child{place.rank}").write_text(str(child.pid))
+            time.sleep(600)
+    raise AssertionError(what)
+
+
+def main() -> int:
+    """As the worker's."""
+    try:
+        return act(os.environ["FAKE"].split("|")[place.rank])
+    except Exception as error:
+        reporter.failed(error)
+        return 1
+
+
+run, attempt = Path(sys.argv[1]), int(sys.argv[3])
+place = placement(os.environ)
+lifeline.hold_on(os.environ)
+reporter = Reporter(run, attempt, place)
+dump_on_request(reporter.folder, place.rank)
+faulthandler.enable()
+assert status.read(run) is not None
+code = main()
+sys.stdout.flush()
+os._exit(code)

@@ -1,0 +1,235 @@
+"""How a local run ends, whatever its ranks do. The ranks are fakes without torch; the launcher is real."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.launch import ranks as ranks_module
+from harness.launch.local import Ended, LocalRun
+from harness.launch.opening import Sources, open_here
+from harness.store import status
+from harness.store.files import is_held
+from harness.store.rundir import Store, request_cancel
+from harness.store.status import State
+from tests.launch.cells import make_cell
+
+FAKE = Path(__file__).with_name("fake_rank.py")
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """start("what rank 0 does|what rank 1 does", *overrides) -> LocalRun; whatever is left is ended after the test."""
+    runs: list[LocalRun] = []
+
+    def command(run: Path, attempt: int) -> list[str]:
+        return [sys.executable, str(FAKE), str(run), "--attempt", str(attempt)]
+
+    def begin(script: str, *overrides: str) -> LocalRun:
+        monkeypatch.setattr(ranks_module, "worker_command", command)
+        monkeypatch.setenv("FAKE", script)
+        size = f"mesh.world_size={script.count('|') + 1}"
+        opened = open_here(
+            Store(tmp_path), make_cell(tmp_path, size, *overrides), Sources({"sources_digest": "x"}, ""), None
+        )
+        assert isinstance(opened, tuple), opened
+        run = LocalRun(*opened, lambda _: None)
+        runs.append(run)
+        return run
+
+    yield begin
+    for run in runs:
+        for rank in run.ranks:
+            rank.kill()
+
+
+def finish(run: LocalRun, timeout_s: float = 30) -> Ended:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        ended = run.poll()
+        if ended is not None:
+            return ended
+        time.sleep(0.02)
+    raise AssertionError("the run did not end")
+
+
+def await_files(run: LocalRun, *names: str) -> None:
+    deadline = time.monotonic() + 20
+    while not all((run.opened.run.path / name).exists() for name in names):
+        assert time.monotonic() < deadline
+        run.poll()
+        time.sleep(0.02)
+
+
+def state_of(run: LocalRun) -> status.Status:
+    found = run.opened.run.status()
+    assert found is not None
+    return found
+
+
+def test_all_done(start):
+    run = start("done|done")
+    ended = finish(run)
+    assert (ended.state, ended.reason, ended.exit_code) == (State.done, "9 steps", 0)
+    assert state_of(run).state is State.done
+    assert not is_held(run.opened.run.path / ".lock")
+
+
+def test_a_rank_that_raises_takes_the_others_down_with_its_traceback_first(start):
+    run = start("stuck|raise|stuck")
+    began = time.monotonic()
+    ended = finish(run)
+    assert time.monotonic() - began < 8
+    assert (ended.state, ended.exit_code) == (State.failed, 1)
+    assert ended.reason == "rank 1: KeyError: 'the cause'"
+    assert ended.report.startswith("rank 1 failed first:\n\nTraceback")
+    assert (run.opened.run.attempt_dir(0) / "error.txt").read_text() == ended.report
+    assert state_of(run).reason == ended.reason
+    assert all(not psutil.pid_exists(rank.pid) for rank in run.ranks)
+
+
+def test_the_echo_of_a_dead_peer_never_hides_the_cause(start):
+    ended = finish(start("echo|echo|raise"))
+    assert ended.reason == "rank 2: KeyError: 'the cause'"
+    assert ended.report.index("the cause") < ended.report.index("Connection closed")
+    assert ended.report.count("Traceback") == 1
+
+
+def test_a_killed_rank_is_the_cause_though_it_left_no_word(start):
+    ended = finish(start("echo|kill"))
+    assert ended.reason.startswith("rank 1: killed by SIGKILL")
+    assert "then rank 0: RuntimeError: [gloo" in ended.report
+
+
+def test_a_rank_that_exits_without_a_traceback_shows_its_log(start):
+    ended = finish(start("stuck|exit7"))
+    assert "exited with code 7" in ended.reason
+    assert "a last word in the log" in ended.report
+
+
+def test_children_of_a_rank_go_with_it(start):
+    run = start("child|raise")
+    finish(run)
+    await_files(run, "child0")
+    child = int((run.opened.run.path / "child0").read_text())
+    assert gone(child)
+
+
+def test_asked_to_stop_all_save(start):
+    run = start("save|save")
+    await_files(run, "pid0", "pid1")
+    run.stop("SIGTERM received")
+    ended = finish(run)
+    assert (ended.state, ended.exit_code, ended.reason) == (State.preempted, 75, "saved at step 1")
+
+
+def test_who_does_not_save_in_time_is_killed(start):
+    run = start("save|sleep", "launch.stop_grace_s=1")
+    await_files(run, "pid0", "pid1")
+    run.stop("SIGTERM received")
+    ended = finish(run, 10)
+    assert ended.state is State.preempted
+    assert "not saved within launch.stop_grace_s=1" in ended.reason
+    assert state_of(run).state is State.preempted
+
+
+def test_asked_twice_it_ends_at_once(start):
+    run = start("sleep|sleep", "launch.stop_grace_s=600")
+    await_files(run, "pid0", "pid1")
+    run.stop("SIGTERM received")
+    run.stop("SIGTERM received")
+    assert finish(run, 5).exit_code == 75
+
+
+def test_an_interrupt_does_not_wait(start):
+    run = start("stuck|stuck")
+    await_files(run, "pid0", "pid1")
+    run.cancel("interrupted by Ctrl-C")
+    ended = finish(run, 5)
+    assert (ended.state, ended.exit_code) == (State.cancelled, 130)
+
+
+def test_cancel_on_request_from_anywhere(start):
+    run = start("stuck|stuck")
+    await_files(run, "pid0", "pid1")
+    request_cancel(run.opened.run.path, 0)
+    assert finish(run, 5).state is State.cancelled
+
+
+def test_a_hang_shows_the_stack_of_every_rank(start):
+    run = start("sleep|sleep", "launch.hang_timeout_s=1")
+    ended = finish(run, 15)
+    assert ended.state is State.failed
+    assert ended.reason == "hang: no step for 1 s"
+    assert "stacks-rank0" in ended.report
+    assert "stacks-rank1" in ended.report
+    assert ended.report.count("in wait_for_stop") == 2
+
+
+def test_a_rank_that_stays_behind_is_ended(start):
+    run = start("done|sleep", "launch.stop_grace_s=1")
+    ended = finish(run, 10)
+    assert (ended.state, ended.reason) == (State.failed, "rank 1 did not end with the others")
+    assert state_of(run).state is State.failed
+
+
+def test_while_a_rank_lives_the_run_is_taken(start):
+    run = start("stuck|stuck")
+    await_files(run, "pid0", "pid1")
+    run._lock.release()  # as if the launcher had died: its ranks still hold the lock
+    assert is_held(run.opened.run.path / ".lock")
+    found = status.effective(run.opened.run.path)
+    assert found is not None
+    assert found.state is State.running
+    for rank in run.ranks:
+        os.kill(rank.pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while is_held(run.opened.run.path / ".lock"):
+        assert time.monotonic() < deadline
+    lost = status.effective(run.opened.run.path)
+    assert lost is not None
+    assert lost.state is State.lost
+
+
+@pytest.mark.parametrize("what", ["sleep", "stuck", "child"])
+def test_ranks_die_with_their_launcher_whatever_they_are_stuck_in(start, tmp_path, what):
+    """The launcher is killed -9 in a process of its own; "stuck" holds the interpreter lock in C."""
+    launcher = os.fork()
+    if launcher == 0:
+        run = start(f"{what}|{what}")
+        while True:
+            run.poll()
+            time.sleep(0.02)
+    path = tmp_path / "adhoc"
+    deadline = time.monotonic() + 20
+    while len(found := list(path.glob("*/pid*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.3)
+    os.kill(launcher, signal.SIGKILL)
+    os.waitpid(launcher, 0)
+    pids = [int(file.read_text()) for file in [*found, *path.glob("*/child*")]]
+    deadline = time.monotonic() + 10
+    while not all(gone(pid) for pid in pids):
+        assert time.monotonic() < deadline, "an orphan is left"
+        time.sleep(0.02)
+    run_dir = next(path.glob("tiny*"))
+    while is_held(run_dir / ".lock"):  # a dead process lets go of its files a moment after its main thread is gone
+        assert time.monotonic() < deadline
+    lost = status.effective(run_dir)
+    assert lost is not None
+    assert lost.state is State.lost
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended (an orphan's body may wait for a slow init)."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

@@ -1,0 +1,187 @@
+"""Real runs through run.py, ended in every rude way: only a readable record is left, and it goes on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.store import status
+from harness.store.metrics import MetricsWriter, read_metrics
+from harness.store.rundir import RunDir, Store
+from harness.store.status import State
+from tests.launch.cells import SMALL
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PYTHON = [sys.executable, str(REPOSITORY / "run.py"), "engine=ddp", "data=synthetic"]
+LIMIT_S = 10.0
+
+
+class Launched:
+    """A run.py with its ranks, on a run long enough to be interrupted."""
+
+    def __init__(self, root: Path, *overrides: str) -> None:
+        small = [text for text in SMALL if not text.startswith(("engine", "sharding", "data.kind"))]
+        command = [*PYTHON, *small, f"launch.root={root}", "ckpt.every=20", *overrides]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY
+        )
+        self.root = root
+
+    def run(self) -> RunDir:
+        """The one run under the root."""
+        found = Store(self.root).runs()
+        return found[-1]
+
+    def await_steps(self, number: int) -> RunDir:
+        """Until the record holds this many steps."""
+        deadline = time.monotonic() + 60
+        while not Store(self.root).runs() or len(read_metrics(self.run().metrics)) < number:
+            assert time.monotonic() < deadline, "no steps"
+            assert self.process.poll() is None, self.process.communicate()[0]
+            time.sleep(0.05)
+        return self.run()
+
+    def ranks(self) -> list[psutil.Process]:
+        """The rank processes."""
+        return psutil.Process(self.process.pid).children()
+
+    def end(self) -> str:
+        """Wait, and return all output."""
+        return self.process.communicate(timeout=60)[0]
+
+
+@pytest.fixture
+def launch(tmp_path):
+    """launch(*overrides) -> Launched; what is left is killed after the test."""
+    launched: list[Launched] = []
+
+    def begin(*overrides: str) -> Launched:
+        launched.append(Launched(tmp_path / "my runs", *overrides))
+        return launched[-1]
+
+    yield begin
+    for one in launched:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.communicate()
+
+
+def await_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=LIMIT_S)
+    assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+def numbers(run: RunDir) -> list[tuple[object, ...]]:
+    """What must be equal, bit for bit, of every step."""
+    return [(line["step"], line["loss"], line["grad_norm"], line["data_digest"]) for line in read_metrics(run.metrics)]
+
+
+def test_kill_9_of_a_random_rank(launch):
+    launched = launch("train.steps=100000")
+    run = launched.await_steps(3)
+    ranks = launched.ranks()
+    victim = random.choice(ranks)
+    began = time.monotonic()
+    victim.kill()
+    output = launched.end()
+    assert time.monotonic() - began < LIMIT_S
+    await_gone(ranks)
+    assert launched.process.returncode == 1
+    number = int(output.split(" failed first")[0].rpartition(" ")[2])
+    assert f"rank {number} failed first:\n\nkilled by SIGKILL" in output
+    assert output.index("killed by SIGKILL") < output.index("then rank")
+    assert [line["step"] for line in read_metrics(run.metrics)] == list(range(1, len(read_metrics(run.metrics)) + 1))
+    found = run.status()
+    assert found is not None
+    assert found.state is State.failed
+    assert f"rank {number}: killed by SIGKILL" in found.reason
+
+
+def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(launch):
+    """SIGTERM saves at the step boundary, kill -9 of run.py falls back to a checkpoint; the bits are the same."""
+    stopped = launch("train.steps=150")
+    run = stopped.await_steps(3)
+    stopped.process.send_signal(signal.SIGTERM)
+    output = stopped.end()
+    assert stopped.process.returncode == 75, output
+    assert f"saved at step {len(read_metrics(run.metrics))}" in output
+    assert state_of(run) is State.preempted
+
+    killed = launch("train.steps=150")
+    killed.await_steps(len(read_metrics(run.metrics)) + 30)
+    ranks = killed.ranks()
+    killed.process.kill()
+    await_gone(ranks)
+    lost = status.effective(run.path)
+    assert lost is not None
+    assert lost.state is State.lost
+    assert len(read_metrics(run.metrics)) < 150
+
+    assert "done, 150 steps" in launch("train.steps=150").end()
+    assert run.attempts() == [0, 1, 2]
+    unbroken = launch("train.steps=150", "train.replicate=1")
+    assert "done, 150 steps" in unbroken.end()
+    twin = next(one for one in Store(unbroken.root).runs() if one != run)
+    assert numbers(run) == numbers(twin)
+    assert final_weights(run) == final_weights(twin)
+
+
+def state_of(run: RunDir) -> State:
+    found = run.status()
+    assert found is not None
+    return found.state
+
+
+def final_weights(run: RunDir) -> str:
+    return json.loads(run.summary.read_text())["final_weights"]
+
+
+def test_ctrl_c_ends_with_130(launch):
+    launched = launch("train.steps=100000")
+    run = launched.await_steps(2)
+    ranks = launched.ranks()
+    launched.process.send_signal(signal.SIGINT)
+    output = launched.end()
+    assert launched.process.returncode == 130, output
+    await_gone(ranks)
+    assert state_of(run) is State.cancelled
+    assert "Traceback" not in output
+
+
+def test_the_same_request_twice_at_once_is_one_run(launch):
+    first = launch("train.steps=100000")
+    first.await_steps(1)
+    second = launch("train.steps=100000")
+    output = second.end()
+    assert second.process.returncode == 75
+    assert "running" in output
+    assert len(Store(first.root).runs()) == 1
+    assert first.run().attempts() == [0]
+
+
+def test_a_full_disk_while_writing_metrics_keeps_whole_lines(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    real = os.write
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 1, "loss": 0.5})
+
+        def full(descriptor: int, data: bytes) -> int:
+            if len(data) > 4:
+                return real(descriptor, data[:4])
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            writer.write({"step": 2, "loss": float("nan")})
+        monkeypatch.setattr(os, "write", real)
+    assert path.read_bytes().endswith(b"}\n")
+    assert [line["step"] for line in read_metrics(path)] == [1]
