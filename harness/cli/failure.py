@@ -15,8 +15,10 @@ REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException
 
 def explained(error: Exception) -> str:
     """The message of one of REQUEST_ERRORS, without a traceback."""
-    if isinstance(error, BadRequest | StoreError):
+    if isinstance(error, BadRequest):
         return str(error)
+    if isinstance(error, StoreError):
+        return f"bad request:\n  {error}"
     return str(explain(error))
 
 

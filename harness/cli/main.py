@@ -1,0 +1,69 @@
+"""`python -m harness VERB ...`: reads words, calls a room, prints, and turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from harness.cli.failure import EXIT_BAD_REQUEST, REQUEST_ERRORS, explained
+from harness.cli.verb import Verb
+from harness.cli.verbs import VERBS
+from harness.config.errors import refuse
+from harness.config.hints import nearest
+
+PROGRAM = "python -m harness"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out one verb; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        verb, arguments = read(words)
+        return verb.run(arguments)
+    except REQUEST_ERRORS as error:
+        print(explained(error), file=sys.stderr)
+        return EXIT_BAD_REQUEST
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `harness watch | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def read(words: Sequence[str]) -> tuple[Verb, argparse.Namespace]:
+    """Find the verb and its arguments.
+
+    Raises:
+        BadRequest: there is no such verb, or its arguments are wrong.
+        SystemExit: help was asked for (code 0).
+    """
+    _check_verb(words)
+    parser = _Parser(prog=PROGRAM, description="What comes after a run: is it still the same, and how are they doing?")
+    commands = parser.add_subparsers(metavar="VERB", required=True)
+    for verb in VERBS:
+        command = commands.add_parser(verb.name, help=verb.summary, description=verb.summary)
+        command.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
+        verb.add_arguments(command)
+        command.set_defaults(verb=verb)
+    arguments = parser.parse_args(words)
+    return arguments.verb, arguments
+
+
+def _check_verb(words: Sequence[str]) -> None:
+    names = [verb.name for verb in VERBS]
+    if not words:
+        raise refuse(PROGRAM, "needs a verb", choices=", ".join(names), fix=f"{PROGRAM} --help")
+    if words[0] not in names and not words[0].startswith("-"):
+        meant = nearest(words[0], names)
+        fix = f"did you mean {' or '.join(meant)}?" if meant else f"{PROGRAM} --help"
+        raise refuse(words[0], "no such verb", choices=", ".join(names), fix=fix)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Words argparse does not understand are a bad request like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise refuse(self.prog, message, fix=f"{self.prog} --help")

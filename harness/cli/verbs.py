@@ -1,0 +1,8 @@
+"""Every verb, in the order of `--help`."""
+
+from __future__ import annotations
+
+from harness.cli.judge import COMPARE, VERDICT
+from harness.cli.verb import Verb
+
+VERBS: tuple[Verb, ...] = (COMPARE, VERDICT)

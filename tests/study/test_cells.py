@@ -1,0 +1,166 @@
+"""Points become cells: as Hydra would compose each, every violation once, the same cell once."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import initialize_config_dir
+from hydra._internal.hydra import Hydra
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from harness.config.catalog import ROOT, load_catalog
+from harness.config.compose import compose, register
+from harness.config.errors import BadRequest
+from harness.store.study import read_study, write_study
+from harness.study.cells import Composer, Desired
+from harness.study.replay import replay, replay_run
+from harness.study.request import carry_out, cells_of
+
+
+@pytest.fixture
+def hydra() -> Iterator[Hydra]:
+    register()
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        instance = GlobalHydra.instance().hydra
+        assert instance is not None
+        yield instance
+
+
+def ask(hydra: Hydra, *words: str) -> Desired:
+    """What `run.py -m WORDS` asks for."""
+    master = hydra.compose_config("config", list(words), RunMode.MULTIRUN)
+    return cells_of(hydra.config_loader, master, list(words))
+
+
+OVERRIDES = [
+    (),
+    ("engine=ddp", "train.steps=5"),
+    ("train.steps=5", "engine=single", "dtype=fp64", "optimizer.betas=[0.8,0.9]", "optimizer.clip_norm=null"),
+    ("experiment=bitwise", "train.global_batch_size=16", "debug=one_step"),
+    ("cluster=slurm", "cluster.additional={a: 1}", "launch.dry_run=true", "notes='x, y'"),
+    ("train.warmup_steps=${train.steps}",),
+]
+
+
+def test_the_fast_way_gives_what_hydra_gives(hydra: Hydra) -> None:
+    master = hydra.compose_config("config", [], RunMode.MULTIRUN)
+    composer = Composer(hydra.config_loader, master)
+    fast = [composer.cell(overrides) for overrides in OVERRIDES * 2]
+    GlobalHydra.instance().clear()
+    assert [cell.config for cell in fast[: len(OVERRIDES)]] == [compose(o).config for o in OVERRIDES]
+    assert fast[len(OVERRIDES) :] == fast[: len(OVERRIDES)], "a cell leaves no trace in the next"
+
+
+@pytest.mark.parametrize("study", load_catalog().options["study"])
+def test_every_shipped_study_expands_and_has_its_controls(study: str, hydra: Hydra) -> None:
+    wanted = ask(hydra, "-m"[:0] + f"study={study}")
+    assert {cell.study for cell in wanted.cells} == {study}
+    signatures = [cell.signature for cell in wanted.cells]
+    assert len(set(signatures)) == len(signatures)
+    arms = [s for s in signatures if s in wanted.controls]
+    assert arms
+    assert set(wanted.controls.values()) <= set(signatures)
+    assert wanted.cells[0].typed.study.question.endswith("?")
+
+
+def test_parity_pair_is_one_process_against_two_ranks(hydra: Hydra) -> None:
+    control, arm = ask(hydra, "study=parity_pair").cells
+    assert (control.typed.engine.name.name, control.typed.mesh.world_size) == ("single", 1)
+    assert (arm.typed.engine.name.name, arm.typed.mesh.world_size) == ("native", 2)
+    assert control.typed.train == arm.typed.train
+    assert control.typed.data == arm.typed.data
+
+
+def test_the_command_line_narrows_a_study_and_its_control_stays(hydra: Hydra) -> None:
+    wanted = ask(hydra, "study=strategies", "sharding=optim", "train.steps=5")
+    assert [c.typed.sharding.strategy.name for c in wanted.cells] == ["no_shard", "optim"]
+    assert {c.typed.train.steps for c in wanted.cells} == {5}
+    assert wanted.controls == {wanted.cells[1].signature: wanted.cells[0].signature}
+
+
+def test_the_same_cell_asked_for_twice_is_one(hydra: Hydra) -> None:
+    assert len(ask(hydra, "sharding=optim,optim", "train.seed=0,0").cells) == 1
+
+
+def test_violations_of_many_cells_are_told_once_with_their_count(hydra: Hydra) -> None:
+    with pytest.raises(BadRequest) as caught:
+        ask(hydra, "engine=ddp,native", "sharding=optim,no_shard", "train.steps=0")
+    texts = [str(v) for v in caught.value.violations]
+    assert len(texts) == 2
+    assert "(in 1 of 4 cells)" in next(t for t in texts if "sharding" in t)
+    assert "cells" not in next(t for t in texts if "train.steps" in t)
+
+
+def test_two_studies_at_once_are_refused(hydra: Hydra) -> None:
+    with pytest.raises(BadRequest, match="several studies"):
+        ask(hydra, "study=parity_pair,strategies")
+
+
+def test_a_large_sweep_is_composed_quickly(hydra: Hydra) -> None:
+    started = time.process_time()
+    wanted = ask(hydra, "train.seed=range(0,40)", "sharding=optim,no_shard", "train.steps=5,6")
+    assert len(wanted.cells) == 160
+    assert time.process_time() - started < 160 * 0.1, "composing anew takes more than 0.1 s a cell"
+
+
+def test_a_dry_run_of_a_study_writes_nothing(
+    hydra: Hydra, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    wanted = ask(hydra, "study=strategies", "launch.dry_run=true")
+    assert carry_out(wanted.cells) == 0
+    assert list(tmp_path.iterdir()) == []
+    out = capsys.readouterr().out
+    assert all(cell.name in out for cell in wanted.cells)
+
+
+def test_the_record_of_a_study_names_arms_and_controls(hydra: Hydra, tmp_path: Path) -> None:
+    wanted = ask(hydra, "study=parity_pair")
+    write_study(tmp_path, wanted.cells, wanted.controls)
+    record = read_study(tmp_path, "parity_pair")
+    assert record is not None
+    control, arm = record["cells"]
+    assert (control["control"], arm["control"]) == (None, control["signature"])
+    assert arm["signature"] == wanted.cells[1].signature
+    assert arm["directory"].endswith(arm["signature"][:8])
+    assert json.dumps(record)
+    assert read_study(tmp_path, "never_asked") is None
+
+
+def test_a_frozen_cell_again_is_the_same_run() -> None:
+    cell = compose(["dtype=bf16", "train.steps=7"])
+    again = replay(cell.config, cell.overrides, [])
+    assert again == cell
+
+
+def test_a_frozen_cell_changed() -> None:
+    cell = compose(["dtype=bf16", "train.steps=7", "dtype.grad_comm=bf16", "train.seed=3"])
+    changed = replay(cell.config, cell.overrides, ["dtype=fp32", "engine=ddp", "train.steps=9"])
+    assert changed.overrides == ("train.seed=3", "dtype=fp32", "engine=ddp", "train.steps=9")
+    assert changed.config == compose(changed.overrides).config
+
+
+def test_what_was_frozen_stays_where_files_changed_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = compose(["train.steps=7"])
+    frozen = {**cell.config, "optimizer": {**cell.config["optimizer"], "lr": 0.5}}
+    assert replay(frozen, [], ["dtype=bf16"]).typed.optimizer.lr == 0.5
+    assert replay(frozen, [], ["optimizer=adamw"]).typed.optimizer.lr == 1e-3
+
+
+def test_an_effectless_setting_of_the_frozen_cell_is_not_held_against_a_change(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("x" * 10_000)
+    cell = compose(["data=text", f"data.path={text}"])
+    assert replay(cell.config, cell.overrides, ["data=stdlib"]).typed.data.path is None
+
+
+def test_an_unknown_run_is_refused(tmp_path: Path) -> None:
+    from harness.store.errors import StoreError
+
+    with pytest.raises(StoreError, match="no run 'abcd1234'"):
+        replay_run("abcd1234", [f"launch.root={tmp_path}"])

@@ -1,0 +1,133 @@
+"""Points of a study: grid, zip, base, skip_if, replicates, controls; the command line wins."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config.errors import BadRequest
+from harness.config.overrides import check_overrides
+from harness.config.schema import StudyConfig
+from harness.study.expand import Point, expand
+from harness.study.file import normalise
+
+
+def points(study: StudyConfig, *words: str) -> list[Point]:
+    return expand(study, check_overrides(words, multirun=True))
+
+
+def arms(study: StudyConfig, *words: str) -> list[str]:
+    return [" ".join(point.overrides) for point in points(study, *words)]
+
+
+def test_nothing_asked_is_one_cell() -> None:
+    assert points(StudyConfig()) == [Point((), None)]
+
+
+def test_axes_typed_make_a_product_in_the_order_typed() -> None:
+    assert arms(StudyConfig(), "sharding=optim,no_shard", "train.seed=1,2", "train.steps=5") == [
+        "sharding=optim train.seed=1 train.steps=5",
+        "sharding=optim train.seed=2 train.steps=5",
+        "sharding=no_shard train.seed=1 train.steps=5",
+        "sharding=no_shard train.seed=2 train.steps=5",
+    ]
+
+
+def test_grid_and_zip_multiply() -> None:
+    study = StudyConfig(
+        grid={"sharding": ["optim", "no_shard"]}, zip={"train.seed": ["1", "2"], "train.steps": ["5", "6"]}
+    )
+    assert arms(study) == [
+        "sharding=optim train.seed=1 train.steps=5",
+        "sharding=optim train.seed=2 train.steps=6",
+        "sharding=no_shard train.seed=1 train.steps=5",
+        "sharding=no_shard train.seed=2 train.steps=6",
+    ]
+
+
+def test_the_command_line_wins_over_base_grid_and_zip() -> None:
+    study = StudyConfig(
+        base={"train.steps": "5", "dtype": "fp32"},
+        grid={"sharding": ["optim", "no_shard"]},
+        zip={"train.seed": ["1", "2"], "optimizer.lr": ["0.1", "0.2"]},
+    )
+    assert arms(study, "train.steps=7", "sharding=optim_grads", "train.seed=3") == [
+        "dtype=fp32 optimizer.lr=0.1 train.steps=7 sharding=optim_grads train.seed=3",
+        "dtype=fp32 optimizer.lr=0.2 train.steps=7 sharding=optim_grads train.seed=3",
+    ]
+
+
+def test_skip_if_leaves_out_cells_that_have_all_of_a_line() -> None:
+    grid = {"sharding": ["optim", "no_shard"], "dtype": ["fp32", "bf16"]}
+    study = StudyConfig(grid=grid, skip_if=["sharding=no_shard dtype=bf16"])
+    assert arms(study) == ["sharding=optim dtype=fp32", "sharding=optim dtype=bf16", "sharding=no_shard dtype=fp32"]
+
+
+def test_replicates_are_an_axis_unless_typed() -> None:
+    assert arms(StudyConfig(replicates=2)) == ["train.replicate=0", "train.replicate=1"]
+    assert arms(StudyConfig(replicates=2), "train.replicate=5") == ["train.replicate=5"]
+
+
+def test_a_control_is_its_arm_with_the_controls_overrides() -> None:
+    study = StudyConfig(
+        control={"engine": "ddp", "sharding": "no_shard"},
+        base={"engine": "native"},
+        grid={"sharding": ["optim", "no_shard"]},
+        replicates=2,
+    )
+    controls = [point.control for point in points(study, "train.steps=5")]
+    assert controls[0] == ("engine=ddp", "sharding=no_shard", "train.steps=5", "train.replicate=0")
+    assert controls[1] == ("engine=ddp", "sharding=no_shard", "train.steps=5", "train.replicate=1")
+    assert controls[2:] == controls[:2], "both stages share the control of their replicate"
+
+
+def test_an_axis_the_control_does_not_name_pairs_up() -> None:
+    study = StudyConfig(control={"dtype": "fp32"}, grid={"sharding": ["optim", "no_shard"], "dtype": ["bf16"]})
+    assert [point.control for point in points(study)] == [
+        ("sharding=optim", "dtype=fp32"),
+        ("sharding=no_shard", "dtype=fp32"),
+    ]
+
+
+def test_a_control_survives_a_pin_of_its_own_axis() -> None:
+    study = StudyConfig(control={"sharding": "no_shard"}, grid={"sharding": ["optim", "no_shard"]})
+    assert points(study, "sharding=optim") == [Point(("sharding=optim",), ("sharding=no_shard",))]
+
+
+def test_mistakes_in_a_file_are_told_at_once_with_hints() -> None:
+    study = StudyConfig(
+        name="x",
+        control={"engin": "ddp"},
+        base={"train.stps": "5"},
+        grid={"sharding": ["zero3", "optim"]},
+        zip={"train.seed": ["1"], "train.steps": ["5", "6"]},
+        skip_if=["sharding=optm"],
+    )
+    with pytest.raises(BadRequest) as caught:
+        points(study)
+    message = str(caught.value)
+    for part in ("study=x: engin", "train.steps", "sharding=optim_grads_params", "differ in length", "sharding=optm"):
+        assert part in message
+    assert len(caught.value.violations) == 5
+
+
+@pytest.mark.parametrize(
+    "study", [StudyConfig(grid={"sharding": []}), StudyConfig(base={"dtype": "fp32"}, skip_if=["dtype=fp32"])]
+)
+def test_a_study_without_cells_is_refused(study: StudyConfig) -> None:
+    with pytest.raises(BadRequest, match="has no cells"):
+        points(study)
+
+
+def test_a_file_reads_as_yaml_is_written() -> None:
+    raw = {
+        "control": {"data.path": None},
+        "base": {"optimizer.betas": [0.9, 0.95], "model.tie_embeddings": True, "optimizer.lr": 1e-3},
+        "grid": {"sharding": "optim", "train.seed": [1, 2], "optimizer.clip_norm": [None, 1.0]},
+    }
+    assert normalise(raw, "here") == {
+        "name": "here",
+        "control": {"data.path": "null"},
+        "base": {"optimizer.betas": "[0.9,0.95]", "model.tie_embeddings": "true", "optimizer.lr": "0.001"},
+        "grid": {"sharding": ["optim"], "train.seed": ["1", "2"], "optimizer.clip_norm": ["null", "1.0"]},
+    }
+    assert normalise({"name": "given"}, "here")["name"] == "given"
