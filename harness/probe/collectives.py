@@ -1,7 +1,10 @@
 """Counts what goes over the wire, outside every engine and the same for all.
 
 Every c10d operation, also those of DDP's C++ reducer, passes the dispatcher. A kernel on its autograd key counts the
-call and passes it on below autograd, where the backend's own kernel runs unchanged. No engine is patched or asked.
+call and passes it on below autograd, where the backend's own kernel runs unchanged. That way through Python costs some
+40 us, so the methods of `ProcessGroup` that engines call from Python count by themselves (4 us) and enter the
+dispatcher below autograd at once: a call is counted by its method or by its kernel, never by both. What is issued from
+C++ below autograd is not seen: functional collectives (DTensor, torch.compile), which no engine here issues.
 
 Bytes are what this rank has to send, whatever the algorithm, N being the size of the group:
 
@@ -17,6 +20,7 @@ bytes then belong to the announced kind and bucket, and it counts once.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -111,7 +115,7 @@ _library: torch.library.Library | None = None
 """Keeps the kernels registered; they stay for the life of the process and count only while a meter is active."""
 
 Cost = Callable[..., int]
-"""Bytes this rank sends: of an operation's arguments, with `size` and `rank` of its group."""
+"""Bytes this rank sends: of an operation's arguments but its group, with that group's `size` and `rank`."""
 
 
 def _bytes(tensors: Any) -> int:
@@ -138,7 +142,7 @@ def _all_to_all(_outputs: Any, inputs: Any, *_: Any, size: int, rank: int) -> in
 
 
 def _all_to_all_base(
-    _output: Any, whole: Tensor, _group: Any, _output_splits: Any, splits: list[int], *_: Any, size: int, rank: int
+    _output: Any, whole: Tensor, _output_splits: Any, splits: list[int], *_: Any, size: int, rank: int
 ) -> int:
     if not splits:
         return _bytes(whole) * (size - 1) // size
@@ -146,19 +150,19 @@ def _all_to_all_base(
     return _bytes(whole) * (rows - splits[rank]) // rows if rows else 0
 
 
-def _broadcast(tensors: Any, _group: Any, root: int, *_: Any, size: int, rank: int) -> int:
+def _broadcast(tensors: Any, root: int, *_: Any, size: int, rank: int) -> int:
     return _bytes(tensors) * (size - 1) if rank == root else 0
 
 
-def _scatter(_outputs: Any, inputs: Any, _group: Any, root: int, *_: Any, size: int, rank: int) -> int:
+def _scatter(_outputs: Any, inputs: Any, root: int, *_: Any, size: int, rank: int) -> int:
     return sum(_bytes(row) - _bytes(row[root]) for row in inputs) if rank == root else 0
 
 
-def _gather(_outputs: Any, inputs: Any, _group: Any, root: int, *_: Any, size: int, rank: int) -> int:
+def _gather(_outputs: Any, inputs: Any, root: int, *_: Any, size: int, rank: int) -> int:
     return 0 if rank == root else _bytes(inputs)
 
 
-def _reduce(tensors: Any, _group: Any, _op: Any, root: int, *_: Any, size: int, rank: int) -> int:
+def _reduce(tensors: Any, _op: Any, root: int, *_: Any, size: int, rank: int) -> int:
     return 0 if rank == root else _bytes(tensors)
 
 
@@ -184,7 +188,21 @@ OPERATIONS: dict[str, tuple[str, Cost]] = {
     "reduce_": ("reduce", _reduce),
     "send": ("send", _send),
 }
-"""Operations that send, with their kind and cost."""
+"""Operations of the dispatcher that send, with their kind and cost."""
+
+METHODS: dict[str, tuple[str, Cost]] = {
+    "_allgather_base": ("all_gather", _all_gather),
+    "allgather": ("all_gather", _all_gather),
+    "allgather_into_tensor_coalesced": ("all_gather", _all_gather),
+    "_reduce_scatter_base": ("reduce_scatter", _reduce_scatter),
+    "reduce_scatter": ("reduce_scatter", _reduce_scatter),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _reduce_scatter),
+    "allreduce": ("all_reduce", _all_reduce),
+    "alltoall": ("all_to_all", _all_to_all),
+    "alltoall_base": ("all_to_all", _all_to_all_base),
+    "send": ("send", _send),
+}
+"""Methods of ProcessGroup on engines' hot paths; what is not here is counted by its operation's kernel."""
 
 
 def _install() -> None:
@@ -196,6 +214,8 @@ def _install() -> None:
         kernel = _counting_kernel(name, kind, cost)
         for key in AUTOGRAD_KEYS:
             _library.impl(name, kernel, key)
+    for name, (kind, cost) in METHODS.items():
+        setattr(dist.ProcessGroup, name, _counting_method(name, kind, cost))
 
 
 def _counting_kernel(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
@@ -203,17 +223,31 @@ def _counting_kernel(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
 
     def kernel(*args: Any) -> Any:
         if _active is not None:
-            _count(_active, kind, cost, args)
+            place = next(i for i, arg in enumerate(args) if isinstance(arg, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(args[place])
+            _count(_active, kind, cost(*args[:place], *args[place + 1 :], size=group.size(), rank=group.rank()))
         with torch._C._AutoDispatchBelowAutograd():
             return operation(*args)
 
     return kernel
 
 
-def _count(meter: CollectiveMeter, kind: str, cost: Cost, args: tuple[Any, ...]) -> None:
-    group = next(arg for arg in args if isinstance(arg, torch.ScriptObject))
-    members = dist.ProcessGroup.unbox(group)
-    num_bytes = cost(*args, size=members.size(), rank=members.rank())
+def _counting_method(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
+    original = getattr(dist.ProcessGroup, name)
+
+    @functools.wraps(original)
+    def method(group: dist.ProcessGroup, *args: Any, **options: Any) -> Any:
+        if options:  # an unusual call: leave it to the kernel
+            return original(group, *args, **options)
+        if _active is not None:
+            _count(_active, kind, cost(*args, size=group.size(), rank=group.rank()))
+        with torch._C._AutoDispatchBelowAutograd():
+            return original(group, *args)
+
+    return method
+
+
+def _count(meter: CollectiveMeter, kind: str, num_bytes: int) -> None:
     label = labels.current()
     if label is None:
         meter.add(kind, UNLABELLED, 1, num_bytes)

@@ -91,6 +91,13 @@ def in_backward(rank: int) -> None:
     model(torch.ones(2, 30)).sum().backward()
 
 
+def by_keyword(rank: int) -> None:
+    """A call no fast path knows is still counted once."""
+    group = dist.group.WORLD
+    assert group is not None
+    group.allreduce(tensors=[torch.ones(SHARD)], opts=dist.AllreduceOptions()).wait()
+
+
 def subgroup(rank: int) -> None:
     group = dist.new_group([0, 1])
     if rank < 2:
@@ -123,6 +130,7 @@ CASES: list[tuple[Callable[[int], None], str, list[int]]] = [
     (reduce, "reduce", [S, 0, S]),
     (ring, "send", [S] * RANKS),
     (in_backward, "all_reduce", [30 * 20 * 4 * 2 * F // RANKS] * RANKS),
+    (by_keyword, "all_reduce", [-(-2 * S * F // RANKS)] * RANKS),
     (subgroup, "all_reduce", [S, S, -1]),
 ]
 
