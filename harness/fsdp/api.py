@@ -196,7 +196,7 @@ class ShardedModel(nn.Module):
 
     def install_weights(self) -> None:
         """Bring updated main weights into the compute weights. *Collective.*"""
-        optim.install_weights(self.buckets, self._comm, self._runtime)
+        optim.install_weights(self.buckets, self._comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, main and local. `set_to_none` makes no difference: storage is flat and stays."""

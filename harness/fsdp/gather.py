@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.fsdp.collectives import Communicator, Pending
-from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.device import DeviceRuntime, Event
 from harness.fsdp.labels import Label
 from harness.fsdp.units import Unit
 
@@ -31,7 +31,7 @@ class GatherPipeline:
         self.runtime = runtime
         self.prefetch = prefetch
         self.order = [unit for unit in units if any(not bucket.resident for bucket in unit.buckets)]
-        self._in_flight: dict[str, list[Pending]] = {}
+        self._in_flight: dict[str, list[tuple[Pending, Event]]] = {}
         self._held: set[str] = set()
         self._sweep: list[Unit] = []
         self._next = 0
@@ -133,14 +133,16 @@ class GatherPipeline:
             bucket.allocate_weights()
             with self.runtime.stream("gather"):
                 bucket.fill_own()
-                handles.append(self.comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name)))
+                pending = self.comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name))
+                handles.append((pending, self.runtime.record()))
         self._in_flight[unit.name] = handles
         alive = sum(not u.is_root and (u.name in self._in_flight or u.name in self._held) for u in self.order)
         self.num_alive_peak = max(self.num_alive_peak, alive)
 
     def _land(self, unit: Unit) -> None:
-        for handle in self._in_flight.pop(unit.name, []):
-            handle.wait()
+        for pending, cast in self._in_flight.pop(unit.name, []):
+            cast.wait()
+            pending.wait()
         for bucket in unit.buckets:
             bucket.point_at_weights()
         self._held.add(unit.name)

@@ -17,7 +17,6 @@ from torch import Tensor
 from harness.fsdp import exact
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.collectives import Communicator, Pending
-from harness.fsdp.device import DeviceRuntime
 from harness.fsdp.labels import Label
 from harness.fsdp.layout import Run
 from harness.fsdp.policy import Numerics
@@ -148,16 +147,15 @@ def _all_fusable(buckets: Sequence[Bucket]) -> bool:
     return all(segment.fusable for bucket in buckets for segment in bucket.layout.segments)
 
 
-def install_weights(buckets: Sequence[Bucket], comm: Communicator, runtime: DeviceRuntime) -> None:
+def install_weights(buckets: Sequence[Bucket], comm: Communicator) -> None:
     """After an update: bring main weights into compute weights that are kept whole (others are cast when gathered)."""
     pending: list[Pending] = []
     for bucket in buckets:
         if not bucket.resident or not bucket.trainable:
             continue
-        with runtime.stream("gather"):
-            bucket.fill_own()
-            if bucket.layout.num_ranks > 1:
-                pending.append(comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name)))
+        bucket.fill_own()
+        if bucket.layout.num_ranks > 1:
+            pending.append(comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name)))
     for each in pending:
         each.wait()
 

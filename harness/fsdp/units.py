@@ -18,7 +18,7 @@ ROOT = "root"
 """Name of the root unit."""
 
 
-@dataclass
+@dataclass(eq=False)
 class UnitPlan:
     """One unit before it has storage: its module, and its parameters by bucket under their first names in the model."""
 
@@ -27,7 +27,7 @@ class UnitPlan:
     buckets: dict[BucketKey, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(eq=False)
 class Unit:
     """A unit at work. Its place in the list of units is its place in every order of collectives."""
 

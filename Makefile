@@ -1,0 +1,38 @@
+# Two commands: `make run` trains a parity pair on real text and judges it; `make test` runs every check CI runs.
+# Elsewhere than where torch's CPU build is the default: make run PIP_ARGS="--extra-index-url <index>" (see README.md).
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP_ARGS ?=
+STUDY := parity_pair
+
+.PHONY: run test lint types imports install clean
+
+run: install
+	$(BIN)/python run.py -m study=$(STUDY)
+	$(BIN)/python -m harness verdict $(STUDY)
+
+test: install lint types imports
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+imports: install
+	$(BIN)/lint-imports
+
+install: $(VENV)/.installed
+
+# torch first and pinned: a looser request would bring the CUDA build and its gigabytes.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch==2.13.0 numpy
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[wandb,analysis,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)

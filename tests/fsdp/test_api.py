@@ -1,0 +1,374 @@
+"""The engine's surface: what it refuses, what it promises to a plain loop, and what happens when things go wrong."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
+from harness.fsdp.api import _UNBUILT, fully_shard_optimizer
+from tests.spawn import run_ranks
+
+STRATEGIES = [strategy.name for strategy in Strategy]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def make(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(Block(), Block(), nn.Linear(6, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Any) -> Any:
+    """A process group of one for every test that does not start ranks."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(_UNBUILT))
+def test_an_argument_that_is_not_honoured_is_refused_by_name(name: str) -> None:
+    ask = "something" if _UNBUILT[name] is None else (not _UNBUILT[name])
+    model = make()
+    with pytest.raises(NotImplementedError, match=f"{name}="):
+        fully_shard(model, sgd(model), **{name: ask})
+    fully_shard_model(make(), **{name: _UNBUILT[name]}).close()
+
+
+def test_an_argument_nobody_knows_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="fsdp_units"):
+        fully_shard_model(make(), fsdp_units=[Block])
+
+
+@pytest.mark.parametrize("value", ["zero3", 4, -1, None, True, 2.0])
+def test_an_unknown_strategy_lists_the_valid_ones(value: Any) -> None:
+    with pytest.raises(ValueError, match="'optim_grads_params'"):
+        fully_shard_model(make(), zero_dp_strategy=value)
+
+
+@pytest.mark.parametrize("value", [0, 1, 2, 3, *STRATEGIES, *Strategy])
+def test_a_strategy_has_three_spellings(value: Any) -> None:
+    fully_shard_model(make(), zero_dp_strategy=value).close()
+
+
+def test_bad_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="prefetch=-1"):
+        fully_shard_model(make(), prefetch=-1)
+    with pytest.raises(ValueError, match="grad_divisor=0"):
+        fully_shard_model(make(), grad_divisor=0)
+    with pytest.raises(ValueError, match="calculate_per_token_loss"):
+        fully_shard_model(make(), calculate_per_token_loss=True, grad_divisor=2)
+    with pytest.raises(ValueError, match=r"no\.such\.Class"):
+        fully_shard_model(make(), fsdp_unit_modules=["no.such.Class"])
+    with pytest.raises(ValueError, match="is no nn"):
+        fully_shard_model(make(), fsdp_unit_modules=[int])
+    with pytest.raises(ValueError, match="dp_shard_dim='dp'"):
+        fully_shard_model(make(), dp_shard_dim="dp")
+    with pytest.raises(ValueError, match="has no parameters"):
+        ShardedModel(nn.Identity(), device=torch.device("cpu"))
+    with pytest.raises(ValueError, match="meta device"):
+        fully_shard_model(nn.Linear(2, 2, device="meta"))
+    module = nn.Linear(2, 2)
+    module.index = nn.Parameter(torch.zeros(2, dtype=torch.int64), requires_grad=False)
+    with pytest.raises(ValueError, match="floating-point"):
+        fully_shard_model(module)
+
+
+def test_low_precision_gradients_must_be_asked_for() -> None:
+    policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="allow_low_precision_grads"):
+        fully_shard_model(make(), mixed_precision_policy=policy)
+    with pytest.raises(ValueError, match="narrower than the wire"):
+        MixedPrecisionPolicy(grad_comm_dtype=torch.float32, grad_accum_dtype=torch.bfloat16).resolve(torch.float32)
+
+
+def test_what_none_means_in_a_policy() -> None:
+    resolved = MixedPrecisionPolicy(main_params_dtype=None, allow_low_precision_grads=True).resolve(torch.bfloat16)
+    bf16 = torch.bfloat16
+    assert (resolved.main, resolved.grads, resolved.wire, resolved.accum) == (bf16, bf16, bf16, torch.float32)
+    resolved = MixedPrecisionPolicy().resolve(bf16)
+    assert (resolved.main, resolved.grads, resolved.wire, resolved.accum) == (torch.float32,) * 4
+
+
+def test_optimizers_that_need_whole_matrices_are_refused_by_name() -> None:
+    model = make()
+    with pytest.raises(TypeError, match="LBFGS"):
+        fully_shard(model, torch.optim.LBFGS(model.parameters()))
+
+    class Own(torch.optim.SGD):
+        pass
+
+    model = make()
+    with pytest.raises(TypeError, match=r"Own .*elementwise = True"):
+        fully_shard(model, Own(model.parameters(), lr=0.1))
+
+
+def test_an_optimizer_over_other_parameters_is_refused() -> None:
+    with pytest.raises(ValueError, match="no parameter of the sharded module"):
+        fully_shard(make(), sgd(make()))
+
+
+def test_an_optimizer_that_has_stepped_is_refused() -> None:
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="holds state already"):
+        fully_shard(model, optimizer)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_dict_raises_instead_of_handing_out_shards(strategy: str) -> None:
+    model = fully_shard_model(make(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    with pytest.raises(NotImplementedError, match="full_weights"):
+        model.state_dict()
+    with pytest.raises(NotImplementedError, match="full_weights"):
+        model.module.state_dict()
+
+
+# -- what a plain loop may rely on -------------------------------------------------------------------------------------
+
+
+def test_parameter_groups_keep_their_settings_and_schedulers_reach_them() -> None:
+    model = make()
+    optimizer = torch.optim.AdamW(
+        [{"params": model[0].parameters(), "lr": 0.5, "weight_decay": 0.3}, {"params": model[2].parameters()}], lr=0.25
+    )
+    wrapped, optimizer = fully_shard(model, optimizer, fsdp_unit_modules=[Block])
+    assert [(g["lr"], g["weight_decay"]) for g in optimizer.param_groups] == [(0.5, 0.3), (0.25, 0.01)]
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    before = dict(wrapped.full_weights())
+    wrapped(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    after = dict(wrapped.full_weights())
+    assert [g["lr"] for g in optimizer.param_groups] == [0.25, 0.125]
+    assert torch.equal(before["1.linear.weight"], after["1.linear.weight"]), "in no group: not updated"
+    assert not torch.equal(before["0.linear.weight"], after["0.linear.weight"])
+
+
+def test_released_weights_read_as_nan_in_their_shape() -> None:
+    model = make()
+    fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
+    weight = model[0].linear.weight
+    assert weight.shape == (6, 6)
+    assert weight.isnan().all()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_evaluation_leaves_nothing_behind(strategy: str) -> None:
+    model = make()
+    expected = make()(torch.ones(2, 6))
+    wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    resting = wrapped._memory.live_bytes
+    with torch.no_grad():
+        assert torch.equal(wrapped(torch.ones(2, 6)), expected)
+    assert wrapped._memory.live_bytes == resting
+    wrapped(torch.ones(2, 6)).sum().backward()
+    wrapped.finish_grad_sync()
+    assert wrapped._memory.live_bytes == resting, "memory returns to rest after each backward"
+
+
+def test_a_forward_that_raises_does_not_spoil_the_next() -> None:
+    model = make()
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
+    with pytest.raises(RuntimeError, match="shapes"):
+        wrapped(torch.ones(2, 5))
+    plain = make()
+    wrapped(torch.ones(2, 6)).sum().backward()
+    plain(torch.ones(2, 6)).sum().backward()
+    gradients = dict(wrapped.full_gradients())
+    assert all(torch.equal(gradients[name], p.grad) for name, p in plain.named_parameters())
+    optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_accumulation_without_no_sync_is_right_or_refused(strategy: str) -> None:
+    model = make()
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    wrapped(torch.ones(2, 6)).sum().backward()
+    if strategy in ("no_shard", "optim"):
+        with pytest.raises(RuntimeError, match="no_sync"):
+            wrapped(torch.ones(2, 6)).sum().backward()
+    else:
+        wrapped(torch.ones(2, 6)).sum().backward()
+        plain = make()
+        for _ in range(2):
+            plain(torch.ones(2, 6)).sum().backward()
+        gradients = dict(wrapped.full_gradients())
+        assert all(torch.allclose(gradients[name], p.grad) for name, p in plain.named_parameters())
+    optimizer.zero_grad()
+    wrapped(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_a_step_without_reduction_is_refused(strategy: str) -> None:
+    model = make()
+    wrapped, optimizer = fully_shard(model, sgd(model), zero_dp_strategy=strategy)
+    with wrapped.no_sync():
+        wrapped(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(RuntimeError, match="never reduced"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_after_the_step_needs_zero_grad(strategy: str) -> None:
+    model = make()
+    wrapped, optimizer = fully_shard(model, sgd(model), zero_dp_strategy=strategy)
+    wrapped(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="zero_grad"):
+        wrapped(torch.ones(2, 6)).sum().backward()
+
+
+def test_set_to_none_by_the_user_loses_no_gradient() -> None:
+    """module.zero_grad() drops the views that gradients are written to; they are found again."""
+    model, plain = make(), make()
+    wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy="no_shard")
+    for each in (wrapped, plain):
+        each.zero_grad()
+    with wrapped.no_sync():
+        wrapped(torch.ones(2, 6)).sum().backward()
+    for p in model.parameters():
+        p.grad = None
+    wrapped(torch.ones(2, 6)).sum().backward()
+    for _ in range(2):
+        plain(torch.ones(2, 6)).sum().backward()
+    gradients = dict(wrapped.full_gradients())
+    assert all(torch.allclose(gradients[name], p.grad) for name, p in plain.named_parameters())
+
+
+def test_the_entry_for_frameworks_and_the_plain_one_agree() -> None:
+    first, second = make(), make()
+    wrapped, optimizer = fully_shard(first, sgd(first), fsdp_unit_modules=[f"{__name__}.Block"])
+    direct = ShardedModel(second, unit_modules=[Block])
+    other = fully_shard_optimizer(direct, sgd(second))
+    for model, opt in ((wrapped, optimizer), (direct, other)):
+        model(torch.ones(2, 6)).sum().backward()
+        opt.step()
+    assert all(torch.equal(a, b) for (_, a), (_, b) in zip(wrapped.full_weights(), direct.full_weights(), strict=True))
+
+
+def test_activation_checkpointing_around_a_unit() -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = make()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return x
+
+    model, plain = Checkpointed(), Checkpointed()
+    wrapped = fully_shard_model(model, fsdp_unit_modules=[Block, nn.Linear])
+    wrapped(torch.ones(2, 6)).sum().backward()
+    plain(torch.ones(2, 6)).sum().backward()
+    gradients = dict(wrapped.full_gradients())
+    assert all(torch.equal(gradients[name], p.grad) for name, p in plain.named_parameters())
+
+
+def test_fp32_gradients_of_bf16_weights_keep_small_contributions() -> None:
+    """256 + 1 - 256 is 1 in fp32 and 0 in bf16."""
+    for strategy in STRATEGIES:
+        weight = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+        model = fully_shard_model(weight, zero_dp_strategy=strategy)
+        for index, value in enumerate((256.0, 1.0, -256.0)):
+            model.set_model_auto_sync(index == 2)
+            model(torch.full((1, 1), value, dtype=torch.bfloat16)).sum().backward()
+        assert dict(model.full_gradients())["weight"].item() == 1.0
+
+
+def local_state_round_trip(rank: int, strategy: str) -> list[bool]:
+    torch.manual_seed(rank)
+    data = [torch.randn(3, 6) for _ in range(4)]
+
+    def build() -> tuple[ShardedModel, torch.optim.Optimizer]:
+        model = make()
+        return fully_shard(
+            model, torch.optim.AdamW(model.parameters(), lr=0.1), fsdp_unit_modules=[Block], zero_dp_strategy=strategy
+        )
+
+    def step(model: ShardedModel, optimizer: torch.optim.Optimizer, x: Tensor) -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model, optimizer = build()
+    for x in data[:2]:
+        step(model, optimizer, x)
+    saved = {key: value.clone() for key, value in model.local_state().items()}
+    other, other_optimizer = build()
+    other.load_local_state(saved)
+    for x in data[2:]:
+        step(model, optimizer, x)
+        step(other, other_optimizer, x)
+    equal = all(torch.equal(a, b) for (_, a), (_, b) in zip(model.full_weights(), other.full_weights(), strict=True))
+    refused = []
+    for broken in (
+        {k: v for k, v in saved.items() if not k.endswith(":0")},
+        {**saved, "weights/other:0": torch.zeros(1)},
+        {k: v.double() for k, v in saved.items()},
+        {k: v[:-1] if v.dim() else v for k, v in saved.items()},
+    ):
+        before = [w for _, w in other.full_weights()]
+        try:
+            other.load_local_state(broken)
+            refused.append(False)
+        except ValueError as error:
+            unchanged = all(torch.equal(a, b) for a, (_, b) in zip(before, other.full_weights(), strict=True))
+            refused.append("nothing was loaded" in str(error) and unchanged)
+    return [equal, *refused]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_local_state_resumes_bit_for_bit_and_refuses_what_does_not_fit(strategy: str) -> None:
+    dist.destroy_process_group()
+    try:
+        for found in run_ranks(local_state_round_trip, 2, strategy):
+            assert found == [True] * 5
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def failing_fold(rank: int) -> str:
+    model = make()
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise ArithmeticError("broken fold")
+
+    for reduction in wrapped._reductions.values():
+        reduction.fold = broken  # type: ignore[method-assign]
+    try:
+        wrapped(torch.ones(1, 6)).sum().backward()
+        optimizer.step()
+    except ArithmeticError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_an_error_beside_the_backward_reaches_the_step() -> None:
+    assert failing_fold(0) == "broken fold"
