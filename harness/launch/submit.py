@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from harness.config.compose import Cell
@@ -107,9 +109,12 @@ class _Request:
         study = self._cells[0].study
         ref = study if self._several else self._cells[0].signature[:8]
         if any(cell.typed.cluster.backend is Backend.slurm for cell in self._cells):
-            return [f"python -m harness watch {study}"]
-        if code:
-            return [f"python -m harness show {ref}", f"python -m harness retry {ref}"]
-        if self._several:
-            return [f"python -m harness watch {study}", f"python -m harness verdict {study}"]
-        return [f"python -m harness show {ref}", f"python -m harness compare {ref} RUN"]
+            verbs = [f"watch {study}", f"cancel {ref}"]
+        elif code:
+            verbs = [f"watch {study}" if self._several else f"show {ref}", f"retry {ref}"]
+        elif self._several:
+            verbs = [f"watch {study}", f"verdict {study}"]
+        else:
+            verbs = [f"show {ref}", f"compare {ref} RUN"]
+        where = "" if self._store.root == Path("runs").absolute() else f" --root {shlex.quote(str(self._store.root))}"
+        return [f"python -m harness {verb}{where}" for verb in verbs]

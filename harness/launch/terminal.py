@@ -89,6 +89,13 @@ class Terminal:
         self._finish_moving()
         self._write(text + "\n")
 
+    def page(self, text: str) -> None:
+        """Print a text of several lines, instead of the last one where the terminal can move."""
+        if self.moving:
+            self._write(f"\x1b[H\x1b[J{text}\n")
+        else:
+            self.line(text)
+
     def update(self, text: str) -> None:
         """Replace the moving line."""
         self._write(f"\r\x1b[K{text}")

@@ -285,6 +285,8 @@ class Store:
 
     def runs(self, study: str | None = None) -> list[RunDir]:
         """Runs in a stable order, of one study or of all."""
+        if study is not None and Path(study).name != study:
+            return []
         pattern = f"{glob.escape(study) if study else '*'}/*/{CONFIG}"
         return [RunDir(path.parent) for path in sorted(self.root.glob(pattern)) if not path.parent.name.startswith(".")]
 

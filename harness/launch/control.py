@@ -1,0 +1,96 @@
+"""Changing what goes on: ending runs, and asking again for those that did not make it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from harness.config.compose import Cell
+from harness.launch.scheduler import Scheduler, SlurmError, probe
+from harness.launch.scheduler import cancel as scancel
+from harness.launch.submit import submit
+from harness.launch.terminal import Terminal
+from harness.store import status
+from harness.store.errors import StoreError
+from harness.store.files import is_held
+from harness.store.rundir import RunDir, Store, request_cancel
+from harness.store.status import OWNER_LOCK, Keeper, State, Status
+
+ALIVE = frozenset({State.queued, State.running, State.preempted})
+CANCEL_TIMEOUT_S = 30.0
+
+
+def runs_of(store: Store, ref: str) -> list[RunDir]:
+    """The runs `ref` names: all of a study of that name, else the one run.
+
+    Raises:
+        StoreError: there is neither.
+    """
+    return store.runs(ref) if ref in store.studies() else [store.find(ref)]
+
+
+def retry(store: Store, ref: str) -> int:
+    """Start a new attempt of every run that failed, was lost, preempted or cancelled; returns the exit code.
+
+    A new attempt goes on from the newest checkpoint. Runs that are done, or in somebody's hands, are left alone.
+    """
+    return submit([frozen(run) for run in runs_of(store, ref)])
+
+
+def frozen(run: RunDir) -> Cell:
+    """The cell of a run, as it was frozen."""
+    return Cell(run.config(), run.overrides())
+
+
+def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
+    """End every living run that `ref` names; 0 when all of them have ended, 1 when one has not.
+
+    Raises:
+        StoreError: there is no such run, or SLURM refused.
+    """
+    terminal = terminal or Terminal()
+    scheduler = probe()
+    living = [(run, found) for run in runs_of(store, ref) if (found := _alive(run, scheduler)) is not None]
+    if not living:
+        terminal.line(f"nothing to cancel: no run of {ref} is queued or running")
+        return 0
+    _cancel_jobs([(run, found) for run, found in living if found.keeper is Keeper.slurm], scheduler)
+    ours = [(run, found) for run, found in living if found.keeper is Keeper.process]
+    for run, found in ours:
+        request_cancel(run.path, found.attempt)
+    _await_end([run for run, _ in ours])
+    left = [run for run, _ in ours if is_held(run.path / OWNER_LOCK)]
+    for run, _ in living:
+        terminal.line(f"{run.path}: {'does not end' if run in left else 'cancelled'}")
+    return int(bool(left))
+
+
+def _alive(run: RunDir, scheduler: Scheduler | None) -> Status | None:
+    found = status.effective(run.path, scheduler)
+    if found is None or found.state not in ALIVE:
+        return None
+    if found.keeper is Keeper.process and found.state is State.preempted:
+        return None
+    return found
+
+
+def _cancel_jobs(living: Sequence[tuple[RunDir, Status]], scheduler: Scheduler | None) -> None:
+    if not living:
+        return
+    if scheduler is None:
+        raise StoreError("these runs are SLURM jobs, and there is no squeue here; cancel them on a login node")
+    try:
+        jobs = [job.id for _, found in living if (job := scheduler.job_of(found)) is not None]
+        scancel(jobs)
+    except SlurmError as error:
+        raise StoreError(f"SLURM did not cancel: {error}") from error
+    for run, found in living:
+        present = run.status()
+        if present is not None and present.attempt == found.attempt and present.state in ALIVE:
+            status.move(run.path, found.attempt, State.cancelled, "cancelled on request")
+
+
+def _await_end(runs: Sequence[RunDir]) -> None:
+    deadline = time.monotonic() + CANCEL_TIMEOUT_S
+    while time.monotonic() < deadline and any(is_held(run.path / OWNER_LOCK) for run in runs):
+        time.sleep(0.2)

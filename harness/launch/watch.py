@@ -1,0 +1,136 @@
+"""How the runs of a study fare, as a table; what failed, grouped by why."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from harness.launch.scheduler import probe
+from harness.launch.terminal import Terminal, duration
+from harness.store import provenance, status
+from harness.store.errors import StoreError
+from harness.store.metrics import last_record
+from harness.store.rundir import RunDir, Store
+from harness.store.status import JobProbe, State
+
+POLL_S = 2.0
+MOVING = frozenset({State.queued, State.running, State.preempted})
+BAD = frozenset({State.failed, State.lost})
+HEADER = ("run", "state", "step", "loss", "ms/step", "left", "reason")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One run at one moment."""
+
+    name: str
+    study: str
+    state: str
+    """A state, `new`, or `damaged`."""
+    stale: bool
+    """Whether other sources made it than today's."""
+    step: int
+    steps: int
+    loss: float | None
+    step_time_s: float | None
+    reason: str
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to its end at the pace of its last step; None unless it runs."""
+        if self.state != State.running.value or self.step_time_s is None:
+            return None
+        return (self.steps - self.step) * self.step_time_s
+
+    def cells(self) -> tuple[str, ...]:
+        """One text a column."""
+        return (
+            self.name,
+            self.state + (", stale" if self.stale else ""),
+            f"{self.step}/{self.steps}",
+            "" if self.loss is None else f"{self.loss:.4f}",
+            "" if self.step_time_s is None else f"{1e3 * self.step_time_s:.0f}",
+            "" if self.left_s is None else duration(self.left_s),
+            "" if self.state == State.done.value else self.reason,
+        )
+
+
+def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
+    """Look at one run. A damaged one is a row too, so that it does not hide the others."""
+    try:
+        found = status.effective(run.path, jobs)
+        steps = int(run.config()["train"]["steps"])
+        last = last_record(run.metrics) or {}
+    except (StoreError, ValueError, KeyError, TypeError) as error:
+        return Row(run.path.name, run.path.parent.name, "damaged", False, 0, 0, None, None, str(error))
+    return Row(
+        name=run.path.name,
+        study=run.path.parent.name,
+        state="new" if found is None else found.state.value,
+        stale=provenance.is_stale(run.path, digest),
+        step=int(last.get("step", 0)),
+        steps=steps,
+        loss=last.get("loss"),
+        step_time_s=last.get("step_time_s"),
+        reason="never started" if found is None else found.reason,
+    )
+
+
+def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
+    """All runs of a study, or of all.
+
+    Raises:
+        StoreError: there is no such study.
+    """
+    runs = store.runs(study)
+    if not runs:
+        known = ", ".join(store.studies()) or "none yet"
+        raise StoreError(f"no runs{f' of study {study!r}' if study else ''} under {store.root}; studies: {known}")
+    digest = provenance.sources_digest()
+    return [row(run, jobs, digest) for run in runs]
+
+
+def render(found: Sequence[Row], width: int) -> str:
+    """The table, what failed grouped by its first line, and the count of states; no line is wider than `width`."""
+    table = [HEADER, *(one.cells() for one in found)]
+    widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
+    lines = ["  ".join(text.ljust(size) for text, size in zip(line, widths, strict=True)).rstrip() for line in table]
+    lines += _groups(found)
+    counts = Counter(one.state for one in found)
+    lines.append(", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
+    return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines)
+
+
+def _groups(found: Iterable[Row]) -> list[str]:
+    """`3 x ValueError: ...`: the same failure on other ranks, steps or addresses is the same failure."""
+    bad = [one for one in found if one.state in {state.value for state in BAD}]
+    groups: dict[str, list[str]] = {}
+    for one in bad:
+        key = re.sub(r"^rank \d+: ", "", one.reason.splitlines()[0] if one.reason else "no reason")
+        groups.setdefault(re.sub(r"0x[0-9a-f]+|\d+", "N", key), []).append(one.reason)
+    ordered = sorted(groups.values(), key=len, reverse=True)
+    return ["", "failures:", *(f"  {len(reasons)} x {reasons[0]}" for reasons in ordered), ""] if bad else [""]
+
+
+def watch(store: Store, study: str | None = None, *, follow: bool = True, terminal: Terminal | None = None) -> int:
+    """Show the table, again whenever it changes while anything moves and the output is a terminal.
+
+    Returns:
+        0; 1 if any run failed or is lost.
+    """
+    terminal = terminal or Terminal()
+    shown = ""
+    while True:
+        found = rows(store, study, probe())
+        text = render(found, shutil.get_terminal_size((200, 50)).columns)
+        moving = any(one.state in {state.value for state in MOVING} for one in found)
+        if text != shown:
+            terminal.page(text)
+            shown = text
+        if not (follow and terminal.moving and moving):
+            return int(any(one.state in {state.value for state in BAD} for one in found))
+        time.sleep(POLL_S)

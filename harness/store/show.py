@@ -1,0 +1,111 @@
+"""What a run is, and in what two runs differ, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from harness.store import identity, provenance, status
+from harness.store.metrics import last_record
+from harness.store.rundir import RunDir, flatten, read_summary
+from harness.store.status import JobProbe
+
+
+def show(run: RunDir, jobs: JobProbe | None = None) -> str:
+    """One screen: identity, state, where it came from, how far it got, what it left, why it failed."""
+    found = status.effective(run.path, jobs)
+    lines = [
+        str(run.path),
+        _field("signature", run.signature()),
+        _field("state", "new, never started" if found is None else f"{found.state.value}: {found.reason}"),
+        _field("attempts", ", ".join(str(number) for number in run.attempts()) or "none"),
+        *(_field("asked", override) for override in run.overrides()),
+        *_origin(run),
+        *_progress(run),
+    ]
+    if found is not None and (report := run.attempt_dir(found.attempt) / "error.txt").exists():
+        lines += ["", report.read_text(encoding="utf-8").rstrip()]
+    return "\n".join(lines)
+
+
+def _field(name: str, value: object) -> str:
+    return f"  {name:<10} {value}"
+
+
+def _origin(run: RunDir) -> list[str]:
+    facts = provenance.read(run.path)
+    if not facts:
+        return []
+    git = facts.get("git") or {}
+    code = git.get("sha", "no repository")[:12] + (" with local changes (diff.patch)" if git.get("dirty") else "")
+    lines = [_field("code", code)]
+    if provenance.is_stale(run.path):
+        lines.append(_field("stale", "the sources that can change its numbers are others now"))
+    lines.append(_field("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())))
+    if "hosts" in facts:
+        hosts = ", ".join(dict.fromkeys(facts["hosts"]))
+        lines.append(_field("machine", f"{hosts}; {facts.get('cpu_model')}; {facts.get('device')}"))
+    return lines
+
+
+def _progress(run: RunDir) -> list[str]:
+    last, summary = last_record(run.metrics), read_summary(run)
+    lines = []
+    if last is not None:
+        lines.append(_field("step", f"{last['step']} of {run.config()['train']['steps']}, loss {last['loss']}"))
+    if summary is not None:
+        kept = ("final_weights", "wall_s", "step_time_s")
+        lines += [_field(key, json.dumps(summary[key])) for key in kept if key in summary]
+    return lines
+
+
+def diff(a: RunDir, b: RunDir) -> str:
+    """In what two runs differ: configuration, sources, versions and machine; one line each, `key: a -> b`."""
+    lines = [f"a  {a.path}", f"b  {b.path}", ""]
+    sections = {"configuration": _config_pairs(a, b), "origin": _origin_pairs(a, b)}
+    for title, pairs in sections.items():
+        if pairs:
+            lines += [f"{title}:", *(f"  {key}: {_short(left)} -> {_short(right)}" for key, left, right in pairs), ""]
+    if len(lines) == 3:
+        lines.append("no difference in configuration, sources, versions or machine")
+    return "\n".join(lines).rstrip()
+
+
+Pairs = list[tuple[str, Any, Any]]
+
+
+def _config_pairs(a: RunDir, b: RunDir) -> Pairs:
+    left, right = flatten(a.config()), flatten(b.config())
+    differing = _pairs(left, right, {*left, *right})
+    # What the signature leaves out comes last: it seldom explains a number.
+    return sorted(differing, key=lambda pair: (pair[0].split(".")[0] in identity.EXCLUDED, pair[0]))
+
+
+def _origin_pairs(a: RunDir, b: RunDir) -> Pairs:
+    left, right = (flatten(_comparable(provenance.read(run.path))) for run in (a, b))
+    return _pairs(left, right, {*left, *right})
+
+
+def _comparable(facts: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in facts.items() if key not in ("created", "environment")} | {
+        "environment": {
+            name: value
+            for name, value in facts.get("environment", {}).items()
+            if not name.startswith("SLURM_")  # job numbers always differ
+        }
+    }
+
+
+def _pairs(left: dict[str, Any], right: dict[str, Any], keys: Iterable[str]) -> Pairs:
+    missing = "(absent)"
+    return [
+        (key, left.get(key, missing), right.get(key, missing))
+        for key in sorted(keys)
+        if left.get(key, missing) != right.get(key, missing)
+    ]
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
