@@ -8,20 +8,23 @@ import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from harness.config.schema import CkptPolicy, Config, Dtype, EngineName
+from harness.config.schema import CkptPolicy, Config, DataKind, Dtype, EngineName
 from harness.data.loader import Loader, global_digest
 from harness.engines.protocol import Engine, Microbatch
+from harness.probe.collectives import CollectiveMeter
 from harness.store.metrics import read_metrics
 from harness.train import Outcome, Progress
-from harness.train.control import Control
+from harness.train.control import Control, StepReport
 from harness.train.record import global_loss, weights_digest
 from harness.train.schedule import lr_at
 from tests.factory import ranks_of, small_config, train, with_dtypes
@@ -107,8 +110,6 @@ def test_record_of_a_run(tmp_path: Path) -> None:
 
 
 def test_loss_falls_on_real_text(tmp_path: Path) -> None:
-    from harness.config.schema import DataKind
-
     config = small_config(data__kind=DataKind.stdlib, model__vocab_size=256, train__steps=30, optimizer__lr=1e-2)
     train(config, tmp_path)
     losses = [record["loss"] for record in read_metrics(tmp_path / "metrics.jsonl")]
@@ -149,8 +150,6 @@ def test_losses_are_added_in_order_in_fp64() -> None:
 
 def test_control_carries_every_bit() -> None:
     config = small_config()
-    from harness.probe.collectives import CollectiveMeter
-
     meter = CollectiveMeter()
     control = Control(ranks_of(config), None, meter)
     meter.close()
@@ -182,19 +181,35 @@ def ddp_runs(rank: int, folder: str) -> list[Any]:
 
     outcomes.append(train(ddp_config(train__steps=4), path / "resumed", rank, should_stop=stop))
     outcomes.append(train(ddp_config(train__steps=4), path / "resumed", rank))
-    return outcomes
+    return [outcomes, exchange(rank)]
+
+
+def exchange(rank: int) -> StepReport:
+    """What both ranks know when each reports two losses and rank 1 was asked to stop."""
+    with closing(CollectiveMeter()) as meter:
+        control = Control(ranks_of(ddp_config(), rank), dist.new_group(backend="gloo"), meter)
+        report = control.report([rank + 0.1, rank + 0.2], (1 << 64) - 1 - rank, rank == 1)
+        assert meter.take() == []
+    return report
 
 
 @pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[Outcome]]]:
+def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     folder = tmp_path_factory.mktemp("ddp")
     return folder, run_ranks(ddp_runs, 2, str(folder))
+
+
+def test_every_rank_knows_all_reports_in_rank_order(ddp: tuple[Path, Any]) -> None:
+    for _, report in ddp[1]:
+        assert report == StepReport([0.1, 0.2, 1.1, 1.2], [(1 << 64) - 1, (1 << 64) - 2], True)
 
 
 def test_ranks_agree_with_one_process(ddp: tuple[Path, Any], tmp_path: Path) -> None:
     train(small_config(train__steps=4), tmp_path)
     pairs = zip(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(ddp[0] / "straight/metrics.jsonl"), strict=True)
     for single, double in pairs:
+        if single["step"] == 1:
+            assert double["loss"] == single["loss"], "same weights, same microbatches, summed in the same order"
         for key in ("step", "lr", "tokens", "data_digest"):
             assert single[key] == double[key]
         assert double["loss"] == pytest.approx(single["loss"], rel=1e-6)
@@ -217,7 +232,7 @@ def test_own_traffic_is_left_out_of_the_record(ddp: tuple[Path, Any]) -> None:
 def test_one_ranks_stop_stops_all_and_resume_is_bitwise(ddp: tuple[Path, Any]) -> None:
     folder, outcomes = ddp
     for rank in (0, 1):
-        assert outcomes[rank] == [Outcome("done", 4, True), Outcome("preempted", 2, True), Outcome("done", 4, True)]
+        assert outcomes[rank][0] == [Outcome("done", 4, True), Outcome("preempted", 2, True), Outcome("done", 4, True)]
     assert_same_run(folder / "straight", folder / "resumed")
 
 
@@ -277,6 +292,10 @@ def test_without_checkpoints_a_run_starts_over(tmp_path: Path) -> None:
     assert not (tmp_path / "ckpt").exists()
     assert train(config, tmp_path) == Outcome("done", 3, saved=False)
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_stop_in_the_last_step_is_too_late_to_matter(tmp_path: Path) -> None:
+    assert train(small_config(), tmp_path, should_stop=stop_after(3)) == Outcome("done", 3, saved=True)
 
 
 def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
