@@ -6,9 +6,12 @@ complete values that a rank reads from `config.yaml` and turns back into the typ
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from enum import Enum
 from functools import cached_property
 from typing import Any, cast
 
@@ -90,15 +93,34 @@ def compose_cell(cfg: DictConfig, overrides: Sequence[str], *, earlier: Sequence
     Raises:
         BadRequest: with every violation found; nothing was written and nothing started.
     """
+    return freeze(into_root(cfg), overrides, earlier=earlier)
+
+
+def into_root(cfg: DictConfig) -> DictConfig:
+    """Merge a composed configuration, unresolved, into the typed root; Hydra's own node is left out.
+
+    Raises:
+        BadRequest: a key is unknown or a value has the wrong type.
+    """
+    values = cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=False, enum_to_str=True))
+    values.pop("hydra", None)
+    return _merge(values)
+
+
+def freeze(root: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
+    """`compose_cell` of a configuration that is in the typed root already; `root` stays as it is."""
     from harness.config import rules
 
     forbid_appending(overrides)
-    merged = _merge(_resolve(cfg))
-    _anchor_paths(merged)
-    violations = rules.check(cast(Config, OmegaConf.to_object(merged)), overrides)
+    try:
+        config = cast(Config, OmegaConf.to_object(root))
+    except OmegaConfBaseException as error:
+        raise refuse(error.full_key or "interpolation", str(error).splitlines()[0]) from error
+    _anchor_paths(config)
+    violations = rules.check(config, overrides)
     if violations:
         raise BadRequest(violations)
-    return Cell(plain(merged), (*earlier, *overrides))
+    return Cell(cast(dict[str, Any], _plain(asdict(config))), (*earlier, *overrides))
 
 
 def compose(overrides: Sequence[str] = ()) -> Cell:
@@ -152,23 +174,14 @@ def appending(override: str) -> Violation:
     return Violation(override, "settings cannot be added: the schema names them all", fix=f"{bare} (without the sign)")
 
 
-def _resolve(cfg: DictConfig) -> dict[str, Any]:
-    try:
-        return {str(k): plain(v) if isinstance(v := cfg[k], DictConfig) else v for k in cfg if k != "hydra"}
-    except OmegaConfBaseException as error:
-        raise refuse(error.full_key or "interpolation", str(error).splitlines()[0]) from error
-
-
 def _merge(values: dict[str, Any]) -> DictConfig:
     from harness.config.hints import explain_key, explain_value
 
-    unknown = [explain_key(str(key)) for key in values if key not in Config.__dataclass_fields__]
-    violations, merged = unknown, typed_root()
-    for key in Config.__dataclass_fields__:
-        if key not in values:
-            continue
+    violations = [explain_key(str(key)) for key in values if key not in Config.__dataclass_fields__]
+    merged = deepcopy(_empty_root())
+    for key in (key for key in Config.__dataclass_fields__ if key in values):
         try:
-            merged = cast(DictConfig, OmegaConf.merge(merged, {key: values[key]}))
+            _put(merged, key, values[key])
         except OmegaConfBaseException as error:
             violations.append(explain_value(error))
     if violations:
@@ -176,8 +189,27 @@ def _merge(values: dict[str, Any]) -> DictConfig:
     return merged
 
 
-def _anchor_paths(cfg: DictConfig) -> None:
+def _put(root: DictConfig, key: str, value: Any) -> None:
+    """Merge one group in place: merging roots copies every group once for each."""
+    if isinstance(node := root[key], DictConfig) and isinstance(value, dict):
+        node.merge_with(value)
+    else:
+        root[key] = value
+
+
+@functools.cache
+def _empty_root() -> DictConfig:
+    return typed_root()
+
+
+def _anchor_paths(config: Config) -> None:
     """Make paths absolute: a rank may start elsewhere, and the same words must not mean two files."""
-    cfg.launch.root = os.path.abspath(os.path.expanduser(cfg.launch.root))
-    if cfg.data.path is not None:
-        cfg.data.path = os.path.abspath(os.path.expanduser(cfg.data.path))
+    config.launch.root = os.path.abspath(os.path.expanduser(config.launch.root))
+    if config.data.path is not None:
+        config.data.path = os.path.abspath(os.path.expanduser(config.data.path))
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return value.name if isinstance(value, Enum) else value

@@ -13,7 +13,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config.catalog import load_catalog
-from harness.config.compose import Cell, compose_cell
+from harness.config.compose import Cell, freeze, into_root
 from harness.config.errors import BadRequest, Violation
 from harness.study.expand import Point
 
@@ -46,11 +46,11 @@ class Composer:
         chosen = tuple(text for text in overrides if text.partition("=")[0] in self._groups)
         values = [self._parse(text) for text in overrides if text.partition("=")[0] not in self._groups]
         if chosen not in self._by_groups:
-            self._by_groups[chosen] = self._loader.load_sweep_config(self._master, list(chosen))
+            self._by_groups[chosen] = into_root(self._loader.load_sweep_config(self._master, list(chosen)))
         cfg = deepcopy(self._by_groups[chosen])
         for override in values:
             set_value(cfg, override)
-        return compose_cell(cfg, overrides)
+        return freeze(cfg, overrides)
 
 
 def set_value(cfg: DictConfig, override: Override) -> None:
