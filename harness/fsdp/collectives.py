@@ -101,7 +101,7 @@ class Communicator:
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
         """Sum a few fp64 or int64 values over the group, in place; returns them."""
         if self.size > 1:
-            with labels.begin(Label("all_reduce", purpose)):
+            with labels.begin(Label("all_reduce", purpose)), labels.waiting():
                 self.group.allreduce([values]).wait()
         return values
 

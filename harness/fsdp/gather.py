@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from harness.fsdp import labels
 from harness.fsdp.collectives import Communicator, Pending
 from harness.fsdp.device import DeviceRuntime, Event
 from harness.fsdp.labels import Label
@@ -140,9 +141,10 @@ class GatherPipeline:
         self.num_alive_peak = max(self.num_alive_peak, alive)
 
     def _land(self, unit: Unit) -> None:
-        for pending, cast in self._in_flight.pop(unit.name, []):
-            cast.wait()
-            pending.wait()
+        with labels.waiting():
+            for pending, cast in self._in_flight.pop(unit.name, []):
+                cast.wait()
+                pending.wait()
         for bucket in unit.buckets:
             bucket.point_at_weights()
         self._held.add(unit.name)

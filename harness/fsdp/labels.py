@@ -1,12 +1,14 @@
 """Names for collectives in flight, so that a meter outside the engine can say which bucket its bytes belong to.
 
 The engine announces each logical collective (a reduce-scatter may be many sends underneath); whoever counts reads the
-label of the calling thread. Nothing here counts, and nothing in the engine reads a label.
+label of the calling thread. In the same way it announces where the thread that computes stands still for a collective:
+on a CPU that time is exposed communication. Nothing here counts, and nothing in the engine reads a label.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -21,6 +23,7 @@ class Label(NamedTuple):
 
 _local = threading.local()
 _listeners: list[Callable[[Label], None]] = []
+_wait_listeners: list[Callable[[float], None]] = []
 
 
 def current() -> Label | None:
@@ -52,3 +55,23 @@ def resume(label: Label) -> Iterator[None]:
         yield
     finally:
         _local.label = before
+
+
+def on_wait(listener: Callable[[float], None]) -> Callable[[], None]:
+    """Call `listener` with the seconds of every wait for a collective; returns a function that ends it."""
+    _wait_listeners.append(listener)
+    return lambda: _wait_listeners.remove(listener)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """The body blocks the host until a collective is done."""
+    if not _wait_listeners:
+        yield
+        return
+    began = time.perf_counter()
+    try:
+        yield
+    finally:
+        for listener in _wait_listeners:
+            listener(time.perf_counter() - began)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp import exact
+from harness.fsdp import exact, labels
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.collectives import Communicator, Pending
 from harness.fsdp.labels import Label
@@ -156,8 +156,9 @@ def install_weights(buckets: Sequence[Bucket], comm: Communicator) -> None:
         bucket.fill_own()
         if bucket.layout.num_ranks > 1:
             pending.append(comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name)))
-    for each in pending:
-        each.wait()
+    with labels.waiting():
+        for each in pending:
+            each.wait()
 
 
 def gradient_norm(buckets: Sequence[Bucket], comm: Communicator, numerics: Numerics, device: torch.device) -> float:

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from torch import Tensor
 
+from harness.fsdp import labels
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.collectives import Communicator, Exchange, Part, Reduction
 from harness.fsdp.device import DeviceRuntime, Event
@@ -105,8 +106,10 @@ class ReducePipeline:
 
     def _land(self) -> None:
         _, jobs = self._in_flight.popleft()
+        with labels.waiting():
+            for job in jobs:
+                job.wait()
         for job in jobs:
-            job.wait()
             job.free()
 
 
