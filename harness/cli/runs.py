@@ -1,0 +1,99 @@
+"""Runs that were started: `watch`, `show`, `diff`, `retry`, `cancel`, `gc`."""
+
+from __future__ import annotations
+
+import shlex
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from harness.cli.verb import Verb
+from harness.launch.control import cancel, retry
+from harness.launch.scheduler import probe
+from harness.launch.watch import watch
+from harness.store import status
+from harness.store.gc import gc
+from harness.store.rundir import Store
+from harness.store.show import diff, show
+from harness.store.status import State
+
+RUN_HELP = "a path, a prefix of a signature (4 digits or more) or @last"
+
+
+def say_next(arguments: Namespace, *verbs: str) -> None:
+    """End with the commands most likely to follow, under the same root."""
+    root = "" if Path(arguments.root) == Path("runs") else f" --root {shlex.quote(str(arguments.root))}"
+    for verb in verbs:
+        print(f"next: python -m harness {verb}{root}")
+
+
+def _watch_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("study", metavar="STUDY", nargs="?", help="only this study's runs")
+    parser.add_argument("--once", action="store_true", help="print the table once, also on a terminal")
+
+
+def _watch(arguments: Namespace) -> int:
+    code = watch(Store(arguments.root), arguments.study, follow=not arguments.once)
+    study = arguments.study or "STUDY"
+    say_next(arguments, f"retry {study}" if code else f"verdict {study}")
+    return code
+
+
+def _run_argument(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help=RUN_HELP)
+
+
+def _show(arguments: Namespace) -> int:
+    run = Store(arguments.root).find(arguments.run)
+    print(show(run, probe()))
+    found = status.effective(run.path, probe())
+    name = run.signature()[:8]
+    if found is not None and found.state in (State.failed, State.lost, State.cancelled, State.preempted):
+        say_next(arguments, f"retry {name}")
+    else:
+        say_next(arguments, f"compare {name} RUN")
+    return 0
+
+
+def _diff_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("a", metavar="RUN", help=RUN_HELP)
+    parser.add_argument("b", metavar="RUN", help="the other one")
+
+
+def _diff(arguments: Namespace) -> int:
+    store = Store(arguments.root)
+    print(diff(store.find(arguments.a), store.find(arguments.b)))
+    say_next(arguments, f"compare {shlex.quote(arguments.a)} {shlex.quote(arguments.b)}")
+    return 0
+
+
+def _ref_argument(parser: ArgumentParser) -> None:
+    parser.add_argument("ref", metavar="STUDY|RUN", help="all of a study, or a path, a prefix of a signature or @last")
+
+
+def _retry(arguments: Namespace) -> int:
+    return retry(Store(arguments.root), arguments.ref)
+
+
+def _cancel(arguments: Namespace) -> int:
+    code = cancel(Store(arguments.root), arguments.ref)
+    say_next(arguments, f"retry {shlex.quote(arguments.ref)}")
+    return code
+
+
+def _gc_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("--checkpoints", action="store_true", help="also checkpoints of runs that are done")
+    parser.add_argument("--yes", action="store_true", help="remove what is listed; without it nothing is touched")
+
+
+def _gc(arguments: Namespace) -> int:
+    print(gc(Store(arguments.root), probe(), checkpoints=arguments.checkpoints, apply=arguments.yes))
+    say_next(arguments, "watch")
+    return 0
+
+
+WATCH = Verb("watch", "how every run is doing: state, step, loss, time; failures by cause", _watch_arguments, _watch)
+SHOW = Verb("show", "one run: identity, state, where it came from, how far it got, why it failed", _run_argument, _show)
+DIFF = Verb("diff", "in what two runs differ: configuration, sources, versions, machine", _diff_arguments, _diff)
+RETRY = Verb("retry", "a new attempt of every run that failed, was lost, preempted or cancelled", _ref_argument, _retry)
+CANCEL = Verb("cancel", "end every run that is queued or running", _ref_argument, _cancel)
+GC = Verb("gc", "what a store could do without: leftovers of crashes, superseded files", _gc_arguments, _gc)
