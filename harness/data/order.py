@@ -11,7 +11,11 @@ import hashlib
 from functools import lru_cache
 
 MASK64 = (1 << 64) - 1
-NUM_ROUNDS = 6
+MIN_HALF_BITS = 4
+"""Feistel networks over fewer than 256 numbers show which permutations they cannot make."""
+
+NUM_ROUNDS = 4
+"""Enough for a strong pseudo-random permutation where the round function is one (Luby and Rackoff)."""
 
 
 def sequence_at(position: int, num_sequences: int, seed: int) -> int:
@@ -20,7 +24,7 @@ def sequence_at(position: int, num_sequences: int, seed: int) -> int:
     Epoch e is positions [e * num_sequences, (e + 1) * num_sequences): every sequence once, in an order of its own.
     """
     epoch, index = divmod(position, num_sequences)
-    half_bits = max(1, ((num_sequences - 1).bit_length() + 1) // 2)
+    half_bits = max(MIN_HALF_BITS, ((num_sequences - 1).bit_length() + 1) // 2)
     keys = _round_keys(seed, epoch)
     while True:
         index = _feistel(index, half_bits, keys)

