@@ -29,7 +29,8 @@ def check(
     """
     gradients = [_gradients(step, pairs[step], mismatches.get(step, ())) for step in sorted(pairs)]
     logged = [_logged(key, stage, arm, control) for key, stage in LOGGED]
-    return [logged[0], *gradients, *logged[1:], _weights(arm, control)]
+    kinds = [logged[0], *gradients, *logged[1:], _weights(arm, control)]
+    return [kind for kind in kinds if kind.count]  # a number that was never recorded by both is no evidence
 
 
 def same_float(left: float | None, right: float | None) -> bool:

@@ -120,10 +120,11 @@ class _Judgement:
     def _logged_norms(self, usable: Sequence[int]) -> list[Finding]:
         found = []
         for step in usable:
-            sides = ((self.arm, self.envelope.arm), (self.control, self.envelope.control))
-            for run, arithmetic in sides if not self.mismatches[step] else ():
-                norms = [norm_of(run, step, pair) for pair in self.pairs[step]]
-                found.append(numeric.logged_norm(run, step, norms, arithmetic.logged_norm))
+            if self.mismatches[step]:
+                continue
+            norms = [pair.arm_norm for pair in self.pairs[step]], [pair.norm for pair in self.pairs[step]]
+            found.append(numeric.logged_norm(self.arm, step, norms[0], self.envelope.arm.logged_norm))
+            found.append(numeric.logged_norm(self.control, step, norms[1], self.envelope.control.logged_norm))
         return found
 
     @cached_property
@@ -176,13 +177,6 @@ class _Judgement:
             if found is not None:
                 rows.append(wording.standing_for(found, len(kind)))
         return (*rows, *(self.blindness if any(bit.grade is not Grade.ok for bit in self.bits) else ()))
-
-
-def norm_of(run: Record, step: int, pair: TensorPair) -> float:
-    """Norm of a run's own captured tensor, in fp64."""
-    import numpy as np
-
-    return float(np.linalg.norm(run.captures[step].values(pair.name)))
 
 
 def _order(finding: Finding) -> tuple[int, int, int, float]:

@@ -173,6 +173,11 @@ class Envelope:
         """Largest relative distance of one tensor's gradient at step 1."""
         return SAFETY * math.hypot(self.arm.gradient, self.control.gradient)
 
+    def piece(self, numel: int) -> float:
+        """Largest distance of a piece of a tensor: over a half of its own mean square it may lie sqrt(2) farther off,
+        and the mean square of n independent errors scatters by a factor 1 + sqrt(2 / n) a standard deviation."""
+        return math.sqrt(2) * self.distance * math.sqrt(1 + SIGMAS * math.sqrt(2 / numel))
+
     @property
     def loss(self) -> float:
         """Largest relative difference of the loss at step 1: the logits' errors, which are independent from token to

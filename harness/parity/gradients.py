@@ -44,6 +44,7 @@ class TensorPair:
     """Whether every element of the arm's is a finite number."""
     control_finite: bool
     numel: int
+    arm_norm: float
     norm: float
     """Of the control's tensor."""
     distance: float
@@ -97,12 +98,26 @@ def compare_tensor(name: str, arm: Capture, control: Capture) -> TensorPair:
     finite, control_finite = bool(np.isfinite(a).all()), bool(np.isfinite(c).all())
     equal = arm.tensors[name].dtype == control.tensors[name].dtype and _same_bits(name, arm, control)
     if not (finite and control_finite):
-        nan, whole = math.nan, Block(0, a.size, math.nan)
-        return TensorPair(name, equal, finite, control_finite, a.size, nan, nan, nan, nan, nan, whole)
+        return _plain(name, equal, a.size, math.nan, math.nan, math.nan, finite, control_finite)
     if equal:
-        norm, whole = float(np.linalg.norm(c)), Block(0, a.size, 0.0)
-        return TensorPair(name, True, True, True, a.size, norm, 0.0, 0.0, 0.0, 0.0, whole)
+        norm = float(np.linalg.norm(c))
+        return _plain(name, True, a.size, norm, norm, 0.0)
     return _fit(name, a, c)
+
+
+def _plain(
+    name: str,
+    equal: bool,
+    numel: int,
+    arm_norm: float,
+    norm: float,
+    off: float,
+    finite: bool = True,
+    control_finite: bool = True,
+) -> TensorPair:
+    """A pair with nothing to fit: equal, or one of them zero or not finite; `off` is its distance everywhere."""
+    whole = Block(0, numel, off)
+    return TensorPair(name, equal, finite, control_finite, numel, arm_norm, norm, off, off, 0.0, off, whole)
 
 
 def _same_bits(name: str, arm: Capture, control: Capture) -> bool:
@@ -117,8 +132,8 @@ def _fit(name: str, a: Float64, c: Float64) -> TensorPair:
     difference = a - c
     square = float(np.vdot(c, c))
     if square == 0.0:
-        off = math.inf if np.any(difference) else 0.0
-        return TensorPair(name, False, True, True, a.size, 0.0, off, off, 0.0, off, Block(0, a.size, off))
+        arm_norm = float(np.linalg.norm(a))
+        return _plain(name, False, a.size, arm_norm, 0.0, math.inf if arm_norm else 0.0)
     norm = math.sqrt(square)
     b = float(np.vdot(difference, c)) / square
     rest = difference - b * c
@@ -128,6 +143,7 @@ def _fit(name: str, a: Float64, c: Float64) -> TensorPair:
         finite=True,
         control_finite=True,
         numel=a.size,
+        arm_norm=float(np.linalg.norm(a)),
         norm=norm,
         distance=float(np.linalg.norm(difference)) / norm,
         b=b,

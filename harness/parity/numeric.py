@@ -62,36 +62,33 @@ def resolution(pairs: Sequence[TensorPair], envelope: Envelope) -> float:
 def suspects(envelope: Envelope) -> list[tuple[float, str]]:
     """Factors that a gradient has after a known mistake, and that mistake."""
     n, k = envelope.arm.ranks, envelope.arm.microbatches
-    known = [
-        (0.0, "never reduced, or dropped"),
-        (2.0, "counted twice"),
-        (0.5, "halved"),
-        (-1.0, "of the wrong sign"),
-    ]
+    known = [(0.0, "never reduced, or dropped"), (2.0, "counted twice"), (-1.0, "of the wrong sign")]
     if n > 1:
         known += [
-            ((n + 1) / n, f"(N+1)/N with N = {n} ranks: a rank's own gradient counted twice"),
-            ((n - 1) / n, f"(N-1)/N with N = {n} ranks: one rank's gradient missing"),
-            (float(n), f"N = {n}: not divided by the number of ranks"),
-            (1.0 / n, f"1/N with N = {n}: divided by the number of ranks twice"),
+            ((n + 1) / n, f"(N+1)/N with N = {n}, a rank's own gradient counted twice"),
+            ((n - 1) / n, f"(N-1)/N with N = {n}, one rank missing"),
+            (float(n), f"N = {n}, not divided by the ranks"),
+            (1.0 / n, f"1/N with N = {n}, divided by the ranks twice"),
         ]
     if k > 1:
         known += [
-            (float(k), f"k = {k}: not divided by the number of microbatches"),
-            (1.0 / k, f"1/k with k = {k}: divided by the number of microbatches twice, or one of them kept"),
-            ((k + 1) / k, f"(k+1)/k with k = {k}: one microbatch counted twice"),
+            ((k + 1) / k, f"(k+1)/k with k = {k}, one microbatch counted twice"),
+            (float(k), f"k = {k}, not divided by the microbatches"),
+            (1.0 / k, f"1/k with k = {k}, divided by the microbatches twice or one of them kept"),
         ]
     if n > 1 and k > 1:
-        known += [(float(n * k), f"N*k = {n * k}: never divided"), (1.0 / (n * k), f"1/(N*k) with N*k = {n * k}")]
+        known += [(float(n * k), f"N*k = {n * k}, never divided"), (1.0 / (n * k), f"1/(N*k) with N*k = {n * k}")]
     return known
 
 
 def explain(b: float, uncertainty: float, factors: Sequence[tuple[float, str]]) -> str:
-    """The factor in words, with the mistake it fits best where one lies within its uncertainty."""
+    """The factor in words, with the mistakes it fits where one lies within its uncertainty (and no less than 2 %)."""
     factor = 1.0 + b
-    value, cause = min(factors, key=lambda entry: abs(entry[0] - factor))
-    near = abs(value - factor) <= max(uncertainty, 0.02 * abs(value), 1e-6)
-    return f"{factor:.4g} x the control's" + (f": {cause}" if near else "")
+    nearest = min((value for value, _ in factors), key=lambda value: abs(value - factor))
+    if abs(nearest - factor) > max(uncertainty, 0.02 * abs(nearest)):
+        return f"{factor:.6g} x the control's"
+    causes = [cause for value, cause in factors if value == nearest]
+    return f"{factor:.4g} x the control's: {'; or '.join(causes)}"
 
 
 def _mismatch(odd: Mismatch) -> Finding:
@@ -109,9 +106,8 @@ def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -
 
 
 def _block(pair: TensorPair, envelope: Envelope) -> Finding:
-    """A piece holds fewer elements than its tensor, so it may lie sqrt(2) farther off."""
-    allowed = math.sqrt(2) * envelope.distance
     block = pair.block
+    allowed = envelope.piece(block.stop - block.start)
     verdict = grade(block.distance, allowed, REFUTED * allowed)
     note = "" if verdict is Grade.ok else f"elements {block.start} to {block.stop} of {pair.numel}"
     check = "gradient, worst piece"

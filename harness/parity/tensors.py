@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,16 +56,21 @@ class Capture:
         self.path = path
         self.tensors: Mapping[str, Tensor] = _header(path)
 
+    @cached_property
+    def _bytes(self) -> NDArray[np.uint8]:
+        """The whole file, mapped."""
+        import numpy as np
+
+        return np.memmap(self.path, dtype=np.uint8, mode="r")
+
     def raw(self, name: str) -> NDArray[np.generic]:
         """The tensor as stored, flat, without a copy; bf16 as uint16."""
         import numpy as np
 
         tensor = self.tensors[name]
+        piece = self._bytes[tensor.start : tensor.start + tensor.size]
         dtype = np.dtype(NUMPY_DTYPES[tensor.dtype])
-        count = tensor.size // dtype.itemsize
-        if count == 0:
-            return np.empty(0, dtype)
-        return np.memmap(self.path, dtype=dtype, mode="r", offset=tensor.start, shape=(count,))
+        return piece.view(dtype) if tensor.start % dtype.itemsize == 0 else np.frombuffer(piece.tobytes(), dtype)
 
     def values(self, name: str) -> Float64:
         """The tensor in float64 and in its shape; every stored dtype fits exactly."""

@@ -90,7 +90,7 @@ def check(
         _losses(arm, control, envelope, push, last),
         _norms(arm, control, envelope, push, last),
         _weights(arm, control, envelope, push, last),
-        _tail(arm, control, envelope) if last is None else [],
+        *([finding] for finding in _tail(arm, control, envelope) if last is None),
     ]
     return [findings for findings in kinds if findings]
 
@@ -122,7 +122,7 @@ def _losses(arm: Record, control: Record, envelope: Envelope, push: Kick, last: 
         drift = push.loss * lever / abs(right) if right else 0.0
         allowed = envelope.loss + min(drift * growth(EXPECTED_GROWTH, step), LOSS_CEILING)
         refuted = REFUTED * (envelope.loss + drift * growth(MOST_GROWTH, step))
-        stage = Stage.forward if step == 1 else Stage.optimizer if step == 2 else Stage.trajectory
+        stage = Stage.forward if step == 1 else Stage.optimizer  # later weights are what the updates before made
         findings.append(_finding("loss", stage, step, relative(left, right), allowed, max(refuted, allowed)))
     return findings
 
@@ -139,8 +139,9 @@ def _norms(arm: Record, control: Record, envelope: Envelope, push: Kick, last: i
         if drift > NORM_CEILING:
             break
         refuted = REFUTED * (envelope.norm + push.weights * growth(MOST_GROWTH, step))
-        stage = Stage.gradient if step == 1 else Stage.trajectory
-        findings.append(_finding("gradient norm", stage, step, relative(left, right), envelope.norm + drift, refuted))
+        findings.append(
+            _finding("gradient norm", Stage.gradient, step, relative(left, right), envelope.norm + drift, refuted)
+        )
     return findings
 
 

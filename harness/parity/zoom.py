@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.config.errors import refuse
-from harness.parity.envelope import Arithmetic, Envelope
+from harness.parity.envelope import REFUTED, Arithmetic, Envelope
 from harness.parity.gradients import BLOCKS, Block, compare_tensor
 from harness.parity.outcome import Grade, grade
 from harness.parity.record import Record, load
@@ -41,7 +41,7 @@ def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
         f"factor    {1 + pair.b:.6g}, give or take {allowed:.1e}; what no factor explains: {percent(pair.residual)}",
         "",
     ]
-    return "\n".join([*lines, *_pieces(left, right, tensor, step, envelope.distance)])
+    return "\n".join([*lines, *_pieces(left, right, tensor, step, envelope)])
 
 
 def _require(run: Record, tensor: str, step: int) -> None:
@@ -54,7 +54,7 @@ def _require(run: Record, tensor: str, step: int) -> None:
         raise refuse(f"--tensor {tensor}", f"{run.name} has no such tensor at step {step}", choices=choices)
 
 
-def _pieces(left: Record, right: Record, tensor: str, step: int, allowed: float) -> list[str]:
+def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envelope) -> list[str]:
     """The worst of consecutive pieces, worst first."""
     import numpy as np
 
@@ -69,7 +69,8 @@ def _pieces(left: Record, right: Record, tensor: str, step: int, allowed: float)
     pieces.sort(key=lambda piece: -piece.distance)
     rows = []
     for piece in pieces[:PIECES]:
-        verdict = grade(piece.distance, 2**0.5 * allowed, 2**1.5 * allowed)
+        allowed = envelope.piece(piece.stop - piece.start)
+        verdict = grade(piece.distance, allowed, REFUTED * allowed)
         rows.append(
             (
                 f"{piece.start}:{piece.stop}",

@@ -1,0 +1,44 @@
+"""Runs of the corpus, made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.parity import Verdict, compare
+from tests.parity.corpus import Case
+from tests.parity.lab import CLEAN, Arm, write
+
+Judge = Callable[[Case], Verdict]
+
+
+class Bench:
+    """Writes each arm once and judges pairs of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.runs: dict[str, Path] = {}
+
+    def run(self, arm: Arm) -> Path:
+        """The directory of an arm."""
+        key = repr(arm)  # hooks of a fault are told apart by their address
+        if key not in self.runs:
+            self.runs[key] = write(self.root / str(len(self.runs)), arm)
+        return self.runs[key]
+
+    def paths(self, case: Case) -> tuple[Path, Path]:
+        """Arm and control of a case."""
+        return self.run(case.arm), self.run(case.control)
+
+    def judge(self, case: Case) -> Verdict:
+        """The verdict on a case."""
+        arm, control = self.paths(case)
+        return compare(arm, control, sources=CLEAN)
+
+
+@pytest.fixture(scope="session")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """All runs of the session."""
+    return Bench(tmp_path_factory.mktemp("runs"))

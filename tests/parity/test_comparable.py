@@ -1,0 +1,167 @@
+"""T0: what must agree, what may differ, and runs on which no verdict can stand."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.config.errors import BadRequest
+from harness.config.schema import Config
+from harness.parity import Outcome, Verdict, compare
+from harness.parity.comparable import must_agree
+from harness.store.errors import StoreError
+from harness.store.rundir import flatten
+from tests.parity.conftest import Bench
+from tests.parity.corpus import FP32, OURS
+from tests.parity.lab import CLEAN, Fault, broken, edit_config, edit_json, edit_lines
+
+Edit = Callable[[Path], None]
+
+
+def judged(bench: Bench, tmp_path: Path, edit: Edit) -> Verdict:
+    """The clean pair, with the arm's directory changed."""
+    arm = tmp_path / "lab" / "changed"
+    shutil.copytree(bench.run(OURS), arm)
+    edit(arm)
+    return compare(arm, bench.run(FP32), sources=CLEAN)
+
+
+REFUSALS: dict[str, tuple[Edit, str]] = {
+    "failed": (lambda run: edit_json(run / "status.json", state="failed", reason="boom"), "failed, not done (boom)"),
+    "lost": (lambda run: edit_json(run / "status.json", state="running"), "it is lost"),
+    "preempted": (lambda run: edit_json(run / "status.json", state="preempted"), "preempted, not done"),
+    "never started": (lambda run: (run / "status.json").unlink(), "never started"),
+    "stale": (lambda run: edit_json(run / "provenance.json", sources_digest="f" * 64), "it is stale"),
+    "sources unknown": (lambda run: edit_json(run / "provenance.json", sources_digest=None), "no sources_digest"),
+    "provenance gone": (lambda run: (run / "provenance.json").unlink(), "no sources_digest"),
+    "summary gone": (lambda run: (run / "summary.json").unlink(), "no summary.json"),
+    "no final weights": (lambda run: edit_json(run / "summary.json", final_weights=None), "no final_weights"),
+    "summary damaged": (lambda run: (run / "summary.json").write_text("{"), "not valid JSON"),
+    "metrics gone": (lambda run: (run / "metrics.jsonl").unlink(), "0 of 12 steps"),
+    "last step missing": (lambda run: edit_lines(run, lambda lines: lines.pop()), "first missing one is 12"),
+    "middle step missing": (lambda run: edit_lines(run, lambda lines: lines.pop(5)), "first missing one is 6"),
+    "a step twice": (lambda run: edit_lines(run, lambda lines: lines.insert(3, lines[3])), "repeated"),
+    "a step too many": (lambda run: edit_lines(run, lambda lines: lines.append({**lines[0], "step": 13})), "13 lines"),
+    "torn last line": (
+        lambda run: (run / "metrics.jsonl").write_bytes((run / "metrics.jsonl").read_bytes()[:-20]),
+        "first missing one is 12",
+    ),
+    "damaged line": (lambda run: (run / "metrics.jsonl").write_text("x\n"), "is not a record"),
+    "loss missing": (lambda run: edit_lines(run, lambda lines: lines[2].pop("loss")), "step 3 has no loss"),
+    "loss is text": (lambda run: edit_lines(run, lambda lines: lines[2].update(loss="3.1")), "step 3 has no loss"),
+    "digest missing": (lambda run: edit_lines(run, lambda lines: lines[2].pop("data_digest")), "no data_digest"),
+    "capture truncated": (
+        lambda run: (run / "capture/step-000001.safetensors").write_bytes(
+            (run / "capture/step-000001.safetensors").read_bytes()[:-4]
+        ),
+        "truncated",
+    ),
+    "capture not complete": (
+        lambda run: (run / "capture/step-000001.json").unlink(),
+        "description beside it is missing",
+    ),
+    "other data": (
+        lambda run: edit_lines(run, lambda lines: lines[6].update(data_digest="0")),
+        "data_digest at step 7",
+    ),
+    "other tokens": (lambda run: edit_lines(run, lambda lines: lines[0].update(tokens=1)), "tokens at step 1"),
+    "other schedule": (lambda run: edit_lines(run, lambda lines: lines[11].update(lr=1.0)), "lr at step 12"),
+    "other initial weights": (lambda run: edit_json(run / "summary.json", initial_weights="a"), "initial weights is a"),
+    "other torch": (lambda run: edit_json(run / "provenance.json", versions={"torch": "2.12.0"}), "torch version"),
+    "other processor": (lambda run: edit_json(run / "provenance.json", cpu_model="another"), "cpu_model is another"),
+    "processor unknown": (lambda run: edit_json(run / "provenance.json", cpu_model=None), "cpu_model is absent"),
+    "other threads": (lambda run: edit_json(run / "provenance.json", threads_per_rank=2), "threads_per_rank is 2"),
+    "other instructions": (
+        lambda run: edit_json(run / "provenance.json", environment={"ONEDNN_MAX_CPU_ISA": "AVX2"}),
+        "ONEDNN_MAX_CPU_ISA is AVX2",
+    ),
+    "threads asked": (lambda run: edit_config(run, "cluster", threads_per_rank=2), "cluster.threads_per_rank is 2"),
+    "other model": (lambda run: edit_config(run, "model", rope_theta=1.0), "model.rope_theta is 1.0"),
+    "other seed": (lambda run: edit_config(run, "train", seed=5), "train.seed is 5"),
+    "other optimizer": (lambda run: edit_config(run, "optimizer", eps=1e-6), "optimizer.eps is 1e-06"),
+    "a setting of the future": (lambda run: edit_config(run, "train", loss_scale=2), "train.loss_scale is 2"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_must_agree_is_named_and_refused(bench: Bench, tmp_path: Path, name: str) -> None:
+    edit, says = REFUSALS[name]
+    verdict = judged(bench, tmp_path, edit)
+    assert verdict.outcome is Outcome.NOT_COMPARABLE
+    assert verdict.exit_code == 4
+    assert says in verdict.sentence
+    assert verdict.commands
+
+
+@pytest.mark.parametrize(
+    ("group", "changes"),
+    [
+        ("train", {"param_norm_every": 0}),
+        ("model", {"name": "renamed", "activation_checkpointing": True}),
+        ("engine", {"prefetch": 3}),
+        ("ckpt", {"policy": "none"}),
+        ("launch", {"root": "/elsewhere"}),
+        ("cluster", {"slots": 9, "partition": "other"}),
+        ("study", {"question": "another?"}),
+    ],
+)
+def test_what_may_differ_may(bench: Bench, tmp_path: Path, group: str, changes: dict[str, object]) -> None:
+    assert judged(bench, tmp_path, lambda run: edit_config(run, group, **changes)).exit_code == 0
+
+
+def test_the_same_data_on_each_rank_is_other_data(bench: Bench, tmp_path: Path) -> None:
+    verdict = compare(bench.run(broken(OURS, same_data=True)), bench.run(FP32), sources=CLEAN)
+    assert verdict.outcome is Outcome.NOT_COMPARABLE
+    assert "data_digest at step 1" in verdict.sentence
+
+
+def test_every_setting_that_trains_must_agree() -> None:
+    """By name, so that a new setting of these groups is refused until somebody frees it."""
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(OmegaConf.structured(Config), enum_to_str=True)
+    assert isinstance(plain, dict)
+    free = {key for key in flatten(plain) if not must_agree(key)}  # type: ignore[arg-type]
+    held_groups = {"model", "data", "optimizer", "train"}
+    assert {key for key in free if key.split(".")[0] in held_groups} == {
+        "model.name",
+        "model.activation_checkpointing",
+        "train.microbatch_size",
+        "train.replicate",
+        "train.param_norm_every",
+    }
+
+
+def test_sources_may_be_the_same_old_ones_in_both(bench: Bench, tmp_path: Path) -> None:
+    """An archived pair is compared on request, never by default."""
+    arm, control = bench.run(OURS), bench.run(FP32)
+    assert compare(arm, control).outcome is Outcome.NOT_COMPARABLE
+    assert compare(arm, control, sources=None).exit_code == 0
+    verdict = judged(bench, tmp_path, lambda run: edit_json(run / "provenance.json", sources_digest="other"))
+    assert "stale" in verdict.sentence
+    assert "launch.rerun=stale" in verdict.commands[0]
+
+
+def test_one_run_named_twice_is_a_bad_request(bench: Bench) -> None:
+    with pytest.raises(BadRequest, match="named twice"):
+        compare(bench.run(OURS), bench.run(OURS))
+
+
+def test_a_directory_that_is_no_run_is_refused(bench: Bench, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a run"):
+        compare(tmp_path, bench.run(OURS))
+
+
+def test_refusals_are_plain_json(bench: Bench, tmp_path: Path) -> None:
+    verdict = judged(bench, tmp_path, REFUSALS["stale"][0])
+    assert json.loads(json.dumps(verdict.as_json(), allow_nan=False))["exit_code"] == 4
+
+
+def test_a_longer_run_is_another_schedule(bench: Bench) -> None:
+    verdict = compare(bench.run(replace(OURS, steps=13, fault=Fault())), bench.run(FP32), sources=CLEAN)
+    assert "train.steps is 13" in verdict.sentence

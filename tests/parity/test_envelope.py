@@ -1,0 +1,104 @@
+"""The bounds against what they bound: rounding simulated in numpy, and the numbers they come to."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from harness.parity.envelope import RMS, SAFETY, UNIT, Arithmetic, Envelope
+from tests.parity.lab import Arm, bf16
+
+TINY = Arithmetic("fp32", "fp32", "fp32", "fp32", 4, 2, 2, 4, 2048, 512, 200_000)
+BF16 = replace(TINY, compute="bf16")
+
+
+def test_one_rounding_errs_by_the_stated_mean_square_and_never_more_than_u() -> None:
+    values = np.exp(np.random.default_rng(0).uniform(0, 8, 200_000)).astype(np.float32)
+    errors = (bf16(values).astype(np.float64) - values) / values
+    assert np.abs(errors).max() <= UNIT["bf16"]
+    assert math.sqrt(float(np.mean(errors**2))) == pytest.approx(RMS * UNIT["bf16"], rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64, 512])
+def test_a_sum_over_ranks_walks_no_farther_than_stated(ranks: int) -> None:
+    """Sequential fp32 sums of independent and of equal-signed gradients, against fp64."""
+    rng = np.random.default_rng(1)
+    for mean in (0.0, 1.0):
+        terms = (rng.standard_normal((ranks, 20_000)) + mean).astype(np.float32)
+        total = terms[0].copy()
+        for term in terms[1:]:
+            total = total + term
+        exact = terms.astype(np.float64).sum(0)
+        error = float(np.linalg.norm(total - exact) / np.linalg.norm(exact))
+        stated = replace(TINY, ranks=ranks, microbatches=1).reduction
+        assert stated / 8 < error < 1.05 * stated  # a mean square, not a bound
+
+
+def test_a_bf16_wire_with_fp32_sums_does_not_depend_on_the_ranks() -> None:
+    rng = np.random.default_rng(2)
+    for ranks in (2, 8, 64):
+        terms = rng.standard_normal((ranks, 20_000)).astype(np.float32)
+        sent = np.stack([bf16(term) for term in terms]).astype(np.float64).sum(0)
+        exact = terms.astype(np.float64).sum(0)
+        error = float(np.linalg.norm(sent - exact) / np.linalg.norm(exact))
+        assert error == pytest.approx(replace(TINY, ranks=ranks, wire="bf16").reduction, rel=0.1)
+
+
+def test_a_sum_kept_in_bf16_stagnates_within_the_worst_case() -> None:
+    """Gradients with a common mean: additions are lost one-sidedly, far beyond any walk."""
+    ranks = 512
+    terms = (np.random.default_rng(3).standard_normal((ranks, 2_000)) / 50 + 0.9).astype(np.float32)
+    total = bf16(terms[0])
+    for term in terms[1:]:
+        total = bf16(total + bf16(term))
+    exact = terms.astype(np.float64).sum(0)
+    bias = float(np.vdot(total - exact, exact) / np.vdot(exact, exact))
+    kept = replace(TINY, ranks=ranks, accumulate="bf16")
+    assert bias < -10 * RMS * UNIT["bf16"]  # a walk does not explain it
+    assert abs(bias) < kept.stagnation
+
+
+@pytest.mark.parametrize(
+    ("arm", "control", "distance", "loss"),
+    [
+        (TINY, TINY, 3.03e-5, 6.25e-7),
+        (BF16, TINY, 1.05e-1, 1.34e-3),
+        (replace(TINY, wire="bf16"), TINY, 6.64e-3, 6.25e-7),
+        (TINY, Arithmetic("fp64", "fp64", "fp64", "fp64", 4, 1, 4, 4, 2048, 512, 200_000), 2.14e-5, 5.12e-7),
+    ],
+)
+def test_the_numbers_the_bounds_come_to(arm: Arithmetic, control: Arithmetic, distance: float, loss: float) -> None:
+    """Pinned: whoever changes a constant sees here what it does to every verdict."""
+    envelope = Envelope(arm, control)
+    assert envelope.distance == pytest.approx(distance, rel=0.01)
+    assert envelope.loss == pytest.approx(loss, rel=0.01)
+
+
+def test_a_pure_factor_is_not_excused_by_a_coarse_dtype() -> None:
+    """Two bf16 runs with no other difference: one thousandth is far beyond what may be shared."""
+    envelope = Envelope(BF16, BF16)
+    assert envelope.scale(standard_error=0.0, residual=1e-8) < 1e-6
+
+
+def test_coherent_error_is_capped_by_the_dtype() -> None:
+    envelope = Envelope(BF16, TINY)
+    capped = envelope.scale(standard_error=0.0, residual=1.0)
+    assert capped == pytest.approx(2 * UNIT["bf16"], rel=0.01)
+    assert envelope.global_scale(0.0, 1.0) == pytest.approx(UNIT["bf16"], rel=0.01)
+
+
+def test_a_small_piece_may_lie_farther_off_than_a_large_one() -> None:
+    envelope = Envelope(TINY, TINY)
+    assert envelope.piece(1) > 1.5 * envelope.piece(1000) > 1.5 * envelope.distance
+
+
+def test_it_reads_the_frozen_configuration() -> None:
+    from harness.store.rundir import flatten
+
+    run = Arithmetic.of(flatten(Arm(ranks=2, k=4, wire="bf16", strategy="optim").config()))
+    assert (run.ranks, run.microbatches, run.global_microbatches, run.wire) == (2, 4, 8, "bf16")
+    assert run.tokens == 256
+    assert SAFETY * run.gradient < 0.01

@@ -1,0 +1,57 @@
+"""Every fault must be refused at the step it acts, with the right tensor named; every clean twin must pass."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from harness.parity import Grade, Outcome, Verdict
+from tests.parity.conftest import Bench
+from tests.parity.corpus import FAULTS, TWINS, Case
+from tests.parity.lab import Fault
+
+
+def named(cases: list[Case]) -> list[object]:
+    return [pytest.param(case, id=case.name) for case in cases]
+
+
+def first_bad(verdict: Verdict) -> object:
+    return next(finding for finding in verdict.findings if finding.grade is Grade.bad)
+
+
+@pytest.mark.parametrize("case", named(FAULTS))
+def test_a_fault_is_different_where_it_acts(bench: Bench, case: Case) -> None:
+    verdict = bench.judge(case)
+    assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
+    bad = [finding for finding in verdict.findings if finding.grade is Grade.bad]
+    assert bad[0].step == case.step, verdict.sentence
+    if case.tensor:
+        assert all(f.tensor.startswith(case.tensor) for f in bad if f.tensor and f.step == 1), verdict.sentence
+        assert f"first in {case.tensor}" in verdict.sentence
+    assert case.says in verdict.sentence + " ".join(finding.note for finding in bad)
+
+
+@pytest.mark.parametrize("case", named(TWINS))
+def test_a_clean_twin_passes(bench: Bench, case: Case) -> None:
+    verdict = bench.judge(case)
+    assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
+    assert verdict.exit_code == 0
+    assert not verdict.findings
+
+
+def test_every_fault_has_a_twin_that_passes(bench: Bench) -> None:
+    """The fault, not the arm it sits in, is what is refused."""
+    twins = {repr(replace(case.arm, fault=Fault())): case for case in FAULTS}
+    for case in twins.values():
+        twin = replace(case, arm=replace(case.arm, fault=Fault()))
+        assert bench.judge(twin).exit_code == 0, case.name
+
+
+def test_adam_hides_a_scale_from_the_loss_and_not_from_the_verdict(bench: Bench) -> None:
+    """Why gradients are captured: the losses of a doubled gradient under Adam stay within half a per cent."""
+    case = next(case for case in FAULTS if case.name == "scale twice, Adam")
+    verdict = bench.judge(case)
+    losses = [finding for finding in verdict.evidence if finding.check == "loss"]
+    assert all(float(finding.observed) < 5e-3 for finding in losses)
+    assert verdict.outcome is Outcome.DIFFERENT

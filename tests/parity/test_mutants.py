@@ -1,0 +1,232 @@
+"""Mutants of the comparator: a bound ten times too wide or too tight, a tier or a check switched off, must be noticed.
+
+`broken_expectations` is the suite in miniature. It is empty for the comparator as it is; each mutant must break some of
+it. A mutant that survives means that a constant or a check could rot unseen.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.parity import Grade, Outcome, Verdict, compare, numeric
+from harness.parity.admissible import Admission
+from harness.parity.envelope import Arithmetic, Envelope
+from harness.parity.gradients import Block, TensorPair
+from harness.store.rundir import flatten
+from tests.parity.conftest import Bench
+from tests.parity.corpus import FAULTS, FP32, OURS, OURS_BF16, TWINS, WIDE, Case, fifteen_bits, stored_as
+from tests.parity.lab import CLEAN, Arm, broken, edit_config, edit_json, edit_lines, next_float
+
+PASSES = (Outcome.EQUAL, Outcome.EQUIVALENT)
+OTHER_ORDER = replace(OURS, strategy="optim_grads_params")
+LONG = replace(OTHER_ORDER, steps=40, captures=(1, 2))
+LONG_CONTROL = replace(FP32, steps=40, captures=(1, 2))
+ORDERED = replace(OURS, numerics="ordered", k=1)
+CHECKS = {
+    "comparable",
+    "loss bits",
+    "gradient bits",
+    "grad_norm bits",
+    "param_norm bits",
+    "final weights",
+    "scale of all gradients",
+    "gradient distance",
+    "gradient, worst piece",
+    "gradient scale",
+    "logged norm",
+    "loss",
+    "gradient norm",
+    "weight norm",
+    "loss, mean of the later half",
+    "gradient norm, mean of the later half",
+}
+
+
+def times(key: str, factor: float, first: int, last: int | None = None) -> Callable[[Path], None]:
+    """Multiply a logged number by a factor from one step on."""
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        for line in lines[first - 1 : last]:
+            line[key] = None if line[key] is None else line[key] * factor
+
+    return lambda run: edit_lines(run, change)
+
+
+NUDGES: list[tuple[str, Arm, Arm, Callable[[Path], None], Outcome]] = [
+    # Within a bound, in doubt beyond it, refuted beyond twice that: at most a factor three between neighbours.
+    ("loss 1 + 1e-7", LONG, LONG_CONTROL, times("loss", 1 + 1e-7, 1, 1), Outcome.EQUIVALENT),
+    ("loss 1 + 8e-7", LONG, LONG_CONTROL, times("loss", 1 + 8e-7, 1, 1), Outcome.UNDECIDED),
+    ("loss 1 + 3e-6", LONG, LONG_CONTROL, times("loss", 1 + 3e-6, 1, 1), Outcome.DIFFERENT),
+    ("loss 1 + 4e-5 at step 6", LONG, LONG_CONTROL, times("loss", 1 + 1e-5, 6, 6), Outcome.UNDECIDED),
+    ("loss 1 + 6e-5 at step 6", LONG, LONG_CONTROL, times("loss", 1 + 6e-5, 6, 6), Outcome.DIFFERENT),
+    ("loss up and down late", LONG, LONG_CONTROL, lambda run: _up_and_down(run), Outcome.UNDECIDED),
+    ("norm 1 + 1e-6", LONG, LONG_CONTROL, times("grad_norm", 1 + 3e-7, 1, 1), Outcome.EQUIVALENT),
+    ("norm 1 + 8e-6", LONG, LONG_CONTROL, times("grad_norm", 1 + 8e-6, 1, 1), Outcome.DIFFERENT),
+    ("weight norm 1 + 1e-3", LONG, LONG_CONTROL, times("param_norm", 1 + 1e-3, 5, 5), Outcome.UNDECIDED),
+    ("last quarter 0.4 %", LONG, LONG_CONTROL, times("loss", 1.004, 30), Outcome.UNDECIDED),
+    ("later half's norm 9 %", LONG, LONG_CONTROL, times("grad_norm", 1.09, 21), Outcome.UNDECIDED),
+    ("logged norm 0.3 %", OURS_BF16, WIDE, times("grad_norm", 1.003, 1, 1), Outcome.DIFFERENT),
+    ("15 bits", broken(OTHER_ORDER, reduced=stored_as(fifteen_bits)), FP32, lambda run: None, Outcome.UNDECIDED),
+    ("NaN in both", broken(OURS, nan_at=4), broken(FP32, nan_at=4), lambda run: None, Outcome.UNDECIDED),
+    ("bit owed", replace(ORDERED, replicate=1), ORDERED, lambda run: edit_lines(run, _one_bit), Outcome.DIFFERENT),
+    ("stale", OURS, FP32, lambda run: edit_json(run / "provenance.json", sources_digest="x"), Outcome.NOT_COMPARABLE),
+    ("data", OURS, FP32, lambda run: edit_lines(run, _other_data), Outcome.NOT_COMPARABLE),
+    ("weights", OURS, FP32, lambda run: edit_json(run / "summary.json", initial_weights="x"), Outcome.NOT_COMPARABLE),
+    ("torch", OURS, FP32, lambda run: edit_json(run / "provenance.json", versions={}), Outcome.NOT_COMPARABLE),
+    ("setting", OURS, FP32, lambda run: edit_config(run, "optimizer", eps=1.0), Outcome.NOT_COMPARABLE),
+    ("no capture", OTHER_ORDER, FP32, lambda run: shutil.rmtree(run / "capture"), Outcome.UNDECIDED),
+    ("1,000 ranks in bf16", OURS_BF16, WIDE, lambda run: _many_ranks(run), Outcome.UNDECIDED),
+]
+
+
+def _up_and_down(run: Path) -> None:
+    times("loss", 1.03, 35, 35)(run)
+    times("loss", 0.97, 36, 36)(run)
+
+
+def _one_bit(lines: list[dict[str, Any]]) -> None:
+    lines[3]["loss"] = next_float(lines[3]["loss"])
+
+
+def _other_data(lines: list[dict[str, Any]]) -> None:
+    lines[3]["data_digest"] = "x"
+
+
+def _many_ranks(run: Path) -> None:
+    edit_config(run, "mesh", world_size=1024)
+    edit_config(run, "train", microbatch_size=1)
+
+
+def corpus() -> list[Case]:
+    """The faults and a third of the twins: enough to notice, and quick."""
+    return FAULTS + TWINS[:20] + TWINS[-4:]
+
+
+def pooled_grade(b: float) -> Grade:
+    """Of a scale error that forty noisy tensors share, in bf16 under fp32; each alone could be rounding."""
+    envelope = Envelope(Arithmetic.of(flatten(OURS_BF16.config())), Arithmetic.of(flatten(WIDE.config())))
+    pairs = [noisy_pair(f"blocks.{number // 4}.w{number % 4}", b + 1e-3 * (-1) ** number) for number in range(40)]
+    kinds = numeric.first_step(pairs, [], envelope, numeric.suspects(envelope))
+    found = {finding.check: finding.grade for kind in kinds for finding in kind}
+    assert found.pop("gradient scale") is Grade.ok
+    return found["scale of all gradients"]
+
+
+def noisy_pair(name: str, b: float) -> TensorPair:
+    """A tensor that bf16 has moved by 1 %, with a scale error."""
+    whole = Block(0, 1000, 0.01)
+    return TensorPair(name, False, True, True, 1000, 1.0, 1.0, 0.01, b, 2e-3, 0.01, whole)
+
+
+def nudged(bench: Bench, root: Path) -> Iterator[tuple[str, Verdict, Outcome]]:
+    for name, arm, control, edit, expected in NUDGES:
+        changed = root / name / "lab" / "changed"
+        if not changed.exists():
+            shutil.copytree(bench.run(arm), changed)
+            edit(changed)
+        yield name, compare(changed, bench.run(control), sources=CLEAN), expected
+
+
+def broken_expectations(bench: Bench, root: Path) -> Iterator[str]:
+    """What does not hold, lazily: a mutant needs one."""
+    for name, verdict, expected in nudged(bench, root):
+        if verdict.outcome is not expected:
+            yield f"{name}: {verdict.sentence}"
+    long = compare(bench.run(LONG), bench.run(LONG_CONTROL), sources=CLEAN)
+    if {row.check for row in long.evidence} != CHECKS or any(
+        row.tier == "T2" and row.ratio > 1 for row in long.evidence
+    ):
+        yield f"evidence: {sorted({row.check for row in long.evidence} ^ CHECKS)}"
+    if pooled_grade(0.0145) is not Grade.bad or pooled_grade(0.0) is not Grade.ok:
+        yield "a factor of 1.45 % that no tensor shows alone"
+    for case in corpus():
+        verdict = bench.judge(case)
+        bad = [finding for finding in verdict.findings if finding.grade is Grade.bad]
+        if case.step is None and verdict.outcome not in PASSES:
+            yield f"{case.name} does not pass: {verdict.sentence}"
+        if case.step is not None and (verdict.outcome is not Outcome.DIFFERENT or bad[0].step != case.step):
+            yield f"{case.name} is not caught: {verdict.sentence}"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("nudged")
+
+
+def test_the_comparator_as_it_is_breaks_nothing(bench: Bench, root: Path) -> None:
+    assert list(broken_expectations(bench, root)) == []
+
+
+def scaled(name: str, factor: float) -> tuple[str, str, Callable[[Any], Any]]:
+    module, attribute = name.split(".")
+    return module, attribute, lambda value: value * factor
+
+
+def empty(*_: Any, **__: Any) -> list[Any]:
+    return []
+
+
+CONSTANTS = [
+    ("envelope.SAFETY", 10),
+    ("envelope.SAFETY", 0.1),
+    ("envelope.SIGMAS", 10),
+    ("numeric.REFUTED", 10),
+    ("trajectory.REFUTED", 10),
+    ("trajectory.MOST_GROWTH", 3),
+    ("trajectory.EXPECTED_GROWTH", 3),
+    ("trajectory.LOSS_CEILING", 10),
+    ("trajectory.LOSS_MARGIN", 10),
+    ("trajectory.NORM_MARGIN", 10),
+    ("envelope.GRADIENT_FACTOR", 100),
+    ("envelope.FORWARD_BLOCK", 100),
+]
+
+MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
+    **{f"{name} x {factor}": scaled(name, factor) for name, factor in CONSTANTS},
+    "fp32 is ten times as coarse": ("envelope", "UNIT", lambda unit: {**unit, "fp32": unit["fp32"] * 10}),
+    "bf16 is ten times as coarse": ("envelope", "UNIT", lambda unit: {**unit, "bf16": unit["bf16"] * 10}),
+    "T0 off": ("comparable", "check", lambda _: empty),
+    "T0 facts off": ("comparable", "_origin", lambda _: empty),
+    "T0 configuration off": ("comparable", "_config", lambda _: empty),
+    "T1 never owed": ("compare", "admissible", lambda _: lambda *a, **k: Admission("T2", "mutant")),
+    "T1 always owed": ("compare", "admissible", lambda _: lambda *a, **k: Admission("T1", "mutant")),
+    "T1 blind to weights": ("bitwise", "_weights", lambda check: lambda a, c: replace(check(a, a), count=0)),
+    "bits never differ": ("bitwise", "same_float", lambda _: lambda a, c: True),
+    "NaN passes": ("finite", "check", lambda _: empty),
+    "no gradients": ("numeric", "first_step", lambda _: empty),
+    "no distance": (
+        "numeric",
+        "_distance",
+        lambda check: lambda pair, a, r, s=1: check(replace(pair, distance=0), a, r, s),
+    ),
+    "no scale of a tensor": ("numeric", "_scale", lambda check: lambda p, e, f: check(replace(p, b=0), e, f)),
+    "no pooled scale": ("numeric", "_pooled", lambda check: lambda p, e, f: check(replace(p, b=0), e, f)),
+    "standard errors are naive": ("gradients", "_standard_error", lambda _: lambda *a: 0.0),
+    "no losses": ("trajectory", "_losses", lambda _: empty),
+    "no norms": ("trajectory", "_norms", lambda _: empty),
+    "no weight norms": ("trajectory", "_weights", lambda _: empty),
+    "no later half": ("trajectory", "_tail", lambda _: empty),
+    "no logged norms": ("numeric", "logged_norm", lambda check: lambda r, s, n, a: check(r, s, n, 1e9)),
+    "no growth": ("trajectory", "growth", lambda _: lambda rate, step: 0.0),
+    "no later captures": ("numeric", "later_step", lambda _: empty),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_noticed(bench: Bench, root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    module, attribute, mutate = MUTANTS[name]
+    target = importlib.import_module(f"harness.parity.{module}")
+    monkeypatch.setattr(target, attribute, mutate(getattr(target, attribute)))
+    try:
+        noticed = list(itertools.islice(broken_expectations(bench, root), 1))
+    except (AssertionError, TypeError, IndexError, ValueError):  # a mutant that crashes is noticed
+        return
+    assert noticed, f"{name} survives"
