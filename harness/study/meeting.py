@@ -30,6 +30,7 @@ ANSWER_TIMEOUT_S = 600.0
 LINGER_S = 10.0
 """How long rank 0 stays after a refusal, so that the others end with its reason."""
 _POLL_S = 0.02
+_SLOW_POLL_S = 0.5
 _NAMES = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -72,13 +73,16 @@ class Host:
             self._thread.join(LINGER_S)
 
     def _serve(self, answer: Answer) -> None:
+        """Answer until all others have taken their answer away. A dead rank's question is never taken, nor counted."""
         answered: set[Path] = set()
-        while len(answered) < self._others:
+        pause, deadline = _POLL_S, time.monotonic() + ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline and sum(not question.exists() for question in answered) < self._others:
             for question in set(self._folder.glob("ask-*")) - answered:
                 with contextlib.suppress(OSError):
                     write_json(question.with_name(question.name.replace("ask-", "answer-")), asdict(answer))
                     answered.add(question)
-            time.sleep(_POLL_S)
+            time.sleep(pause)
+            pause = min(1.1 * pause, _SLOW_POLL_S)
 
 
 def ask(folder: Path, place: Placement, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:

@@ -1,0 +1,73 @@
+"""Ranks of one start agree on a run: rank 0 answers each question, and only this start's."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from harness.store.placement import Placement
+from harness.study import meeting
+from harness.study.meeting import Answer, Host, ask, meeting_folder, shared_root
+
+
+def place(rank: int, world_size: int) -> Placement:
+    return Placement(rank, world_size, rank, start="", launcher="torchrun")
+
+
+@pytest.mark.parametrize("host_first", [True, False])
+def test_every_rank_gets_the_answer_and_nothing_is_left(host_first: bool, tmp_path: Path) -> None:
+    folder, answer = tmp_path / "root" / "meeting", Answer(run="/runs/x", attempt=3)
+    host = Host(folder, place(0, 5))
+    if host_first:
+        host.publish(answer)
+    with ThreadPoolExecutor(4) as pool:
+        waiting = [pool.submit(ask, folder, place(rank, 5)) for rank in range(1, 5)]
+        if not host_first:
+            time.sleep(0.1)
+            assert not any(one.done() for one in waiting)
+            host.publish(answer)
+        assert [one.result(10) for one in waiting] == [answer] * 4
+    host.linger()
+    assert not folder.exists() or list(folder.iterdir()) == []
+
+
+def test_an_older_starts_answer_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "answer-1-older").write_text('{"run": "/runs/old", "attempt": 0, "exit_code": null, "message": ""}')
+    with pytest.raises(TimeoutError, match="rank 1 waited"):
+        ask(tmp_path, place(1, 2), timeout_s=0.2)
+
+
+def test_a_question_left_by_a_dead_rank_does_not_keep_the_living_waiting(tmp_path: Path) -> None:
+    (tmp_path / "ask-1-dead").touch()
+    host = Host(tmp_path, place(0, 2))
+    host.publish(Answer(exit_code=2))
+    while not (tmp_path / "answer-1-dead").exists():
+        time.sleep(0.01)
+    assert ask(tmp_path, place(1, 2), timeout_s=5) == Answer(exit_code=2)
+
+
+def test_a_host_alone_asks_for_nothing(tmp_path: Path) -> None:
+    before = threading.active_count()
+    host = Host(tmp_path / "none", place(0, 1))
+    host.publish(Answer(run="x"))
+    host.linger()
+    assert threading.active_count() == before
+
+
+def test_starts_are_told_apart(tmp_path: Path) -> None:
+    first = {"MASTER_ADDR": "a", "MASTER_PORT": "1"}
+    assert meeting_folder(tmp_path, first) == meeting_folder(tmp_path, dict(first))
+    folders = {meeting_folder(tmp_path, env) for env in (first, first | {"MASTER_PORT": "2"}, {"SLURM_JOB_ID": "1"})}
+    assert len(folders) == 3
+
+
+def test_the_root_is_known_before_composing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shared_root(()) == tmp_path / "runs"
+    assert shared_root(["launch.root='a b'"]) == tmp_path / "a b"
+    assert shared_root(["launch.root='~/x'"]) == Path.home() / "x"
+    assert meeting.LINGER_S < meeting.ANSWER_TIMEOUT_S
