@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from harness.probe.collectives import CollectiveMeter
 from harness.probe.memory import MemoryMeter
 from harness.probe.timers import Timers
+from harness.probe.waits import WaitMeter
 
 
 class Meters:
-    """Time, traffic and memory. Close them when the run is over."""
+    """Time, waits, traffic and memory. Close them when the run is over."""
 
     def __init__(self, device: torch.device) -> None:
         self.timers = Timers(device)
         self.collectives = CollectiveMeter()
+        self.waits = WaitMeter(device)
         self.memory = MemoryMeter(device)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out the traffic and the waits of the body: the harness's own, not the engine's."""
+        with self.collectives.paused(), self.waits.paused():
+            yield
+
     def close(self) -> None:
-        """Stop counting collectives."""
+        """Stop counting collectives and waits; a second call does nothing."""
         self.collectives.close()
+        self.waits.close()
 
     def __enter__(self) -> Meters:
         return self

@@ -84,7 +84,7 @@ class Loop:
             if loaded is not None:
                 self.initial_weights, self.saved_step = loaded.initial_weights, loaded.step
                 return loaded.step
-        with self.session.meters.collectives.paused():
+        with self.session.meters.paused():
             self.initial_weights = weights_digest(self.session.engine.named_weights(), torch.float32)
         return 0
 
@@ -99,7 +99,8 @@ class Loop:
         """One update: its record, and whether to stop after it."""
         session, timers = self.session, self.session.meters.timers
         lr = lr_at(self.config, step)
-        session.meters.collectives.take()  # what was issued between steps is no step's
+        session.meters.collectives.take()  # what was issued, or waited for, between steps is no step's
+        session.meters.waits.take()
         began = time.perf_counter()
         with timers.span("data"):
             batch = session.loader.batch(step)
@@ -115,7 +116,8 @@ class Loop:
         spans = timers.take()
         step_time_s = time.perf_counter() - began - aside
         self.last_rows = session.meters.collectives.take()
-        return self._report(step, batch, losses, lr, grad_norm, spans, step_time_s)
+        exposed_comm_s = session.meters.waits.take()
+        return self._report(step, batch, losses, lr, grad_norm, spans, exposed_comm_s, step_time_s)
 
     def _report(
         self,
@@ -125,6 +127,7 @@ class Loop:
         lr: float,
         grad_norm: float,
         spans: dict[str, float],
+        exposed_comm_s: float | None,
         step_time_s: float,
     ) -> tuple[dict[str, Any], bool]:
         session = self.session
@@ -137,6 +140,7 @@ class Loop:
             lr=lr,
             step_time_s=step_time_s,
             spans=spans,
+            exposed_comm_s=exposed_comm_s,
             memory=session.meters.memory.take(sum(self.accounted_bytes.values())),
             rows=self.last_rows,
         )
@@ -150,7 +154,7 @@ class Loop:
     def _outside(self, work: Callable[[], None]) -> float:
         """Do the harness's own work in the middle of a step, uncounted; returns its seconds."""
         began = time.perf_counter()
-        with self.session.meters.collectives.paused():
+        with self.session.meters.paused():
             work()
         return time.perf_counter() - began
 
@@ -166,7 +170,7 @@ class Loop:
         every = self.config.train.param_norm_every
         if not every or step % every:
             return None
-        with self.session.meters.collectives.paused():
+        with self.session.meters.paused():
             return self.session.engine.weight_norm()
 
     def _save_if_due(self, step: int, writer: MetricsWriter | None, stop: bool) -> None:
@@ -176,7 +180,7 @@ class Loop:
             return
         if writer is not None:
             writer.sync()  # a checkpoint stands on the lines up to its step
-        with self.session.meters.collectives.paused():
+        with self.session.meters.paused():
             self.checkpoints.save(self.session.engine, step, self.initial_weights)
         self.saved_step = step
 
@@ -193,7 +197,7 @@ class Loop:
         )
 
     def _finish(self, status: str, start: int, wall_s: float) -> None:
-        with self.session.meters.collectives.paused():
+        with self.session.meters.paused():
             final_weights = weights_digest(self.session.engine.named_weights())
         if not self.is_first_rank:
             return

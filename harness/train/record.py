@@ -9,8 +9,9 @@ A line, in this order (bytes are bytes, times seconds, losses nats a token; null
     lr, tokens       of this step; tokens of the whole global batch
     data_digest      16 hex digits over everything that was fed, the same for any layout
     step_time_s      from asking for the batch to the end of the update, on rank 0
-    time             data_s, forward_s, backward_s, exposed_comm_s (always null: no meter outside the engine sees it
-                     yet), optimizer_s
+    time             data_s, forward_s, backward_s, exposed_comm_s, optimizer_s; exposed_comm_s is the part of the
+                     others in which rank 0's host stood still for a collective: 0 with one rank, null on CUDA and for
+                     engines that do not announce their waits
     memory           allocated and reserved (the step's peaks), alloc_retries, accounted, rss
     tflops_per_rank  model arithmetic over step time; mfu over the device's peak, null where that is unknown
     comm             {kind: {count, bytes}} sent by this rank for the engine
@@ -70,6 +71,7 @@ class StepRecords:
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.tokens = tokens_per_step(config)
         self.flops_per_rank = flops_per_token(config) * self.tokens / ranks.world_size
+        self.world_size = ranks.world_size
         self.peak = peak_flops(ranks.device, config.dtype.compute)
 
     def line(
@@ -82,6 +84,7 @@ class StepRecords:
         lr: float,
         step_time_s: float,
         spans: Mapping[str, float],
+        exposed_comm_s: float | None,
         memory: Mapping[str, int | None],
         rows: list[Row],
     ) -> dict[str, Any]:
@@ -101,7 +104,7 @@ class StepRecords:
                 "data_s": spans["data"],
                 "forward_s": forward,
                 "backward_s": None if forward is None else spans["forward_backward"] - forward,
-                "exposed_comm_s": None,
+                "exposed_comm_s": 0.0 if self.world_size == 1 else exposed_comm_s,
                 "optimizer_s": spans["optimizer"],
             },
             "memory": dict(memory),

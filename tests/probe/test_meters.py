@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 
 from harness.config.schema import Dtype
+from harness.fsdp import labels
 from harness.probe.capture import write_capture
 from harness.probe.flops import peak_flops
 from harness.probe.memory import MemoryMeter
 from harness.probe.timers import Timers
+from harness.probe.waits import WaitMeter
 from harness.store.metrics import NON_FINITE
 
 CPU = torch.device("cpu")
@@ -33,6 +35,24 @@ def test_spans_add_up_and_start_anew() -> None:
     assert 0.02 <= spans["inner"] <= spans["outer"]
     assert "failing" in spans
     assert timers.take() == {}
+
+
+def test_waits_are_what_engines_announce() -> None:
+    meter = WaitMeter(CPU)
+    assert meter.take() is None
+    for _ in range(2):
+        with labels.waiting():
+            time.sleep(0.01)
+    waited = meter.take()
+    assert waited is not None
+    assert waited >= 0.02
+    with meter.paused(), labels.waiting():
+        pass
+    assert meter.take() is None
+    meter.close()
+    with labels.waiting():
+        pass
+    assert meter.take() is None
 
 
 def test_memory_on_cpu_knows_no_allocator() -> None:
