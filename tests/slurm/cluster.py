@@ -1,0 +1,225 @@
+"""A real SLURM of several nodes on this one machine, on loopback, without root, systemd or accounting.
+
+    python -m tests.slurm.cluster start DIR     prints the SLURM_CONF to export;  stop DIR   ends what start has started
+
+Every daemon lives in DIR and writes only there. Nodes are slurmd processes with a port each; SLURM believes that they
+are machines, so that a job over two nodes takes the road of a real one, except for the network.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+
+SLURM_CONF = """
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+CredType=cred/munge
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+MpiDefault=none
+SwitchType=switch/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0
+CommunicationParameters=NoCtldInAddrAny,NoInAddrAny
+ReturnToService=2
+JobRequeue=1
+KillWait=5
+MinJobAge=3600
+MaxArraySize=100
+PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE DefaultTime=10 State=UP
+"""
+
+
+@dataclass
+class Cluster:
+    """A running cluster; `environment` is what its clients need."""
+
+    folder: Path
+    nodes: tuple[str, ...]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """This process's, with the cluster's configuration."""
+        return os.environ | {"SLURM_CONF": str(self.folder / "slurm.conf")}
+
+    def ask(self, *command: str, check: bool = True) -> str:
+        """Output of a SLURM command."""
+        done = subprocess.run(command, env=self.environment, capture_output=True, text=True, timeout=60, check=False)
+        if check and done.returncode:
+            raise RuntimeError(f"{command}: {done.stderr}")
+        return done.stdout
+
+    def job_states(self) -> dict[str, str]:
+        """State of every job that is remembered, by `123` or `123_4`."""
+        found = {}
+        for line in self.ask("squeue", "--noheader", "--array", "--states=all", "--format=%F|%K|%T").splitlines():
+            main, index, state = line.split("|")
+            found[f"{main}_{index}" if index.isdigit() else main] = state
+        return found
+
+    def hold(self) -> None:
+        """Let no job start; they queue."""
+        self.ask("scontrol", "update", "partitionname=main", "state=down")
+
+    def go(self) -> None:
+        """Let jobs start again."""
+        self.ask("scontrol", "update", "partitionname=main", "state=up")
+
+    def preempt(self, job: str) -> None:
+        """Send what a scheduler sends before it takes the nodes away.
+
+        To the step of a plain job number: for `123_4` with elements still waiting scancel takes the signal for
+        undelivered and goes on sending it, also to the job's next start.
+        """
+        self.ask("scancel", "--signal=USR2", f"{job}.0")
+
+    def start_now(self, job: str) -> None:
+        """Start a requeued job without the two minutes that SLURM waits."""
+        self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def log(self) -> str:
+        """What the daemons have to say of a failure."""
+        parts = [f"{path.name}:\n{path.read_text()[-2000:]}" for path in sorted(self.folder.glob("*.log"))]
+        return "\n".join(parts)
+
+
+def missing() -> list[str]:
+    """Daemons that are not installed."""
+    return [name for name in DAEMONS if _which(name) is None]
+
+
+def _which(name: str) -> str | None:
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+@contextlib.contextmanager
+def running(folder: Path, *, nodes: int = 2, cpus: int = 2) -> Iterator[Cluster]:
+    """A cluster for the time of the block."""
+    try:
+        yield start(folder, nodes=nodes, cpus=cpus)
+    finally:
+        stop(folder)
+
+
+def start(folder: Path, *, nodes: int = 2, cpus: int = 2) -> Cluster:
+    """Start munged, slurmctld and one slurmd a node, and wait until all nodes are idle.
+
+    Raises:
+        RuntimeError: they are not within 30 seconds; the message holds the daemons' logs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    folder.chmod(0o755)
+    cluster = Cluster(folder, tuple(f"n{number + 1}" for number in range(nodes)))
+    _configure(cluster, cpus)
+    _munge(folder)
+    _daemon(cluster, "slurmctld", "-c", "-f", str(folder / "slurm.conf"))
+    for name in cluster.nodes:
+        (folder / f"spool-{name}").mkdir(exist_ok=True)
+        _daemon(cluster, "slurmd", "-N", name, "-f", str(folder / "slurm.conf"))
+    deadline = time.monotonic() + 30
+    while cluster.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split() != list(cluster.nodes):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the nodes did not become idle\n{cluster.log()}")
+        time.sleep(0.1)
+    return cluster
+
+
+def _configure(cluster: Cluster, cpus: int) -> None:
+    host = socket.gethostname().partition(".")[0]
+    ports = _free_ports(len(cluster.nodes) + 1)
+    text = SLURM_CONF.format(host=host, port=ports[0], user=getpass.getuser(), folder=cluster.folder)
+    for name, port in zip(cluster.nodes, ports[1:], strict=True):
+        text += (
+            f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs={cpus} Sockets=1 "
+            f"CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN\n"
+        )
+    (cluster.folder / "slurm.conf").write_text(text)
+    (cluster.folder / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n")
+    (cluster.folder / "state").mkdir(exist_ok=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        return [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+
+
+def _munge(folder: Path) -> None:
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o600)
+    names = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "munged.pid"}
+    names |= {"log-file": "munged.log", "seed-file": "munge.seed"}
+    options = [f"--{option}={folder / name}" for option, name in names.items()]
+    subprocess.run([str(_which("munged")), "--force", *options], check=True, capture_output=True)
+
+
+def _daemon(cluster: Cluster, name: str, *arguments: str) -> None:
+    command = [str(_which(name)), *arguments]
+    done = subprocess.run(command, env=cluster.environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr}\n{cluster.log()}")
+
+
+def stop(folder: Path) -> None:
+    """End the daemons of a folder, slurmds first; what does not go in five seconds is killed."""
+    for path in [*folder.glob("slurmd-*.pid"), folder / "slurmctld.pid", folder / "munged.pid"]:
+        if not path.exists() or not path.read_text().strip():
+            continue
+        pid = int(path.read_text())
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+            deadline = time.monotonic() + 5
+            while _lives(pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if _lives(pid):
+                os.kill(pid, signal.SIGKILL)
+        path.unlink(missing_ok=True)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+
+
+def main() -> int:
+    """Start or stop from the command line."""
+    verb, folder = sys.argv[1], Path(sys.argv[2]).absolute()
+    if verb == "stop":
+        stop(folder)
+    else:
+        print(f"export SLURM_CONF={start(folder).folder / 'slurm.conf'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,31 @@
+"""One real SLURM for all tests here; skipped only where its daemons are not installed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import Cluster, missing, running
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    if missing():
+        pytest.skip(f"not installed: {', '.join(missing())} (apt packages: .ci/apt.txt)")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))  # short: a socket's path has 108 characters
+    before = os.environ.get("SLURM_CONF")
+    try:
+        with running(folder) as made:
+            os.environ["SLURM_CONF"] = made.environment["SLURM_CONF"]
+            yield made
+    finally:
+        if before is None:
+            os.environ.pop("SLURM_CONF", None)
+        else:
+            os.environ["SLURM_CONF"] = before
+        shutil.rmtree(folder, ignore_errors=True)

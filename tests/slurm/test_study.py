@@ -1,0 +1,181 @@
+"""A study on a real SLURM: submitted, preempted, failed, asked again."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.config.compose import Cell
+from harness.launch.control import cancel
+from harness.launch.scheduler import Scheduler
+from harness.launch.submit import submit
+from harness.launch.terminal import Terminal
+from harness.store import provenance, status
+from harness.store.errors import StoreError
+from harness.store.metrics import read_metrics
+from harness.store.rundir import RunDir, Store
+from harness.store.status import State
+from tests.launch.cells import SMALL, make_cell
+from tests.slurm.cluster import Cluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(600)]
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+STEPS = 80
+REQUEST = [
+    sys.executable,
+    str(REPOSITORY / "run.py"),
+    "data=synthetic",
+    "cluster=slurm",
+    "cluster.nodes=2",
+    f"train.steps={STEPS}",
+    *(text for text in SMALL if text.startswith(("model", "train"))),
+    "data.seq_len=128",  # some ten milliseconds a step: time enough to be preempted in
+]
+
+
+def request(root: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    """Ask run.py for something on the cluster."""
+    command = [*REQUEST, f"launch.root={root}", *overrides]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=REPOSITORY)
+
+
+def until(condition: Callable[[], object], timeout_s: float = 240) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+
+
+def state(run: RunDir) -> State:
+    found = run.status()
+    assert found is not None
+    return found.state
+
+
+def job(run: RunDir) -> str:
+    found = run.status()
+    assert found is not None
+    return found.job
+
+
+def numbers(run: RunDir) -> list[tuple[object, ...]]:
+    return [(line["step"], line["loss"], line["grad_norm"], line["data_digest"]) for line in read_metrics(run.metrics)]
+
+
+def final_weights(run: RunDir) -> str:
+    return json.loads(run.summary.read_text())["final_weights"]
+
+
+def test_two_by_two_over_two_nodes(cluster: Cluster, tmp_path):
+    """One cell is preempted and resumes to the same bits; one raises, is FAILED, and alone runs when asked again."""
+    root = tmp_path / "the runs"
+    study = ["-m", "study.name=two", "sharding=no_shard,optim", "train.replicate=0,1"]
+    cluster.hold()
+    asked = request(root, *study)
+    assert asked.returncode == 0, asked.stderr
+    assert "submitted 4 cells" in asked.stdout
+    runs = Store(root).runs("two")
+    assert len(runs) == 4
+    assert {state(run) for run in runs} == {State.queued}
+    assert len({job(run).partition("_")[0] for run in runs}) == 1, "one shape is one array"
+    preempted, twin, raising, _ = runs
+    assert twin.path.name.rpartition("-")[0].endswith("-r1")
+    raising.capture.write_text("a file where the run needs a folder")
+    cluster.go()
+
+    until(lambda: len(read_metrics(preempted.metrics)) >= 5)
+    cluster.preempt(provenance.read(preempted.path)["environment"]["SLURM_JOB_ID"])
+    until(lambda: state(preempted) is State.preempted)
+    cut = len(read_metrics(preempted.metrics))
+    assert cut < STEPS
+    until(lambda: cluster.job_states()[job(preempted)] == "PENDING")
+    waiting = status.effective(preempted.path, Scheduler())
+    assert waiting is not None
+    assert waiting.state is State.preempted
+    plan = request(root, *study, "launch.dry_run=true").stdout
+    assert f"{preempted.path}\n    leave: preempted" in plan
+    cluster.start_now(job(preempted))
+    until(lambda: all(state(run) is State.done for run in runs if run is not raising))
+
+    assert [line["step"] for line in read_metrics(preempted.metrics)] == list(range(1, STEPS + 1))
+    assert numbers(preempted) == numbers(twin)
+    assert final_weights(preempted) == final_weights(twin)
+    assert preempted.attempts() == [0], "a requeue is the same attempt"
+
+    assert state(raising) is State.failed
+    until(lambda: cluster.job_states()[job(raising)] == "FAILED", 20)
+    assert cluster.job_states()[job(twin)] == "COMPLETED"
+    found = raising.status()
+    assert found is not None
+    assert found.reason.startswith("rank 0: FileExistsError")
+    report = (raising.attempt_dir(0) / "error.txt").read_text()
+    assert report.startswith("rank 0 failed first:\n\nTraceback")
+
+    raising.capture.unlink()
+    asked = request(root, *study)
+    assert "submitted 1 cell as SLURM job" in asked.stdout
+    assert asked.stdout.count(": done") == 3
+    until(lambda: state(raising) is State.done)
+    assert raising.attempts() == [0, 1]
+    assert all(run.attempts() == [0] for run in runs if run is not raising)
+
+
+def test_cancelled_while_it_waits_and_while_it_runs(cluster: Cluster, tmp_path):
+    store = Store(tmp_path)
+    cluster.hold()
+    assert submit([slurm_cell(tmp_path, "train.replicate=0")], Terminal()) == 0
+    (waiting,) = store.runs()
+    assert cancel(store, waiting.path.name.rpartition("-")[2]) == 0
+    assert state(waiting) is State.cancelled
+    assert cluster.job_states()[job(waiting)] == "CANCELLED"
+    cluster.go()
+    assert submit([slurm_cell(tmp_path, "train.replicate=1", "train.steps=100000")], Terminal()) == 0
+    running = next(run for run in store.runs() if run != waiting)
+    until(lambda: len(read_metrics(running.metrics)) >= 3)
+    cluster.ask("scancel", job(running))  # by hand: the same signal as a preemption, and yet no requeue
+    until(lambda: cluster.job_states()[job(running)] == "CANCELLED", 20)
+    until(lambda: state(running) is State.cancelled, 20)
+    assert "SIGTERM received" in (running.status() or pytest.fail("no status")).reason
+
+
+def test_a_crash_between_sbatch_and_bookkeeping_loses_no_job(cluster: Cluster, tmp_path, monkeypatch):
+    """The submitter dies as soon as sbatch has answered; the next request finds the job by its name."""
+    cluster.hold()
+    before = set(cluster.job_states())
+
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(status, "note_job", die)
+        with pytest.raises(KeyboardInterrupt):
+            submit([slurm_cell(tmp_path)], Terminal())
+    (run,) = Store(tmp_path).runs()
+    (number,) = set(cluster.job_states()) - before
+    assert job(run) == ""
+    found = status.effective(run.path, Scheduler())
+    assert found is not None
+    assert (found.state, found.reason.split(" (")[0]) == (State.queued, f"SLURM job {number} is PENDING")
+    assert submit([slurm_cell(tmp_path)], Terminal()) == 0
+    assert set(cluster.job_states()) - before == {number}
+    assert cancel(Store(tmp_path), str(run.path)) == 0
+    assert cluster.job_states()[number] == "CANCELLED"
+    cluster.go()
+
+
+def test_what_sbatch_refuses_is_failed_with_its_words(cluster: Cluster, tmp_path):
+    with pytest.raises(StoreError, match="invalid partition specified: nowhere"):
+        submit([slurm_cell(tmp_path, "cluster.partition=nowhere")], Terminal())
+    (run,) = Store(tmp_path).runs()
+    assert state(run) is State.failed
+
+
+def slurm_cell(root: Path, *overrides: str) -> Cell:
+    return make_cell(root, "cluster.backend=slurm", "cluster.nodes=2", *overrides)
