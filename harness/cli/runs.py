@@ -45,6 +45,8 @@ def _run_argument(parser: ArgumentParser) -> None:
 def _show(arguments: Namespace) -> int:
     run = Store(arguments.root).find(arguments.run)
     print(show(run, probe()))
+    if notes := run.config().get("notes"):
+        print(f"  notes      {notes}")
     found = status.effective(run.path, probe())
     name = run.signature()[:8]
     if found is not None and found.state in (State.failed, State.lost, State.cancelled, State.preempted):

@@ -287,8 +287,6 @@ class MeasureConfig:
 class ClusterConfig:
     """Facts of the machine; never part of the signature."""
 
-    name: str = "local"
-    """Label."""
     backend: Backend = Backend.local
     """Who starts the ranks."""
     device: Device = Device.cpu
