@@ -19,7 +19,7 @@ from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.checkpoint import Checkpoints
 from harness.train.control import Control
 from harness.train.mirror import Mirror
-from harness.train.record import StepRecords, weights_digest, write_summary
+from harness.train.record import Measured, StepRecords, weights_digest, write_summary
 from harness.train.schedule import lr_at
 from harness.train.session import Outcome, Progress, Session
 
@@ -97,54 +97,35 @@ class Loop:
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One update: its record, and whether to stop after it."""
-        session, timers = self.session, self.session.meters.timers
+        session = self.session
+        batch, losses, measured = self._update(step)
+        self.last_rows = measured.rows
+        report = self.control.report([loss.item() for loss in losses], batch.digest, session.should_stop())
+        memory = session.meters.memory.take(sum(self.accounted_bytes.values()))
+        return self.records.line(step, report, measured, memory, self._param_norm(step)), report.stop
+
+    def _update(self, step: int) -> tuple[RankBatch, list[Tensor], Measured]:
+        """Feed the engine one step and measure it; losses are this rank's, one a microbatch."""
+        session, meters = self.session, self.session.meters
         lr = lr_at(self.config, step)
-        session.meters.collectives.take()  # what was issued, or waited for, between steps is no step's
-        session.meters.waits.take()
+        meters.collectives.take()  # what was issued, or waited for, between steps is no step's
+        meters.waits.take()
         began = time.perf_counter()
-        with timers.span("data"):
+        with meters.timers.span("data"):
             batch = session.loader.batch(step)
             microbatches = [self._to_device(microbatch) for microbatch in batch.microbatches]
-        with timers.span("forward_backward"):
+        with meters.timers.span("forward_backward"):
             losses = [
                 session.engine.forward_backward(microbatch, last=number == len(microbatches))
                 for number, microbatch in enumerate(microbatches, start=1)
             ]
         aside = self._outside(lambda: self._capture(step)) if step in self.capture_steps else 0.0
-        with timers.span("optimizer"):
+        with meters.timers.span("optimizer"):
             grad_norm = session.engine.step(lr)
-        spans = timers.take()
+        spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
         step_time_s = time.perf_counter() - began - aside
-        self.last_rows = session.meters.collectives.take()
-        exposed_comm_s = session.meters.waits.take()
-        return self._report(step, batch, losses, lr, grad_norm, spans, exposed_comm_s, step_time_s)
-
-    def _report(
-        self,
-        step: int,
-        batch: RankBatch,
-        losses: list[Tensor],
-        lr: float,
-        grad_norm: float,
-        spans: dict[str, float],
-        exposed_comm_s: float | None,
-        step_time_s: float,
-    ) -> tuple[dict[str, Any], bool]:
-        session = self.session
-        report = self.control.report([loss.item() for loss in losses], batch.digest, session.should_stop())
-        record = self.records.line(
-            step,
-            report,
-            grad_norm=grad_norm,
-            param_norm=self._param_norm(step),
-            lr=lr,
-            step_time_s=step_time_s,
-            spans=spans,
-            exposed_comm_s=exposed_comm_s,
-            memory=session.meters.memory.take(sum(self.accounted_bytes.values())),
-            rows=self.last_rows,
-        )
-        return record, report.stop
+        rows, exposed_comm_s = meters.collectives.take(), meters.waits.take()
+        return batch, losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows)
 
     def _to_device(self, microbatch: tuple[Any, Any]) -> Microbatch:
         device = self.session.ranks.device

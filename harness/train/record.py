@@ -30,7 +30,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,19 @@ def weights_digest(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | N
     return digest.hexdigest()
 
 
+class Measured(NamedTuple):
+    """One step as this rank's meters saw it."""
+
+    lr: float
+    grad_norm: float
+    step_time_s: float
+    spans: Mapping[str, float]
+    """Seconds of data, forward_backward, optimizer, and of forward where the engine was given a TimedWorkload."""
+    exposed_comm_s: float | None
+    rows: list[Row]
+    """Collectives issued."""
+
+
 class StepRecords:
     """Makes a step's line out of what was measured."""
 
@@ -78,39 +91,33 @@ class StepRecords:
         self,
         step: int,
         report: StepReport,
-        *,
-        grad_norm: float,
-        param_norm: float | None,
-        lr: float,
-        step_time_s: float,
-        spans: Mapping[str, float],
-        exposed_comm_s: float | None,
+        measured: Measured,
         memory: Mapping[str, int | None],
-        rows: list[Row],
+        param_norm: float | None,
     ) -> dict[str, Any]:
-        """The record of one step; `spans` has data, forward_backward, optimizer, and forward where it was seen."""
-        rate = self.flops_per_rank / step_time_s
-        forward = spans.get("forward")  # absent where the engine was not given a TimedWorkload
+        """The record of one step."""
+        rate = self.flops_per_rank / measured.step_time_s
+        spans, forward = measured.spans, measured.spans.get("forward")
         return {
             "step": step,
             "loss": global_loss(report.losses),
-            "grad_norm": grad_norm,
+            "grad_norm": measured.grad_norm,
             "param_norm": param_norm,
-            "lr": lr,
+            "lr": measured.lr,
             "tokens": self.tokens,
             "data_digest": global_digest(report.digests),
-            "step_time_s": step_time_s,
+            "step_time_s": measured.step_time_s,
             "time": {
                 "data_s": spans["data"],
                 "forward_s": forward,
                 "backward_s": None if forward is None else spans["forward_backward"] - forward,
-                "exposed_comm_s": 0.0 if self.world_size == 1 else exposed_comm_s,
+                "exposed_comm_s": 0.0 if self.world_size == 1 else measured.exposed_comm_s,
                 "optimizer_s": spans["optimizer"],
             },
             "memory": dict(memory),
             "tflops_per_rank": rate / 1e12,
             "mfu": None if self.peak is None else rate / self.peak,
-            "comm": by_kind(rows),
+            "comm": by_kind(measured.rows),
         }
 
 
