@@ -37,8 +37,14 @@ def study_text(study: StudyVerdict) -> str:
     lines += ["", *table(("arm", "control", "verdict", "tier", "farthest out"), rows)]
     failed = [arm for arm in study.arms if arm.exit_code != 0]
     lines += [line for arm in failed for line in ("", arm.sentence)]
-    commands = list(dict.fromkeys(command for arm in failed or study.arms for command in arm.commands[:1]))
-    return "\n".join([*lines, "", *_next(commands[:2])])
+    return "\n".join([*lines, "", *_next(_study_commands(study, failed))])
+
+
+def _study_commands(study: StudyVerdict, failed: Sequence[Verdict]) -> list[str]:
+    """The first commands of the arms that did not pass; for stale or unfinished ones the study itself again."""
+    if any(finding.check == "whole record" for arm in failed for finding in arm.findings):
+        return [f"python run.py -m study={study.study} launch.rerun=stale"]
+    return list(dict.fromkeys(command for arm in failed or study.arms for command in arm.commands[:1]))[:2]
 
 
 HEAD = ("tier", "check", "step", "tensor", "observed", "allowed", "of", "")

@@ -77,7 +77,7 @@ def _values(config: Mapping[str, object], key: str) -> set[str]:
         node = node.get(part) if isinstance(node, Mapping) else None
     if isinstance(node, Mapping):
         return {str(node[label]) for label in LABELS if label in node}
-    return {str(node)}
+    return {str(node), str(node).lower()}  # YAML writes true
 
 
 def _replicate(run: Record) -> int:

@@ -84,7 +84,16 @@ def _sentence(
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
     named = first if first.tensor else _named(first, findings, grave)
-    return f"{pair}: {describe(first, named)}"
+    return f"{pair}: {describe(first, named, _hint(first, findings))}"
+
+
+def _hint(first: Finding, findings: Sequence[Finding]) -> str:
+    """What the first finding means; where it says nothing, what a scale of the same step says."""
+    scales = (f.note for f in findings if f.step == first.step and f.check in SCALES and f.note)
+    return first.note or next(scales, "")
+
+
+SCALES = ("scale of all gradients", "gradient scale")
 
 
 def _named(first: Finding, findings: Sequence[Finding], grave: Grade) -> Finding:
@@ -93,17 +102,16 @@ def _named(first: Finding, findings: Sequence[Finding], grave: Grade) -> Finding
     return next(same, first)
 
 
-def describe(first: Finding, named: Finding | None = None) -> str:
+def describe(first: Finding, named: Finding, hint: str) -> str:
     """A finding as a clause: step, stage, tensor, what was measured and what was allowed."""
-    tensor = (named or first).tensor
+    tensor = named.tensor
     where = f"at step {first.step}, " if first.step is not None else ""
     subject = f"{first.check} ({first.stage.value}{f', first in {tensor}' if tensor else ''})"
     if isinstance(first.observed, str) or isinstance(first.allowed, str):
         measured = f"is {first.observed} against {first.allowed}"
     else:
         measured = f"is off by {percent(first.observed)} where rounding explains {percent(first.allowed)}"
-    note = f"; {first.note}" if first.note else ""
-    return f"{where}{subject} {measured}{note}"
+    return f"{where}{subject} {measured}{f'; {hint}' if hint else ''}"
 
 
 def percent(value: float | None) -> str:

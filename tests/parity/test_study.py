@@ -1,0 +1,161 @@
+"""Studies, wording and the close-up: what a person reads, and the exit codes scripts read."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.config.errors import BadRequest
+from harness.parity import Outcome, compare, study_text, text, verdict, zoom
+from tests.parity.conftest import Bench
+from tests.parity.corpus import FAULTS, FP32, OURS, duplicated
+from tests.parity.lab import CLEAN, broken, edit_config, edit_json, edit_lines, write
+
+CONTROL = {"engine": "ddp"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two seeds of a control, a clean arm of each, a broken arm and a repetition."""
+    root = tmp_path_factory.mktemp("store")
+    for arm in (
+        *(replace(FP32, seed=seed) for seed in (0, 1)),
+        *(replace(OURS, seed=seed, strategy="optim_grads") for seed in (0, 1)),
+        replace(FP32, replicate=1),
+        broken(replace(OURS, strategy="optim"), reduced=duplicated),
+    ):
+        run = write(root, arm)
+        edit_config(run, "study", control=CONTROL, question="Is it the same?")
+    return root
+
+
+def test_every_arm_meets_the_control_of_its_seeds(store: Path) -> None:
+    found = verdict(store, "lab", sources=CLEAN)
+    outcomes = sorted((Path(arm.arm).name.rpartition("-")[0], arm.outcome) for arm in found.arms)
+    assert outcomes == [
+        ("tiny-ddp-no_shard-fp32-fp32-dp2-k2-r1", Outcome.EQUAL),
+        ("tiny-native-optim-fp32-fp32-dp2-k2", Outcome.DIFFERENT),
+        ("tiny-native-optim_grads-fp32-fp32-dp2-k2", Outcome.EQUIVALENT),
+        ("tiny-native-optim_grads-fp32-fp32-dp2-k2-s1", Outcome.EQUIVALENT),
+    ]
+    assert found.exit_code == 1
+    shown = study_text(found)
+    assert shown.startswith("DIFFERENT: study lab, 4 comparisons\nIs it the same?")
+    assert "own gradient counted twice" in shown
+    assert "next: python -m harness compare" in shown
+    assert json.loads(json.dumps(found.as_json(), allow_nan=False))["outcome"] == "DIFFERENT"
+
+
+def test_a_control_is_found_by_what_was_typed_too(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "copy")
+    for run in (tmp_path / "copy" / "lab").iterdir():
+        edit_config(run, "study", control={"experiment": "oracle"})
+        if "ddp" in run.name:
+            (run / "overrides.txt").write_text("experiment=oracle\n")
+    assert len(verdict(tmp_path / "copy", "lab", sources=CLEAN).arms) == 4
+
+
+def test_an_unfinished_arm_is_named_and_the_others_judged(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "copy")
+    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-*"))
+    edit_json(victim / "status.json", state="failed", reason="out of memory")
+    found = verdict(tmp_path / "copy", "lab", sources=CLEAN)
+    assert found.exit_code == 4
+    assert len(found.arms) == 4
+    assert "it is failed, not done (out of memory)" in study_text(found)
+
+
+@pytest.mark.parametrize(
+    ("control", "says"),
+    [({}, "is empty"), ({"engine": "single"}, "study.control=engine=single: is none of the 6 runs")],
+)
+def test_a_study_without_its_control_is_a_bad_request(
+    store: Path, tmp_path: Path, control: dict[str, str], says: str
+) -> None:
+    shutil.copytree(store, tmp_path / "copy")
+    for run in (tmp_path / "copy" / "lab").iterdir():
+        edit_config(run, "study", control=control)
+    with pytest.raises(BadRequest, match=says):
+        verdict(tmp_path / "copy", "lab", sources=CLEAN)
+
+
+def test_an_unknown_study_names_those_there_are(store: Path) -> None:
+    with pytest.raises(BadRequest, match="valid: lab"):
+        verdict(store, "typo")
+
+
+def test_outcomes_end_commands_with_their_codes() -> None:
+    assert {outcome.value: outcome.exit_code for outcome in Outcome} == {
+        "EQUAL": 0,
+        "EQUIVALENT": 0,
+        "DIFFERENT": 1,
+        "UNDECIDED": 3,
+        "NOT_COMPARABLE": 4,
+    }
+
+
+def test_a_verdict_is_a_sentence_a_table_and_a_command(bench: Bench) -> None:
+    case = next(case for case in FAULTS if case.name == "bucket dropped")
+    shown = text(bench.judge(case))
+    lines = shown.splitlines()
+    assert lines[0].startswith("DIFFERENT: lab/tiny-native-optim")
+    assert "at step 1, " in lines[0]
+    assert "first in blocks.0" in lines[0]
+    assert any(line.startswith("T2    gradient distance") and line.endswith("BAD") for line in lines)
+    assert lines[-2].startswith("next: python -m harness compare ")
+    assert " --tensor blocks.0." in lines[-2]
+
+
+def test_bits_that_are_not_owed_are_not_called_bad(bench: Bench) -> None:
+    shown = text(compare(bench.run(replace(OURS, strategy="optim_grads")), bench.run(FP32), sources=CLEAN))
+    assert "BAD" not in shown
+    assert "differ" in shown
+    assert "numerics=fast promises no order of sums" in shown
+
+
+def test_the_close_up_shows_where_it_is_wrong(bench: Bench) -> None:
+    case = next(case for case in FAULTS if case.name == "tail of a shard lost")
+    arm, control = bench.paths(case)
+    shown = zoom(arm, control, "blocks.1.w_up.weight")
+    worst = shown.splitlines()[6]
+    start, stop = (int(edge) for edge in worst.split()[0].split(":"))
+    assert 1792 <= start < stop <= 2048
+    assert worst.rstrip().endswith("bad")
+
+
+def test_the_close_up_names_what_there_is(bench: Bench) -> None:
+    arm, control = bench.run(OURS), bench.run(FP32)
+    with pytest.raises(BadRequest, match=r"embedding\.weight"):
+        zoom(arm, control, "embedding")
+    with pytest.raises(BadRequest, match="valid: 1"):
+        zoom(arm, control, "embedding.weight", step=2)
+
+
+def test_reading_a_verdict_never_loads_torch(bench: Bench) -> None:
+    arm, control = bench.run(OURS), bench.run(FP32)
+    code = (
+        "import sys; from harness.parity import compare, text; "
+        f"assert 'numpy' not in sys.modules; text(compare({str(arm)!r}, {str(control)!r}, sources=None)); "
+        "assert 'torch' not in sys.modules and 'pandas' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_thousand_steps_are_judged_in_less_than_two_seconds(bench: Bench, tmp_path: Path) -> None:
+    runs = []
+    for arm in (OURS, FP32):
+        run = tmp_path / arm.engine / "long"
+        shutil.copytree(bench.run(arm), run)
+        edit_config(run, "train", steps=1000)
+        edit_lines(run, lambda lines: lines.extend({**lines[-1], "step": step} for step in range(13, 1001)))
+        runs.append(run)
+    began = time.process_time()
+    assert compare(runs[0], runs[1], sources=CLEAN).exit_code == 0
+    assert time.process_time() - began < 2.0
