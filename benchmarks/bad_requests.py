@@ -120,7 +120,7 @@ class Outcome:
     seconds: float
     """Wall time, process start to end."""
     cpu_seconds: float
-    """Processor time of the process; what is left of `seconds` on a busy machine. Off when several are asked at once."""
+    """Processor time of the process: what is left of `seconds` on a busy machine; mixed up where several are asked."""
     torch_imported: bool
     left_behind: tuple[str, ...]
     """Files below the folder it was started in."""
