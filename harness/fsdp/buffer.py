@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.collectives import Part
 from harness.fsdp.layout import BucketLayout, ParamSpec, Slot, plan_bucket
 from harness.fsdp.memory import BucketMemory, placeholder
+from harness.fsdp.parts import Part
 from harness.fsdp.policy import Dtypes, Strategy
 
 InitialValue = Callable[[str, torch.Size], Tensor]

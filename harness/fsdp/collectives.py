@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 from harness.fsdp import labels
 from harness.fsdp.device import DeviceRuntime
 from harness.fsdp.labels import Label
+from harness.fsdp.parts import Part, packed, unpack, worth_packing
 from harness.fsdp.policy import Dtypes, Numerics
 
 PIECE_BYTES = 4 << 20
@@ -60,20 +61,28 @@ class Communicator:
         The parts belong to the returned handle until it is waited for.
         """
         if self.size == 1:
-            return Pending([], parts)
+            return Pending([])
         with labels.begin(label):
-            return Pending(self._gather_works(parts, tag_of(label)), parts)
+            return self._gather(parts, tag_of(label))
 
     def second_leg(self, parts: Sequence[Part], label: Label) -> Pending:
         """An all-gather that is part of a collective announced before; callable from any thread."""
         if self.size == 1:
-            return Pending([], parts)
+            return Pending([])
         with labels.resume(label):
-            return Pending(self._gather_works(parts, tag_of(label)), parts)
+            return self._gather(parts, tag_of(label))
 
-    def _gather_works(self, parts: Sequence[Part], tag: int) -> list[Any]:
-        if self.by_peers:
-            return self._gather_by_peers(parts, tag)
+    def _gather(self, parts: Sequence[Part], tag: int) -> Pending:
+        if not self.by_peers:
+            return Pending(self._gather_natively(parts), parts)
+        if not worth_packing(parts):
+            return Pending(self._gather_by_peers(parts, tag), parts)
+        whole = packed(parts, [self.rank])
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        works = self._gather_by_peers([whole], tag)
+        return Pending(works, [whole, parts], finish=lambda: unpack(whole, parts, others))
+
+    def _gather_natively(self, parts: Sequence[Part]) -> list[Any]:
         if all(part.even for part in parts):
             outputs = [part.tensor for part in parts]
             inputs = [part.chunk(self.rank) for part in parts]
@@ -106,41 +115,22 @@ class Communicator:
         return values
 
 
-@dataclass(frozen=True)
-class Part:
-    """A flat tensor cut into one chunk a rank: `bounds[r] .. bounds[r + 1]` is rank r's."""
-
-    tensor: Tensor
-    bounds: tuple[int, ...]
-
-    @classmethod
-    def evenly(cls, tensor: Tensor, size: int) -> Part:
-        """Cut into chunks of equal length, the last ones shorter where it does not divide."""
-        step = -(-tensor.numel() // size)
-        return cls(tensor, tuple(min(rank * step, tensor.numel()) for rank in range(size + 1)))
-
-    @property
-    def even(self) -> bool:
-        """Whether all chunks have one length."""
-        return len({b - a for a, b in zip(self.bounds, self.bounds[1:], strict=False)}) == 1
-
-    def chunk(self, rank: int) -> Tensor:
-        """A rank's chunk, a view."""
-        return self.tensor[self.bounds[rank] : self.bounds[rank + 1]]
-
-
 @dataclass
 class Pending:
     """A collective in flight. It owns the buffers it was given until `wait` has returned."""
 
     works: list[Any]
     keeps: Sequence[Any] = ()
+    finish: Callable[[], None] | None = None
+    """Called once, when the traffic is done."""
 
     def wait(self) -> None:
         """Block the host (gloo) or the current stream (NCCL) until the collective is done. Repeatable."""
         for work in self.works:
             work.wait()
-        self.works, self.keeps = [], ()
+        if self.finish is not None:
+            self.finish()
+        self.works, self.keeps, self.finish = [], (), None
 
 
 @dataclass
@@ -195,16 +185,27 @@ class PeerReduction(Reduction):
     def exchange(self, parts: list[Part], label: Label) -> Exchange:
         comm = self.comm
         exchange = Exchange(parts, label)
+        if worth_packing(parts):
+            exchange.parts = [packed(parts, range(comm.size))]
         with labels.begin(label):
             tag = tag_of(label)
             for step in range(1, comm.size):
                 peer = (comm.rank + step) % comm.size
-                for part in parts:
+                for part in exchange.parts:
                     for piece in self._pieces(part.chunk(peer)):
                         exchange.pending.works += comm.send(piece, peer, tag)
         return exchange
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+        if len(exchange.parts) == len(into):
+            self._fold(exchange, into, add=add)
+            return
+        total = exchange.parts[0].chunk(self.comm.rank).to(self.dtypes.accum, copy=True)
+        self._fold(exchange, [total], add=False)
+        for target, summed in zip(into, total.split([each.numel() for each in into]), strict=True):
+            (target.add_ if add else target.copy_)(summed)
+
+    def _fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         todo = [
             (own, target)
             for part, whole in zip(exchange.parts, into, strict=True)
@@ -247,10 +248,10 @@ class ExchangeReduction(Reduction):
             return exchange
         with labels.begin(label):
             for part in parts:
-                own = part.bounds[comm.rank + 1] - part.bounds[comm.rank]
+                own = part.sizes[comm.rank]
                 received = part.tensor.new_empty(own * comm.size)
-                sizes = [b - a for a, b in zip(part.bounds, part.bounds[1:], strict=False)]
-                work = comm.group.alltoall_base(received, part.tensor[: part.bounds[-1]], [own] * comm.size, sizes)
+                sent = part.tensor[: part.bounds[-1]]
+                work = comm.group.alltoall_base(received, sent, [own] * comm.size, part.sizes)
                 exchange.received.append(received)
                 exchange.pending.works.append(work)
         return exchange

@@ -21,9 +21,10 @@ from torch import Tensor
 
 from harness.fsdp import labels
 from harness.fsdp.buffer import Bucket
-from harness.fsdp.collectives import Communicator, Exchange, Part, Reduction
+from harness.fsdp.collectives import Communicator, Exchange, Reduction
 from harness.fsdp.device import DeviceRuntime, Event
 from harness.fsdp.labels import Label
+from harness.fsdp.parts import Part
 from harness.fsdp.units import Unit
 
 MAX_UNITS_IN_FLIGHT = 2

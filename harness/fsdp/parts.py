@@ -1,0 +1,70 @@
+"""A flat tensor cut by owner, and the packing of several small ones into one message a peer.
+
+[Note: Small messages] On gloo a message costs some 100 us whatever its size, and a bucket is a few segments. Where all
+that goes to a peer is small, the segments are packed into one staging buffer, owner by owner. Large buckets are never
+copied: their segments travel from and into the flat storage itself. What is summed, and in which order, is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+PACK_BYTES = 1 << 16
+"""Most bytes of one rank's chunks together that are packed."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A flat tensor cut into one chunk a rank: `bounds[r] .. bounds[r + 1]` is rank r's."""
+
+    tensor: Tensor
+    bounds: tuple[int, ...]
+
+    @classmethod
+    def evenly(cls, tensor: Tensor, size: int) -> Part:
+        """Cut into chunks of equal length, the last ones shorter where it does not divide."""
+        step = -(-tensor.numel() // size)
+        return cls(tensor, tuple(min(rank * step, tensor.numel()) for rank in range(size + 1)))
+
+    @property
+    def sizes(self) -> list[int]:
+        """Length of each rank's chunk."""
+        return [end - begin for begin, end in pairwise(self.bounds)]
+
+    @property
+    def even(self) -> bool:
+        """Whether all chunks have one length."""
+        return len(set(self.sizes)) == 1
+
+    def chunk(self, rank: int) -> Tensor:
+        """A rank's chunk, a view."""
+        return self.tensor[self.bounds[rank] : self.bounds[rank + 1]]
+
+
+def worth_packing(parts: Sequence[Part]) -> bool:
+    """Whether to send one message a peer; the same on all ranks, whichever chunk is theirs."""
+    largest = sum(max(part.sizes) * part.tensor.itemsize for part in parts)
+    return len(parts) > 1 and largest <= PACK_BYTES
+
+
+def packed(parts: Sequence[Part], ranks: Sequence[int]) -> Part:
+    """One part holding the chunks of all, owner by owner; only the chunks of `ranks` are copied in."""
+    lengths = [sum(sizes) for sizes in zip(*(part.sizes for part in parts), strict=True)]
+    bounds = (0, *accumulate(lengths))
+    whole = Part(parts[0].tensor.new_empty(bounds[-1]), bounds)
+    for rank in ranks:
+        torch.cat([part.chunk(rank) for part in parts], out=whole.chunk(rank))
+    return whole
+
+
+def unpack(whole: Part, parts: Sequence[Part], ranks: Sequence[int]) -> None:
+    """Copy the chunks of `ranks` from a packed part back to the parts it was packed from."""
+    for rank in ranks:
+        targets = [part.chunk(rank) for part in parts]
+        for target, source in zip(targets, whole.chunk(rank).split([t.numel() for t in targets]), strict=True):
+            target.copy_(source)
