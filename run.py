@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us, to be explained, instead of being printed by Hydra
+os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
 
 import hydra
 from omegaconf import DictConfig

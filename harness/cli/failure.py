@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from harness.config.errors import EXIT_BAD_REQUEST, BadRequest
 from harness.config.hints import explain
 from harness.store.errors import StoreError
 
-REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException)
+REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError)
 """What a wrong request, rather than wrong code, raises."""
 
 

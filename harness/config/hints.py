@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from harness.config.catalog import Catalog, load_catalog
 from harness.config.doc import as_typed, settings
@@ -167,14 +169,36 @@ def _did_you_mean(names: list[str]) -> str:
 
 
 def explain(error: Exception) -> BadRequest:
-    """Turn what Hydra or OmegaConf raised while composing into one request error.
+    """Turn what Hydra, OmegaConf or YAML raised while composing into one request error.
 
     Words typed on the command line were read before; what is left are mistakes in the files of `conf/` and `sweeps/`,
     and combinations only Hydra sees.
     """
+    if isinstance(error, YAMLError):
+        return BadRequest([Violation("a file of conf/ or sweeps/", f"is not YAML: {' '.join(str(error).split())}")])
     inner = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     if isinstance(inner, OmegaConfBaseException) and inner.full_key:
         return BadRequest([explain_value(inner)])
+    pattern = r"In '(?P<option>[^']+)': \w+ raised while composing config:\n(?P<text>.*)"
+    in_file = re.search(pattern, str(error), re.DOTALL)
+    if in_file:
+        return BadRequest([_in_file(in_file["option"], in_file["text"])])
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     useful = [line for line in lines if "+" not in line] or [type(error).__name__]
     return BadRequest([Violation("request", " ".join(useful[:3]))])
+
+
+def _in_file(option: str, text: str) -> Violation:
+    """What to say of a mistake in the file behind an option, of which Hydra keeps only the text."""
+    folder = "sweeps" if option.startswith("study/") else "conf"
+    file = f"{folder}/{option.removeprefix('study/')}.yaml"
+    named = re.search(r"full_key: (\S+)", text)
+    first = text.splitlines()[0]
+    if named is None:
+        return Violation(file, first)
+    known = settings().get(named[1].partition("[")[0])
+    if known is None and " not in " in first:
+        found = explain_key(named[1])
+        return Violation(f"{file}: {found.subject}", found.problem, found.choices, found.fix)
+    takes = f" ({named[1]} takes {known.expects})" if known else ""
+    return Violation(f"{file}: {named[1]}", f"{first}{takes}", about=known.sentence if known else "")

@@ -1,0 +1,63 @@
+"""Mistakes in the files of `conf/` and `sweeps/`: named with their file, hinted like typed words."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.types import RunMode
+
+from harness.cli.failure import REQUEST_ERRORS, explained
+from harness.config import catalog
+from harness.config.compose import register
+from harness.study.request import cells_of
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A copy of `conf/` and `sweeps/` that a test may spoil."""
+    for folder in ("conf", "sweeps"):
+        shutil.copytree(catalog.ROOT / folder, tmp_path / folder)
+    monkeypatch.setattr(catalog, "ROOT", tmp_path)
+    monkeypatch.setattr("hydra_plugins.harness_hydra.ROOT", tmp_path)
+    catalog.load_catalog.cache_clear()
+    yield tmp_path
+    catalog.load_catalog.cache_clear()
+
+
+def refusal(checkout: Path, *words: str) -> str:
+    register()
+    with initialize_config_dir(str(checkout / "conf"), version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        with pytest.raises(REQUEST_ERRORS) as caught:
+            cells_of(hydra.config_loader, hydra.compose_config("config", list(words), RunMode.MULTIRUN), list(words))
+    return explained(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "told"),
+    [
+        ("sweeps/mine.yaml", "gird: {sharding: [optim]}", ["sweeps/mine.yaml: study.gird", "did you mean study.grid"]),
+        ("sweeps/mine.yaml", "grid: [sharding\n", ["is not YAML", "mine.yaml", "line 1"]),
+        ("sweeps/mine.yaml", "grid: 5", ["sweeps/mine.yaml: study.grid", "axes, like"]),
+        ("sweeps/mine.yaml", "replicates: many", ["sweeps/mine.yaml: study.replicates", "a whole number"]),
+        ("sweeps/mine.yaml", "- a\n- b", ["sweeps/mine.yaml", "list"]),
+        ("sweeps/mine.yaml", "grid: {sharding: [zero3]}", ["study=mine", "sharding=optim_grads_params"]),
+        ("conf/train/mine.yaml", "stps: 5", ["conf/train/mine.yaml: train.stps", "did you mean train.steps"]),
+        ("conf/train/mine.yaml", "steps: abc", ["conf/train/mine.yaml: train.steps", "a whole number"]),
+        ("conf/train/mine.yaml", "steps: [", ["is not YAML", "mine.yaml"]),
+    ],
+)
+def test_a_mistake_in_a_file_names_the_file(file: str, content: str, told: list[str], checkout: Path) -> None:
+    (checkout / file).write_text(content)
+    group = "study" if file.startswith("sweeps") else "train"
+    message = refusal(checkout, f"{group}=mine")
+    assert message.startswith("bad request:")
+    for part in told:
+        assert part in message
+    assert "full_key" not in message
