@@ -51,7 +51,28 @@ def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str])
             raise refuse(word.text, "names several studies, and each has its own axes", fix=f"study={word.values[0]}")
     study = OmegaConf.to_object(master.study)
     assert isinstance(study, StudyConfig)
-    return desired(expand(study, words), Composer(loader, master))
+    wanted = desired(expand(study, words), Composer(loader, master))
+    _carried_out_as_one(wanted.cells)
+    return wanted
+
+
+SHARED = ("root", "dry_run", "wait")
+"""Settings of `launch` that a request has one of."""
+
+
+def _carried_out_as_one(cells: Sequence[Cell]) -> None:
+    """Refuse what only makes sense for one cell, or would mean something else for each.
+
+    Raises:
+        BadRequest: cells differ in how the request is carried out, or several are to run inside this process.
+    """
+    for key in SHARED:
+        values = {str(cell.config["launch"][key]) for cell in cells}
+        if len(values) > 1:
+            shown = " and ".join(sorted(values))
+            raise refuse(f"launch.{key}", f"is {shown} in one request", fix="one value, or two requests")
+    if len(cells) > 1 and any(cell.config["launch"]["inline"] for cell in cells):
+        raise refuse("launch.inline=true", f"runs one cell, and {len(cells)} are asked for", fix="leave -m out")
 
 
 def carry_out(cells: Sequence[Cell]) -> int:

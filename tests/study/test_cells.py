@@ -58,7 +58,7 @@ def test_the_fast_way_gives_what_hydra_gives(hydra: Hydra) -> None:
 
 @pytest.mark.parametrize("study", load_catalog().options["study"])
 def test_every_shipped_study_expands_and_has_its_controls(study: str, hydra: Hydra) -> None:
-    wanted = ask(hydra, "-m"[:0] + f"study={study}")
+    wanted = ask(hydra, f"study={study}")
     assert {cell.study for cell in wanted.cells} == {study}
     signatures = [cell.signature for cell in wanted.cells]
     assert len(set(signatures)) == len(signatures)
@@ -99,6 +99,19 @@ def test_violations_of_many_cells_are_told_once_with_their_count(hydra: Hydra) -
 def test_two_studies_at_once_are_refused(hydra: Hydra) -> None:
     with pytest.raises(BadRequest, match="several studies"):
         ask(hydra, "study=parity_pair,strategies")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["launch.root=a,b"], "launch.root"),
+        (["launch.dry_run=true,false"], "launch.dry_run"),
+        (["debug=inline", "train.seed=1,2"], "2 are asked for"),
+    ],
+)
+def test_a_request_is_carried_out_in_one_way(words: list[str], told: str, hydra: Hydra) -> None:
+    with pytest.raises(BadRequest, match=told):
+        ask(hydra, *words)
 
 
 def test_a_large_sweep_is_composed_quickly(hydra: Hydra) -> None:
