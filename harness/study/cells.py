@@ -14,7 +14,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from harness.config.catalog import load_catalog
 from harness.config.compose import Cell, freeze, into_root
-from harness.config.errors import BadRequest, Violation
+from harness.config.doc import as_typed
+from harness.config.errors import BadRequest, Violation, refuse
+from harness.store.rundir import flatten
 from harness.study.expand import Point
 
 
@@ -74,11 +76,25 @@ def desired(points: Sequence[Point], composer: Composer) -> Desired:
             problems.update(error.violations)
     if problems:
         raise BadRequest(_counted(v, count, len(wanted)) for v, count in problems.items())
-    distinct = {cell.signature: cell for cell in reversed(cells.values())}
+    distinct: dict[str, Cell] = {}
+    for cell in cells.values():
+        _same_or_refuse(distinct.setdefault(cell.signature, cell), cell)
     pairs = ((cells[p.overrides].signature, cells[p.control].signature) for p in points if p.control is not None)
     controls = {arm: control for arm, control in pairs if arm != control}
-    order = dict.fromkeys(cell.signature for cell in cells.values())
-    return Desired(tuple(distinct[signature] for signature in order), controls)
+    return Desired(tuple(distinct.values()), controls)
+
+
+def _same_or_refuse(first: Cell, second: Cell) -> None:
+    """Refuse an axis that makes no new run, such as two roots or two machines for one cell."""
+    one, other = flatten(first.config), flatten(second.config)
+    differing = [key for key in one if one[key] != other.get(key)]
+    if differing:
+        key = differing[0]
+        raise refuse(
+            f"{key}={as_typed(one[key])},{as_typed(other.get(key))}",
+            "asks for one run in two ways: this setting is no part of what a run is",
+            fix="one value, or two requests with two launch.root",
+        )
 
 
 def _counted(v: Violation, count: int, total: int) -> Violation:

@@ -104,7 +104,8 @@ def test_two_studies_at_once_are_refused(hydra: Hydra) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["launch.root=a,b"], "launch.root"),
+        (["launch.root=a,b"], "launch.root=.*one run in two ways"),
+        (["cluster.threads_per_rank=1,2"], "cluster.threads_per_rank=1,2: asks for one run in two ways"),
         (["launch.dry_run=true,false"], "launch.dry_run"),
         (["debug=inline", "train.seed=1,2"], "2 are asked for"),
     ],

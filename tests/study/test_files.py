@@ -48,6 +48,7 @@ def refusal(checkout: Path, *words: str) -> str:
         ("sweeps/mine.yaml", "replicates: many", ["sweeps/mine.yaml: study.replicates", "a whole number"]),
         ("sweeps/mine.yaml", "- a\n- b", ["sweeps/mine.yaml", "list"]),
         ("sweeps/mine.yaml", "grid: {sharding: [zero3]}", ["study=mine", "sharding=optim_grads_params"]),
+        ("sweeps/mine.yaml", "zip: {train.seed: [1, 2], launch.root: [a, b]}", ["launch.root", "in one request"]),
         ("conf/train/mine.yaml", "stps: 5", ["conf/train/mine.yaml: train.stps", "did you mean train.steps"]),
         ("conf/train/mine.yaml", "steps: abc", ["conf/train/mine.yaml: train.steps", "a whole number"]),
         ("conf/train/mine.yaml", "steps: [", ["is not YAML", "mine.yaml"]),
