@@ -99,11 +99,27 @@ class Cluster:
         To the step of a plain job number: for `123_4` with elements still waiting scancel takes the signal for
         undelivered and goes on sending it, also to the job's next start.
         """
-        self.ask("scancel", "--signal=USR2", f"{job}.0")
+        command = ["scancel", "--signal=USR2", f"{job}.0"]
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a second signal would come after five seconds
+            subprocess.run(command, env=self.environment, capture_output=True, timeout=4, check=False)
 
     def start_now(self, job: str) -> None:
         """Start a requeued job without the two minutes that SLURM waits."""
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def clear(self) -> None:
+        """End all jobs, and let new ones start."""
+        self.ask("scancel", f"--user={getpass.getuser()}")
+        self.go()
+        deadline = time.monotonic() + 60
+        while self.ask("squeue", "--noheader"):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"jobs do not end\n{self.describe()}")
+            time.sleep(0.1)
+
+    def describe(self) -> str:
+        """Queue, nodes and logs, for the message of a failed test."""
+        return "\n".join([self.ask("squeue", "--array"), self.ask("sinfo", "-N", "-l"), self.log()])
 
     def log(self) -> str:
         """What the daemons have to say of a failure."""

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,10 +46,17 @@ def request(root: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=REPOSITORY)
 
 
-def until(condition: Callable[[], object], timeout_s: float = 240) -> None:
+@pytest.fixture(autouse=True)
+def clear(cluster: Cluster) -> Iterator[None]:
+    """No test sees another's jobs."""
+    yield
+    cluster.clear()
+
+
+def until(cluster: Cluster, condition: Callable[[], object], timeout_s: float = 240) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline, "waited too long"
+        assert time.monotonic() < deadline, f"waited too long\n{cluster.describe()}"
         time.sleep(0.05)
 
 
@@ -90,19 +97,19 @@ def test_two_by_two_over_two_nodes(cluster: Cluster, tmp_path):
     raising.capture.write_text("a file where the run needs a folder")
     cluster.go()
 
-    until(lambda: len(read_metrics(preempted.metrics)) >= 5)
+    until(cluster, lambda: len(read_metrics(preempted.metrics)) >= 5)
     cluster.preempt(provenance.read(preempted.path)["environment"]["SLURM_JOB_ID"])
-    until(lambda: state(preempted) is State.preempted)
+    until(cluster, lambda: state(preempted) is State.preempted)
     cut = len(read_metrics(preempted.metrics))
     assert cut < STEPS
-    until(lambda: cluster.job_states()[job(preempted)] == "PENDING")
+    until(cluster, lambda: cluster.job_states()[job(preempted)] == "PENDING")
     waiting = status.effective(preempted.path, Scheduler())
     assert waiting is not None
     assert waiting.state is State.preempted
     plan = request(root, *study, "launch.dry_run=true").stdout
     assert f"{preempted.path}\n    leave: preempted" in plan
     cluster.start_now(job(preempted))
-    until(lambda: all(state(run) is State.done for run in runs if run is not raising))
+    until(cluster, lambda: all(state(run) is State.done for run in runs if run is not raising))
 
     assert [line["step"] for line in read_metrics(preempted.metrics)] == list(range(1, STEPS + 1))
     assert numbers(preempted) == numbers(twin)
@@ -110,7 +117,7 @@ def test_two_by_two_over_two_nodes(cluster: Cluster, tmp_path):
     assert preempted.attempts() == [0], "a requeue is the same attempt"
 
     assert state(raising) is State.failed
-    until(lambda: cluster.job_states()[job(raising)] == "FAILED", 20)
+    until(cluster, lambda: cluster.job_states()[job(raising)] == "FAILED", 20)
     assert cluster.job_states()[job(twin)] == "COMPLETED"
     found = raising.status()
     assert found is not None
@@ -122,7 +129,7 @@ def test_two_by_two_over_two_nodes(cluster: Cluster, tmp_path):
     asked = request(root, *study)
     assert "submitted 1 cell as SLURM job" in asked.stdout
     assert asked.stdout.count(": done") == 3
-    until(lambda: state(raising) is State.done)
+    until(cluster, lambda: state(raising) is State.done)
     assert raising.attempts() == [0, 1]
     assert all(run.attempts() == [0] for run in runs if run is not raising)
 
@@ -138,10 +145,10 @@ def test_cancelled_while_it_waits_and_while_it_runs(cluster: Cluster, tmp_path):
     cluster.go()
     assert submit([slurm_cell(tmp_path, "train.replicate=1", "train.steps=100000")], Terminal()) == 0
     running = next(run for run in store.runs() if run != waiting)
-    until(lambda: len(read_metrics(running.metrics)) >= 3)
+    until(cluster, lambda: len(read_metrics(running.metrics)) >= 3)
     cluster.ask("scancel", job(running))  # by hand: the same signal as a preemption, and yet no requeue
-    until(lambda: cluster.job_states()[job(running)] == "CANCELLED", 20)
-    until(lambda: state(running) is State.cancelled, 20)
+    until(cluster, lambda: cluster.job_states()[job(running)] == "CANCELLED", 20)
+    until(cluster, lambda: state(running) is State.cancelled, 20)
     assert "SIGTERM received" in (running.status() or pytest.fail("no status")).reason
 
 
