@@ -23,8 +23,6 @@ ECHOES = re.compile(
 
 TORCH_ERRORS = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 
-EXCEPTION_LINE = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Failure)\b")
-
 REPORT = "error.txt"
 
 
@@ -61,12 +59,14 @@ def last_line(text: str) -> str:
 
 
 def _message(text: str) -> str:
-    """From the last line that names an exception to the end; the first line where none does."""
+    """What the last traceback in `text` ends with: from its first line that is not indented; else the first line."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
-    for index in range(len(lines) - 1, -1, -1):
-        if EXCEPTION_LINE.match(lines[index]):
-            return "\n".join(lines[index:])
-    return "\n".join(lines[:1])
+    headers = [index for index, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
+    if not headers:
+        return "\n".join(lines[:1])
+    after = lines[headers[-1] + 1 :]
+    start = next((index for index, line in enumerate(after) if not line.startswith(" ")), 0)
+    return "\n".join(after[start:])
 
 
 def rank_file(attempt: Path, rank: int) -> Path:

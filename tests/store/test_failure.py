@@ -1,0 +1,66 @@
+"""Telling a cause from its echoes."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.store import failure
+from harness.store.failure import Failure
+
+TRACE = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\n    x\n'
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/pair.cc:534] Connection closed by peer [127.0.0.1]:1",
+        "RuntimeError: [..pair.cc:553] Read error [127.0.0.1]:7310: Connection reset by peer",
+        "torch.distributed.DistNetworkError: failed to recv, got 0 bytes",
+        "torch.distributed.DistBackendError: NCCL error in: X.cpp:1\nncclRemoteError: A call failed",
+        "RuntimeError: [..pair.cc:1] Broken pipe",
+    ],
+)
+def test_echoes(message):
+    assert failure.is_echo(TRACE + message + "\n")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "ValueError: connection closed by a reader of the book",
+        "RuntimeError: The size of tensor a (3) must match the size of tensor b (4)",
+        "ConnectionRefusedError: [Errno 111] Connection refused",
+        "killed by SIGKILL",
+    ],
+)
+def test_causes(message):
+    assert not failure.is_echo(TRACE + message + "\n")
+
+
+def test_a_cause_that_mentions_an_earlier_echo_is_judged_by_its_end():
+    text = TRACE + "RuntimeError: Connection closed by peer\n\nDuring handling:\n\n" + TRACE + "KeyError: 'x'\n"
+    assert not failure.is_echo(text)
+    assert failure.last_line(text) == "KeyError: 'x'"
+
+
+def test_multi_line_messages_are_named_by_their_first():
+    assert failure.last_line(TRACE + "pkg.mod.Bad: two\nlines\n") == "pkg.mod.Bad: two"
+    assert failure.last_line("") == "unknown"
+
+
+def test_the_report_has_the_cause_whole_and_the_others_in_a_line(tmp_path):
+    failure.record(tmp_path, 0, TRACE + "RuntimeError: Connection closed by peer\n")
+    failure.record(tmp_path, 2, TRACE + "KeyError: 'x'\n")
+    found = failure.collect(tmp_path)
+    assert [one.rank for one in found] == [2, 0]
+    text = failure.report(found)
+    assert text.startswith("rank 2 failed first:\n\nTraceback")
+    assert text.endswith("then rank 0: RuntimeError: Connection closed by peer\n")
+    assert failure.has_cause(tmp_path)
+    failure.forget(tmp_path, 2)
+    assert not failure.has_cause(tmp_path)
+
+
+def test_among_causes_the_earlier_is_first():
+    late, early = Failure(0, "KeyError: late", 2.0), Failure(1, "KeyError: early", 1.0)
+    assert failure.ordered([late, early]) == [early, late]

@@ -1,0 +1,90 @@
+"""The record of steps: bits survive, kills and resumes leave whole lines."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from harness.store.errors import StoreError
+from harness.store.metrics import MetricsWriter, cut_back, decode, encode, iter_metrics, last_record, read_metrics
+
+
+@given(st.floats(allow_nan=False))
+def test_floats_read_back_to_the_same_bits(value):
+    assert struct.pack("d", decode(encode({"loss": value}))["loss"]) == struct.pack("d", value)
+
+
+def test_non_finite_floats_are_strings_on_disk_wherever_they_stand():
+    line = encode({"loss": math.nan, "time": {"a_s": math.inf}, "losses": [-math.inf, 1.0], "mfu": None})
+    assert json.loads(line) == {"loss": "nan", "time": {"a_s": "inf"}, "losses": ["-inf", 1.0], "mfu": None}
+    back = decode(line)
+    assert math.isnan(back["loss"])
+    assert (back["time"]["a_s"], back["losses"][0], back["mfu"]) == (math.inf, -math.inf, None)
+
+
+def test_what_is_no_number_is_refused():
+    with pytest.raises(TypeError):
+        encode({"loss": object()})
+
+
+def write(path, steps):
+    with MetricsWriter(path) as writer:
+        for step in steps:
+            writer.write({"step": step, "loss": step / 3})
+
+
+def test_a_torn_last_line_is_left_out_and_cut_off_before_more_is_written(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    with path.open("a") as file:
+        file.write('{"step": 3, "lo')
+    assert [record["step"] for record in read_metrics(path)] == [1, 2]
+    assert last_record(path) == {"step": 2, "loss": 2 / 3}
+    write(path, [3])
+    assert [record["step"] for record in read_metrics(path)] == [1, 2, 3]
+
+
+def test_a_torn_line_in_the_middle_is_damage_and_said_so(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    with pytest.raises(StoreError, match=r"metrics\.jsonl, line 2 is not a record"):
+        list(iter_metrics(path))
+
+
+def test_no_file_is_no_records(tmp_path):
+    assert read_metrics(tmp_path / "none") == []
+    assert last_record(tmp_path / "none") is None
+    assert cut_back(tmp_path / "none", 0) == 0
+
+
+def test_cut_back_keeps_bytes_up_to_the_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3, 4])
+    first = path.read_bytes().splitlines(keepends=True)[:2]
+    assert cut_back(path, 2) == 2
+    assert path.read_bytes() == b"".join(first)
+    assert cut_back(path, 0) == 0
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("steps", [[1], [1, 3], []])
+def test_a_checkpoint_the_record_does_not_reach_is_refused(tmp_path, steps):
+    path = tmp_path / "metrics.jsonl"
+    write(path, steps)
+    with pytest.raises(StoreError, match=r"of the 3 steps the checkpoint stands on; remove ckpt/"):
+        cut_back(path, 3)
+
+
+def test_the_last_record_of_a_long_file_is_found_without_reading_it_all(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in range(1, 2001):
+            writer.write({"step": step, "filler": "x" * 90})
+    record = last_record(path)
+    assert record is not None
+    assert record["step"] == 2000

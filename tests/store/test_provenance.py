@@ -1,0 +1,123 @@
+"""Where a result came from; and what must never be written down."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+
+import pytest
+
+from harness.store import provenance
+
+SECRETS = {
+    "WANDB_API_KEY": "hunter2",
+    "HF_TOKEN": "hunter2",
+    "AWS_SECRET_ACCESS_KEY": "hunter2",
+    "SLURM_JWT": "hunter2",
+    "NCCL_SECRET": "hunter2",
+    "MY_OMP_NUM_THREADS": "hunter2",
+}
+
+
+def test_secrets_never_reach_a_file(tmp_path, monkeypatch):
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    provenance.record_start(tmp_path, provenance.desk_facts(), "")
+    provenance.merge(tmp_path, provenance.machine_facts())
+    text = (tmp_path / "provenance.json").read_text()
+    assert "hunter2" not in text
+    assert json.loads(text)["environment"]["OMP_NUM_THREADS"] == "3"
+
+
+def test_no_listed_name_can_hold_a_secret():
+    words = ("KEY", "TOKEN", "SECRET", "PASS", "AUTH", "JWT", "CRED")
+    assert not [name for name in provenance.ENVIRONMENT if any(word in name for word in words)]
+
+
+def test_a_remote_with_a_password_is_not_recorded(tmp_path):
+    def git(*words):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True, capture_output=True)
+
+    git("init", "-q")
+    git("config", "user.email", "a@b")
+    git("config", "user.name", "a")
+    git("remote", "add", "origin", "https://me:hunter2@example.org/x.git")
+    (tmp_path / "a.py").write_text("a = 1\n")
+    git("add", "a.py")
+    git("commit", "-qm", "one")
+    clean = provenance.git_facts(tmp_path)
+    assert clean is not None
+    assert (clean["dirty"], len(clean["sha"])) == (False, 40)
+    assert provenance.git_diff(tmp_path) == ""
+    (tmp_path / "a.py").write_text("a = 2\n")
+    (tmp_path / "new.py").write_text("")
+    dirty = provenance.git_facts(tmp_path)
+    assert dirty is not None
+    assert sorted(dirty["changed"]) == ["a.py", "new.py"]
+    assert "+a = 2" in provenance.git_diff(tmp_path)
+    assert "hunter2" not in json.dumps(dirty)
+
+
+def test_outside_a_repository_there_is_no_git(tmp_path):
+    assert provenance.git_facts(tmp_path) is None
+    assert provenance.git_diff(tmp_path) == ""
+
+
+@pytest.fixture
+def package(tmp_path):
+    """A copy of the sources that count, and one that does not."""
+    copy = tmp_path / "harness"
+    for path in [*provenance.source_files(), provenance.PACKAGE / "probe" / "meters.py"]:
+        target = copy / path.relative_to(provenance.PACKAGE)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    return copy
+
+
+def test_the_digest_is_of_content_and_of_place(package):
+    assert provenance.sources_digest(package) == provenance.sources_digest()
+    (package / "probe" / "meters.py").write_text("")
+    (package / "fsdp" / "__pycache__").mkdir()
+    (package / "fsdp" / "__pycache__" / "x.pyc").write_bytes(b"1")
+    assert provenance.sources_digest(package) == provenance.sources_digest(), "a meter changes no number"
+
+
+@pytest.mark.parametrize(
+    "name", ["engines/single.py", "train/loop.py", "models/llama.py", "data/order.py", "worker/rank.py"]
+)
+def test_every_source_that_counts_changes_it(package, name):
+    before = provenance.sources_digest(package)
+    with (package / name).open("a") as file:
+        file.write("#\n")
+    assert provenance.sources_digest(package) != before
+
+
+def test_moving_bytes_between_files_changes_it(package):
+    before = provenance.sources_digest(package)
+    (package / "train" / "loop.py").rename(package / "train" / "loop2.py")
+    assert provenance.sources_digest(package) != before
+
+
+def test_stale_is_made_by_other_sources(tmp_path):
+    assert not provenance.is_stale(tmp_path, "now"), "a run that was never started is not stale"
+    provenance.record_start(tmp_path, {"sources_digest": "then"}, "")
+    assert provenance.is_stale(tmp_path, "now")
+    assert not provenance.is_stale(tmp_path, "then")
+
+
+def test_the_diff_of_an_earlier_attempt_does_not_stay(tmp_path):
+    provenance.record_start(tmp_path, {}, "a diff")
+    provenance.record_start(tmp_path, {}, "")
+    assert not (tmp_path / "diff.patch").exists()
+
+
+def test_rank_0_completes_what_the_desk_began(tmp_path):
+    provenance.record_start(tmp_path, {"sources_digest": "a", "versions": {"python": "3"}}, "")
+    provenance.merge(tmp_path, {"versions": {"torch": "2"}, "threads_per_rank": 1})
+    assert provenance.read(tmp_path) == {
+        "sources_digest": "a",
+        "versions": {"python": "3", "torch": "2"},
+        "threads_per_rank": 1,
+    }

@@ -1,0 +1,157 @@
+"""Runs on disk: made once, found again, never mixed up."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from harness.store import identity
+from harness.store.errors import StoreError
+from harness.store.rundir import RunDir, Store, cancel_requested, request_cancel
+from tests.launch.cells import make_cell
+
+NASTY = [
+    "with space",
+    "quo'te",
+    'dou"ble',
+    "dollar$HOME",
+    "semi;colon",
+    "per%cent",
+    "back\\slash",
+    "umläut",
+    "-rf",
+    "*?[",
+]
+
+
+def test_the_same_cell_twice_is_one_run(tmp_path):
+    store = Store(tmp_path)
+    run = store.create(make_cell(tmp_path, "train.steps=7"))
+    assert store.create(make_cell(tmp_path, "train.steps=7")) == run
+    assert len(store.runs()) == 1
+    assert run.path.name == f"tiny-ddp-no_shard-fp32-dp2-k2-{run.signature()[:8]}"
+    assert run.overrides() == ("train.steps=7",)
+    assert run.typed().train.steps == 7
+
+
+def test_from_many_threads_at_once_too(tmp_path):
+    cell = make_cell(tmp_path)
+    with ThreadPoolExecutor(8) as pool:
+        runs = set(pool.map(lambda _: Store(tmp_path).create(cell), range(32)))
+        attempts = list(pool.map(lambda run: run.new_attempt(), list(runs) * 16))
+    assert len(runs) == 1
+    assert sorted(attempts) == list(range(16))
+
+
+@pytest.mark.parametrize("name", NASTY)
+def test_nasty_roots_work(tmp_path, name):
+    root = tmp_path / name
+    store = Store(root)
+    run = store.create(make_cell(root))
+    store.remember(run)
+    assert store.find("@last") == store.find(run.signature()[:8]) == store.find(str(run.path)) == run
+    assert store.runs("adhoc") == [run]
+    assert run.config()["launch"]["root"] == str(root)
+
+
+@pytest.mark.parametrize("name", ["new\nline", "bell\a", "del\x7f"])
+def test_control_characters_in_the_root_are_refused(tmp_path, name):
+    with pytest.raises(StoreError, match="control character"):
+        Store(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["", "..", ".hidden", "a/b", "A b", "x\n"])
+def test_a_study_is_one_plain_folder(tmp_path, name):
+    cell = make_cell(tmp_path)
+    cell.config["study"]["name"] = name
+    with pytest.raises(StoreError, match="names a folder"):
+        Store(tmp_path).create(cell)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_directory_that_holds_another_configuration_is_refused(tmp_path):
+    """Two signatures with the same eight digits, or a config.yaml edited by hand."""
+    store = Store(tmp_path)
+    run = store.create(make_cell(tmp_path))
+    text = (run.path / "config.yaml").read_text()
+    (run.path / "config.yaml").write_text(text.replace("steps: 20", "steps: 21"))
+    with pytest.raises(StoreError, match=r"train\.steps=21 there, 20 here"):
+        store.create(make_cell(tmp_path))
+
+
+def test_the_next_attempt_takes_up_another_cluster_but_no_other_cell(tmp_path):
+    run = Store(tmp_path).create(make_cell(tmp_path))
+    run.adopt(make_cell(tmp_path, "cluster.partition=big"))
+    assert run.config()["cluster"]["partition"] == "big"
+    with pytest.raises(StoreError, match=r"optimizer\.lr=0\.001 there, 0\.5 here"):
+        run.adopt(make_cell(tmp_path, "optimizer.lr=0.5"))
+
+
+def test_references(tmp_path):
+    store = Store(tmp_path)
+    with pytest.raises(StoreError, match="nothing was run"):
+        store.find("@last")
+    with pytest.raises(StoreError, match="none yet"):
+        store.find("abcd")
+    run = store.create(make_cell(tmp_path))
+    other = store.create(make_cell(tmp_path, "study.name=other"))
+    digits = run.signature()
+    assert store.find(run.name) == run
+    assert store.find(f"{run.path}/") == run
+    with pytest.raises(StoreError, match="fits 2 runs"):
+        store.find(digits[:8])
+    with pytest.raises(StoreError, match="no run 'zzzz'"):
+        store.find("zzzz")
+    with pytest.raises(StoreError, match="4 or more digits"):
+        store.find(digits[:3])
+    assert store.runs("other") == [other]
+    assert store.runs("../adhoc") == []
+
+
+def test_a_long_prefix_must_fit_the_whole_signature(tmp_path):
+    store = Store(tmp_path)
+    run = store.create(make_cell(tmp_path))
+    digits = run.signature()
+    assert store.find(digits) == store.find(digits.upper()[:20]) == run
+    wrong = digits[:9] + ("0" if digits[9] != "0" else "1")
+    with pytest.raises(StoreError, match="no run"):
+        store.find(wrong)
+
+
+def test_a_folder_without_a_configuration_is_no_run(tmp_path):
+    with pytest.raises(StoreError, match="is not a run"):
+        RunDir(tmp_path).config()
+
+
+def test_one_owner(tmp_path):
+    run = Store(tmp_path).create(make_cell(tmp_path))
+    with run.lock(), pytest.raises(StoreError, match="is in use by another process"):
+        run.lock(timeout_s=0)
+    run.lock().release()
+
+
+def test_starting_over_moves_the_record_aside_and_drops_checkpoints(tmp_path):
+    run = Store(tmp_path).create(make_cell(tmp_path))
+    assert not run.has_record()
+    run.metrics.write_text('{"step": 1}\n')
+    run.capture.mkdir()
+    (run.ckpt / "step-000001").mkdir(parents=True)
+    assert run.has_record()
+    attempt = run.new_attempt()
+    run.start_over(attempt)
+    assert not run.has_record()
+    assert not run.capture.exists()
+    assert (run.attempt_dir(attempt) / "before" / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert identity.signature(run.config()) == run.signature()
+
+
+def test_cancelling_is_a_word_in_the_attempts_folder(tmp_path):
+    run = Store(tmp_path).create(make_cell(tmp_path))
+    run.new_attempt()
+    assert not cancel_requested(run.path, 0)
+    request_cancel(run.path, 0)
+    assert cancel_requested(run.path, 0)
+    assert run.new_attempt() == 1
+    assert not cancel_requested(run.path, 1)
