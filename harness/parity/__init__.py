@@ -3,13 +3,14 @@
     compare(RUN, RUN)      the verdict on two runs
     verdict(ROOT, STUDY)   every arm of a study against its control
     zoom(RUN, RUN, name)   one tensor of the two, close up
+    loss_bounds(RUN, RUN)  each step's loss and its bound, for a picture
     text, study_text       a verdict for the terminal; `.as_json()` and `.exit_code` are its methods
 
 Readers load numpy inside functions and torch never. docs/verdicts.md says what each tier demands and where every bound
 comes from.
 """
 
-from harness.parity.compare import CHECKOUT, compare
+from harness.parity.compare import CHECKOUT, compare, loss_bounds
 from harness.parity.outcome import Finding, Grade, Outcome, StudyVerdict, Verdict
 from harness.parity.render import study_text, text
 from harness.parity.study import verdict
@@ -23,6 +24,7 @@ __all__ = [
     "StudyVerdict",
     "Verdict",
     "compare",
+    "loss_bounds",
     "study_text",
     "text",
     "verdict",

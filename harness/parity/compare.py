@@ -47,6 +47,20 @@ def compare(arm: Path, control: Path, *, sources: str | None = CHECKOUT) -> Verd
     return judge(load(arm, digest), load(control, digest))
 
 
+def loss_bounds(arm: Path, control: Path) -> list[Finding]:
+    """Every step's loss against what rounding explains, for a picture; empty where the two cannot be compared.
+
+    Raises:
+        StoreError: one of them is no run.
+    """
+    left, right = load(Path(arm)), load(Path(control))
+    facts = comparable.check(left, right)
+    if any(fact.grade is not Grade.ok for fact in facts):
+        return []
+    kinds = _Judgement(left, right, facts).numbers
+    return [finding for kind in kinds for finding in kind if finding.check == "loss"]
+
+
 def judge(arm: Record, control: Record) -> Verdict:
     """The verdict on two runs that were read."""
     facts = comparable.check(arm, control)

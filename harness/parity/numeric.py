@@ -86,7 +86,7 @@ def explain(b: float, uncertainty: float, factors: Sequence[tuple[float, str]]) 
     factor = 1.0 + b
     nearest = min((value for value, _ in factors), key=lambda value: abs(value - factor))
     if abs(nearest - factor) > max(uncertainty, 0.02 * abs(nearest)):
-        return f"{factor:.6g} x the control's"
+        return f"{f'{factor:.4g}' if abs(b) > 1e-3 else f'(1 {b:+.1e})'} x the control's"
     causes = [cause for value, cause in factors if value == nearest]
     return f"{factor:.4g} x the control's: {'; or '.join(causes)}"
 

@@ -1,0 +1,55 @@
+"""The notebook, as a program and as a notebook, on runs that this test makes with the real command line."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NOTEBOOK = ROOT / "analysis" / "notebooks" / "loss_parity.py"
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The parity pair, six steps: one process, and ZeRO-3 on two ranks."""
+    root = tmp_path_factory.mktemp("store")
+    command = [sys.executable, "run.py", "-m", "study=parity_pair", "train.steps=6", f"launch.root={root}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return root
+
+
+def environment(store: Path) -> dict[str, str]:
+    return {**os.environ, "STORE": str(store), "STUDY": "parity_pair", "MPLBACKEND": "Agg"}
+
+
+def test_the_notebook_tells_the_pair_is_equivalent(store: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(NOTEBOOK)], env=environment(store), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "EQUIVALENT: study parity_pair, 1 comparisons" in done.stdout
+    assert "distance" in done.stdout
+
+
+def test_it_runs_as_a_notebook(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jupytext, nbclient = pytest.importorskip("jupytext"), pytest.importorskip("nbclient")
+    for name, value in environment(store).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MPLBACKEND")  # the kernel draws into the notebook
+    notebook = jupytext.read(NOTEBOOK)
+    nbclient.NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    kinds = {output.output_type for cell in notebook.cells for output in cell.get("outputs", [])}
+    assert "display_data" in kinds
+    assert "error" not in kinds
+
+
+def test_the_verdict_command_agrees(store: Path) -> None:
+    command = [sys.executable, "-m", "harness", "verdict", "parity_pair", "--root", str(store)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("EQUIVALENT: study parity_pair")
