@@ -16,7 +16,7 @@ from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf
 
-from harness.config.catalog import ROOT
+from harness.config import catalog
 
 ConfigStore.instance().store(
     group="hydra/sweeper",
@@ -35,7 +35,7 @@ class StudySource(FileConfigSource):
         if "://" not in path:
             path = f"{self.scheme()}://{path}"
         super().__init__(provider, path)
-        self.path = str(ROOT / self.path)
+        self.path = str(catalog.ROOT / self.path)
 
     @staticmethod
     def scheme() -> str:

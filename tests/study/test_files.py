@@ -23,7 +23,6 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for folder in ("conf", "sweeps"):
         shutil.copytree(catalog.ROOT / folder, tmp_path / folder)
     monkeypatch.setattr(catalog, "ROOT", tmp_path)
-    monkeypatch.setattr("hydra_plugins.harness_hydra.ROOT", tmp_path)
     catalog.load_catalog.cache_clear()
     yield tmp_path
     catalog.load_catalog.cache_clear()
