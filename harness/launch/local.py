@@ -27,6 +27,9 @@ from harness.store.status import State
 LAST_WORDS_S = 1.0
 """How long the other ranks may still tell their own errors after one has died."""
 
+CAUSE_S = 5.0
+"""How long a rank that only lost a peer is no cause: the one that failed may be slow to say so."""
+
 STACKS_S = 2.0
 """How long ranks may take to write their stacks."""
 
@@ -128,7 +131,8 @@ class LocalRun:
 
     def _on_exit(self, rank: Rank) -> None:
         if rank.code not in (0, 75):
-            self._decide(State.failed, "", LAST_WORDS_S)
+            found = rank.failure()
+            self._decide(State.failed, "", CAUSE_S if found is not None and found.echo else LAST_WORDS_S)
         else:
             self._end_by(self.config.launch.stop_grace_s)  # the others are at the same step boundary
 

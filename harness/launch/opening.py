@@ -47,9 +47,20 @@ def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> D
     return decide(
         status.effective(run.path, jobs),
         stale=provenance.is_stale(run.path, sources.digest),
-        has_record=run.has_record(),
+        obstacle=_obstacle(run, cell, sources) if run.has_record() else "",
         rerun=cell.typed.launch.rerun,
     )
+
+
+def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
+    """What would make the rest of a run another computation than its beginning."""
+    if provenance.is_stale(run.path, sources.digest):
+        return "the sources changed since"
+    before, now = run.config()["cluster"], cell.config["cluster"]
+    for key in ("threads_per_rank", "device"):  # the signature leaves the cluster out, but sums depend on these
+        if before[key] != now[key]:
+            return f"cluster.{key} was {before[key]}"
+    return ""
 
 
 def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources, first: Status) -> Opened:

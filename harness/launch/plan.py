@@ -38,13 +38,13 @@ class Decision:
 ALIVE = frozenset({State.queued, State.running})
 
 
-def decide(status: Status | None, *, stale: bool, has_record: bool, rerun: Rerun) -> Decision:
+def decide(status: Status | None, *, stale: bool, obstacle: str, rerun: Rerun) -> Decision:
     """Choose for one cell.
 
     Args:
         status: its effective state (`status.effective`); None if it was never started.
         stale: whether the sources that can change its numbers changed since it was made.
-        has_record: whether steps or checkpoints of an earlier attempt exist.
+        obstacle: why the steps of an earlier attempt cannot be gone on with; empty where they can, or there are none.
         rerun: which finished cells the request wants again.
     """
     if status is None:
@@ -54,8 +54,8 @@ def decide(status: Status | None, *, stale: bool, has_record: bool, rerun: Rerun
     if status.state is State.done:
         return _decide_done(stale, rerun)
     again = f"{status.state.value} before: {status.reason}"
-    if stale and has_record:
-        return Decision(Action.start_over, f"{again}; sources changed since, so from step 0")
+    if obstacle:
+        return Decision(Action.start_over, f"{again}; {obstacle}, so from step 0")
     return Decision(Action.start, again)
 
 

@@ -72,7 +72,7 @@ class RunDisplay:
     def _is_due(self, step: int, steps: int) -> bool:
         regular = step in (1, steps) or step % max(1, steps // PLAIN_LINES) == 0
         late = time.monotonic() - self._last_shown > PLAIN_PAUSE_S
-        return late or (regular and steps <= 1000) or step in (1, steps)
+        return late or regular
 
 
 class Terminal:

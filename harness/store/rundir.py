@@ -168,12 +168,13 @@ class RunDir:
 
     def start_over(self, attempt: int) -> None:
         """Move the record of earlier attempts into `attempts/<attempt>/before/` and drop its checkpoints."""
+        if self.ckpt.exists():  # first: whatever interrupts us, no checkpoint outlives the record it stands on
+            shutil.rmtree(self.ckpt)
         target = self.attempt_dir(attempt) / "before"
         for entry in (self.path / name for name in RECORD):
             if entry.exists():
                 target.mkdir(parents=True, exist_ok=True)
                 os.replace(entry, target / entry.name)
-        shutil.rmtree(self.ckpt, ignore_errors=True)
 
 
 def request_cancel(run: Path, attempt: int) -> None:

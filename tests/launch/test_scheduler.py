@@ -1,0 +1,153 @@
+"""What SLURM says, and what it means for a run. Texts are those of 22.05."""
+
+from __future__ import annotations
+
+import subprocess
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from harness.launch import scheduler
+from harness.launch.scheduler import Job, Scheduler, SlurmError, judge, parse_sacct, parse_scontrol, parse_squeue
+from harness.store.status import Keeper, State, Status
+
+NOW = datetime.now(UTC).isoformat()
+
+
+def of(state=State.running, job="7_1", **fields):
+    return Status(state, "r", 0, Keeper.slurm, job=job, updated=NOW, **fields)
+
+
+def test_squeue():
+    text = "7|1|RUNNING|None|s|with|pipes-ab\n8|N/A|PENDING|Resources|one-cd\n"
+    assert parse_squeue(text) == [
+        Job("7_1", "s|with|pipes-ab", "RUNNING", "None"),
+        Job("8", "one-cd", "PENDING", "Resources"),
+    ]
+
+
+def test_sacct():
+    text = "7_1|CANCELLED by 0|0:15|s-ab\n7_[2-3]|PENDING|0:0|s-ab\n8|FAILED|1:0|one\n8.batch|FAILED|1:0|batch\n"
+    assert parse_sacct(text) == [
+        Job("7_1", "s-ab", "CANCELLED", "exit code 0:15"),
+        Job("8", "one", "FAILED", "exit code 1:0"),
+    ]
+
+
+def test_scontrol():
+    text = (
+        "JobId=9 ArrayJobId=7 ArrayTaskId=1 JobName=s-ab UserId=root(0) JobState=FAILED Reason=NonZeroExitCode "
+        "Restarts=0 ExitCode=1:0\n"
+        "JobId=8 JobName=one JobState=COMPLETED ExitCode=0:0\n"
+    )
+    assert [(job.id, job.state, job.detail) for job in parse_scontrol(text)] == [
+        ("7_1", "FAILED", "exit code 1:0"),
+        ("8", "COMPLETED", "exit code 0:0"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("known", "slurm", "state"),
+    [
+        (State.queued, "PENDING", State.queued),
+        (State.queued, "RUNNING", State.running),
+        (State.running, "PENDING", State.queued),
+        (State.preempted, "PENDING", State.preempted),
+        (State.preempted, "RUNNING", State.running),
+        (State.running, "FAILED", State.failed),
+        (State.running, "OUT_OF_MEMORY", State.failed),
+        (State.running, "TIMEOUT", State.failed),
+        (State.running, "CANCELLED", State.cancelled),
+        (State.queued, "CANCELLED", State.cancelled),
+        (State.running, "NODE_FAIL", State.lost),
+        (State.running, "COMPLETED", State.lost),
+        (State.preempted, "FAILED", State.lost),
+        (State.preempted, "PREEMPTED", State.lost),
+    ],
+)
+def test_what_a_jobs_state_means(known, slurm, state):
+    found = judge(of(known), Job("7_1", "s", slurm, "x"))
+    assert found is not None
+    assert found[0] is state
+    assert f"SLURM job 7_1 is {slurm}" in found[1]
+
+
+def test_a_running_job_adds_nothing_to_what_the_run_says():
+    assert judge(of(State.running), Job("7_1", "s", "RUNNING")) is None
+
+
+class Commands:
+    """Stands in for squeue, sacct and scontrol; a text to answer with, or None to fail."""
+
+    def __init__(self, **texts):
+        self.texts, self.asked = texts, []
+
+    def __call__(self, command, **_):
+        self.asked.append(command[0])
+        text = self.texts.get(command[0])
+        return subprocess.CompletedProcess(command, int(text is None), text or "", "no")
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    def install(**texts):
+        fake = Commands(**texts)
+        monkeypatch.setattr(scheduler.subprocess, "run", fake)
+        return fake
+
+    return install
+
+
+def test_one_look_at_the_queue_for_many_runs(commands):
+    fake = commands(squeue="7|1|PENDING|Priority|s\n7|2|RUNNING|None|s\n")
+    look = Scheduler()
+    assert look(of(State.queued, "7_1")) == (State.queued, "SLURM job 7_1 is PENDING (Priority)")
+    assert look(of(State.running, "7_2")) is None
+    assert fake.asked == ["squeue"]
+
+
+def test_without_accounting_the_controller_still_remembers(commands):
+    commands(squeue="", scontrol="JobId=9 ArrayJobId=7 ArrayTaskId=1 JobName=s JobState=FAILED ExitCode=1:0\n")
+    assert Scheduler()(of()) == (State.failed, "SLURM job 7_1 is FAILED (exit code 1:0)")
+
+
+def test_accounting_is_asked_first(commands):
+    fake = commands(squeue="", sacct="7_1|TIMEOUT|0:0|s\n")
+    assert Scheduler()(of()) == (State.failed, "SLURM job 7_1 is TIMEOUT (exit code 0:0)")
+    assert fake.asked == ["squeue", "sacct"]
+
+
+def test_what_nobody_knows_is_lost(commands):
+    commands(squeue="")
+    assert Scheduler()(of()) == (State.lost, "SLURM no longer knows job 7_1")
+
+
+def test_a_silent_controller_proves_nothing(commands):
+    commands()
+    assert Scheduler()(of()) is None
+    with pytest.raises(SlurmError, match="squeue: no"):
+        Scheduler().queue()
+
+
+def test_a_run_whose_number_was_lost_is_found_by_its_token(commands):
+    commands(
+        squeue="7|1|PENDING|None|study-0badcafe\n7|0|PENDING|None|study-0badcafe\n6|1|PENDING|None|study-1badcafe\n"
+    )
+    job = Scheduler().job_of(of(State.queued, "", submission="0badcafe", index=1))
+    assert job is not None
+    assert job.id == "7_1"
+
+
+@pytest.mark.parametrize(("age_s", "expected"), [(5, None), (300, State.lost)])
+def test_a_submission_without_a_job_is_lost_after_a_while(commands, age_s, expected):
+    commands(squeue="")
+    updated = (datetime.now(UTC) - timedelta(seconds=age_s)).isoformat()
+    found = Scheduler()(Status(State.queued, "r", 0, Keeper.slurm, submission="ab", updated=updated))
+    assert (found and found[0]) is expected
+
+
+def test_the_limit_of_an_array(commands):
+    commands(scontrol="MaxArraySize            = 77\n")
+    assert scheduler.max_array_size() == 77
+    commands()
+    assert scheduler.max_array_size() == 1001

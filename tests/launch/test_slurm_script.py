@@ -1,0 +1,93 @@
+"""Batch scripts and arrays, without any SLURM."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from harness.launch import preview as preview_module
+from harness.launch import slurm
+from harness.launch.preview import preview
+from harness.launch.slurm import Shape, script, shapes
+from tests.launch.cells import make_cell
+
+
+def make(root, *overrides):
+    return make_cell(root, "cluster.backend=slurm", *overrides)
+
+
+def text_of(root, *overrides, count=2):
+    return script(root / "s" / ".submit" / "ab", Shape.of(make(root, *overrides).typed), "study-ab", count)
+
+
+def test_one_array_for_each_shape(tmp_path):
+    cells = [make(tmp_path, f"train.replicate={i}") for i in range(3)]
+    cells += [make(tmp_path, "mesh.world_size=4"), make(tmp_path, "train.replicate=9")]
+    groups = shapes(cells)
+    assert [len(group) for group in groups.values()] == [4, 1]
+
+
+def test_what_the_cell_says_reaches_sbatch(tmp_path):
+    text = text_of(
+        tmp_path,
+        "mesh.world_size=8",
+        "cluster.nodes=2",
+        "cluster.gpus_per_node=4",
+        "cluster.threads_per_rank=3",
+        "cluster.mem_gb=1.5",
+        "cluster.partition=big",
+        "cluster.account=me",
+        "cluster.qos=low",
+        "cluster.time_min=90",
+        "cluster.grace_s=77",
+        "cluster.setup=[module load x]",
+        "cluster.additional.network=sharp",
+    )
+    wanted = {
+        "array=0-1%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=3", "mem=1536M",
+        "partition=big", "account=me", "qos=low", "time=90", "signal=USR2@77", "network=sharp", "requeue", "open-mode=append",
+        "job-name=study-ab",
+    }  # fmt: skip
+    found = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
+    assert wanted <= found
+    assert "\nmodule load x\n" in text
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
+    words = shlex.split(srun)
+    assert "--kill-on-bad-exit=1" in words
+    assert "--cpus-per-task=3" in words
+
+
+def test_what_the_cell_leaves_open_is_left_to_slurm(tmp_path):
+    text = text_of(tmp_path, count=1)
+    for word in ("--array", "--gpus", "--mem", "--partition", "--account", "--qos", "--wckey"):
+        assert word not in text
+
+
+@pytest.mark.parametrize("name", ["with space", "dollar$HOME", "semi;colon", "umläut", "(b)"])
+def test_nasty_roots_are_one_word(tmp_path, name):
+    text = text_of(tmp_path / name)
+    (output,) = [line for line in text.splitlines() if line.startswith("#SBATCH --output=")]
+    assert shlex.split(output.removeprefix("#SBATCH --output="))[0].startswith(str(tmp_path / name))
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
+    assert shlex.split(srun)[-1] == str(tmp_path / name / "s" / ".submit" / "ab")
+
+
+def test_more_cells_than_an_array_holds_are_several_arrays():
+    chunks = list(slurm._chunks(list(range(7)), 3))
+    assert chunks == [[0, 1, 2], [3, 4, 5], [6]]
+
+
+def test_a_preview_shows_everything_and_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(preview_module, "probe", lambda: None)
+    root = tmp_path / "none yet"
+    cells = [make(root, "train.replicate=1"), make_cell(root, "train.replicate=2")]
+    text = preview(cells)
+    assert "2 cells" in text
+    for cell in cells:
+        assert f"{cell.name}-{cell.signature[:8]}\n    start: new" in text
+    assert "#SBATCH --nodes=1" in text
+    assert "harness.worker" in text
+    assert "OMP_NUM_THREADS=1" in text
+    assert list(Path(tmp_path).iterdir()) == []

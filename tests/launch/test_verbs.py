@@ -1,0 +1,207 @@
+"""What stands behind watch, retry, cancel, show, diff and gc."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+
+import pytest
+
+from harness.launch import control
+from harness.launch.terminal import RunDisplay, Terminal, duration, quantity
+from harness.launch.watch import render, rows, watch
+from harness.store import provenance, status
+from harness.store.errors import StoreError
+from harness.store.files import Lock
+from harness.store.gc import garbage, gc
+from harness.store.metrics import MetricsWriter
+from harness.store.rundir import Store, cancel_requested
+from harness.store.show import diff, show
+from harness.store.status import State, Status
+from tests.launch.cells import make_cell
+
+
+@pytest.fixture
+def store(tmp_path):
+    return Store(tmp_path)
+
+
+def add(store, state, reason="r", *overrides, steps=0):
+    """A run in some state, with a record of some steps."""
+    run = store.create(make_cell(store.root, *overrides))
+    attempt = run.new_attempt()
+    provenance.record_start(run.path, {"sources_digest": provenance.sources_digest(), "versions": {"torch": "2"}}, "")
+    with MetricsWriter(run.metrics) as writer:
+        for step in range(1, steps + 1):
+            writer.write({"step": step, "loss": 4.0 / step, "step_time_s": 0.5})
+    status.write(run.path, Status(state, reason, attempt))
+    return run
+
+
+def table(store, width=300):
+    return render(rows(store, "adhoc", None), width)
+
+
+def test_the_table_says_how_each_fares(store):
+    add(store, State.done, "20 steps", steps=20)
+    running = add(store, State.running, "r", "train.replicate=1", steps=5)
+    with Lock.acquire(running.path / ".lock"):
+        lines = table(store).splitlines()
+    assert lines[0].split() == ["run", "state", "step", "loss", "ms/step", "left", "reason"]
+    assert lines[1].split()[1:] == ["done", "20/20", "0.2000", "500"]
+    assert lines[2].split()[1:] == ["running", "5/20", "0.8000", "500", "8", "s", "r"]
+    assert lines[-1] == "1 done, 1 running"
+
+
+def test_a_run_whose_process_is_gone_is_lost_in_the_table(store):
+    add(store, State.running)
+    assert "lost" in table(store)
+    assert watch(store, "adhoc", terminal=Terminal(io.StringIO())) == 1
+
+
+def test_failures_are_grouped_by_what_they_say(store):
+    for replicate, reason in enumerate(
+        ["rank 0: ValueError: bad step 3", "rank 1: ValueError: bad step 14", "rank 0: KeyError: 'x'"]
+    ):
+        add(store, State.failed, reason, f"train.replicate={replicate}")
+    text = table(store)
+    assert "  2 x rank 0: ValueError: bad step 3\n" in text
+    assert "  1 x rank 0: KeyError: 'x'\n" in text
+
+
+def test_stale_and_damaged_runs_are_rows_too(store):
+    old = add(store, State.done, steps=20)
+    provenance.record_start(old.path, {"sources_digest": "older"}, "")
+    broken = add(store, State.done, "r", "train.replicate=1")
+    (broken.path / "status.json").write_text("{")
+    text = table(store)
+    assert "done, stale" in text
+    assert "damaged" in text
+
+
+def test_lines_fit_the_terminal(store):
+    add(store, State.failed, "x" * 500)
+    assert max(len(line) for line in table(store, 60).splitlines()) == 60
+
+
+def test_no_such_study(store):
+    add(store, State.done)
+    with pytest.raises(StoreError, match=r"no runs of study 'nope' .*; studies: adhoc"):
+        watch(store, "nope")
+
+
+def test_cancel_of_a_living_run_asks_its_owner(store, monkeypatch):
+    monkeypatch.setattr(control, "probe", lambda: None)
+    monkeypatch.setattr(control, "CANCEL_TIMEOUT_S", 0.1)
+    run = add(store, State.running)
+    out = io.StringIO()
+    with Lock.acquire(run.path / ".lock"):
+        assert control.cancel(store, "adhoc", Terminal(out)) == 1, "it has not ended"
+    assert cancel_requested(run.path, 0)
+    assert "does not end" in out.getvalue()
+    assert control.cancel(store, "adhoc", Terminal(out)) == 0
+    assert "nothing to cancel" in out.getvalue()
+
+
+def test_retry_asks_again_for_the_frozen_cells(store, monkeypatch):
+    asked = []
+    monkeypatch.setattr(control, "submit", lambda cells: asked.extend(cells) or 0)
+    runs = [add(store, State.failed, "r", f"train.replicate={i}") for i in range(2)]
+    assert control.retry(store, "adhoc") == 0
+    assert [cell.signature for cell in asked] == [run.signature() for run in runs]
+    asked.clear()
+    control.retry(store, str(runs[1].path))
+    assert [store.path_of(cell) for cell in asked] == [runs[1].path]
+
+
+def test_show_is_one_screen(store):
+    run = add(store, State.failed, "rank 1: KeyError: 'x'", "train.replicate=3", steps=2)
+    (run.attempt_dir(0) / "error.txt").write_text("rank 1 failed first:\n\nTraceback\n")
+    text = show(run)
+    for part in (str(run.path), run.signature(), "failed: rank 1: KeyError", "train.replicate=3", "torch 2", "2 of 20"):
+        assert part in text
+    assert text.endswith("Traceback")
+
+
+def test_diff_names_what_differs_and_only_that(store):
+    a = add(store, State.done)
+    b = add(store, State.done, "r", "optimizer.lr=0.5", "cluster.partition=big")
+    provenance.merge(b.path, {"versions": {"torch": "3"}, "environment": {"OMP_NUM_THREADS": "2", "SLURM_JOB_ID": "1"}})
+    lines = [line.strip() for line in diff(a, b).splitlines()]
+    assert "optimizer.lr: 0.001 -> 0.5" in lines
+    assert "versions.torch: 2 -> 3" in lines
+    assert "environment.OMP_NUM_THREADS: (absent) -> 2" in lines
+    assert not [line for line in lines if "SLURM" in line or "train." in line]
+    assert lines.index("optimizer.lr: 0.001 -> 0.5") < lines.index("cluster.partition: null -> big")
+    assert "no difference" in diff(a, a)
+
+
+def age(path, hours=2):
+    then = time.time() - 3600 * hours
+    os.utime(path, (then, then))
+
+
+def test_gc_finds_leftovers_and_no_record(store):
+    run = add(store, State.done, steps=3)
+    living = add(store, State.running, "r", "train.replicate=1")
+    for one in (run, living):
+        (one.ckpt / "step-000003").mkdir(parents=True)
+        (one.ckpt / "step-000003" / "x").write_bytes(b"0" * 1000)
+    temporary = run.path / ".metrics.jsonl.abc.tmp"
+    temporary.write_text("x")
+    submission = store.root / "adhoc" / ".submit" / "0badcafe"
+    submission.mkdir(parents=True)
+    half = store.root / "adhoc" / "half-made"
+    half.mkdir()
+    assert garbage(store) == [], "all of it is young"
+    for path in (temporary, submission, half):
+        age(path)
+    with Lock.acquire(living.path / ".lock"):
+        assert {item.path for item in garbage(store)} == {temporary, submission, half}
+        assert "1 items" not in gc(store, checkpoints=True)
+        text = gc(store, checkpoints=True, apply=True)
+    assert "4 items" in text
+    assert not run.ckpt.exists()
+    assert (living.ckpt / "step-000003").exists()
+    assert run.metrics.exists()
+    assert not temporary.exists()
+
+
+STEP = {"kind": "step", "rank": 0, "steps": 100, "loss": 2.5, "step_time_s": 0.5, "tokens": 1000, "memory_bytes": 2**30}
+
+
+def shown(out, numbers, **changes):
+    display = RunDisplay(Terminal(out), "")
+    for step in numbers:
+        display({**STEP, "step": step, **changes})
+    return out.getvalue()
+
+
+def test_progress_says_what_is_asked_for():
+    (line,) = shown(io.StringIO(), [1]).splitlines()
+    assert line == "step 1/100  loss 2.5000  500 ms/step  2k tokens/s  1024 MiB  ETA 50 s"
+
+
+def test_few_lines_where_nothing_can_be_overwritten():
+    assert len(shown(io.StringIO(), range(1, 101)).splitlines()) == 11
+    assert len(shown(io.StringIO(), range(1, 100_001), steps=100_000).splitlines()) < 20
+    assert shown(io.StringIO(), [1], rank=1) == ""
+
+
+def test_a_terminal_that_went_away_does_not_end_the_run():
+    class Gone(io.StringIO):
+        def write(self, _):
+            raise BrokenPipeError
+
+    shown(Gone(), [1])
+
+
+@pytest.mark.parametrize(("value", "text"), [(3, "3"), (1234, "1.23k"), (2.5e6, "2.5M"), (3e9, "3G")])
+def test_quantities(value, text):
+    assert quantity(value) == text
+
+
+@pytest.mark.parametrize(("value", "text"), [(3.4, "3 s"), (600, "10 min"), (7200, "2.0 h")])
+def test_durations(value, text):
+    assert duration(value) == text
