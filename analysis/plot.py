@@ -27,6 +27,7 @@ def differences(frame: pd.DataFrame, ax: Axes, labels: Mapping[str, str] | None 
             line["step"], line["difference"].abs().clip(lower=FLOOR), ".-", label=_label(run, labels), linewidth=0.8
         )
     ax.set_yscale("log")
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.set_xlabel("step")
     ax.set_ylabel("relative difference of the loss")
     return ax

@@ -126,7 +126,7 @@ def draw(study: StudyVerdict, runs: pd.DataFrame, path: Path) -> None:
             if number == 0:
                 found = [(f.step, f.allowed) for f in loss_bounds(arm.arm, arm.control)]
                 plot.bound(pd.DataFrame(found, columns=["step", "allowed"]), left, f"allowed, {policy}", colour)
-    left.legend(fontsize=7)
+    left.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
     left.set_title(f"loss against {label(runs.loc[arms[0].control])}", fontsize=9)
     names = {runs.loc[arm.arm, "run"]: label(runs.loc[arm.arm]) for arm in arms}
     distances = pd.concat([load.gradients(arm.arm, arm.control) for arm in arms])

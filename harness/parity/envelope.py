@@ -41,7 +41,7 @@ density is 1/(m ln 2) on [1, 2): the mean of 1/m^2 is 3/(8 ln 2)."""
 
 SAFETY = 4.0
 """Allowed over expected. Tensors whose sums cancel (attention's queries and keys) and those that few values feed (rare
-embedding rows) err more than the mean; the worst clean ratio measured is 1.1 (docs/verdicts.md)."""
+embedding rows) err more than the mean; the worst clean distance measured is 1.2 estimates (docs/verdicts.md)."""
 
 REFUTED = 2.0
 """Refuted over allowed."""
@@ -172,6 +172,12 @@ class Envelope:
     def distance(self) -> float:
         """Largest relative distance of one tensor's gradient at step 1."""
         return SAFETY * math.hypot(self.arm.gradient, self.control.gradient)
+
+    @property
+    def floor(self) -> float:
+        """Distance that reductions alone explain, of a single element too: what tells kernels that agree from equal
+        bits."""
+        return SAFETY * SIGMAS * math.hypot(self.arm.reduction, self.control.reduction)
 
     def piece(self, numel: int) -> float:
         """Largest distance of a piece of a tensor: over a half of its own mean square it may lie sqrt(2) farther off,

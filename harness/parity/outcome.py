@@ -97,6 +97,13 @@ def grade(observed: float, allowed: float, refuted: float) -> Grade:
     return Grade.doubt if observed <= refuted else Grade.bad
 
 
+def percent(value: float | None) -> str:
+    """A relative size for people: per cent down to 0.01 %, else a power of ten."""
+    if value is None:
+        return "unknown"
+    return f"{100 * value:.3g} %" if 1e-4 <= abs(value) < 1e3 else f"{value:.1e}"
+
+
 def worst(findings: Iterable[Finding]) -> Finding | None:
     """The finding to show for a kind: the gravest grade first, then the farthest out."""
     order = [Grade.ok, Grade.doubt, Grade.bad]

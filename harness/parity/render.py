@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.parity.outcome import Finding, Grade, StudyVerdict, Verdict
-from harness.parity.wording import percent, shown
+from harness.parity.outcome import Finding, Grade, StudyVerdict, Verdict, percent
+from harness.parity.wording import shown
 
 MARKS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "BAD"}
 BITS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "differ"}

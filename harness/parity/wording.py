@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.parity.admissible import Admission
-from harness.parity.outcome import Finding, Grade, Outcome, Verdict
+from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
 from harness.parity.record import Record
 
 
@@ -112,13 +112,6 @@ def describe(first: Finding, named: Finding, hint: str) -> str:
     else:
         measured = f"is off by {percent(first.observed)} where rounding explains {percent(first.allowed)}"
     return f"{where}{subject} {measured}{f'; {hint}' if hint else ''}"
-
-
-def percent(value: float | None) -> str:
-    """A relative size for people: per cent down to 0.01 %, else a power of ten."""
-    if value is None:
-        return "unknown"
-    return f"{100 * value:.3g} %" if 1e-4 <= abs(value) < 1e3 else f"{value:.1e}"
 
 
 def standing_for(finding: Finding, count: int) -> Finding:

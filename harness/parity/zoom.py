@@ -7,10 +7,9 @@ from pathlib import Path
 from harness.config.errors import refuse
 from harness.parity.envelope import REFUTED, Arithmetic, Envelope
 from harness.parity.gradients import BLOCKS, Block, compare_tensor
-from harness.parity.outcome import Grade, grade
+from harness.parity.outcome import Grade, grade, percent
 from harness.parity.record import Record, load
 from harness.parity.render import table
-from harness.parity.wording import percent
 
 PIECES = 6
 VALUES = 3

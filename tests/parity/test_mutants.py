@@ -40,6 +40,7 @@ CHECKS = {
     "scale of all gradients",
     "gradient distance",
     "gradient, worst piece",
+    "gradient among its fellows",
     "gradient scale",
     "logged norm",
     "loss",
