@@ -47,8 +47,8 @@ def test_what_the_cell_says_reaches_sbatch(tmp_path):
     )
     wanted = {
         "array=0-1%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=3", "mem=1536M",
-        "partition=big", "account=me", "qos=low", "time=90", "signal=USR2@77", "network=sharp", "requeue", "open-mode=append",
-        "job-name=study-ab",
+        "partition=big", "account=me", "qos=low", "time=90", "signal=USR2@77", "network=sharp", "requeue",
+        "open-mode=append", "job-name=study-ab",
     }  # fmt: skip
     found = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
     assert wanted <= found

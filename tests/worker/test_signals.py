@@ -1,0 +1,209 @@
+"""Requests to stop, and what they mean."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from harness.store import status
+from harness.store.placement import Placement
+from harness.store.rundir import Store, request_cancel
+from harness.store.status import Keeper, State, Status
+from harness.worker import requeue
+from harness.worker.report import ProgressPipe, Reporter
+from harness.worker.requeue import Fate, judge
+from harness.worker.stop import StopFlag
+from tests.launch.cells import make_cell
+
+
+@pytest.fixture
+def flag():
+    made = StopFlag()
+    made.listen()
+    yield made
+    made.restore()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+def test_a_signal_only_raises_the_flag(flag, number):
+    assert not flag()
+    os.kill(os.getpid(), number)
+    assert flag()
+    assert flag.reason == f"{number.name} received"
+
+
+def test_the_first_signal_is_the_reason(flag):
+    os.kill(os.getpid(), signal.SIGUSR2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert flag.first is signal.SIGUSR2
+    assert flag.reason == "SIGUSR2 received"
+
+
+EARLY = """
+import os, signal
+from harness.worker.stop import StopFlag
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+os.kill(os.getpid(), signal.SIGUSR2)
+flag = StopFlag()
+flag.listen()
+assert flag(), "lost"
+"""
+
+
+def test_a_signal_that_came_before_we_listened_is_not_lost():
+    subprocess.run([sys.executable, "-c", EARLY], timeout=20, check=True)
+
+
+def test_handlers_are_given_back():
+    before = signal.getsignal(signal.SIGTERM)
+    flag = StopFlag()
+    flag.listen()
+    assert signal.getsignal(signal.SIGTERM) != before
+    flag.restore()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_cancelling_by_word(flag, tmp_path, monkeypatch):
+    monkeypatch.setattr("harness.worker.stop.POLL_S", 0.01)
+    run = Store(tmp_path).create(make_cell(tmp_path))
+    attempt = run.new_attempt()
+    flag.watch_cancel(run.path, attempt)
+    request_cancel(run.path, attempt)
+    deadline = time.monotonic() + 5
+    while not flag():
+        assert time.monotonic() < deadline
+    assert flag.cancelled
+
+
+@pytest.mark.parametrize(
+    ("text", "restarts", "fate"),
+    [
+        ("JobId=1 JobState=COMPLETING Reason=None Restarts=0", 0, Fate(cancelled=True)),
+        ("JobId=1 JobState=CANCELLED Restarts=0", 0, Fate(cancelled=True)),
+        ("JobId=1 JobState=COMPLETING Restarts=1", 0, Fate(requeued=True)),
+        ("JobId=1 JobState=COMPLETING Restarts=1", 1, Fate(cancelled=True)),
+        ("JobId=1 JobState=RUNNING Restarts=0", 0, Fate()),
+        ("JobId=1 JobState=SIGNALING Restarts=0", 0, Fate()),
+        ("", 0, Fate()),
+    ],
+)
+def test_cancelled_or_preempted(text, restarts, fate):
+    assert judge(text, restarts) == fate
+
+
+def test_outside_slurm_nobody_is_asked():
+    assert requeue.fate(Placement(0, 2, 0, "", "torchrun")) == Fate()
+
+
+def test_progress_never_blocks_training():
+    reading, writing = os.pipe()
+    pipe = ProgressPipe({"HARNESS_PROGRESS_FD": str(writing)})
+    for _ in range(20_000):  # far more than a pipe holds, and nobody reads
+        pipe.send("step", step=1)
+    os.close(reading)
+    pipe.send("step", step=2)
+    pipe.send_patiently("error", text="x" * 100_000)
+    os.close(writing)
+
+
+@pytest.fixture
+def reporter(tmp_path):
+    """make(rank, **placement) -> a reporter of attempt 0 of one run."""
+    run = Store(tmp_path).create(make_cell(tmp_path))
+    run.new_attempt()
+
+    def make(rank, launcher="slurm", job="7"):
+        return Reporter(run.path, 0, Placement(rank, 2, rank, "s", launcher, job))
+
+    return make
+
+
+def raised(error):
+    try:
+        raise error
+    except Exception as caught:
+        return caught
+
+
+def test_without_a_launcher_the_failing_rank_says_so_itself(reporter):
+    reporter(0).started()
+    reporter(1).failed(raised(KeyError("x")))
+    found = status.read(reporter(1).run)
+    assert (found.state, found.reason, found.keeper, found.job) == (
+        State.failed,
+        "rank 1: KeyError: 'x'",
+        Keeper.slurm,
+        "7",
+    )
+
+
+def test_an_echo_waits_for_the_cause(reporter, monkeypatch):
+    monkeypatch.setattr("harness.worker.report.ECHO_PATIENCE_S", 0.2)
+    reporter(0).started()
+    first, second = reporter(0), reporter(1)
+    first.failed(raised(RuntimeError("Connection closed by peer")))
+    assert status.read(first.run).reason.startswith("rank 0: RuntimeError")
+    second.failed(raised(KeyError("x")))
+    assert (first.folder / "error.txt").read_text().startswith("rank 1 failed first")
+
+
+def test_a_cancelled_run_stays_cancelled_whatever_its_job_says(reporter):
+    one = reporter(0)
+    one.started()
+    status.move(one.run, 0, State.cancelled, "by hand")
+    one.ended(State.preempted, "saved")
+    assert status.read(one.run).reason == "by hand"
+    assert reporter(1).is_superseded()
+
+
+def test_a_job_that_comes_too_late_does_nothing(reporter):
+    one = reporter(0)
+    one.started()
+    assert not one.is_superseded()
+    status.write(one.run, Status(State.queued, "r", 1))
+    assert one.is_superseded()
+
+
+def test_a_full_disk_does_not_hide_the_error(reporter, monkeypatch, capsys):
+    one = reporter(0)
+    one.started()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("harness.store.files.os.fsync", full)
+    one.failed(raised(KeyError("the cause")))
+    assert "the cause" in capsys.readouterr().err
+
+
+HANG = """
+import sys, time
+from pathlib import Path
+from harness.store.placement import Placement
+from harness.worker.hang import HangWatch
+from harness.worker.report import Reporter
+reporter = Reporter(Path(sys.argv[1]), 0, Placement(0, 2, 0, "s", "slurm", "7"))
+reporter.started()
+with HangWatch(0.3, reporter, armed=True) as watch:
+    for _ in range(4):
+        time.sleep(0.15)
+        watch.step()
+    def stuck_here():
+        time.sleep(60)
+    stuck_here()
+"""
+
+
+def test_a_rank_without_a_launcher_ends_its_own_hang_with_its_stack(reporter):
+    one = reporter(0)
+    done = subprocess.run([sys.executable, "-c", HANG, str(one.run)], timeout=20, check=False, capture_output=True)
+    assert done.returncode == 1
+    assert "in stuck_here" in (one.folder / "stacks-rank0.txt").read_text()
+    found = status.read(one.run)
+    assert found.state is State.failed
+    assert "Hang: no step for 0.3 s" in found.reason
