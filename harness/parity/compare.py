@@ -153,10 +153,30 @@ class _Judgement:
         note = "rounding could hide one rank's contribution; hold it against a control of the same compute dtype"
         return [Finding("T2", "resolution", Stage.gradient, Grade.doubt, seen, needed, step=1, note=note)]
 
+    @cached_property
+    def one_sided(self) -> list[Finding]:
+        """Gradients that both were asked to capture and only one has: equal bits elsewhere do not speak for them."""
+        asked = [set(run.config["measure.capture_steps"]) for run in (self.arm, self.control)]
+        missing = (self.arm.captures.keys() ^ self.control.captures.keys()) & asked[0] & asked[1]
+        held = {True: "captured", False: "absent"}
+        return [
+            Finding(
+                "T1",
+                "gradients captured",
+                Stage.record,
+                Grade.doubt,
+                held[step in self.arm.captures],
+                held[step in self.control.captures],
+                step=step,
+                note="raise measure.capture_limit_mib, or run it again",
+            )
+            for step in sorted(missing)
+        ]
+
     def verdict(self) -> Verdict:
         """By the order in the module's docstring."""
         bits = [finding for finding in self.bits if finding.grade is not Grade.ok]
-        failed = sorted([*self.broken, *(self._failures(bits) if bits else [])], key=_order)
+        failed = sorted([*self.broken, *self.one_sided, *(self._failures(bits) if bits else [])], key=_order)
         outcome = self._outcome(bits, failed)
         resolution = numeric.resolution(self.pairs[1], self.envelope) if 1 in self.steps and not self.broken else None
         return wording.verdict(
@@ -185,7 +205,7 @@ class _Judgement:
         """The worst of each kind, with how many it stands for."""
         count = sum(fact.count for fact in self.facts)
         comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
-        rows = [comparable_row, *self.broken, *self.bits]
+        rows = [comparable_row, *self.broken, *self.one_sided, *self.bits]
         for kind in self.numbers:
             found = worst(kind)
             if found is not None:

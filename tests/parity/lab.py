@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 from harness.config.schema import Config
 from harness.store.metrics import encode
-from harness.store.rundir import CellLike, Store
+from harness.store.rundir import Store
 
 Array = NDArray[Any]
 Params = dict[str, Array]
@@ -312,9 +312,6 @@ class Cell:
 
     config: dict[str, Any]
     overrides: tuple[str, ...] = ()
-
-    def as_cell(self) -> CellLike:
-        return self
 
 
 PROVENANCE = {

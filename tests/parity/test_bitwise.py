@@ -75,6 +75,12 @@ def test_a_single_bit_is_different_where_bits_are_owed(
     assert says in verdict.sentence
 
 
+def test_gradients_that_one_run_lacks_are_missed_even_where_all_else_is_equal(bench: Bench, tmp_path: Path) -> None:
+    verdict = judged(bench, tmp_path, lambda run: shutil.rmtree(run / "capture"))
+    assert verdict.outcome is Outcome.UNDECIDED
+    assert "gradients captured (record) is absent against captured" in verdict.sentence
+
+
 def test_the_same_bit_is_rounding_where_none_are_owed(bench: Bench, tmp_path: Path) -> None:
     arm = tmp_path / "lab" / "changed"
     shutil.copytree(bench.run(replace(OURS, replicate=1)), arm)
