@@ -66,6 +66,7 @@ class MetricsWriter:
     def __init__(self, path: Path) -> None:
         """Open for appending, and cut a torn last line off first."""
         _cut_torn_end(path)
+        self.path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -80,9 +81,9 @@ class MetricsWriter:
             written = os.write(self._descriptor, data)
             while written < len(data):
                 written += os.write(self._descriptor, data[written:])
-        except OSError:
+        except OSError as error:
             os.ftruncate(self._descriptor, start)
-            raise
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def sync(self) -> None:
         """Wait until what was written is on the disk; called before a checkpoint that relies on it."""

@@ -101,8 +101,10 @@ class Reporter:
         Never raises: the disk may be full, which may be the very cause.
         """
         text = "".join(traceback.format_exception(error))
-        sys.stderr.write(text)
         self.pipe.send_patiently("error", text=text)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+            sys.stderr.flush()
         with contextlib.suppress(OSError, StoreError):
             failure.record(self.folder, self.place.rank, text)
             if not self.place.watched:

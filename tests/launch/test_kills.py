@@ -158,14 +158,18 @@ def test_ctrl_c_ends_with_130(launch):
 
 
 def test_the_same_request_twice_at_once_is_one_run(launch):
-    first = launch("train.steps=100000")
-    first.await_steps(1)
-    second = launch("train.steps=100000")
-    output = second.end()
-    assert second.process.returncode == 75
-    assert "running" in output
-    assert len(Store(first.root).runs()) == 1
-    assert first.run().attempts() == [0]
+    asked = [launch("train.steps=100000") for _ in range(2)]
+    deadline = time.monotonic() + 60
+    while all(one.process.poll() is None for one in asked):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    (left,) = [one for one in asked if one.process.poll() is not None]
+    (runs,) = [one for one in asked if one is not left]
+    assert left.process.returncode == 75
+    assert "running: starting" in left.end()
+    run = runs.await_steps(1)
+    assert Store(runs.root).runs() == [run]
+    assert run.attempts() == [0]
 
 
 def test_a_full_disk_while_writing_metrics_keeps_whole_lines(tmp_path, monkeypatch):

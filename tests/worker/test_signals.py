@@ -169,16 +169,22 @@ def test_a_job_that_comes_too_late_does_nothing(reporter):
     assert one.is_superseded()
 
 
-def test_a_full_disk_does_not_hide_the_error(reporter, monkeypatch, capsys):
-    one = reporter(0)
-    one.started()
+def test_a_full_disk_does_not_hide_the_error(reporter, monkeypatch):
+    """Neither the log nor error.txt can be written: the launcher's pipe still hears the traceback."""
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
+    reading, writing = os.pipe()
+    monkeypatch.setenv("HARNESS_PROGRESS_FD", str(writing))
+    one = reporter(0)
+    one.started()
     monkeypatch.setattr("harness.store.files.os.fsync", full)
+    monkeypatch.setattr(sys.stderr, "write", full)
     one.failed(raised(KeyError("the cause")))
-    assert "the cause" in capsys.readouterr().err
+    assert b"the cause" in os.read(reading, 65536)
+    os.close(reading)
+    os.close(writing)
 
 
 HANG = """
