@@ -144,7 +144,6 @@ def evidence(study: StudyVerdict, runs: pd.DataFrame, table: list[dict[str, Any]
     return {
         "command": f"python run.py -m study={study.study} && python benchmarks/readme_figure.py --study {study.study}",
         "question": study.question,
-        "control": dict(study.control),
         "torch": first["torch"],
         "cpu_model": first["cpu_model"],
         "sources": first["sources"],

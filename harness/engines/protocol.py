@@ -41,10 +41,10 @@ class Workload(Protocol):
     """Modules whose parameters are gathered and released together."""
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """Make the module with uninitialised parameters (device "meta" allocates none); buffers are real after `materialise_buffers`."""
+        """Make the module with uninitialised parameters; device "meta" allocates nothing, not even buffers."""
 
     def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
-        """Full initial value of the parameter with this global name: fp32, CPU, a function of the name and train.seed alone."""
+        """Full initial value of the parameter with this name: fp32, CPU, a function of name and train.seed alone."""
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
         """Give every buffer of a module built on meta its value."""
@@ -87,7 +87,7 @@ class Engine(ABC):
 
     @abstractmethod
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Full main weights by parameter name, in model order; tied weights once. CPU, main dtype. *Collective.* Changes nothing."""
+        """Full main weights by name, in model order, tied ones once; CPU, main dtype. *Collective.* Changes nothing."""
 
     def weight_norm(self) -> float:
         """Euclidean norm of the main weights, squares summed in fp64. *Collective.*
@@ -99,7 +99,7 @@ class Engine(ABC):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's state (main weights, optimizer state, step counts) as flat tensors on any device, for the same layout."""
+        """This rank's main weights, optimizer state and step counts as tensors on any device, for the same layout."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -111,7 +111,7 @@ class Engine(ABC):
 
     @abstractmethod
     def accounted_bytes(self) -> dict[str, int]:
-        """Persistent bytes on this rank by role: compute_weights, main_weights, main_grads, optimizer, padding, buffers."""
+        """Bytes kept on this rank by role: compute_weights, main_weights, main_grads, optimizer, padding, buffers."""
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release what outlives the object (hooks, threads)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -148,8 +148,6 @@ class StudyVerdict:
 
     study: str
     question: str
-    control: Mapping[str, str]
-    """Overrides that pick the control."""
     arms: tuple[Verdict, ...] = field(default=())
 
     @property
@@ -168,7 +166,6 @@ class StudyVerdict:
         return {
             "study": self.study,
             "question": self.question,
-            "control": dict(self.control),
             "outcome": self.outcome.value,
             "exit_code": self.exit_code,
             "arms": [arm.as_json() for arm in self.arms],

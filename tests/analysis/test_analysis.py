@@ -17,16 +17,17 @@ from analysis import load, plot, stats
 from benchmarks import readme_figure
 from harness.store import provenance
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import edit_config, edit_json, write
+from tests.parity.lab import as_study, edit_config, edit_json, write
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A control and two arms, made by this checkout's sources as far as anybody can tell."""
     root = tmp_path_factory.mktemp("store")
-    for arm in (FP32, OURS, replace(OURS, wire="bf16", strategy="optim_grads")):
-        run = write(root, arm)
-        edit_config(run, "study", control={"engine": "ddp"}, question="Is it the same?")
+    arms = (FP32, OURS, replace(OURS, wire="bf16", strategy="optim_grads"))
+    written = [write(root, arm) for arm in arms]
+    as_study(root, dict(zip(written, (None, written[0], written[0]), strict=True)), "Is it the same?")
+    for arm, run in zip(arms, written, strict=True):
         edit_config(run, "dtype", name="bf16_comm" if arm.wire == "bf16" else "fp32")
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
         edit_json(run / "summary.json", accounted_bytes={"main_weights": 2**20, "padding": 2**18}, loss=1.5)

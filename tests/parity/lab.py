@@ -10,7 +10,7 @@ import copy
 import hashlib
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,10 @@ from omegaconf import OmegaConf
 from safetensors.numpy import save_file
 
 from harness.config.schema import Config
+from harness.store.identity import signature
 from harness.store.metrics import encode
-from harness.store.rundir import Store
+from harness.store.rundir import RunDir, Store
+from harness.store.study import write_study
 
 Array = NDArray[Any]
 Params = dict[str, Array]
@@ -379,3 +381,21 @@ def broken(arm: Arm, **changes: Any) -> Arm:
     twin = copy.copy(arm)
     twin.fault = Fault(**changes)
     return twin
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A written run as the cell it was made from."""
+
+    config: dict[str, Any]
+    overrides: tuple[str, ...] = ()
+
+
+def as_study(root: Path, controls: Mapping[Path, Path | None], question: str) -> None:
+    """Record written runs as a study: each with the run it is held against, None for a control."""
+    cells = {run: _Cell(RunDir(run).config()) for run in controls}
+    for cell in cells.values():
+        cell.config["study"]["question"] = question
+    pairs = {run: control for run, control in controls.items() if control is not None}
+    of = {signature(cells[run].config): signature(cells[control].config) for run, control in pairs.items()}
+    write_study(root, list(cells.values()), of)

@@ -16,23 +16,21 @@ from harness.config.errors import BadRequest
 from harness.parity import Outcome, compare, study_text, text, verdict, zoom
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, duplicated
-from tests.parity.lab import CLEAN, broken, edit_config, edit_json, edit_lines, write
-
-CONTROL = {"engine": "ddp"}
+from tests.parity.lab import CLEAN, as_study, broken, edit_config, edit_json, edit_lines, write
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two seeds of a control, a clean arm of each, a broken arm and a repetition."""
     root = tmp_path_factory.mktemp("store")
-    for arm in (
-        *(replace(FP32, seed=seed) for seed in (0, 1)),
+    controls = [replace(FP32, seed=seed) for seed in (0, 1)]
+    arms = [
         *(replace(OURS, seed=seed, strategy="optim_grads") for seed in (0, 1)),
-        replace(FP32, replicate=1),
         broken(replace(OURS, strategy="optim"), reduced=duplicated),
-    ):
-        run = write(root, arm)
-        edit_config(run, "study", control=CONTROL, question="Is it the same?")
+    ]
+    runs = [write(root, arm) for arm in (*controls, replace(FP32, replicate=1), *arms)]
+    as_study(root, dict(zip(runs, (None, None, None, runs[0], runs[1], runs[0]), strict=True)), "Is it the same?")
+    write(root, replace(OURS, seed=7, strategy="optim"))  # of an earlier request: no arm of this one
     return root
 
 
@@ -53,18 +51,9 @@ def test_every_arm_meets_the_control_of_its_seeds(store: Path) -> None:
     assert json.loads(json.dumps(found.as_json(), allow_nan=False))["outcome"] == "DIFFERENT"
 
 
-def test_a_control_is_found_by_what_was_typed_too(store: Path, tmp_path: Path) -> None:
-    shutil.copytree(store, tmp_path / "copy")
-    for run in (tmp_path / "copy" / "lab").iterdir():
-        edit_config(run, "study", control={"experiment": "oracle"})
-        if "ddp" in run.name:
-            (run / "overrides.txt").write_text("experiment=oracle\n")
-    assert len(verdict(tmp_path / "copy", "lab", sources=CLEAN).arms) == 4
-
-
 def test_an_unfinished_arm_is_named_and_the_others_judged(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "copy")
-    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-*"))
+    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-fp32-dp2-k2-[!s]*"))
     edit_json(victim / "status.json", state="failed", reason="out of memory")
     found = verdict(tmp_path / "copy", "lab", sources=CLEAN)
     assert found.exit_code == 4
@@ -72,17 +61,18 @@ def test_an_unfinished_arm_is_named_and_the_others_judged(store: Path, tmp_path:
     assert "it is failed, not done (out of memory)" in study_text(found)
 
 
-@pytest.mark.parametrize(
-    ("control", "says"),
-    [({}, "is empty"), ({"engine": "single"}, "study.control=engine=single: is none of the 6 runs")],
-)
-def test_a_study_without_its_control_is_a_bad_request(
-    store: Path, tmp_path: Path, control: dict[str, str], says: str
-) -> None:
+def test_a_study_without_a_control_is_a_bad_request(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "copy")
-    for run in (tmp_path / "copy" / "lab").iterdir():
-        edit_config(run, "study", control=control)
-    with pytest.raises(BadRequest, match=says):
+    edit_json(tmp_path / "copy" / "lab" / "study.json", cells=[{"signature": "s", "directory": "d", "control": None}])
+    with pytest.raises(BadRequest, match="is empty"):
+        verdict(tmp_path / "copy", "lab", sources=CLEAN)
+
+
+def test_a_cell_that_was_never_started_is_named(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "copy")
+    gone = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-fp32-dp2-k2-[!s]*"))
+    shutil.rmtree(gone)
+    with pytest.raises(BadRequest, match=f"1 of 6 cells were never started: {gone.name}"):
         verdict(tmp_path / "copy", "lab", sources=CLEAN)
 
 
