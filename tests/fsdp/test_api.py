@@ -372,3 +372,29 @@ def failing_fold(rank: int) -> str:
 
 def test_an_error_beside_the_backward_reaches_the_step() -> None:
     assert failing_fold(0) == "broken fold"
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_contributions_are_summed_in_rank_order_in_the_accumulate_dtype(add: bool) -> None:
+    """((2^25 - 2^25) + 1) is 1 in fp32; from the other end the 1 is lost. In bf16 256 + 1 - 256 is 0."""
+    from harness.fsdp.collectives import _sum_in_order
+
+    contributions = [torch.tensor([2.0**25]), torch.tensor([-(2.0**25)]), torch.tensor([1.0])]
+    target = torch.tensor([10.0])
+    _sum_in_order(contributions, target, torch.float32, add=add)
+    assert target.item() == (11.0 if add else 1.0)
+    _sum_in_order(contributions[::-1], target, torch.float32, add=False)
+    assert target.item() == 0.0
+    wire = [torch.tensor([value], dtype=torch.bfloat16) for value in (256.0, 1.0, -256.0)]
+    _sum_in_order(wire, target, torch.float32, add=False)
+    assert target.item() == 1.0
+
+
+def test_a_sum_over_any_length_leaves_no_block_out() -> None:
+    from harness.fsdp.collectives import FOLD_BLOCK, _sum_in_order
+
+    for length in (0, 1, FOLD_BLOCK - 1, FOLD_BLOCK, FOLD_BLOCK + 1):
+        contributions = [torch.arange(length, dtype=torch.float32) * scale for scale in (1, 2, 3)]
+        target = torch.full((length,), torch.nan)
+        _sum_in_order(contributions, target, torch.float64, add=False)
+        assert torch.equal(target, torch.arange(length, dtype=torch.float32) * 6)
