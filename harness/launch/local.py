@@ -68,6 +68,7 @@ class LocalRun:
         self._deadline: float | None = None
         self._last_step = time.monotonic()
         self._stacks = ""
+        self._steps: dict[int, int] = {}
         try:
             self.ranks = start_ranks(
                 opened.run.path,
@@ -127,6 +128,8 @@ class LocalRun:
         for rank in self.ranks:
             for message in rank.messages():
                 self._last_step = time.monotonic()
+                if message["kind"] == "step":
+                    self._steps[rank.number] = message["step"]
                 self._listener(message)
 
     def _on_exit(self, rank: Rank) -> None:
@@ -141,7 +144,8 @@ class LocalRun:
         for rank in self.ranks:
             rank.signal(signal.SIGUSR1)
         time.sleep(STACKS_S)
-        self._stacks = _stacks(self._folder)
+        made = ", ".join(f"rank {rank.number}: {self._steps.get(rank.number, 0)}" for rank in self.ranks)
+        self._stacks = f"last steps: {made}\n\n{_stacks(self._folder)}"
         self._decide(State.failed, reason, 0.0)
         self._kill()
 
@@ -181,7 +185,7 @@ class LocalRun:
 
     def _failed(self, failures: list[Failure], reason: str) -> Ended:
         if self._stacks:
-            return Ended(State.failed, f"hang: {reason}", f"{reason}; the stacks of all ranks:\n\n{self._stacks}")
+            return Ended(State.failed, f"hang: {reason}", f"{reason}; {self._stacks}")
         if not failures:
             late = [str(rank.number) for rank in self.ranks if rank.killed_by_us]
             return Ended(State.failed, f"rank {', '.join(late)} did not end with the others", "")
@@ -202,4 +206,5 @@ class LocalRun:
 
 def _stacks(attempt: Path) -> str:
     files = sorted(attempt.glob("stacks-rank*.txt"))
-    return "\n".join(f"{path.stem}:\n{path.read_text(encoding='utf-8').rstrip()}\n" for path in files)
+    none = "(none: the process is stopped, or too stuck to take a signal)"
+    return "\n".join(f"{path.stem}:\n{path.read_text(encoding='utf-8').rstrip() or none}\n" for path in files)

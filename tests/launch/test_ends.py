@@ -167,6 +167,7 @@ def test_a_hang_shows_the_stack_of_every_rank(start):
     ended = finish(run, 15)
     assert ended.state is State.failed
     assert ended.reason == "hang: no step for 1 s"
+    assert "last steps: rank 0: 1, rank 1: 1" in ended.report
     assert "stacks-rank0" in ended.report
     assert "stacks-rank1" in ended.report
     assert ended.report.count("in wait_for_stop") == 2
