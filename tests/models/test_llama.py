@@ -99,6 +99,28 @@ def test_norm_divides_by_the_root_mean_square() -> None:
     torch.testing.assert_close(norm(x), expected, rtol=1e-15, atol=0)
 
 
+def test_model_is_pre_norm_blocks_of_attention_and_swiglu() -> None:
+    """The whole forward from the weights by name, with residuals, gate and norms written out."""
+    config = small_config()
+    model, (tokens, _) = filled(config), batch(config)
+    weights = dict(model.named_parameters())
+    cos, sin = (table[: tokens.shape[1]] for table in rotary_tables(config.model, torch.float64, "cpu"))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weights[name]
+
+    x = weights["embedding.weight"][tokens]
+    for number, block in enumerate(model.blocks):
+        prefix = f"blocks.{number}"
+        x = x + block.get_submodule("attention")(norm(x, f"{prefix}.attention_norm.weight"), cos, sin)
+        inner = norm(x, f"{prefix}.ffn_norm.weight")
+        gate = inner @ weights[f"{prefix}.ffn.w_gate.weight"].T
+        up = inner @ weights[f"{prefix}.ffn.w_up.weight"].T
+        x = x + (gate * torch.sigmoid(gate) * up) @ weights[f"{prefix}.ffn.w_down.weight"].T
+    logits = norm(x, "head.norm.weight") @ weights["head.output.weight"].T
+    torch.testing.assert_close(model(tokens), logits, rtol=1e-11, atol=1e-11)
+
+
 def test_loss_starts_at_chance_and_sees_only_the_past() -> None:
     config = small_config()
     model, (tokens, targets) = filled(config), batch(config)
