@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from harness.config.compose import Cell
+from harness.config.schema import Rerun
 from harness.launch.scheduler import Scheduler, SlurmError, probe
 from harness.launch.scheduler import cancel as scancel
 from harness.launch.submit import submit
@@ -34,12 +35,14 @@ def retry(store: Store, ref: str) -> int:
 
     A new attempt goes on from the newest checkpoint. Runs that are done, or in somebody's hands, are left alone.
     """
-    return submit([frozen(run) for run in runs_of(store, ref)])
+    return submit([frozen(store, run) for run in runs_of(store, ref)])
 
 
-def frozen(run: RunDir) -> Cell:
-    """The cell of a run, as it was frozen."""
-    return Cell(run.config(), run.overrides())
+def frozen(store: Store, run: RunDir) -> Cell:
+    """The cell of a run, to be run where its store lies now; what is done is never run again."""
+    config = run.config()
+    launch = config["launch"] | {"root": str(store.root), "rerun": Rerun.never.name}
+    return Cell(config | {"launch": launch}, run.overrides())
 
 
 def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:

@@ -7,6 +7,7 @@ import socket
 from dataclasses import dataclass, replace
 
 from harness.config.compose import Cell
+from harness.config.schema import Rerun
 from harness.launch.plan import Action, Decision, decide
 from harness.store import provenance, status
 from harness.store.files import Lock
@@ -48,7 +49,7 @@ def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> D
         status.effective(run.path, jobs),
         stale=provenance.is_stale(run.path, sources.digest),
         obstacle=_obstacle(run, cell, sources) if run.has_record() else "",
-        rerun=cell.typed.launch.rerun,
+        rerun=Rerun[cell.config["launch"]["rerun"]],
     )
 
 

@@ -6,28 +6,27 @@ import shlex
 from collections.abc import Sequence
 
 from harness.config.compose import Cell
-from harness.config.schema import Backend
 from harness.launch.environment import rank_environment, run_environment
 from harness.launch.opening import Sources, look
 from harness.launch.ranks import worker_command
 from harness.launch.scheduler import probe
-from harness.launch.slurm import SUBMISSIONS, script, shapes
+from harness.launch.slurm import SUBMISSIONS, is_remote, script, shapes
 from harness.store.rundir import Store
 
 
 def preview(cells: Sequence[Cell]) -> str:
     """Every cell with its directory and what would become of it, then the environment, then the batch scripts."""
-    store = Store(cells[0].typed.launch.root)
+    store = Store(cells[0].config["launch"]["root"])
     sources, jobs = Sources.gather(), probe()
     parts = [f"{len(cells)} cell{'s' * (len(cells) > 1)}; dry run: nothing is written, nothing is started"]
     for cell in cells:
         decision = look(store, cell, sources, jobs)
         parts.append(f"\n{store.path_of(cell)}\n    {decision.action.value}: {decision.why}")
         parts.extend(f"    {override}" for override in cell.overrides)
-    local = [cell for cell in cells if cell.typed.cluster.backend is Backend.local]
+    local = [cell for cell in cells if not is_remote(cell)]
     if local:
         parts.append(_local(store, local[0]))
-    parts.extend(_scripts(store, [cell for cell in cells if cell.typed.cluster.backend is Backend.slurm]))
+    parts.extend(_scripts(store, [cell for cell in cells if is_remote(cell)]))
     return "\n".join(parts)
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.compose import Cell
-from harness.config.schema import Backend
 from harness.launch import preview, slurm
 from harness.launch.inline import run_inline
 from harness.launch.local import Ended
@@ -31,7 +30,7 @@ def submit(cells: Sequence[Cell], terminal: Terminal | None = None) -> int:
         StoreError: a run is in use or its directory is not what it should be; nothing of this cell was started.
         OSError: the store cannot be written.
     """
-    if any(cell.typed.launch.dry_run for cell in cells):
+    if any(cell.config["launch"]["dry_run"] for cell in cells):
         print(preview.preview(cells))
         return 0
     terminal = terminal or Terminal(several=len(cells) > 1)
@@ -43,13 +42,13 @@ class _Request:
         self._cells = cells
         self._terminal = terminal
         self._several = len(cells) > 1
-        self._store = Store(cells[0].typed.launch.root)
+        self._store = Store(cells[0].config["launch"]["root"])
         self._sources = Sources.gather()
         self._jobs = slurm.probe()
 
     def carry_out(self) -> int:
-        local = [cell for cell in self._cells if cell.typed.cluster.backend is Backend.local]
-        remote = [cell for cell in self._cells if cell.typed.cluster.backend is Backend.slurm]
+        local = [cell for cell in self._cells if not slurm.is_remote(cell)]
+        remote = [cell for cell in self._cells if slurm.is_remote(cell)]
         codes = self._submit(remote) if remote else []
         if len(local) == 1 and local[0].typed.launch.inline:
             codes += self._run_inline(local[0])
@@ -63,7 +62,7 @@ class _Request:
         submitted = slurm.submit_cells(self._store, cells, self._sources, self._jobs, on_decision=self._on_decision)
         for array in submitted:
             self._terminal.line(f"submitted {array.describe()}")
-        if not any(cell.typed.launch.wait for cell in cells):
+        if not any(cell.config["launch"]["wait"] for cell in cells):
             return []
         return wait_for([RunDir(self._store.path_of(cell)) for cell in cells], self._terminal)
 
@@ -108,7 +107,7 @@ class _Request:
     def _next(self, code: int) -> list[str]:
         study = self._cells[0].study
         ref = study if self._several else self._cells[0].signature[:8]
-        if any(cell.typed.cluster.backend is Backend.slurm for cell in self._cells):
+        if any(slurm.is_remote(cell) for cell in self._cells):
             verbs = [f"watch {study}", f"cancel {ref}"]
         elif code:
             verbs = [f"watch {study}" if self._several else f"show {ref}", f"retry {ref}"]

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +21,9 @@ def write_atomic(path: Path, text: str) -> None:
     Raises:
         OSError: the folder is missing or not writable, or the disk is full; `path` is then as it was.
     """
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            os.fchmod(file.fileno(), 0o644)
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -75,7 +74,7 @@ class Lock:
             StoreError: the file system knows no locks.
             OSError: the lock file cannot be made.
         """
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = _open(path)
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -110,14 +109,24 @@ class Lock:
         self.release()
 
 
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    except PermissionError:  # another person's run: its lock can be looked at all the same
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock on `path` right now."""
+    """Whether some process holds the lock on `path` right now. Looking is shared: two who look do not see each other."""
     if not path.exists():
         return False
-    lock = Lock.acquire(path)
-    if lock is None:
+    descriptor = _open(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
         return True
-    lock.release()
+    finally:
+        os.close(descriptor)
     return False
 
 

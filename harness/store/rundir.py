@@ -17,6 +17,7 @@ from harness.store.errors import StoreError
 from harness.store.files import Lock, held, read_json, write_atomic
 
 Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 CONFIG = "config.yaml"
 LAST = ".last"
@@ -156,9 +157,10 @@ class RunDir:
         Raises:
             StoreError: the cell is another run.
         """
-        if identity.signature(cell.config) != self.signature():
+        present = self.config()
+        if identity.signature(cell.config) != identity.signature(present):
             raise StoreError(f"{self.path} holds another configuration: {_difference(self, cell)}")
-        if cell.config != self.config():
+        if cell.config != present:
             write_atomic(self.path / CONFIG, _dump(cell.config))
             write_atomic(self.path / "overrides.txt", _lines(cell.overrides))
 
@@ -209,7 +211,8 @@ def flatten(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _dump(config: dict[str, Any]) -> str:
-    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(config, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return text
 
 
 def _lines(items: tuple[str, ...]) -> str:
@@ -263,6 +266,7 @@ class Store:
             if not (run.path / CONFIG).exists():
                 write_atomic(run.path / "overrides.txt", _lines(cell.overrides))
                 write_atomic(run.path / CONFIG, _dump(cell.config))
+                return run
         if identity.signature(cell.config) != run.signature():
             raise StoreError(f"{run.path} holds another configuration: {_difference(run, cell)}")
         return run

@@ -19,7 +19,7 @@ def make(root, *overrides):
 
 
 def text_of(root, *overrides, count=2):
-    return script(root / "s" / ".submit" / "ab", Shape.of(make(root, *overrides).typed), "study-ab", count)
+    return script(root / "s" / ".submit" / "ab", Shape.of(make(root, *overrides)), "study-ab", count)
 
 
 def test_one_array_for_each_shape(tmp_path):

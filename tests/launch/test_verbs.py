@@ -111,6 +111,8 @@ def test_retry_asks_again_for_the_frozen_cells(store, monkeypatch):
     assert control.retry(store, "adhoc") == 0
     assert [cell.signature for cell in asked] == [run.signature() for run in runs]
     asked.clear()
+    moved = store.root.rename(store.root.with_name("moved elsewhere"))
+    store, runs = Store(moved), Store(moved).runs()
     control.retry(store, str(runs[1].path))
     assert [store.path_of(cell) for cell in asked] == [runs[1].path]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -59,6 +60,14 @@ def test_one_holder_at_a_time(tmp_path):
     lock.release()
     lock.release()
     assert not is_held(path)
+
+
+def test_looking_at_a_lock_is_no_holding(tmp_path):
+    path = tmp_path / ".lock"
+    path.touch()
+    with path.open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)  # somebody else who looks at this very moment
+        assert not is_held(path)
 
 
 def test_bookkeeping_waits_and_then_says_for_what(tmp_path):
