@@ -6,11 +6,13 @@ name. Whatever dies between the two, the next look finds the job by its name, or
 
 from __future__ import annotations
 
+import os
 import secrets
 import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,12 +27,15 @@ from harness.launch.task import Task
 from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.files import write_atomic
+from harness.store.placement import FOREIGN
 from harness.store.rundir import Store
 from harness.store.status import JobProbe, Keeper, State, Status
 
 __all__ = ["Array", "Shape", "is_remote", "probe", "script", "shapes", "submit_cells"]
 
 SUBMISSIONS = ".submit"
+OF_THE_USER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
+"""SLURM's variables that belong to no job."""
 
 
 @dataclass(frozen=True)
@@ -199,11 +204,26 @@ def _sbatch(folder: Path, shape: Shape, name: str, opened: Sequence[Opened]) -> 
 
     executor = submitit.SlurmExecutor(folder)
     executor.update_parameters(**shape.parameters(name))
-    jobs = executor.submit_array([Task(str(one.run.path), one.attempt) for one in opened])
+    with outside_any_job():
+        jobs = executor.submit_array([Task(str(one.run.path), one.attempt) for one in opened])
     text = script(folder, shape, name, len(opened))
     for one in opened:
         write_atomic(one.run.attempt_dir(one.attempt) / "submit.sh", text)
     return [job.job_id for job in jobs]
+
+
+@contextmanager
+def outside_any_job() -> Iterator[None]:
+    """Hide a surrounding job's variables: sbatch would take its node counts and memory for the new job's."""
+    before = dict(os.environ)
+    if "SLURM_JOB_ID" in before:
+        for name in before:
+            if name in FOREIGN or (name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name not in OF_THE_USER):
+                del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(before)
 
 
 def script(folder: Path, shape: Shape, name: str, count: int) -> str:

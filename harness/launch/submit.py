@@ -107,7 +107,7 @@ class _Request:
     def _next(self, code: int) -> list[str]:
         study = self._cells[0].study
         ref = study if self._several else self._cells[0].signature[:8]
-        if any(slurm.is_remote(cell) for cell in self._cells):
+        if any(slurm.is_remote(cell) and not cell.config["launch"]["wait"] for cell in self._cells):
             verbs = [f"watch {study}", f"cancel {ref}"]
         elif code:
             verbs = [f"watch {study}" if self._several else f"show {ref}", f"retry {ref}"]

@@ -117,7 +117,7 @@ def _open(path: Path) -> int:
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock on `path` right now. Looking is shared: two who look do not see each other."""
+    """Whether some process holds the lock on `path` now. Looking is shared: two who look do not see each other."""
     if not path.exists():
         return False
     descriptor = _open(path)

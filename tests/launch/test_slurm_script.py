@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 
@@ -72,6 +73,21 @@ def test_nasty_roots_are_one_word(tmp_path, name):
     assert shlex.split(output.removeprefix("#SBATCH --output="))[0].startswith(str(tmp_path / name))
     (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
     assert shlex.split(srun)[-1] == str(tmp_path / name / "s" / ".submit" / "ab")
+
+
+def test_a_surrounding_job_is_hidden_from_sbatch_and_only_then(monkeypatch):
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    monkeypatch.setenv("SBATCH_ACCOUNT", "mine")
+    monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    with slurm.outside_any_job():
+        assert os.environ["SLURM_MEM_PER_NODE"] == "1"
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with slurm.outside_any_job():
+        assert not {"SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "RANK"} & os.environ.keys()
+        assert (os.environ["SLURM_CONF"], os.environ["SBATCH_ACCOUNT"]) == ("/etc/slurm.conf", "mine")
+    assert os.environ["SLURM_JOB_ID"] == "7"
 
 
 def test_more_cells_than_an_array_holds_are_several_arrays():
