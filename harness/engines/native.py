@@ -75,6 +75,10 @@ class NativeEngine(Engine):
         """Whole main weights on the CPU, gathered one bucket at a time."""
         return self.model.full_weights()
 
+    def weight_norm(self) -> float:
+        """Norm of the main weights, without gathering them."""
+        return self.model.weight_norm()
+
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's flat weights and optimizer state."""
         return self.model.local_state()

@@ -186,7 +186,11 @@ class ShardedModel(nn.Module):
     def grad_norm(self) -> float:
         """Euclidean norm of the step's gradient over all ranks, each parameter counted once. *Collective.*"""
         self.finish_grad_sync()
-        return optim.gradient_norm(self.buckets, self._comm, self.numerics, self._runtime.device)
+        return optim.gradient_norm(self.buckets, self._comm, self.numerics)
+
+    def weight_norm(self) -> float:
+        """Euclidean norm of all main weights over all ranks, each parameter counted once. *Collective.*"""
+        return optim.weight_norm(self.buckets, self._comm, self.numerics)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before. *Collective.*"""

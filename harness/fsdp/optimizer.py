@@ -7,7 +7,7 @@ main weights. State starts untouched: no step is ever taken to create it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,20 +161,37 @@ def install_weights(buckets: Sequence[Bucket], comm: Communicator) -> None:
             each.wait()
 
 
-def gradient_norm(buckets: Sequence[Bucket], comm: Communicator, numerics: Numerics, device: torch.device) -> float:
-    """Euclidean norm of the whole main gradient (every parameter counted once), fp64, equal on all ranks.
+def gradient_norm(buckets: Sequence[Bucket], comm: Communicator, numerics: Numerics) -> float:
+    """Euclidean norm of the whole main gradient, fp64, equal on all ranks; each parameter counts once. *Collective.*"""
+    return _norm([(bucket, bucket.grad_pieces) for bucket in buckets if bucket.trainable], comm, numerics)
 
-    Under `ordered` it is order-free (`harness.fsdp.exact`), else a sum of fp64 squares.
+
+def weight_norm(buckets: Sequence[Bucket], comm: Communicator, numerics: Numerics) -> float:
+    """Euclidean norm of all main weights, frozen ones included. *Collective.*"""
+    return _norm([(bucket, bucket.main_pieces) for bucket in buckets], comm, numerics)
+
+
+def _norm(pieces_of: list[tuple[Bucket, list[Tensor]]], comm: Communicator, numerics: Numerics) -> float:
+    """Order-free (`harness.fsdp.exact`) where bits may not depend on the layout, else a sum of fp64 squares.
+
+    Buckets that every rank holds whole are counted by each for itself, the others by their owners.
     """
-    pieces = [piece for bucket in buckets for piece in bucket.grad_pieces if piece.numel()]
-    sharded = any(bucket.layout.num_ranks > 1 for bucket in buckets if bucket.trainable)
-    if numerics.bitwise:
-        counters = exact.square_counters(pieces, device)
-        return exact.norm_from_counters(comm.sum_scalars(counters, "norm") if sharded else counters)
+    split = [piece for bucket, pieces in pieces_of for piece in pieces if bucket.layout.num_ranks > 1]
+    whole = [piece for bucket, pieces in pieces_of for piece in pieces if bucket.layout.num_ranks == 1]
+    count = exact.square_counters if numerics.bitwise else _sum_of_squares
+    device = (split or whole)[0].device if split or whole else torch.device("cpu")
+    total = count(split, device)
+    if any(bucket.layout.num_ranks > 1 for bucket, _ in pieces_of):
+        comm.sum_scalars(total, "norm")
+    total += count(whole, device)
+    return exact.norm_from_counters(total) if numerics.bitwise else math.sqrt(float(total))
+
+
+def _sum_of_squares(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
     total = torch.zeros(1, dtype=torch.float64, device=device)
     for piece in pieces:
         total += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-    return math.sqrt(float(comm.sum_scalars(total, "norm") if sharded else total))
+    return total
 
 
 def clip_gradients(buckets: Sequence[Bucket], norm: float, max_norm: float) -> None:

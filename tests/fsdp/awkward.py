@@ -171,6 +171,8 @@ def _train_sharded(rank: int, setup: Setup) -> Outcome:
         outcome.norms.append(wrapped.clip_grad_norm_(setup.clip))
         optimizer.step()
     outcome.weights = dict(wrapped.full_weights())
+    whole = torch.cat([w.double().flatten() for w in outcome.weights.values()]).norm().item()
+    assert abs(wrapped.weight_norm() / whole - 1) < 1e-12, "frozen, tied, whole and split weights count once"
     assert model.head.weight is model.embed.weight, "tied weights must stay one parameter"
     assert all(p.grad is None for p in model.parameters() if not p.requires_grad), "frozen weights get no gradient"
     wrapped.close()
