@@ -57,6 +57,24 @@ def _progress(run: RunDir) -> list[str]:
     if summary is not None:
         kept = ("final_weights", "wall_s", "step_time_s")
         lines += [_field(key, json.dumps(summary[key])) for key in kept if key in summary]
+        lines += _cost(summary) if summary.get("accounted_bytes") else []
+    return lines
+
+
+def _cost(summary: dict[str, Any]) -> list[str]:
+    """Bytes kept by role, and what the last step sent by bucket; rank 0's."""
+    kept = summary["accounted_bytes"]
+    lines = (
+        [_field("memory", ", ".join(f"{role} {count:,}" for role, count in kept.items()) + " bytes")] if kept else []
+    )
+    rows = summary.get("collectives") or []
+    total = sum(row["bytes"] for row in rows)
+    if rows:
+        lines.append(_field("traffic", f"{total:,} bytes sent in the last step:"))
+    lines += [
+        f"    {row['bucket'] or '(no bucket)':<28} {row['count']:>4} {row['kind']:<15} {row['bytes']:>14,} bytes"
+        for row in rows
+    ]
     return lines
 
 

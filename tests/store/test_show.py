@@ -1,0 +1,20 @@
+"""What a run cost, as `harness show` prints it."""
+
+from __future__ import annotations
+
+from harness.store.show import _cost
+
+
+def test_memory_by_role_and_traffic_by_bucket() -> None:
+    summary = {
+        "accounted_bytes": {"main_weights": 1024, "padding": 0},
+        "collectives": [
+            {"kind": "all_gather", "bucket": "blocks.0/float32", "count": 4, "bytes": 369664},
+            {"kind": "all_reduce", "bucket": "", "count": 1, "bytes": 8},
+        ],
+    }
+    memory, traffic, first, second = _cost(summary)
+    assert memory.endswith("main_weights 1,024, padding 0 bytes")
+    assert traffic.endswith("369,672 bytes sent in the last step:")
+    assert first.split() == ["blocks.0/float32", "4", "all_gather", "369,664", "bytes"]
+    assert second.split() == ["(no", "bucket)", "1", "all_reduce", "8", "bytes"]
