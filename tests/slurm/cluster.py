@@ -109,7 +109,7 @@ class Cluster:
 
     def clear(self) -> None:
         """End all jobs, and let new ones start."""
-        self.ask("scancel", f"--user={getpass.getuser()}")
+        self.ask("scancel", f"--user={os.getuid()}")
         self.go()
         deadline = time.monotonic() + 60
         while self.ask("squeue", "--noheader"):
@@ -205,7 +205,12 @@ def _daemon(cluster: Cluster, name: str, *arguments: str) -> None:
 
 
 def stop(folder: Path) -> None:
-    """End the daemons of a folder, slurmds first; what does not go in five seconds is killed."""
+    """End a folder's jobs, then its daemons, slurmds first; what does not go in five seconds is killed.
+
+    Jobs first: their processes are no children of the daemons, and would outlive them.
+    """
+    with contextlib.suppress(RuntimeError, OSError, subprocess.TimeoutExpired):
+        Cluster(folder, ()).clear()
     for path in [*folder.glob("slurmd-*.pid"), folder / "slurmctld.pid", folder / "munged.pid"]:
         if not path.exists() or not path.read_text().strip():
             continue
