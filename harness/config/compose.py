@@ -19,11 +19,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.config.errors import BadRequest, Violation, refuse
+from harness.config.errors import BadRequest, refuse
+from harness.config.overrides import check_overrides, forbid_appending
+from harness.config.root import typed_root
 from harness.config.schema import Config
-
-OPEN_DICTS = ("cluster.additional", "study.control", "study.base", "study.grid", "study.zip")
-"""Settings whose keys the user names; every other key is fixed by the schema."""
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,6 @@ class Cell:
     def study(self) -> str:
         """The study the run is stored under."""
         return str(self.config["study"]["name"])
-
-
-def typed_root() -> DictConfig:
-    """Make the empty typed root; its user-named dictionaries accept new keys, nothing else does."""
-    root = OmegaConf.structured(Config)
-    for path in OPEN_DICTS:
-        OmegaConf.set_struct(OmegaConf.select(root, path), False)
-    return cast(DictConfig, root)
 
 
 def register() -> None:
@@ -129,8 +120,6 @@ def compose(overrides: Sequence[str] = ()) -> Cell:
     Raises:
         BadRequest: as `run.py` would say.
     """
-    from harness.config.overrides import check_overrides
-
     check_overrides(overrides)
     return compose_cell(composed(overrides), overrides)
 
@@ -150,28 +139,6 @@ def composed(overrides: Sequence[str] = ()) -> DictConfig:
 def plain(cfg: DictConfig) -> dict[str, Any]:
     """Resolved values of a configuration as dicts, lists, strings, numbers, booleans and None; enums by name."""
     return cast(dict[str, Any], OmegaConf.to_container(cfg, resolve=True, enum_to_str=True))
-
-
-def forbid_appending(overrides: Sequence[str]) -> None:
-    """Refuse `+key`, `++key` and `~key`: the set of settings is fixed, and Hydra would accept them silently.
-
-    Raises:
-        BadRequest: one violation for each.
-    """
-    found = [appending(o) for o in overrides if o.startswith(("+", "~"))]
-    if found:
-        raise BadRequest(found)
-
-
-def appending(override: str) -> Violation:
-    """What to say of an override with a sign."""
-    bare = override.lstrip("+~")
-    if override.startswith("~"):
-        key = bare.split("=", 1)[0]
-        return Violation(
-            override, "groups and settings cannot be removed, only chosen", fix=f"{key}=OPTION, or leave it out"
-        )
-    return Violation(override, "settings cannot be added: the schema names them all", fix=f"{bare} (without the sign)")
 
 
 def _merge(values: dict[str, Any]) -> DictConfig:

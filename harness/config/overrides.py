@@ -6,6 +6,7 @@ override is parsed with Hydra's own grammar and held against the typed root and 
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -19,10 +20,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from harness.config.catalog import NULLABLE, Catalog, load_catalog
-from harness.config.compose import OPEN_DICTS, appending, typed_root
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, explain_setting, nearest
+from harness.config.root import OPEN_DICTS, typed_root
 
 MAX_SWEEP = 100_000
 """Most values one axis may have; beyond it a range was mistyped."""
@@ -208,7 +209,33 @@ def _malformed(text: str, error: HydraException, catalog: Catalog) -> Violation:
     )
 
 
+def forbid_appending(overrides: Sequence[str]) -> None:
+    """Refuse `+key`, `++key` and `~key`: the set of settings is fixed, and Hydra would accept them silently.
+
+    Raises:
+        BadRequest: one violation for each.
+    """
+    found = [appending(o) for o in overrides if o.startswith(("+", "~"))]
+    if found:
+        raise BadRequest(found)
+
+
+def appending(override: str) -> Violation:
+    """What to say of an override with a sign."""
+    bare = override.lstrip("+~")
+    if override.startswith("~"):
+        key = bare.split("=", 1)[0]
+        return Violation(
+            override, "groups and settings cannot be removed, only chosen", fix=f"{key}=OPTION, or leave it out"
+        )
+    key = bare.partition("=")[0]
+    known = key in settings() or key in load_catalog().groups
+    fix = f"{bare} (without the sign)" if known else explain_key(key).fix
+    return Violation(override, "settings cannot be added: the schema names them all", fix=fix)
+
+
 def quote(value: str) -> str:
     """A text as Hydra's grammar reads it back unchanged, whatever it holds."""
-    escaped = value.replace("\\'", "\\\\'").replace("'", "\\'")
+    escaped = re.sub(r"(\\*)'", r"\1\1\'", value)  # backslashes count only before a quote, the closing one too
+    escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
     return f"'{escaped}'"

@@ -1,0 +1,20 @@
+"""The typed root as OmegaConf holds it: which keys are fixed, and which the user names."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from harness.config.schema import Config
+
+OPEN_DICTS = ("cluster.additional", "study.control", "study.base", "study.grid", "study.zip")
+"""Settings whose keys the user names; every other key is fixed by the schema."""
+
+
+def typed_root() -> DictConfig:
+    """Make the empty typed root; its user-named dictionaries accept new keys, nothing else does."""
+    root = OmegaConf.structured(Config)
+    for path in OPEN_DICTS:
+        OmegaConf.set_struct(OmegaConf.select(root, path), False)
+    return cast(DictConfig, root)
