@@ -30,6 +30,11 @@ from harness.fsdp.policy import MixedPrecisionPolicy, Numerics, Strategy
 from harness.fsdp.reduce import ReducePipeline
 from harness.fsdp.units import Unit, plan_units
 
+if not hasattr(torch.Tensor, "grad_dtype"):
+    raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
+
+_MARK = "_sharded_by_harness"
+
 
 class ShardedModel(nn.Module):
     """A module whose weights, gradients and optimizer state are split over the ranks of one group.
@@ -72,6 +77,8 @@ class ShardedModel(nn.Module):
             raise ValueError(f"prefetch={prefetch} must be 0 or more")
         if grad_divisor is not None and not grad_divisor > 0:
             raise ValueError(f"grad_divisor={grad_divisor} must be positive")
+        if module.__dict__.get(_MARK, False):
+            raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")
         self.module = module
         self.strategy = Strategy.parse(strategy)
         self.numerics = Numerics(numerics)
@@ -100,7 +107,10 @@ class ShardedModel(nn.Module):
         self._sync = True
         self._reduced = self._unreduced = self._finished = False
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
-        module.register_state_dict_pre_hook(_refuse_state_dict)
+        module.__dict__[_MARK] = True
+        for each in module.modules():
+            each.register_state_dict_pre_hook(_refuse_state_dict)
+            each.register_load_state_dict_pre_hook(_refuse_state_dict)
 
     def _build_units(self, classes: Sequence[type[nn.Module]], initial_value: InitialValue | None) -> list[Unit]:
         context = BucketContext(self.strategy, self._comm.rank, self._comm.size, self._memory)
@@ -115,6 +125,9 @@ class ShardedModel(nn.Module):
                 buckets.append(Bucket(name, key, members, dtypes, context, initial))
             units.append(Unit(plan.name, plan.module, buckets))
         return units
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModel:
+        raise NotImplementedError("a sharded model cannot be cast or moved; give it its dtype and device before")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -172,6 +185,9 @@ class ShardedModel(nn.Module):
         Raises:
             RuntimeError: the step's last backward ran inside no_sync(), so gradients were never reduced.
         """
+        self._driver.recover()
+        if self._driver.failed:
+            raise RuntimeError("the last backward raised, its gradients are incomplete; call zero_grad() and try again")
         if self._unreduced:
             raise RuntimeError(
                 "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
@@ -182,6 +198,11 @@ class ShardedModel(nn.Module):
         for name, reduction in self._reductions.items():
             reduction.finish(self._trainable[name].grad_pieces, self.grad_divisor)
         self._finished = True
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward ran since gradients were last forgotten; without one, a step changes nothing."""
+        return self._reduced or self._unreduced
 
     def grad_norm(self) -> float:
         """Euclidean norm of the step's gradient over all ranks, each parameter counted once. *Collective.*"""
@@ -199,11 +220,14 @@ class ShardedModel(nn.Module):
         return norm
 
     def install_weights(self) -> None:
-        """Bring updated main weights into the compute weights. *Collective.*"""
+        """Bring updated main weights into the compute weights; what was gathered before is dropped. *Collective.*"""
+        self._gather.release_all()
         optim.install_weights(self.buckets, self._comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, main and local. `set_to_none` makes no difference: storage is flat and stays."""
+        self._driver.recover()
+        self._driver.failed = False
         self._reduce.drain()
         for bucket in self.buckets:
             bucket.zero_gradients()
@@ -213,16 +237,26 @@ class ShardedModel(nn.Module):
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
-        return self._in_model_order(state.full_weights(self.buckets, self._comm))
+        return self._in_model_order(state.full_weights(self.buckets, self._comm), self.buckets)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
         self.finish_grad_sync()
-        return self._in_model_order(state.full_gradients(self.buckets, self._comm))
+        return self._in_model_order(state.full_gradients(self.buckets, self._comm), list(self._trainable.values()))
 
-    def _in_model_order(self, named: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        found = dict(named)
-        return ((name, found[name]) for name, _ in self.module.named_parameters() if name in found)
+    def _in_model_order(
+        self, named: Iterator[tuple[str, Tensor]], buckets: Sequence[Bucket]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Hold back only what comes before its turn, so that little more than a bucket is in memory."""
+        present = {name for bucket in buckets for name, _ in bucket.params}
+        order = [name for name, _ in self.module.named_parameters() if name in present]
+        early: dict[str, Tensor] = {}
+        place = 0
+        for name, value in named:
+            early[name] = value
+            while place < len(order) and order[place] in early:
+                yield order[place], early.pop(order[place])
+                place += 1
 
     def local_state(self) -> dict[str, Tensor]:
         """This rank's flat state, for resuming on the same layout."""
@@ -279,9 +313,10 @@ def _leave_meta(module: nn.Module, device: torch.device, initial_value: InitialV
         torch.utils.swap_tensors(param, real)
 
 
-def _refuse_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _refuse_state_dict(*_: Any) -> None:
     raise NotImplementedError(
-        "state_dict() of a sharded module is not built; use ShardedModel.full_weights() for whole tensors by name, or"
+        "state_dict() and load_state_dict() of what is sharded are not built;"
+        " use ShardedModel.full_weights() for whole tensors by name, or"
         " ShardedModel.local_state() to resume on the same layout"
     )
 
@@ -383,14 +418,19 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer)
     refreshes the compute weights; `zero_grad` forgets the main gradients.
 
     Raises:
-        TypeError, ValueError: see `harness.fsdp.optimizer.ShardedOptimizer`.
+        TypeError, ValueError: see `harness.fsdp.optimizer.ShardedOptimizer`; or the model has an optimizer already.
     """
+    if model._sharded_optimizer is not None:
+        raise ValueError("the model has an optimizer already; put all parameter groups into one")
     sharded = optim.ShardedOptimizer(optimizer, model.buckets, model._comm, model.numerics)
     model._sharded_optimizer = sharded
 
     def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if any(each is not None for each in (*args[1:], *kwargs.values())):
+            raise NotImplementedError("step(closure) is not built; run forward and backward before step()")
         model.finish_grad_sync()
-        sharded.attach()
+        if model.has_gradients:
+            sharded.attach()
 
     def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         model.install_weights()
@@ -399,6 +439,12 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer)
         sharded.detach()
         model.zero_grad(set_to_none)
 
+    def add_param_group(group: Any) -> None:
+        raise NotImplementedError("parameter groups cannot be added after sharding; give all of them before")
+
+    optimizer.add_param_group = add_param_group  # type: ignore[method-assign, assignment]
+    optimizer.register_state_dict_pre_hook(_refuse_state_dict)
+    optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

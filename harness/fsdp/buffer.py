@@ -79,6 +79,7 @@ class Bucket:
         self._build_weights(initial)
         self._build_gradients()
         self.point_at_weights()
+        self.drop_grads()
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -143,6 +144,17 @@ class Bucket:
         """The compute bucket cut for an all-gather."""
         return self.segment_parts(self.compute)
 
+    def check_untouched(self) -> None:
+        """Raise RuntimeError where somebody froze, unfroze, moved or cast a parameter after it was sharded."""
+        for (name, param), view, nothing in zip(self.params, self._views, self._placeholders, strict=True):
+            if param.requires_grad != self.trainable:
+                change = f"requires_grad is {param.requires_grad} now, and was {self.trainable}"
+            elif param.dtype != view.dtype or param.data_ptr() not in (view.data_ptr(), nothing.data_ptr()):
+                change = "its data is no longer the engine's (cast, moved or replaced)"
+            else:
+                continue
+            raise RuntimeError(f"parameter {name} was changed after sharding: {change}; change it before sharding")
+
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def _build_gradients(self) -> None:
@@ -172,17 +184,11 @@ class Bucket:
             self.grad_bucket = bucket
             self._grad_views = [self._view(bucket, slot) for slot in self.layout.slots]
         for (_, param), view in zip(self.params, self._grad_views, strict=True):
-            if param.grad_dtype != view.dtype:
-                param.grad_dtype = view.dtype
-            param.grad = view
+            _adopt(param, view)
 
     def adopt_gradient(self, index: int) -> None:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket."""
-        param, view = self.params[index][1], self._grad_views[index]
-        if param.grad is None or param.grad.data_ptr() == view.data_ptr():
-            return
-        view.add_(param.grad)
-        param.grad = view
+        _adopt(self.params[index][1], self._grad_views[index])
 
     def take_gradients(self) -> Tensor:
         """Hand over the unreduced gradients; parameters lose `.grad` unless that is the main gradient itself."""
@@ -202,9 +208,14 @@ class Bucket:
 
     def zero_gradients(self) -> None:
         """Forget all accumulated gradients."""
-        self.holds_sums = False
-        if self.accumulates_whole and self.main_grads is not None:
+        if self.main_grads is not None and (self.holds_sums or self.accumulates_whole):
             self.main_grads.zero_()
+        self.holds_sums = False
+
+    def discard_unreduced(self) -> None:
+        """Drop what a backward that failed left in the temporary bucket."""
+        if self.trainable and not self.accumulates_whole and self.grad_bucket is not None:
+            self.context.memory.free(self.take_gradients())
 
     # -- views ---------------------------------------------------------------------------------------------------
 
@@ -248,6 +259,19 @@ class Bucket:
                 roles[role] = numel * tensor.itemsize
                 padding += (tensor.numel() - numel) * tensor.itemsize
         return roles | {"padding": padding}
+
+
+def _adopt(param: nn.Parameter, view: Tensor) -> None:
+    """Let `view` be the gradient of a parameter; one that autograd put elsewhere before is added to it."""
+    early = param.grad
+    if early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
+        return
+    if param.grad_dtype != view.dtype:
+        param.grad = None
+        param.grad_dtype = view.dtype
+    param.grad = view
+    if early is not None:
+        view.add_(early.detach())
 
 
 def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -9,16 +9,17 @@ below; the pipelines never ask which one they hold.
 the rank that owns them and summed there in rank order. On gloo this is always so: its reduce-scatter is an all-reduce
 inside (twice the bytes) and sums 16-bit wires in 16 bits. There, contributions travel by send and receive in pieces,
 two pieces in flight, each summed as it arrives, so that no second bucket is needed. The tag of a message names its
-kind and bucket, so that ranks which issue collectives in different orders wait for each other (and time out) instead of
-taking one bucket for another; messages of one tag between two ranks keep their order.
+model, kind and bucket, so that ranks which issue collectives in different orders wait for each other (and time out)
+instead of taking one bucket for another; messages of one tag between two ranks keep their order.
 """
 
 from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ FOLD_BLOCK = 1 << 16
 """Elements summed at a time, so that the running sum stays in cache."""
 
 
+_COMMUNICATORS: dict[str, Iterator[int]] = {}
+"""Numbers the models of each group in order of construction, which is the same on all its ranks."""
+
+
 class Communicator:
     """One process group: its ranks, its backend, and all-gather as that backend does it best.
 
@@ -53,7 +58,12 @@ class Communicator:
         self.runtime = runtime
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
-        self.by_peers = dist.get_backend(self.group) == "gloo"
+        self.by_peers = self.group._get_backend(runtime.device).name() == "gloo"
+        self._index = next(_COMMUNICATORS.setdefault(self.group.group_name, count()))
+
+    def tag(self, label: Label) -> int:
+        """Message tag of a collective made of sends: one per model, kind and bucket; the same on all ranks."""
+        return zlib.crc32(f"{self._index}/{label.kind}/{label.bucket}".encode()) >> 2
 
     def all_gather(self, parts: Sequence[Part], label: Label) -> Pending:
         """Fill every rank's chunk of each part from that rank; this rank's own chunk must hold its data already.
@@ -63,14 +73,14 @@ class Communicator:
         if self.size == 1:
             return Pending([])
         with labels.begin(label):
-            return self._gather(parts, tag_of(label))
+            return self._gather(parts, self.tag(label))
 
     def second_leg(self, parts: Sequence[Part], label: Label) -> Pending:
         """An all-gather that is part of a collective announced before; callable from any thread."""
         if self.size == 1:
             return Pending([])
         with labels.resume(label):
-            return self._gather(parts, tag_of(label))
+            return self._gather(parts, self.tag(label))
 
     def _gather(self, parts: Sequence[Part], tag: int) -> Pending:
         if not self.by_peers:
@@ -188,7 +198,7 @@ class PeerReduction(Reduction):
         if worth_packing(parts):
             exchange.parts = [packed(parts, range(comm.size))]
         with labels.begin(label):
-            tag = tag_of(label)
+            tag = comm.tag(label)
             for step in range(1, comm.size):
                 peer = (comm.rank + step) % comm.size
                 for part in exchange.parts:
@@ -211,7 +221,7 @@ class PeerReduction(Reduction):
             for part, whole in zip(exchange.parts, into, strict=True)
             for own, target in zip(self._pieces(part.chunk(self.comm.rank)), self._pieces(whole), strict=True)
         ]
-        tag = tag_of(exchange.label)
+        tag = self.comm.tag(exchange.label)
         with labels.resume(exchange.label):
             ahead = [self._post(own, tag) for own, _ in todo[:2]]
             for index, (own, target) in enumerate(todo):
@@ -305,11 +315,6 @@ def make_reduction(comm: Communicator, dtypes: Dtypes, numerics: Numerics) -> Re
     if numerics.bitwise or dtypes.wire.itemsize < dtypes.accum.itemsize:
         return ExchangeReduction(comm, dtypes)
     return NativeReduction(comm, dtypes)
-
-
-def tag_of(label: Label) -> int:
-    """Message tag of a collective made of sends: the same on all ranks and every time, different between buckets."""
-    return zlib.crc32("/".join(label).encode()) >> 2
 
 
 def _sum_in_order(contributions: list[Tensor], target: Tensor, accum: torch.dtype, *, add: bool) -> None:

@@ -16,13 +16,14 @@ import torch
 class Event:
     """A point on a stream that another stream can wait for; always reached on a CPU."""
 
-    def __init__(self, recorded: Any = None) -> None:
+    def __init__(self, recorded: Any = None, device: torch.device | None = None) -> None:
         self._recorded = recorded
+        self._device = device
 
     def wait(self) -> None:
         """Make the current stream wait for this point (the host does not)."""
         if self._recorded is not None:
-            torch.cuda.current_stream().wait_event(self._recorded)
+            torch.cuda.current_stream(self._device).wait_event(self._recorded)
 
 
 class DeviceRuntime:
@@ -65,4 +66,4 @@ class DeviceRuntime:
             return Event()
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
-        return Event(event)
+        return Event(event, self.device)

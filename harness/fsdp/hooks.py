@@ -8,14 +8,15 @@ units, outputs that no loss depends on) is settled when the whole backward ends,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten
 
 from harness.fsdp.gather import GatherPipeline
 from harness.fsdp.reduce import ReducePipeline
@@ -55,6 +56,8 @@ class HookDriver:
         self._before_backward = before_backward
         self._should_reduce = should_reduce
         self._reduces = False
+        self.failed = False
+        """The last backward raised, and its gradients are worth nothing until they are forgotten."""
         self._handles: list[Any] = []
         for unit in units:
             self._install(unit)
@@ -75,13 +78,30 @@ class HookDriver:
             handle.remove()
         self._handles.clear()
 
+    def recover(self) -> None:
+        """Settle a backward that raised: autograd then never tells that it ended."""
+        if self.phase is not Phase.BACKWARD or torch._C._current_graph_task_id() != -1:
+            return
+        self.gather.release_all()
+        self.reduce.end_backward(reduce=False)
+        self.reduce.drain()
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.discard_unreduced()
+        self._forget_backward()
+        self.failed = True
+
     # -- forward -------------------------------------------------------------------------------------------------
 
     def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.recover()
         if self.phase is Phase.BACKWARD:
             return
         if self.phase is Phase.FORWARD:  # a forward that raised left it so
             self.gather.release_all()
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.check_untouched()
         self.phase = Phase.FORWARD
         self.gather.begin_forward()
 
@@ -97,17 +117,15 @@ class HookDriver:
         self.gather.request(unit)
         if self.phase is Phase.BACKWARD or not torch.is_grad_enabled():
             return None
-        flat, spec = tree_flatten((args, kwargs))
-        places = [i for i, value in enumerate(flat) if isinstance(value, Tensor) and value.requires_grad]
-        if not places:
+        inputs = [*_direct_tensors(args), *_direct_tensors(tuple(kwargs.values()))]
+        if not inputs:
             return None
         unit.open_calls += 1
         passed: tuple[Tensor, ...] = _PassedInputs.apply(  # type: ignore[no-untyped-call]
-            partial(self._passed_inputs, unit), *(flat[i] for i in places)
+            partial(self._passed_inputs, unit), *inputs
         )
-        for i, value in zip(places, passed, strict=True):
-            flat[i] = value
-        return tree_unflatten(flat, spec)
+        following = iter(passed)
+        return _replaced(args, following), {key: _replaced((v,), following)[0] for key, v in kwargs.items()}
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self.phase is Phase.BACKWARD:
@@ -125,6 +143,7 @@ class HookDriver:
     # -- backward ------------------------------------------------------------------------------------------------
 
     def _begin_backward(self) -> None:
+        self.recover()
         if self.phase is Phase.BACKWARD:
             return
         self._before_backward()
@@ -132,6 +151,7 @@ class HookDriver:
         self._reduces = self._should_reduce()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         self.gather.begin_backward()
+        self.gather.request(self.units[0])
         self.reduce.prepare(self.units[0])
 
     def _before_unit_backward(self, unit: Unit, gradient: Tensor) -> None:
@@ -152,6 +172,8 @@ class HookDriver:
                 f"a gradient of {bucket.params[index][0]} arrived after unit {unit.name} was reduced; parameters used"
                 " outside their unit's forward must belong to the root (leave the class out of the unit list)"
             )
+        if bucket.grad_bucket is None:  # nothing told that this unit's backward began
+            self.reduce.prepare(unit)
         bucket.adopt_gradient(index)
         unit.arrived.add(id(param))
         if unit.open_calls == 0 and len(unit.arrived) == unit.num_trainable:
@@ -167,6 +189,9 @@ class HookDriver:
     def _end_backward(self) -> None:
         self.gather.end_backward()
         self.reduce.end_backward(reduce=self._reduces)
+        self._forget_backward()
+
+    def _forget_backward(self) -> None:
         for unit in self.units:
             unit.open_calls = 0
             unit.arrived.clear()
@@ -179,14 +204,42 @@ class _PassedInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.notify = notify
+        ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
         return inputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.notify()
         return (None, *gradients)
 
 
+def _direct_tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
+    """Tensors with gradients among arguments and in tuples of them; lists, dicts and objects keep their identity."""
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad:
+            yield value
+        elif type(value) is tuple:
+            yield from _direct_tensors(value)
+
+
+def _replaced(values: tuple[Any, ...], tensors: Iterator[Tensor]) -> tuple[Any, ...]:
+    """The same arguments with `tensors` in the places `_direct_tensors` found."""
+    return tuple(
+        next(tensors)
+        if isinstance(value, Tensor) and value.requires_grad
+        else _replaced(value, tensors)
+        if type(value) is tuple
+        else value
+        for value in values
+    )
+
+
 def _tensors_with_grad(output: Any) -> list[Tensor]:
-    flat, _ = tree_flatten(output)
-    return [value for value in flat if isinstance(value, Tensor) and value.requires_grad]
+    """Tensors with gradients anywhere in an output: nested containers, and dataclasses."""
+    found = []
+    for value in tree_flatten(output)[0]:
+        if isinstance(value, Tensor):
+            found += [value] if value.requires_grad else []
+        elif is_dataclass(value) and not isinstance(value, type):
+            found += _tensors_with_grad([getattr(value, each.name) for each in fields(value)])
+    return found

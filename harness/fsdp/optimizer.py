@@ -21,9 +21,7 @@ from harness.fsdp.labels import Label
 from harness.fsdp.layout import Run
 from harness.fsdp.policy import Numerics
 
-ELEMENTWISE = frozenset(
-    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"}
-)
+ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"})
 """torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
 
 

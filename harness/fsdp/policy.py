@@ -127,6 +127,11 @@ class Dtypes:
                 f"main_grads_dtype resolves to {self.grads}: gradients summed over microbatches in 16 bits lose small"
                 " contributions. Set main_grads_dtype=torch.float32, or allow_low_precision_grads=True to accept it"
             )
+        if self.main.itemsize < self.compute.itemsize:
+            raise ValueError(
+                f"main_params_dtype={self.main} is narrower than the module's {self.compute}: updates lose bits that"
+                f" the forward uses. Set main_params_dtype={self.compute} or None, or cast the module"
+            )
         if self.accum.itemsize < self.wire.itemsize:
             raise ValueError(
                 f"grad_accum_dtype={self.accum} is narrower than the wire ({self.wire}); use {self.wire} or wider"

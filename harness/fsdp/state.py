@@ -72,6 +72,9 @@ def load_local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer, sta
     for key, value in state.items():
         target = weights[key] if key in weights else runs.get(_run_name(key), (None, None))[1]
         problems += _mismatch(key, value, target)
+    held = {name: {key.rsplit("/", 1)[1] for key in moments if _run_name(key) == name} for name in runs}
+    complete = set().union(*held.values()) | {key for values, _ in runs.values() for key in values}
+    problems += [f"missing optimizer/{name}/{key}" for name in runs for key in complete - held[name] if moments]
     if problems:
         raise ValueError("state does not fit this layout, nothing was loaded: " + "; ".join(problems[:8]))
     for key, piece in weights.items():

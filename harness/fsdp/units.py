@@ -14,8 +14,8 @@ from torch import nn
 
 from harness.fsdp.buffer import Bucket, BucketKey
 
-ROOT = "root"
-"""Name of the root unit."""
+ROOT = "(root)"
+"""Name of the root unit; no module path looks like it."""
 
 
 @dataclass(eq=False)

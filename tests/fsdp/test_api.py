@@ -258,6 +258,18 @@ def test_set_to_none_by_the_user_loses_no_gradient() -> None:
     assert all(torch.allclose(gradients[name], p.grad) for name, p in plain.named_parameters())
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_forward_without_backward_before_the_step_keeps_no_old_weights(strategy: str) -> None:
+    model, plain = make(), make()
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    other = sgd(plain)
+    for each, opt in ((wrapped, optimizer), (plain, other)):
+        each(torch.ones(2, 6)).sum().backward()
+        each(torch.ones(2, 6))  # its graph is dropped; gathered weights must not outlive the step
+        opt.step()
+    assert torch.equal(wrapped(torch.ones(2, 6)), plain(torch.ones(2, 6)))
+
+
 def test_the_entry_for_frameworks_and_the_plain_one_agree() -> None:
     first, second = make(), make()
     wrapped, optimizer = fully_shard(first, sgd(first), fsdp_unit_modules=[f"{__name__}.Block"])
