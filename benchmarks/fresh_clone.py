@@ -27,19 +27,26 @@ def main() -> int:
         home.mkdir()
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         kept = {k: v for k, v in os.environ.items() if k.startswith(("PATH", "PIP_", "LANG", "TMP", "SSL"))}
-        rows = [time_command(command, clone, kept | {"HOME": str(home)}) for command in ("make run", "make test")]
-        facts = {
-            "command": "python benchmarks/fresh_clone.py",
-            "commit": output(["git", "rev-parse", "HEAD"], clone),
-            "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
-            "packages": output([str(clone / ".venv/bin/python"), "-m", "pip", "freeze"], clone).splitlines(),
-            "rows": rows,
-        }
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps(facts, indent=1) + "\n")
+        rows: list[dict[str, object]] = []
+        for command in ("make run", "make test"):
+            rows.append(time_command(command, clone, kept | {"HOME": str(home)}))
+            write(rows, clone)  # after each: the second command takes a quarter of an hour
     for row in rows:
         print(f"{row['command']:10} {row['wall_s']:8.1f} s  exit {row['exit']}")
     return max(int(row["exit"]) for row in rows)
+
+
+def write(rows: list[dict[str, object]], clone: Path) -> None:
+    """Write the figures there are, with what they were made on."""
+    facts = {
+        "command": "python benchmarks/fresh_clone.py",
+        "commit": output(["git", "rev-parse", "HEAD"], clone),
+        "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
+        "packages": output([str(clone / ".venv/bin/python"), "-m", "pip", "freeze"], clone).splitlines(),
+        "rows": rows,
+    }
+    OUT.parent.mkdir(exist_ok=True)
+    OUT.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def time_command(command: str, folder: Path, env: dict[str, str]) -> dict[str, object]:
