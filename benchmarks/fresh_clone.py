@@ -42,7 +42,9 @@ def write(rows: list[dict[str, object]], clone: Path) -> None:
         "command": "python benchmarks/fresh_clone.py",
         "commit": output(["git", "rev-parse", "HEAD"], clone),
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
-        "packages": output([str(clone / ".venv/bin/python"), "-m", "pip", "freeze"], clone).splitlines(),
+        "packages": output(
+            [str(clone / ".venv/bin/python"), "-m", "pip", "freeze", "--exclude-editable"], clone
+        ).splitlines(),
         "rows": rows,
     }
     OUT.parent.mkdir(exist_ok=True)

@@ -192,7 +192,7 @@ class ShardedModel(nn.Module):
             raise RuntimeError(
                 "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
             )
-        if self._finished:
+        if self._finished or not self.has_gradients:
             return
         self._reduce.drain()
         for name, reduction in self._reductions.items():
@@ -222,6 +222,8 @@ class ShardedModel(nn.Module):
     def install_weights(self) -> None:
         """Bring updated main weights into the compute weights; what was gathered before is dropped. *Collective.*"""
         self._gather.release_all()
+        for unit in self._units:
+            unit.open_calls = 0  # graphs from before the update are not worth waiting for
         optim.install_weights(self.buckets, self._comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -182,6 +182,25 @@ def test_zero_grad_forgets_and_a_step_without_a_backward_changes_nothing(strateg
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, wrapped.full_weights(), strict=True))
 
 
+def test_an_evaluation_with_gradients_on_costs_no_memory_later() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(8)))
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
+
+    def step() -> None:
+        wrapped(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    usual = wrapped.transient_peak_bytes
+    wrapped(torch.ones(2, 6))  # its graph is never used
+    optimizer.step()
+    step()
+    step()
+    assert wrapped.transient_peak_bytes == usual
+
+
 def test_what_would_be_ignored_is_refused() -> None:
     model = make()
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
