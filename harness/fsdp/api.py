@@ -444,6 +444,7 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer)
     def add_param_group(group: Any) -> None:
         raise NotImplementedError("parameter groups cannot be added after sharding; give all of them before")
 
+    # Replaced on the instance, which mypy takes for a mistake: torch has hooks for step, none for these two.
     optimizer.add_param_group = add_param_group  # type: ignore[method-assign, assignment]
     optimizer.register_state_dict_pre_hook(_refuse_state_dict)
     optimizer.register_load_state_dict_pre_hook(_refuse_state_dict)

@@ -121,6 +121,7 @@ class HookDriver:
         if not inputs:
             return None
         unit.open_calls += 1
+        # torch leaves Function.apply unannotated
         passed: tuple[Tensor, ...] = _PassedInputs.apply(  # type: ignore[no-untyped-call]
             partial(self._passed_inputs, unit), *inputs
         )

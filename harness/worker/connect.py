@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+# torch exports its stores without declaring them
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from harness.config.schema import Config, Device, Numerics

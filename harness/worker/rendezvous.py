@@ -15,6 +15,7 @@ from harness.store.files import read_json, write_json
 from harness.store.placement import Placement
 
 if TYPE_CHECKING:
+    # torch exports its stores without declaring them
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 FILE = "rendezvous.json"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from harness.config.doc import settings
@@ -166,6 +166,8 @@ def test_the_fix_for_a_quote_can_be_typed() -> None:
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
+@example("\\")
+@example("a\\'b\\\\")
 def test_quoting_survives_hydras_grammar(text: str) -> None:
     assert str(typed_value([f"notes={quote(text)}"], "notes", None)) == text
 
