@@ -6,13 +6,13 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 STUDY := parity_pair
 
-.PHONY: run test lint types imports install clean
+.PHONY: run test lint types imports install peers clean
 
 run: install
 	$(BIN)/python run.py -m study=$(STUDY)
 	$(BIN)/python -m harness verdict $(STUDY)
 
-test: install lint types imports
+test: install peers lint types imports
 	$(BIN)/python -m pytest
 
 lint: install
@@ -26,6 +26,14 @@ imports: install
 	$(BIN)/lint-imports
 
 install: $(VENV)/.installed
+
+# The engines to compare with. DeepSpeed's build asks for torch and would fetch another one if it were left alone.
+peers: $(VENV)/.peers
+
+$(VENV)/.peers: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[peers]' wheel setuptools
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-build-isolation deepspeed==0.19.8
+	touch $@
 
 # torch first and pinned: a looser request would bring the CUDA build and its gigabytes.
 $(VENV)/.installed: pyproject.toml constraints.txt

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.config.schema import EngineName, Numerics, Strategy
+from harness.config.schema import Dtype, EngineName, Numerics, OuterStrategy, Strategy
+
+RERUNS = (Numerics.fast, Numerics.deterministic)
+EQUAL_GRADIENTS = (("main_grads", "main_params"), ("grad_comm", "main_grads"))
+HALF_OR_SINGLE = (Dtype.fp32, Dtype.bf16, Dtype.fp16)
 
 
 @dataclass(frozen=True)
@@ -13,37 +17,73 @@ class Capabilities:
 
     strategies: tuple[Strategy, ...]
     """What it can split."""
-    numerics: tuple[Numerics, ...]
+    hybrid: tuple[tuple[Strategy, OuterStrategy], ...] = ()
+    """Pairs of inner and outer strategy it can run with mesh.dp_outer > 1."""
+    numerics: tuple[Numerics, ...] = RERUNS
     """Promises it keeps about the order of arithmetic."""
-    max_world_size: int | None
+    max_world_size: int | None = None
     """Most ranks; None is any number."""
-    free_gradient_dtypes: bool
-    """Whether stored gradients, wire and sums may each have a dtype of their own, apart from the main weights'."""
-    settings: tuple[str, ...]
+    formats: tuple[Dtype, ...] = tuple(Dtype)
+    """Dtypes it takes in any role."""
+    equal_dtypes: tuple[tuple[str, str], ...] = EQUAL_GRADIENTS
+    """Fields of the group `dtype` that must agree: the engine has one dtype for both roles."""
+    sums_itself: bool = False
+    """Whether sums inside a reduction are the engine's own, in dtype.grad_accum; else the backend's, in the wire's."""
+    package: str | None = None
+    """Distribution it needs beyond this project's own dependencies, as `name==version`."""
+    build_isolation: bool = True
+    """Whether that distribution installs like any other; if not, its build needs what is here already."""
+    settings: tuple[str, ...] = ()
     """Settings of the group `engine`, beyond the name, that it takes."""
 
+    @property
+    def install(self) -> str:
+        """The command that installs `package`."""
+        flags = "" if self.build_isolation else "--no-deps --no-build-isolation "
+        return f"pip install {flags}{self.package}"
+
+
+_HYBRID = tuple((inner, OuterStrategy.no_shard) for inner in Strategy if inner is not Strategy.no_shard)
 
 ENGINES: dict[EngineName, Capabilities] = {
     EngineName.native: Capabilities(
         strategies=tuple(Strategy),
         numerics=tuple(Numerics),
-        max_world_size=None,
-        free_gradient_dtypes=True,
-        settings=("engine.prefetch",),
+        equal_dtypes=(),
+        sums_itself=True,
+        settings=("engine.prefetch", "engine.report_nan_in_param_grad"),
     ),
-    EngineName.ddp: Capabilities(
-        strategies=(Strategy.no_shard,),
-        numerics=(Numerics.fast, Numerics.deterministic),
-        max_world_size=None,
-        free_gradient_dtypes=False,
-        settings=(),
+    EngineName.fsdp2: Capabilities(
+        strategies=(Strategy.optim_grads, Strategy.optim_grads_params),
+        hybrid=_HYBRID[1:],
+        equal_dtypes=(("main_grads", "main_params"),),
+    ),
+    EngineName.fsdp1: Capabilities(
+        strategies=(Strategy.no_shard, Strategy.optim_grads, Strategy.optim_grads_params),
+        hybrid=_HYBRID[1:],
+        equal_dtypes=(("main_grads", "main_params"),),
+    ),
+    EngineName.ddp: Capabilities(strategies=(Strategy.no_shard, Strategy.optim)),
+    EngineName.megatron_fsdp: Capabilities(
+        strategies=tuple(Strategy),
+        hybrid=(*_HYBRID, (Strategy.optim_grads_params, OuterStrategy.optim)),
+        equal_dtypes=(),
+        package="megatron-fsdp==0.6.1",
+        settings=("engine.report_nan_in_param_grad",),
+    ),
+    EngineName.deepspeed: Capabilities(
+        strategies=tuple(Strategy),
+        formats=HALF_OR_SINGLE,
+        equal_dtypes=(),
+        package="deepspeed==0.19.8",
+        build_isolation=False,
     ),
     EngineName.single: Capabilities(
         strategies=(Strategy.no_shard,),
         numerics=tuple(Numerics),
         max_world_size=1,
-        free_gradient_dtypes=False,
-        settings=(),
+        sums_itself=True,
     ),
+    EngineName.ext: Capabilities(strategies=tuple(Strategy), equal_dtypes=(), settings=("engine.adapter",)),
 }
-"""Every engine that is built."""
+"""Every engine. What an `ext` adapter can do, it says itself."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from harness.config.schema import Config, Dtype, OptimizerName, Strategy
+from harness.config.capabilities import ENGINES
+from harness.config.schema import Config, Dtype, OptimizerName, OuterStrategy, Strategy
 
-DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp64: 8}
+DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.fp64: 8}
 """Bytes of one element."""
 
 
@@ -26,6 +27,14 @@ def tokens_per_step(cfg: Config) -> int:
 def ranks_per_node(cfg: Config) -> int:
     """Ranks on each machine. Exact only where world_size is divisible by nodes."""
     return cfg.mesh.world_size // cfg.cluster.nodes
+
+
+def accumulate_dtype(cfg: Config) -> Dtype:
+    """The dtype sums inside a reduction really have: `dtype.grad_accum`, or what its null stands for."""
+    wire = cfg.dtype.grad_comm
+    if cfg.dtype.grad_accum is not None:
+        return cfg.dtype.grad_accum
+    return Dtype.fp32 if ENGINES[cfg.engine.name].sums_itself and DTYPE_BYTES[wire] < 4 else wire
 
 
 def parameter_count(cfg: Config) -> int:
@@ -52,13 +61,15 @@ def state_bytes(cfg: Config) -> int:
 
 def persistent_bytes_per_rank(cfg: Config) -> int:
     """Bytes of weights, gradients and optimizer state on a rank, without padding and transients: its least need."""
-    count, ranks = parameter_count(cfg), cfg.mesh.world_size
+    count, ranks = parameter_count(cfg), cfg.mesh.world_size // cfg.mesh.dp_outer
     level = list(Strategy).index(cfg.sharding.strategy)
     compute, main = DTYPE_BYTES[cfg.dtype.compute], DTYPE_BYTES[cfg.dtype.main_params]
     weights = count * compute // (ranks if level == 3 else 1)
     grads = count * DTYPE_BYTES[cfg.dtype.main_grads] // (ranks if level >= 2 else 1)
     separate_main = 0 if cfg.dtype.compute is cfg.dtype.main_params else 1
     state = count * main * (optimizer_states(cfg) + separate_main) // (ranks if level >= 1 else 1)
+    if cfg.sharding.outer is OuterStrategy.optim:
+        state //= cfg.mesh.dp_outer
     return weights + grads + state
 
 

@@ -11,6 +11,14 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 
+class ModelFamily(Enum):
+    """Which module is built: a Llama-style decoder, the same with routed experts, or a collection of awkward cases."""
+
+    llama = "llama"
+    moe = "moe"
+    odd = "odd"
+
+
 class DataKind(Enum):
     """Where tokens come from."""
 
@@ -47,8 +55,13 @@ class EngineName(Enum):
     """What shards the model and steps its optimizer."""
 
     native = "native"
+    fsdp2 = "fsdp2"
+    fsdp1 = "fsdp1"
     ddp = "ddp"
+    megatron_fsdp = "megatron_fsdp"
+    deepspeed = "deepspeed"
     single = "single"
+    ext = "ext"
 
 
 class Strategy(Enum):
@@ -60,11 +73,19 @@ class Strategy(Enum):
     optim_grads_params = "optim_grads_params"
 
 
+class OuterStrategy(Enum):
+    """What the outer data-parallel axis splits: nothing (HSDP), or the optimizer state (HFSDP)."""
+
+    no_shard = "no_shard"
+    optim = "optim"
+
+
 class Dtype(Enum):
     """A floating-point format."""
 
     fp32 = "fp32"
     bf16 = "bf16"
+    fp16 = "fp16"
     fp64 = "fp64"
 
 
@@ -115,10 +136,12 @@ class WandbMode(Enum):
 
 @dataclass
 class ModelConfig:
-    """A Llama-style decoder."""
+    """What is trained: a module of one family and its sizes."""
 
     name: str = "tiny"
     """Label used in run names and reports."""
+    family: ModelFamily = ModelFamily.llama
+    """Which module is built."""
     vocab_size: int = 256
     """Number of token ids; 256 for bytes."""
     dim: int = 64
@@ -141,6 +164,10 @@ class ModelConfig:
     """Whether the output projection is the embedding matrix."""
     activation_checkpointing: bool = False
     """Whether each block recomputes its activations in the backward."""
+    num_experts: int = 4
+    """Feed-forwards a token can be routed to, in every block (moe)."""
+    experts_per_token: int = 2
+    """Feed-forwards a token is routed to (moe)."""
     init_std: float = 0.02
     """Standard deviation of initial weights; residual projections get it divided by sqrt(2 * num_layers)."""
 
@@ -215,8 +242,12 @@ class EngineConfig:
 
     name: EngineName = EngineName.native
     """Engine."""
+    adapter: str | None = None
+    """A class of your own that implements `harness.engines.protocol.Engine`, as `package.module:Class` (ext)."""
     prefetch: int = 1
     """Units gathered ahead of the one in use (native)."""
+    report_nan_in_param_grad: bool = False
+    """Look for NaN and infinity in every gradient before its reduction; the error names tensor, rank and microbatch."""
 
 
 @dataclass
@@ -224,7 +255,9 @@ class ShardingConfig:
     """What is split over the data-parallel ranks."""
 
     strategy: Strategy = Strategy.optim_grads_params
-    """ZeRO stage by name."""
+    """ZeRO stage by name: what is split over the inner axis."""
+    outer: OuterStrategy = OuterStrategy.no_shard
+    """What is split over the outer axis as well, where mesh.dp_outer > 1: nothing (HSDP) or optimizer state (HFSDP)."""
 
 
 @dataclass
@@ -241,10 +274,10 @@ class DtypeConfig:
     """Stored and accumulated gradients."""
     grad_comm: Dtype = Dtype.fp32
     """What a gradient reduction sends."""
-    grad_accum: Dtype = Dtype.fp32
-    """The sum inside a reduction."""
+    grad_accum: Dtype | None = None
+    """The sum inside a reduction; null is fp32 or wider where an engine sums itself, else the wire's."""
     allow_low_precision_grads: bool = False
-    """Permits main gradients below fp32."""
+    """Permits main gradients below fp32, and sums in fewer bits than fp32 or than what arrives."""
 
 
 @dataclass
@@ -261,6 +294,8 @@ class MeshConfig:
 
     world_size: int = 2
     """Number of ranks."""
+    dp_outer: int = 1
+    """Size of the outer data-parallel axis; world_size / dp_outer ranks share one sharded copy of the model."""
 
 
 @dataclass

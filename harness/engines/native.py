@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from torch import Tensor
 
-from harness.config.derived import global_microbatches
+from harness.config.derived import accumulate_dtype, global_microbatches
 from harness.config.schema import Config
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
@@ -33,7 +33,7 @@ class NativeEngine(Engine):
                 main_params_dtype=TORCH_DTYPES[dtype.main_params],
                 main_grads_dtype=TORCH_DTYPES[dtype.main_grads],
                 grad_comm_dtype=TORCH_DTYPES[dtype.grad_comm],
-                grad_accum_dtype=TORCH_DTYPES[dtype.grad_accum],
+                grad_accum_dtype=TORCH_DTYPES[accumulate_dtype(config)],
                 allow_low_precision_grads=dtype.allow_low_precision_grads,
             ),
             device=ranks.device,

@@ -9,6 +9,10 @@ from harness.engines.protocol import Engine
 
 ENGINES: dict[EngineName, str] = {
     EngineName.native: "harness.engines.native:NativeEngine",
+    EngineName.fsdp2: "harness.engines.fsdp2:Fsdp2Engine",
+    EngineName.fsdp1: "harness.engines.fsdp1:Fsdp1Engine",
+    EngineName.megatron_fsdp: "harness.engines.megatron:MegatronEngine",
+    EngineName.deepspeed: "harness.engines.deepspeed:DeepspeedEngine",
     EngineName.ddp: "harness.engines.ddp:DdpEngine",
     EngineName.single: "harness.engines.single:SingleEngine",
 }

@@ -16,7 +16,12 @@ from harness.config.schema import Config, Dtype
 from harness.engines import optim
 from harness.engines.protocol import Engine, Ranks, Workload
 
-TORCH_DTYPES = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp64: torch.float64}
+TORCH_DTYPES = {
+    Dtype.fp32: torch.float32,
+    Dtype.bf16: torch.bfloat16,
+    Dtype.fp16: torch.float16,
+    Dtype.fp64: torch.float64,
+}
 """Torch's name of each configured dtype."""
 
 

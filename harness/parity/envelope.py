@@ -30,10 +30,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.config.capabilities import ENGINES
+from harness.config.schema import EngineName
 from harness.parity.admissible import global_microbatches, microbatches_per_rank
 
-UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-8}
-"""Unit roundoff by dtype: bf16 has 8 significant bits, fp32 24, fp64 53."""
+UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Unit roundoff by dtype: bf16 has 8 significant bits, fp16 11, fp32 24, fp64 53."""
 
 RMS = math.sqrt(0.375 / math.log(2) / 3)
 """0.425: root-mean-square relative error of one rounding over u. Uniform within a gap (1/3), over a mantissa m whose
@@ -54,7 +56,7 @@ FORWARD_ENDS = 8
 PRODUCTS_BLOCK = 7
 GRADIENT_FACTOR = 3
 
-SIXTEEN_BITS = ("bf16",)
+SIXTEEN_BITS = ("bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ class Arithmetic:
         return cls(
             compute=config["dtype.compute"],
             wire=config["dtype.grad_comm"],
-            accumulate=config["dtype.grad_accum"],
+            accumulate=_accumulate(config),
             main=config["dtype.main_grads"],
             layers=int(config["model.num_layers"]),
             ranks=int(config["mesh.world_size"]),
@@ -152,6 +154,15 @@ class Arithmetic:
     def scaling(self) -> float:
         """Error of dividing by M in one, two or three factors (1/k, 1/N), each rounded in the main-gradient dtype."""
         return 4 * UNIT[self.main]
+
+
+def _accumulate(config: Mapping[str, Any]) -> str:
+    """The dtype of sums over ranks: as configured, or the engine's own where that is null."""
+    wire = str(config["dtype.grad_comm"])
+    if config["dtype.grad_accum"] is not None:
+        return str(config["dtype.grad_accum"])
+    sums_itself = ENGINES[EngineName[config["engine.name"]]].sums_itself
+    return "fp32" if sums_itself and wire in SIXTEEN_BITS else wire
 
 
 def _parameters(config: Mapping[str, Any]) -> int:

@@ -28,7 +28,17 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SOURCES = ("worker", "train", "engines", "models", "data", "fsdp", "config/derived.py")
 """What can change a number, relative to the package. Meters, records and the desk cannot."""
 
-PACKAGES = ("torch", "numpy", "safetensors", "hydra-core", "omegaconf", "submitit", "wandb")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "hydra-core",
+    "omegaconf",
+    "submitit",
+    "wandb",
+    "megatron-fsdp",
+    "deepspeed",
+)
 
 ENVIRONMENT = (
     "OMP_NUM_THREADS",

@@ -20,6 +20,10 @@ from harness.config.schema import Config, EngineName, Strategy
 DRY = "launch.dry_run=true"
 NEEDS = {
     "data=text": [f"data.path={__file__}", "data.seq_len=16"],
+    "mesh=two_by_two": ["engine=fsdp2"],
+    "sharding=hsdp": ["engine=fsdp2", "mesh=two_by_two"],
+    "sharding=hfsdp": ["engine=megatron_fsdp", "mesh=two_by_two"],
+    "engine=ext": ["engine.adapter=tests.engines.adapter:Adapter"],
     "data=tokens": [f"data.path={__file__}", "model.vocab_size=65536", "data.seq_len=16", "data.header_bytes={odd}"],
 }
 """What an option cannot do without."""
@@ -67,8 +71,9 @@ def test_an_experiment_implies_what_its_engine_implies() -> None:
 
 
 def test_what_is_typed_wins_over_what_is_implied() -> None:
-    with pytest.raises(BadRequest, match=r"sharding\.strategy=optim.*engine=ddp"):
-        compose(["engine=ddp", "sharding=optim"])
+    assert compose(["engine=ddp", "sharding=optim"]).typed.sharding.strategy is Strategy.optim
+    with pytest.raises(BadRequest, match=r"sharding\.strategy=optim_grads.*engine=ddp"):
+        compose(["engine=ddp", "sharding=optim_grads"])
 
 
 def test_frozen_values_come_back_whole() -> None:

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from harness.config.capabilities import ENGINES
+from harness.config.derived import DTYPE_BYTES
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Backend, CkptPolicy, Config, DataKind, Dtype, OptimizerName, WandbMode
+from harness.config.schema import Backend, CkptPolicy, Config, DataKind, Dtype, ModelFamily, OptimizerName, WandbMode
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,18 @@ _CAPTURE = Condition(
     lambda c: bool(c.measure.capture_steps), "measure.capture_steps=[1]", lambda c: "measure.capture_steps=[]"
 )
 _CKPT = Condition(lambda c: c.ckpt.policy is not CkptPolicy.none, "ckpt=last", lambda c: "ckpt=none")
-_BF16_GRADS = Condition(
-    lambda c: c.dtype.main_grads is Dtype.bf16,
-    "dtype.main_grads=bf16",
+_NARROW_SUMS = Condition(
+    lambda c: (
+        any(d is not None and DTYPE_BYTES[d] < 4 for d in (c.dtype.main_grads, c.dtype.grad_accum))
+        or (c.dtype.grad_accum is Dtype.fp32 and c.dtype.grad_comm is Dtype.fp64)
+    ),
+    "dtype.main_grads=bf16 or a narrow dtype.grad_accum",
     lambda c: f"dtype.main_grads={c.dtype.main_grads.name}",
 )
+_MOE = Condition(
+    lambda c: c.model.family is ModelFamily.moe, "model=moe", lambda c: f"model.family={c.model.family.name}"
+)
+_OUTER = Condition(lambda c: c.mesh.dp_outer > 1, "mesh=two_by_two", lambda c: f"mesh.dp_outer={c.mesh.dp_outer}")
 
 CONDITIONS: dict[str, Condition] = {
     "data.path": _FILES,
@@ -61,7 +69,10 @@ CONDITIONS: dict[str, Condition] = {
     "optimizer.betas": _ADAM,
     "optimizer.eps": _ADAM,
     "optimizer.momentum": _optimizer(OptimizerName.sgd),
-    "dtype.allow_low_precision_grads": _BF16_GRADS,
+    "dtype.allow_low_precision_grads": _NARROW_SUMS,
+    "model.num_experts": _MOE,
+    "model.experts_per_token": _MOE,
+    "sharding.outer": _OUTER,
     "ckpt.every": _CKPT,
     "measure.capture_limit_mib": _CAPTURE,
     "wandb.project": _WANDB,

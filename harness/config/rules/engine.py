@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.capabilities import ENGINES
-from harness.config.derived import DTYPE_BYTES
+from harness.config.derived import DTYPE_BYTES, accumulate_dtype
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import EngineName
+from harness.config.schema import Dtype, EngineName, OuterStrategy
 
 
 @rule()
@@ -53,52 +53,131 @@ def ranks_are_possible(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule()
-def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
-    """Engines on plain torch keep, send and sum gradients in the main weights' dtype."""
-    engine, d = request.config.engine.name, request.config.dtype
-    if ENGINES[engine].free_gradient_dtypes:
+@rule("mesh.world_size", "mesh.dp_outer")
+def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
+    """Every replica has the same number of ranks, and an outer strategy has an axis to act on."""
+    ranks, outer = request.config.mesh.world_size, request.config.mesh.dp_outer
+    if ranks % outer:
+        yield Violation(
+            request.show("mesh.dp_outer"),
+            f"does not divide mesh.world_size={ranks}",
+            ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0),
+            f"mesh.world_size={max(ranks // outer, 1) * outer}",
+        )
+    named = request.named.get("sharding", "")
+    if outer == 1 and (request.config.sharding.outer is OuterStrategy.optim or named in ("hsdp", "hfsdp")):
+        yield Violation(
+            f"sharding={named}" if named else request.show("sharding.outer"),
+            "has no outer axis to act on: mesh.dp_outer=1",
+            "mesh.dp_outer of 2 or more, a divisor of mesh.world_size",
+            "mesh=two_by_two, or mesh.world_size=4 mesh.dp_outer=2",
+        )
+
+
+@rule("mesh.dp_outer")
+def hybrid_is_built(request: Request) -> Iterator[Violation]:
+    """The engine has an outer axis, and takes the pair of strategies."""
+    sharding, engine = request.config.sharding, request.config.engine.name
+    if request.config.mesh.dp_outer == 1 or (sharding.strategy, sharding.outer) in ENGINES[engine].hybrid:
         return
-    for role in ("main_grads", "grad_comm", "grad_accum"):
-        if getattr(d, role) is not d.main_params:
+    valid = ENGINES[engine].hybrid
+    others = [e.name for e in EngineName if (sharding.strategy, sharding.outer) in ENGINES[e].hybrid]
+    yield Violation(
+        request.show("sharding.strategy", "sharding.outer", "mesh.dp_outer"),
+        f"engine={engine.name} does not run this hybrid",
+        "; ".join(f"{inner.name} inside, {outer.name} outside" for inner, outer in valid) or "mesh.dp_outer=1",
+        "mesh.dp_outer=1" + (f", or engine={others[0]}" if others else ""),
+    )
+
+
+@rule()
+def formats_are_known(request: Request) -> Iterator[Violation]:
+    """The engine computes, stores and sends in the dtypes asked for."""
+    engine, d = request.config.engine.name, request.config.dtype
+    valid = ENGINES[engine].formats
+    for role in ("compute", "main_params", "main_grads", "grad_comm", "grad_accum"):
+        if getattr(d, role) is not None and getattr(d, role) not in valid:
             yield Violation(
                 request.show(f"dtype.{role}"),
-                f"engine={engine.name} keeps, sends and sums gradients in the dtype of dtype.main_params",
-                d.main_params.name,
-                f"dtype.{role}={d.main_params.name}, or engine=native",
+                f"engine={engine.name} does not take this dtype",
+                ", ".join(f.name for f in valid),
+                f"dtype.{role}={valid[0].name}, or engine=native",
             )
 
 
 @rule()
+def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
+    """Roles for which the engine has one dtype agree; sums are asked only of engines that make them."""
+    engine, d = request.config.engine.name, request.config.dtype
+    for role, other in ENGINES[engine].equal_dtypes:
+        want = getattr(d, other)
+        if getattr(d, role) is not want:
+            yield Violation(
+                request.show(f"dtype.{role}"),
+                f"engine={engine.name} has one dtype for this and for dtype.{other}",
+                want.name,
+                f"dtype.{role}={want.name}, or engine=native",
+            )
+    backend_sums = not ENGINES[engine].sums_itself and d.grad_accum not in (None, d.grad_comm)
+    if backend_sums or (engine is EngineName.single and d.grad_accum not in (None, d.main_grads)):
+        yield Violation(
+            request.show("dtype.grad_accum"),
+            f"engine={engine.name} leaves sums to the backend, which makes them in the wire's dtype",
+            f"null, {d.grad_comm.name}",
+            "dtype.grad_accum=null, or engine=native",
+        )
+
+
+def _holds(dtype: Dtype, other: Dtype) -> bool:
+    """Whether every number of `other` is one of `dtype`."""
+    return dtype is other or DTYPE_BYTES[dtype] > max(2, DTYPE_BYTES[other])
+
+
+@rule()
 def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
-    """Sums in 16 bits lose small contributions; that needs a word of consent."""
+    """Sums in 16 bits, or in fewer than arrive, lose small contributions; that needs a word of consent."""
     d = request.config.dtype
-    if DTYPE_BYTES[d.main_grads] < 4 and not d.allow_low_precision_grads:
+    if d.allow_low_precision_grads:
+        return
+    if DTYPE_BYTES[d.main_grads] < 4:
         yield Violation(
             request.show("dtype.main_grads"),
             "stores gradients in 16 bits, where sums over microbatches lose small contributions",
             "fp32, fp64",
             "dtype.main_grads=fp32, or dtype.allow_low_precision_grads=true to accept it",
         )
-    if DTYPE_BYTES[d.grad_accum] < max(4, DTYPE_BYTES[d.grad_comm]):
+    total = accumulate_dtype(request.config)
+    asked = d.grad_accum is not None or ENGINES[request.config.engine.name].sums_itself
+    if asked and not (DTYPE_BYTES[total] >= 4 and _holds(total, d.grad_comm)):
+        best = "fp64" if d.grad_comm is Dtype.fp64 else "fp32"
         yield Violation(
             request.show("dtype.grad_accum"),
             f"sums in fewer bits than fp32 or than what arrives (dtype.grad_comm={d.grad_comm.name})",
-            "fp32 or wider, and as wide as dtype.grad_comm",
-            "dtype.grad_accum=fp64" if d.grad_comm.name == "fp64" else "dtype.grad_accum=fp32",
+            "null, fp32 or wider, and as wide as dtype.grad_comm",
+            f"dtype.grad_accum={best}, or dtype.allow_low_precision_grads=true to accept it",
         )
 
 
 @rule()
 def main_weights_are_no_narrower(request: Request) -> Iterator[Violation]:
-    """Updates of weights kept in fewer bits than they are computed with would be lost at once."""
+    """Updates of weights that cannot hold what is computed with would be lost at once."""
     d = request.config.dtype
-    if DTYPE_BYTES[d.main_params] < DTYPE_BYTES[d.compute]:
+    if not _holds(d.main_params, d.compute):
         yield Violation(
             request.show("dtype.main_params"),
-            f"is narrower than dtype.compute={d.compute.name}",
-            f"{d.compute.name} or wider",
+            f"cannot hold the numbers of dtype.compute={d.compute.name}",
+            ", ".join(x.name for x in Dtype if _holds(x, d.compute)),
             f"dtype.main_params={d.compute.name}",
+        )
+
+
+@rule()
+def adapter_is_named(request: Request) -> Iterator[Violation]:
+    """engine=ext says which class it is."""
+    engine = request.config.engine
+    if engine.name is EngineName.ext and engine.adapter is None:
+        yield Violation(
+            "engine=ext", "needs a class of yours", "engine.adapter=package.module:Class", "see docs/adapter.md"
         )
 
 
@@ -106,7 +185,11 @@ RULES: tuple[Rule, ...] = (
     strategy_is_built,
     numerics_are_promised,
     ranks_are_possible,
+    outer_axis_divides_the_ranks,
+    hybrid_is_built,
+    formats_are_known,
     gradient_dtypes_are_possible,
     gradients_keep_their_precision,
     main_weights_are_no_narrower,
+    adapter_is_named,
 )

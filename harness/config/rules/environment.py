@@ -14,10 +14,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from harness.config.capabilities import ENGINES
 from harness.config.derived import captured_bytes, persistent_bytes_per_rank, state_bytes
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Backend, CkptPolicy, Config, Device, WandbMode
+from harness.store.provenance import versions
 
 PROBE_BYTES = 1 << 20
 """Bytes written and synced to find out whether a disk takes any: about what the logs of a short run need."""
@@ -54,6 +56,23 @@ def mirror_is_installed(request: Request) -> Iterator[Violation]:
     if mode is not WandbMode.disabled and importlib.util.find_spec("wandb") is None:
         yield Violation(
             request.show("wandb.mode"), "the package wandb is not installed", fix="wandb=disabled, or pip install wandb"
+        )
+
+
+@rule()
+def engine_is_installed(request: Request) -> Iterator[Violation]:
+    """A peer's package is there, in the version its adapter was written against."""
+    engine = request.config.engine.name
+    wanted = ENGINES[engine].package
+    if wanted is None:
+        return
+    name, _, version = wanted.partition("==")
+    found = versions((name,)).get(name)
+    if found != version:
+        yield Violation(
+            f"engine={engine.name}",
+            f"needs {wanted}; " + (f"{name} {found} is installed" if found else f"{name} is not installed"),
+            fix=f"make peers, or {ENGINES[engine].install}",
         )
 
 
@@ -148,6 +167,7 @@ RULES: tuple[Rule, ...] = (
     devices_exist,
     scheduler_exists,
     mirror_is_installed,
+    engine_is_installed,
     model_fits_in_memory,
     disk_takes_the_run,
 )
