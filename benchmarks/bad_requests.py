@@ -49,9 +49,9 @@ REQUESTS: dict[str, BadRequest] = {
     "a key without its group": _bad("lr=0.1", "did you mean optimizer.lr?"),
     "another project's word": _bad("sharding=zero3", "did you mean sharding=optim_grads_params?", "no_shard, optim"),
     "typo in an enum": _bad(
-        "engine.name=natve", "engine.name=natve", "did you mean engine.name=native?", "native, ddp, single"
+        "engine.name=natve", "engine.name=natve", "did you mean engine.name=native?", "native, fsdp2, fsdp1"
     ),
-    "engine that is not built": _bad("engine=deepspeed", "engine=deepspeed", "ddp, native, single"),
+    "engine that is not built": _bad("engine=horovod", "engine=horovod", "ddp, deepspeed, ext, fsdp1"),
     "wrong type": _bad("train.steps=abc", "train.steps=abc", "a whole number", "Optimizer updates"),
     "no value": _bad("train.steps=", "train.steps=", "a whole number"),
     "a fraction for a count": _bad("train.steps=1e3", "train.steps=1000.0", "a whole number"),
@@ -72,11 +72,17 @@ REQUESTS: dict[str, BadRequest] = {
     "batch not divisible": _bad("train.global_batch_size=10", "train.global_batch_size=10", "8, 16, 24"),
     "heads do not divide": _bad("model.num_heads=3 model.num_kv_heads=3", "model.dim=64", "multiples of 6"),
     "sequence too long": _bad("data.seq_len=4096", "data.seq_len=4096", "model.max_seq_len=2048"),
-    "engine without that strategy": _bad("engine=ddp sharding=optim", "sharding.strategy=optim", "engine=ddp"),
+    "engine without that strategy": _bad(
+        "engine=ddp sharding=optim_grads", "sharding.strategy=optim_grads", "engine=ddp"
+    ),
     "engine without that setting": _bad("engine=ddp engine.prefetch=2", "engine.prefetch=2", "engine=native"),
     "engine without that many ranks": _bad("engine=single mesh.world_size=2", "mesh.world_size=2", "engine=single"),
     "engine without that promise": _bad("engine=ddp numerics=ordered", "numerics.mode=ordered", "fast, deterministic"),
-    "engine without that dtype": _bad("engine=ddp dtype=bf16_comm", "dtype.grad_comm=bf16", "engine=native"),
+    "engine without that dtype": _bad("engine=ddp dtype.main_grads=fp64", "dtype.main_grads=fp64", "engine=native"),
+    "hybrid the engine does not run": _bad("sharding=hsdp mesh=two_by_two", "mesh.dp_outer=2", "engine=fsdp2"),
+    "hybrid without an outer axis": _bad("sharding=hsdp", "mesh.dp_outer=1", "mesh=two_by_two"),
+    "ext without an adapter": _bad("engine=ext", "engine.adapter=package.module:Class"),
+    "main weights that cannot hold": _bad("dtype.compute=fp16 dtype.main_params=bf16", "cannot hold", "fp16, fp64"),
     "16-bit gradients unasked": _bad(
         "dtype.main_grads=bf16", "dtype.main_grads=bf16", "allow_low_precision_grads=true"
     ),
@@ -100,7 +106,7 @@ REQUESTS: dict[str, BadRequest] = {
     "unknown study": _bad("-m study=parity_par", "study=parity_par", "did you mean study=parity_pair?"),
     "unknown run": _bad("--from 0123abcd", "0123abcd"),
     "two bad cells of a sweep": _bad(
-        "-m engine=ddp,native sharding=optim", "sharding.strategy=optim", "in 1 of 2 cells"
+        "-m engine=ddp,native sharding=optim_grads", "sharding.strategy=optim_grads", "in 1 of 2 cells"
     ),
     "many at once": _bad(
         "train.steps=0 optimizer.lr=-1 data.seq_len=4096", "3 problems", "train.steps=0", "lr=-1", "4096"

@@ -114,6 +114,7 @@ def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
         )
     everything = [*catalog.groups, *settings()]
     meant = _synonym(key) or nearest(key, everything)
+    meant = [name for name in meant if name.partition(".")[0] not in meant or "." not in name]  # the group says it
     if meant:
         return Violation(key, "no such group or setting", fix=_did_you_mean(meant))
     return Violation(

@@ -57,13 +57,25 @@ def violations(*overrides: str) -> dict[str, str]:
         ("model.num_heads=3 model.num_kv_heads=1", "model.dim", "model.dim=60", "model.num_heads=2"),
         ("model.num_kv_heads=3", "model.num_kv_heads", "model.num_kv_heads=2", "model.num_kv_heads=4"),
         ("data.seq_len=2049", "data.seq_len", "data.seq_len=2048", "data.seq_len=2048"),
-        ("engine=ddp sharding=optim", "sharding.strategy", "engine=native", "engine=ddp"),
+        ("engine=ddp sharding=optim_grads", "sharding.strategy", "engine=native", "engine=ddp"),
         ("engine=ddp numerics=ordered", "numerics.mode", "numerics=deterministic", "engine=ddp numerics=deterministic"),
         ("engine=single mesh.world_size=2", "mesh.world_size", "mesh.world_size=1", "engine=single numerics=ordered"),
-        ("engine=ddp dtype=bf16_comm", "dtype.grad_comm", "dtype.grad_comm=fp32", "engine=ddp dtype=bf16"),
+        ("engine=ddp dtype.main_grads=fp64", "dtype.main_grads", "dtype.main_grads=fp32", "engine=ddp dtype=bf16"),
         ("engine=ddp dtype.grad_accum=fp64", "dtype.grad_accum", "engine=native", "dtype.grad_accum=fp64"),
         ("dtype.main_grads=bf16", "dtype.main_grads", "dtype.allow_low_precision_grads=true", "dtype=bf16"),
         ("dtype.grad_accum=bf16", "dtype.grad_accum", "dtype.grad_accum=fp32", "dtype=bf16_comm"),
+        (
+            "engine=fsdp2 sharding=optim",
+            "sharding.strategy",
+            "sharding=optim_grads",
+            "engine=fsdp2 sharding=optim_grads",
+        ),
+        ("engine=native mesh=two_by_two", "sharding.strategy", "engine=fsdp2", "engine=fsdp2 mesh=two_by_two"),
+        ("engine=fsdp2 mesh.world_size=4 mesh.dp_outer=3", "mesh.dp_outer", "mesh.world_size=3", "mesh.dp_outer=1"),
+        ("sharding=hsdp", "sharding", "mesh=two_by_two", "engine=fsdp1 sharding=hsdp mesh=two_by_two"),
+        ("engine=deepspeed dtype=fp64", "dtype.compute", "engine=native", "engine=deepspeed dtype=bf16"),
+        ("dtype.compute=fp16 dtype.main_params=bf16", "dtype.main_params", "fp16", "dtype.compute=fp16"),
+        ("engine=ext", "engine", "docs/adapter.md", "engine=native"),
         ("dtype.compute=fp64", "dtype.main_params", "dtype.main_params=fp64", "dtype=fp64"),
         ("launch.inline=true", "launch.inline", "mesh=one", "debug=inline"),
         ("cluster=slurm debug=inline", "launch.inline", "cluster=local", ""),
@@ -110,13 +122,20 @@ def test_every_number_has_a_range() -> None:
 
 
 def test_numbers_out_of_range_do_not_hide_other_mistakes() -> None:
-    found = violations("train.steps=0", "data.seq_len=4096", "engine=ddp", "sharding=optim", "model.num_heads=0", DRY)
+    found = violations(
+        "train.steps=0", "data.seq_len=4096", "engine=ddp", "sharding=optim_grads", "model.num_heads=0", DRY
+    )
     assert set(found) == {"train.steps", "data.seq_len", "sharding.strategy", "model.num_heads"}
 
 
 @pytest.mark.parametrize("knob", effect.CONDITIONS)
 def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
-    values = {"cluster.additional": "{a: 1}", "data.token_dtype": "uint32", "optimizer.betas": "[0.9,0.9]"}
+    values = {
+        "cluster.additional": "{a: 1}",
+        "sharding.outer": "optim",
+        "data.token_dtype": "uint32",
+        "optimizer.betas": "[0.9,0.9]",
+    }
     needs = {
         "cluster.slots": ["cluster=slurm"],
         "data.path": ["data=synthetic"],

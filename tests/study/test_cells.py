@@ -89,7 +89,7 @@ def test_the_same_cell_asked_for_twice_is_one(hydra: Hydra) -> None:
 
 def test_violations_of_many_cells_are_told_once_with_their_count(hydra: Hydra) -> None:
     with pytest.raises(BadRequest) as caught:
-        ask(hydra, "engine=ddp,native", "sharding=optim,no_shard", "train.steps=0")
+        ask(hydra, "engine=ddp,native", "sharding=optim_grads,no_shard", "train.steps=0")
     texts = [str(v) for v in caught.value.violations]
     assert len(texts) == 2
     assert "(in 1 of 4 cells)" in next(t for t in texts if "sharding" in t)
