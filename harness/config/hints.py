@@ -61,12 +61,16 @@ KEY_SYNONYMS = {
     "gbs": "train.global_batch_size",
     "gpus": "mesh.world_size",
     "grad_clip": "optimizer.clip_norm",
+    "grad_comm_dtype": "dtype.grad_comm",
+    "grad_reduce_in_fp32": "dtype.grad_comm",
     "hidden_size": "model.dim",
     "iterations": "train.steps",
     "launcher": "cluster",
     "layers": "model.num_layers",
     "learning_rate": "optimizer.lr",
     "logger": "wandb",
+    "main_grads_dtype": "dtype.main_grads",
+    "main_params_dtype": "dtype.main_params",
     "max_steps": "train.steps",
     "mbs": "train.microbatch_size",
     "micro_batch_size": "train.microbatch_size",
@@ -77,6 +81,7 @@ KEY_SYNONYMS = {
     "optim": "optimizer",
     "output_dir": "launch.root",
     "precision": "dtype",
+    "preserve_fp32_weights": "dtype.main_params",
     "ranks": "mesh.world_size",
     "root": "launch.root",
     "seed": "train.seed",
@@ -87,6 +92,14 @@ KEY_SYNONYMS = {
     "zero": "sharding",
 }
 """What people call a group or setting elsewhere -> its name here."""
+
+REPLACED_KEYS = {
+    "grad_reduce_in_fp32": "dtype.grad_comm is what a reduction sends and dtype.main_grads what is stored and"
+    " accumulated; fp32 in both is what grad_reduce_in_fp32=true meant",
+    "preserve_fp32_weights": "dtype.main_params=fp32 keeps fp32 main weights; dtype.main_params equal to dtype.compute"
+    " keeps none",
+}
+"""Switches of older engines that one name cannot stand for -> what says it here."""
 
 
 def nearest(word: str, pool: Iterable[str], count: int = 3) -> list[str]:
@@ -110,13 +123,17 @@ def explain_key(key: str, catalog: Catalog | None = None) -> Violation:
         elsewhere = [path for path in settings() if path.endswith(f".{rest}")]
         meant = list(dict.fromkeys(_synonym(key) + elsewhere + (nearest(key, inside) or nearest(rest, settings()))))[:3]
         return Violation(
-            key, f"{group} has no such setting", ", ".join(inside) or "none of its own", _did_you_mean(meant)
+            key,
+            f"{group} has no such setting",
+            ", ".join(inside) or "none of its own",
+            _did_you_mean(meant),
+            _replaced(key),
         )
     everything = [*catalog.groups, *settings()]
     meant = _synonym(key) or nearest(key, everything)
     meant = [name for name in meant if name.partition(".")[0] not in meant or "." not in name]  # the group says it
     if meant:
-        return Violation(key, "no such group or setting", fix=_did_you_mean(meant))
+        return Violation(key, "no such group or setting", fix=_did_you_mean(meant), about=_replaced(key))
     return Violation(
         key,
         "no such group or setting",
@@ -163,6 +180,10 @@ def explain_setting(path: str, value: Any) -> Violation:
 def _synonym(key: str) -> list[str]:
     meant = KEY_SYNONYMS.get(key.rpartition(".")[2].lower())
     return [meant] if meant else []
+
+
+def _replaced(key: str) -> str:
+    return REPLACED_KEYS.get(key.rpartition(".")[2].lower(), "")
 
 
 def _did_you_mean(names: list[str]) -> str:

@@ -26,7 +26,7 @@ from harness.fsdp.device import DeviceRuntime
 from harness.fsdp.gather import GatherPipeline
 from harness.fsdp.hooks import HookDriver
 from harness.fsdp.memory import BucketMemory, placeholder
-from harness.fsdp.policy import MixedPrecisionPolicy, Numerics, Strategy
+from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy, Numerics, Strategy, refuse_renamed
 from harness.fsdp.reduce import ReducePipeline
 from harness.fsdp.units import Unit, plan_units
 
@@ -121,7 +121,7 @@ class ShardedModel(nn.Module):
             buckets = []
             for key, members in plan.buckets.items():
                 name = f"{plan.name}/{str(key.dtype).removeprefix('torch.')}" + ("" if key.trainable else "/frozen")
-                dtypes = self.policy.resolve(key.dtype)
+                dtypes = self.policy.resolve(key.dtype) if key.trainable else Dtypes.frozen(key.dtype)
                 buckets.append(Bucket(name, key, members, dtypes, context, initial))
             units.append(Unit(plan.name, plan.module, buckets))
         return units
@@ -467,6 +467,7 @@ def fully_shard(
 
 
 def _refuse_unbuilt(arguments: Mapping[str, Any]) -> None:
+    refuse_renamed(arguments, "fully_shard")
     for name, value in arguments.items():
         if name not in _UNBUILT:
             raise TypeError(f"fully_shard got an unexpected argument {name!r}")

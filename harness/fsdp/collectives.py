@@ -276,7 +276,7 @@ class ExchangeReduction(Reduction):
 
 
 class NativeReduction(Reduction):
-    """The backend's own reduce-scatter or all-reduce. For NCCL where the wire is as wide as the sum."""
+    """The backend's own reduce-scatter or all-reduce. For NCCL where the wire has the sum's dtype, fp32 or wider."""
 
     def exchange(self, parts: list[Part], label: Label) -> Exchange:
         comm = self.comm
@@ -312,7 +312,7 @@ def make_reduction(comm: Communicator, dtypes: Dtypes, numerics: Numerics) -> Re
     """Choose how sums are made for one group, dtype policy and promise."""
     if comm.by_peers:
         return PeerReduction(comm, dtypes)
-    if numerics.bitwise or dtypes.wire.itemsize < dtypes.accum.itemsize:
+    if numerics.bitwise or not dtypes.sums_as_sent:
         return ExchangeReduction(comm, dtypes)
     return NativeReduction(comm, dtypes)
 

@@ -6,8 +6,10 @@ refuses what the engine does not honour instead of ignoring it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any, Self
 
 import torch
 
@@ -69,19 +71,41 @@ class Numerics(Enum):
         return self is Numerics.ordered
 
 
-_ITEMSIZE_FLOOR = 2  # bytes; the narrowest compute dtype there is (8-bit weights are not built)
+FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes every role of a policy takes."""
 BUCKET_ALIGN_BYTES = 256
 """Every parameter in a gathered bucket starts on a multiple of this: kernels see one alignment in every layout."""
+
+RENAMED = {
+    "preserve_fp32_weights": "main_params_dtype=torch.float32 keeps fp32 main weights (None: the compute weights are"
+    " stepped themselves)",
+    "grad_reduce_in_fp32": "grad_comm_dtype says what a reduction sends, main_grads_dtype what is stored and"
+    " accumulated; torch.float32 in both is what grad_reduce_in_fp32=True meant",
+}
+"""Names that older FSDP engines gave to dtypes, and which fields of `MixedPrecisionPolicy` say it now."""
+
+
+def refuse_renamed(names: Iterable[str], owner: str) -> None:
+    """Raise TypeError if one of `names` is an old name, saying which field took its place."""
+    for name in names:
+        if name in RENAMED:
+            raise TypeError(f"{owner} has no argument {name!r} any more; in MixedPrecisionPolicy, {RENAMED[name]}")
+
+
+def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Whether every number of `other` is one of `dtype`: bf16 and fp16 do not hold each other."""
+    return torch.promote_types(dtype, other) == dtype
 
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of the four roles a number plays between a forward and an update.
+    """Dtypes of the four roles a number plays between a forward and an update: fp32, bf16, fp16 or fp64 each.
 
     main_params_dtype: weights the optimizer updates; None means the compute weights themselves.
     main_grads_dtype: stored and accumulated gradients; None means the main weights' dtype.
     grad_comm_dtype: what a reduction sends; None means the main gradients' dtype.
     grad_accum_dtype: the sum inside a reduction; None means fp32, or wider if the wire is wider.
+    allow_low_precision_grads: permits main gradients below fp32, and sums in fewer bits than fp32 or than what arrives.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -90,17 +114,26 @@ class MixedPrecisionPolicy:
     grad_accum_dtype: torch.dtype | None = None
     allow_low_precision_grads: bool = False
 
-    def resolve(self, compute: torch.dtype) -> Dtypes:
-        """Fill every None for parameters whose compute dtype is `compute`.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuse old names with the new one, before the dataclass refuses them without.
 
         Raises:
-            ValueError: a dtype is no floating-point dtype, or gradients are kept below fp32 without
-                `allow_low_precision_grads`, or a sum would run in fewer bits than it is sent in.
+            TypeError: a name of `RENAMED`.
+        """
+        refuse_renamed(kwargs, cls.__name__)
+        return super().__new__(cls)
+
+    def resolve(self, compute: torch.dtype) -> Dtypes:
+        """Fill every None for trained parameters whose compute dtype is `compute`.
+
+        Raises:
+            ValueError: a dtype is none of `FORMATS`, or main weights cannot hold the compute weights, or gradients are
+                stored or summed in fewer bits than fp32 or than what arrives without `allow_low_precision_grads`.
         """
         main = self.main_params_dtype or compute
         grads = self.main_grads_dtype or main
         wire = self.grad_comm_dtype or grads
-        accum = self.grad_accum_dtype or torch.promote_types(torch.float32, wire)
+        accum = self.grad_accum_dtype or (torch.promote_types(torch.float32, wire) if wire in FORMATS else wire)
         dtypes = Dtypes(compute=compute, main=main, grads=grads, wire=wire, accum=accum)
         dtypes.validate(allow_low_precision_grads=self.allow_low_precision_grads)
         return dtypes
@@ -116,28 +149,50 @@ class Dtypes:
     wire: torch.dtype
     accum: torch.dtype
 
+    @classmethod
+    def frozen(cls, compute: torch.dtype) -> Dtypes:
+        """Of parameters that are not trained: they are stored once, as they are computed with, and never reduced."""
+        return cls(compute, compute, compute, compute, compute)
+
     def validate(self, *, allow_low_precision_grads: bool) -> None:
-        """Raise ValueError for combinations that lose gradients silently."""
+        """Raise ValueError for combinations that lose updates or gradients silently."""
         for role in ("compute", "main", "grads", "wire", "accum"):
             dtype = getattr(self, role)
-            if not dtype.is_floating_point or dtype.itemsize < _ITEMSIZE_FLOOR:
+            if dtype not in FORMATS:
                 raise ValueError(f"{role} dtype {dtype} is not supported; use bfloat16, float16, float32 or float64")
-        if self.grads.itemsize < 4 and not allow_low_precision_grads:
+        if not holds(self.main, self.compute):
+            valid = ", ".join(str(dtype) for dtype in FORMATS if holds(dtype, self.compute))
+            raise ValueError(
+                f"main_params_dtype={self.main} cannot hold the module's {self.compute}: updates lose bits that the"
+                f" forward uses. Valid are {valid}, and None for {self.compute} itself; or cast the module"
+            )
+        if not allow_low_precision_grads:
+            self._refuse_low_precision()
+
+    def _refuse_low_precision(self) -> None:
+        consent = "or allow_low_precision_grads=True to accept it"
+        if self.grads.itemsize < 4:
             raise ValueError(
                 f"main_grads_dtype resolves to {self.grads}: gradients summed over microbatches in 16 bits lose small"
-                " contributions. Set main_grads_dtype=torch.float32, or allow_low_precision_grads=True to accept it"
+                f" contributions. Set main_grads_dtype=torch.float32, {consent}"
             )
-        if self.main.itemsize < self.compute.itemsize:
+        if self.accum.itemsize < 4 or not holds(self.accum, self.wire):
+            wide = torch.promote_types(torch.float32, self.wire)
             raise ValueError(
-                f"main_params_dtype={self.main} is narrower than the module's {self.compute}: updates lose bits that"
-                f" the forward uses. Set main_params_dtype={self.compute} or None, or cast the module"
+                f"grad_accum_dtype={self.accum} sums in fewer bits than fp32 or than what arrives (the wire has"
+                f" {self.wire}). Set grad_accum_dtype={wide}, None for the same, {consent}"
             )
-        if self.accum.itemsize < self.wire.itemsize:
-            raise ValueError(
-                f"grad_accum_dtype={self.accum} is narrower than the wire ({self.wire}); use {self.wire} or wider"
-            )
+
+    @property
+    def sums_as_sent(self) -> bool:
+        """Whether a backend that sums in the wire's dtype makes the sum asked for.
+
+        Never in 16 bits: there a backend may round each partial sum or none, and which order it takes shows.
+        """
+        return self.wire == self.accum and self.accum.itemsize >= 4
 
     @property
     def align_elements(self) -> int:
         """Elements between parameter starts: a multiple of 256 bytes in the narrowest buffer, and of 64 elements."""
-        return BUCKET_ALIGN_BYTES // min(self.compute.itemsize, self.wire.itemsize, 4)
+        buffers = (self.compute, self.main, self.grads, self.wire)
+        return BUCKET_ALIGN_BYTES // min(4, *(dtype.itemsize for dtype in buffers))

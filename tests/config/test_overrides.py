@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
-from harness.config.hints import KEY_SYNONYMS, OPTION_SYNONYMS, nearest
+from harness.config.hints import KEY_SYNONYMS, OPTION_SYNONYMS, REPLACED_KEYS, nearest
 from harness.config.overrides import MAX_SWEEP, check_overrides, quote, typed_value
 
 
@@ -61,6 +61,21 @@ def test_a_typo_gets_the_name_that_was_meant(typed: str, meant: str) -> None:
     assert "+" not in message
 
 
+@pytest.mark.parametrize(
+    ("typed", "meant", "says"),
+    [
+        ("preserve_fp32_weights=true", "dtype.main_params", "dtype.main_params=fp32 keeps fp32 main weights"),
+        ("dtype.preserve_fp32_weights=true", "dtype.main_params", "dtype.main_params=fp32 keeps fp32 main weights"),
+        ("grad_reduce_in_fp32=true", "dtype.grad_comm", "dtype.main_grads what is stored"),
+        ("engine.grad_reduce_in_fp32=true", "dtype.grad_comm", "dtype.main_grads what is stored"),
+    ],
+)
+def test_a_switch_of_older_engines_gets_the_settings_that_replaced_it(typed: str, meant: str, says: str) -> None:
+    message = refused(typed)
+    assert f"did you mean {meant}" in message
+    assert says in message
+
+
 def test_nonsense_gets_the_list_instead_of_a_guess() -> None:
     message = refused("qqqq=1")
     assert "did you mean" not in message
@@ -79,6 +94,7 @@ def test_synonyms_lead_to_names_that_exist() -> None:
 
     options = load_catalog().options
     assert all(meant in options or meant in settings() for meant in KEY_SYNONYMS.values())
+    assert set(REPLACED_KEYS) <= set(KEY_SYNONYMS)
     for group, table in OPTION_SYNONYMS.items():
         assert set(table.values()) <= set(options[group])
         assert not set(table) & set(options[group])

@@ -97,16 +97,22 @@ def test_low_precision_gradients_must_be_asked_for() -> None:
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="allow_low_precision_grads"):
         fully_shard_model(make(), mixed_precision_policy=policy)
-    with pytest.raises(ValueError, match="narrower than the wire"):
-        MixedPrecisionPolicy(grad_comm_dtype=torch.float32, grad_accum_dtype=torch.bfloat16).resolve(torch.float32)
 
 
-def test_what_none_means_in_a_policy() -> None:
-    resolved = MixedPrecisionPolicy(main_params_dtype=None, allow_low_precision_grads=True).resolve(torch.bfloat16)
-    bf16 = torch.bfloat16
-    assert (resolved.main, resolved.grads, resolved.wire, resolved.accum) == (bf16, bf16, bf16, torch.float32)
-    resolved = MixedPrecisionPolicy().resolve(bf16)
-    assert (resolved.main, resolved.grads, resolved.wire, resolved.accum) == (torch.float32,) * 4
+@pytest.mark.parametrize("name", ["preserve_fp32_weights", "grad_reduce_in_fp32"])
+def test_an_old_name_of_a_dtype_is_refused_with_the_new_one(name: str) -> None:
+    model = make()
+    for call in (lambda: fully_shard(model, sgd(model), **{name: True}), lambda: fully_shard_model(model, **{name: 1})):
+        with pytest.raises(TypeError, match=f"{name}.* in MixedPrecisionPolicy, .*_dtype"):
+            call()
+
+
+def test_what_is_frozen_needs_no_policy() -> None:
+    """Frozen weights have no main weights and no gradients, so a policy that could not hold them does not matter."""
+    model = make()
+    model[0].double().requires_grad_(False)
+    wrapped = fully_shard_model(model, fsdp_unit_modules=[Block])
+    assert dict(wrapped.full_weights())["0.linear.weight"].dtype == torch.float64
 
 
 def test_optimizers_that_need_whole_matrices_are_refused_by_name() -> None:

@@ -220,7 +220,7 @@ def test_what_would_be_ignored_is_refused() -> None:
         fully_shard_optimizer(wrapped, sgd(model))
     with pytest.raises(ValueError, match="sharded already"):
         fully_shard_model(model)
-    with pytest.raises(ValueError, match="narrower than the module"):
+    with pytest.raises(ValueError, match="cannot hold the module"):
         fully_shard_model(make().double())
     MixedPrecisionPolicy(main_params_dtype=None).resolve(torch.float64)
 

@@ -1,0 +1,135 @@
+"""Dtype policies before anything runs: what None means, what is refused and what it says, and the desk's twin rules."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+
+import pytest
+import torch
+
+from harness.config.derived import accumulate_dtype
+from harness.config.rules.engine import gradients_keep_their_precision, main_weights_are_no_narrower
+from harness.config.rules.request import Request
+from harness.config.schema import Config, Dtype
+from harness.fsdp import MixedPrecisionPolicy
+from harness.fsdp.policy import FORMATS, RENAMED, Dtypes, holds
+
+TORCH = {Dtype.fp32: torch.float32, Dtype.bf16: torch.bfloat16, Dtype.fp16: torch.float16, Dtype.fp64: torch.float64}
+
+
+def engine_takes(compute: Dtype, main: Dtype, grads: Dtype, wire: Dtype, accum: Dtype | None, allow: bool) -> bool:
+    policy = MixedPrecisionPolicy(
+        TORCH[main], TORCH[grads], TORCH[wire], None if accum is None else TORCH[accum], allow
+    )
+    try:
+        policy.resolve(TORCH[compute])
+    except ValueError:
+        return False
+    return True
+
+
+def desk_takes(compute: Dtype, main: Dtype, grads: Dtype, wire: Dtype, accum: Dtype | None, allow: bool) -> bool:
+    config = Config()
+    dtype = config.dtype
+    dtype.compute, dtype.main_params, dtype.main_grads, dtype.grad_comm, dtype.grad_accum = (
+        compute, main, grads, wire, accum,
+    )  # fmt: skip
+    dtype.allow_low_precision_grads = allow
+    request = Request(config)
+    broken = [*gradients_keep_their_precision.apply(request), *main_weights_are_no_narrower.apply(request)]
+    return not broken
+
+
+def test_engine_and_desk_take_the_same_policies() -> None:
+    """Every combination of four dtypes in every role, sums unset included."""
+    taken = 0
+    for case in itertools.product(Dtype, Dtype, Dtype, Dtype, (None, *Dtype), (False, True)):
+        assert engine_takes(*case) == desk_takes(*case), case
+        taken += engine_takes(*case)
+    # pairs (compute, main) that hold: each itself, 16 bits in fp32, 16 and 32 bits in fp64: 4 + 2 + 3 = 9. With
+    # consent 4 x 4 x 5 gradient policies each. Without: 2 main-gradient dtypes; sums that hold the wire's numbers:
+    # None always (4), fp32 of 3 wires, fp64 of 4.
+    assert taken == 9 * (4 * 4 * 5 + 2 * (4 + 3 + 4))
+
+
+def test_what_a_null_sum_means_is_the_same_at_the_desk() -> None:
+    for wire in Dtype:
+        config = Config()
+        config.dtype.main_grads = config.dtype.grad_comm = wire
+        policy = MixedPrecisionPolicy(torch.float64, TORCH[wire], allow_low_precision_grads=True)
+        assert policy.resolve(torch.float32).accum is TORCH[accumulate_dtype(config)]
+
+
+@pytest.mark.parametrize("compute", FORMATS)
+def test_none_follows_the_chain(compute: torch.dtype) -> None:
+    def resolved(**fields: torch.dtype | None) -> Dtypes:
+        return MixedPrecisionPolicy(**fields, allow_low_precision_grads=True).resolve(compute)
+
+    wide = torch.promote_types(compute, torch.float32)
+    assert resolved(main_params_dtype=None) == Dtypes(compute, compute, compute, compute, wide)
+    assert resolved(main_params_dtype=torch.float64) == Dtypes(compute, *(torch.float64,) * 4)
+    half = resolved(main_params_dtype=None, main_grads_dtype=torch.float16)
+    assert half == Dtypes(compute, compute, torch.float16, torch.float16, torch.float32)
+    sent = resolved(main_params_dtype=None, main_grads_dtype=torch.float32, grad_comm_dtype=torch.float64)
+    assert sent == Dtypes(compute, compute, torch.float32, torch.float64, torch.float64)
+
+
+def test_bf16_and_fp16_do_not_hold_each_other() -> None:
+    assert [(a, b) for a, b in itertools.product(FORMATS, FORMATS) if not holds(a, b)] == [
+        (torch.float32, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.float16),
+        (torch.bfloat16, torch.float64),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.bfloat16),
+        (torch.float16, torch.float64),
+    ]
+    with pytest.raises(ValueError, match=r"float16 cannot hold the module's torch.bfloat16.*Valid are .*bfloat16"):
+        MixedPrecisionPolicy(torch.float16, allow_low_precision_grads=True).resolve(torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"main_grads_dtype": torch.float16}, "main_grads_dtype resolves to torch.float16"),
+        ({"main_params_dtype": None}, "main_grads_dtype resolves to torch.bfloat16"),
+        ({"grad_comm_dtype": torch.bfloat16, "grad_accum_dtype": torch.bfloat16}, "grad_accum_dtype=torch.bfloat16"),
+        ({"grad_accum_dtype": torch.float16}, "grad_accum_dtype=torch.float16"),
+        (
+            {"grad_comm_dtype": torch.float64, "grad_accum_dtype": torch.float32},
+            r"torch.float64\). Set grad_accum_dtype=torch.float64",
+        ),
+    ],
+)
+def test_low_precision_is_one_error_that_consent_lifts(fields: dict[str, torch.dtype | None], says: str) -> None:
+    with pytest.raises(ValueError, match=f"{says}.*allow_low_precision_grads=True"):
+        MixedPrecisionPolicy(**fields).resolve(torch.bfloat16)
+    MixedPrecisionPolicy(**fields, allow_low_precision_grads=True).resolve(torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
+def test_other_dtypes_are_refused_in_every_role(dtype: torch.dtype) -> None:
+    for role in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "grad_accum_dtype"):
+        with pytest.raises(ValueError, match="use bfloat16, float16, float32 or float64"):
+            MixedPrecisionPolicy(**{role: dtype}, allow_low_precision_grads=True).resolve(torch.float32)
+
+
+@pytest.mark.parametrize("name", sorted(RENAMED))
+def test_an_old_name_is_refused_with_the_new_one(name: str) -> None:
+    field = "main_params_dtype" if "weights" in name else "grad_comm_dtype"
+    with pytest.raises(TypeError, match=f"{name}.*{field}"):
+        MixedPrecisionPolicy(**{name: True})
+
+
+def test_a_policy_is_a_value() -> None:
+    policy = MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16)
+    assert pickle.loads(pickle.dumps(policy)) == policy
+    assert hash(policy) == hash(MixedPrecisionPolicy(torch.float32, grad_comm_dtype=torch.bfloat16))
+
+
+def test_buckets_are_aligned_in_their_narrowest_buffer() -> None:
+    for dtypes in itertools.product(FORMATS, repeat=4):
+        align = Dtypes(*dtypes, torch.float64).align_elements
+        assert align % 64 == 0
+        assert all(align * dtype.itemsize % 256 == 0 for dtype in dtypes)
