@@ -16,11 +16,17 @@ ENGINES: dict[EngineName, str] = {
     EngineName.ddp: "harness.engines.ddp:DdpEngine",
     EngineName.single: "harness.engines.single:SingleEngine",
 }
-"""Where each engine lives, as `module:class`."""
+"""Where each engine lives, as `module:class`; `ext` is wherever `engine.adapter` says."""
 
 
-def engine_class(name: EngineName) -> type[Engine]:
-    """The class behind an engine's name."""
-    module, _, attribute = ENGINES[name].partition(":")
+def engine_class(name: EngineName, adapter: str | None = None) -> type[Engine]:
+    """The class behind an engine's name; of `ext`, the one that `adapter` names as `package.module:Class`.
+
+    Raises:
+        ValueError: engine=ext without an adapter.
+    """
+    if name is EngineName.ext and adapter is None:
+        raise ValueError("engine=ext needs engine.adapter=package.module:Class")
+    module, _, attribute = (adapter if name is EngineName.ext and adapter else ENGINES[name]).partition(":")
     found: type[Engine] = getattr(import_module(module), attribute)
     return found

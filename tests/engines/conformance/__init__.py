@@ -1,0 +1,1 @@
+"""What every engine promises, asked of every engine: `python -m pytest --engine NAME`, all of them without it."""

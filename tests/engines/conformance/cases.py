@@ -1,0 +1,167 @@
+"""Which trainings an engine is asked to do: a covering subset of all that its row of capabilities allows.
+
+A combination exists where no rule of `harness.config.rules.engine` refuses it. Of these as many are taken as it needs
+for every two values of two axes to meet: a fault that shows with 3 ranks in bf16, whatever the rest, is met.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields
+from functools import cache
+
+from harness.config.compose import compose
+from harness.config.rules import engine as engine_rules
+from harness.config.rules.request import Request
+from harness.config.schema import Config, DtypeConfig, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
+
+WORLD_SIZES = (1, 2, 3, 4)
+DTYPES = ("fp32", "bf16", "bf16_comm", "fp64")
+MODELS = {
+    "small": ["model=tiny", "model.vocab_size=31", "model.dim=24", "model.num_layers=2", "model.num_heads=2"]
+    + ["model.num_kv_heads=1", "model.ffn_dim=20", "model.max_seq_len=16"],
+}
+"""Model by name: a decoder of odd sizes, small enough that starting the ranks takes longest."""
+
+CLIP = 0.5
+"""Below the norms that occur, so that it acts."""
+LEARNING_RATES = (1.0, 0.4, 1.7, 0.6, 1.2, 0.9)
+"""Factors of `optimizer.lr` by step: a rate that is set once and kept is one that shows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training on one engine."""
+
+    engine: str
+    strategy: str
+    outer: str | None
+    """Outer strategy over two replicas; None: no outer axis."""
+    world_size: int
+    k: int
+    optimizer: str
+    clip: bool
+    dtype: str
+    model: str
+    numerics: str
+    adapter: str | None = None
+
+    def __str__(self) -> str:
+        shard = self.strategy + (f"+{self.outer}" if self.outer else "")
+        words = [self.engine, shard, f"{self.world_size}ranks", f"k{self.k}", self.optimizer]
+        words += ["clip"] if self.clip else []
+        return "-".join([*words, self.dtype, self.model, self.numerics])
+
+    @property
+    def num_microbatches(self) -> int:
+        """M: microbatches of a step over all ranks."""
+        return self.world_size * self.k
+
+    @property
+    def keeps_its_bits(self) -> bool:
+        """Whether the same steps from the same state are promised to give the same bits."""
+        return self.numerics != Numerics.fast.name
+
+    def config(self) -> Config:
+        """The cell, complete."""
+        config = deepcopy(_base(self.model))
+        config.engine.name, config.engine.adapter = EngineName[self.engine], self.adapter
+        config.sharding.strategy = Strategy[self.strategy]
+        config.sharding.outer = OuterStrategy[self.outer or "no_shard"]
+        config.mesh.world_size, config.mesh.dp_outer = self.world_size, 2 if self.outer else 1
+        config.train.microbatch_size, config.train.global_batch_size = 2, 2 * self.num_microbatches
+        config.dtype = deepcopy(_dtype(self.dtype))
+        config.numerics.mode = Numerics[self.numerics]
+        optimizer = config.optimizer
+        optimizer.name, optimizer.clip_norm = OptimizerName[self.optimizer], CLIP if self.clip else None
+        if self.optimizer == "sgd":
+            optimizer.lr, optimizer.momentum, optimizer.weight_decay = 0.1, 0.9, 0.2
+        else:  # epsilon: where a gradient is rounding alone, the update must not be its sign
+            optimizer.lr, optimizer.eps, optimizer.weight_decay = 3e-3, 1e-5, 0.5
+        return config
+
+    def reference(self, dtype: str) -> Config:
+        """The same training in one process: every microbatch of a step, in global order."""
+        config = self.config()
+        config.engine.name, config.engine.adapter = EngineName.single, None
+        config.sharding.strategy, config.sharding.outer = Strategy.no_shard, OuterStrategy.no_shard
+        config.mesh.world_size = config.mesh.dp_outer = 1
+        config.dtype, config.numerics.mode = deepcopy(_dtype(dtype)), Numerics.deterministic
+        return config
+
+
+@cache
+def cases(engine: str, adapter: str | None = None) -> tuple[Case, ...]:
+    """The cases of one engine, those of one world size side by side."""
+    chosen = _cover([case for case in _combinations(engine, adapter) if _is_allowed(case)])
+    return tuple(sorted(chosen, key=lambda case: case.world_size))
+
+
+def _combinations(engine: str, adapter: str | None) -> Iterator[Case]:
+    shards = [(s.name, None) for s in Strategy] + [(s.name, o.name) for s in Strategy for o in OuterStrategy]
+    for (strategy, outer), *others in itertools.product(
+        shards,
+        WORLD_SIZES,
+        (1, 2, 3),
+        ("adamw", "sgd"),
+        (False, True),
+        DTYPES,
+        tuple(MODELS),
+        [mode.name for mode in Numerics],
+    ):
+        if outer is None or others[0] == 4:  # two replicas of two ranks
+            yield Case(engine, strategy, outer, *others, adapter)
+
+
+def _is_allowed(case: Case) -> bool:
+    """Whether the engine's row has what the case needs; what the row does not depend on is left out of the question."""
+    neutral = {"k": 1, "optimizer": "adamw", "clip": False}
+    values = {field.name: getattr(case, field.name) for field in fields(case)} | neutral
+    return _is_allowed_at_all(Case(**values))
+
+
+@cache
+def _is_allowed_at_all(case: Case) -> bool:
+    request = Request(case.config())
+    return not any(True for rule in engine_rules.RULES for _ in rule.apply(request))
+
+
+def _cover(allowed: Sequence[Case]) -> list[Case]:
+    """Greedy: of a few dozen drawn at random, the one that covers most of what is uncovered. The same every time."""
+    draw = random.Random(1)
+    missing = {pair for case in allowed for pair in _pairs(case)}
+    chosen: list[Case] = []
+    while missing:
+        wanted = min(missing)
+        candidates = [case for case in allowed if wanted in _pairs(case)]
+        candidates = draw.sample(candidates, min(60, len(candidates)))
+        best = max(candidates, key=lambda case: len(_pairs(case) & missing))
+        chosen.append(best)
+        missing -= _pairs(best)
+    return chosen
+
+
+def _axes(case: Case) -> tuple[str, ...]:
+    """The values that are to meet, each with its axis."""
+    update = f"{case.optimizer}, clipped: {case.clip}"
+    rest = [f"{name}={getattr(case, name)}" for name in ("world_size", "k", "dtype", "model", "numerics")]
+    return (f"shard={case.strategy}+{case.outer}", f"update={update}", *rest)
+
+
+@cache
+def _pairs(case: Case) -> frozenset[tuple[str, str]]:
+    return frozenset(itertools.combinations(_axes(case), 2))
+
+
+@cache
+def _base(model: str) -> Config:
+    words = ["data=synthetic", "data.seq_len=8", "launch.dry_run=true", "measure.capture_steps=[]"]
+    return compose([*MODELS[model], *words]).typed
+
+
+@cache
+def _dtype(name: str) -> DtypeConfig:
+    return compose([f"dtype={name}", "launch.dry_run=true"]).typed.dtype

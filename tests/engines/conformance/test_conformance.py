@@ -1,0 +1,89 @@
+"""Every engine does what `harness.engines.protocol` says, under every choice its row of capabilities allows.
+
+python -m pytest --engine fsdp2                               one engine; without --engine, every one
+python -m pytest --engine ext --adapter package.module:Class  an engine of your own
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from harness.config.capabilities import ENGINES
+from harness.config.schema import EngineName
+from harness.store.provenance import versions
+from tests.engines.conformance.cases import Case, cases
+from tests.engines.conformance.checks import Judgement
+from tests.engines.conformance.deviations import KNOWN_DEVIATIONS
+from tests.engines.conformance.spawned import run_all
+from tests.engines.conformance.trial import Evidence, Failure, train_reference
+
+EXAMPLE = "tests.engines.adapter:Adapter"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One item a case, and one for each engine that is not installed."""
+    asked = metafunc.config.getoption("--engine")
+    names = [EngineName[asked]] if asked else list(EngineName)
+    missing = [name for name in names if not _is_installed(name)]
+    if "case" in metafunc.fixturenames:
+        adapter = metafunc.config.getoption("--adapter") or EXAMPLE
+        found = [
+            case
+            for name in names
+            if name not in missing
+            for case in cases(name.name, adapter if name is EngineName.ext else None)
+        ]
+        metafunc.parametrize("case", found, ids=str)
+    if "name" in metafunc.fixturenames:
+        metafunc.parametrize("name", missing, ids=[name.name for name in missing])
+
+
+def test_conforms(case: Case) -> None:
+    """Everything one case shows."""
+    ranks = evidence(case.engine, case.adapter, case.world_size)[case]
+    assert not isinstance(ranks, str), ranks
+    found = failures(case, ranks)
+    for deviation in KNOWN_DEVIATIONS:
+        if deviation.applies(case):
+            known = [failure for failure in found if failure.check in deviation.checks]
+            assert known, f"no longer deviates as in {deviation.report}: take it out of KNOWN_DEVIATIONS"
+            found = [failure for failure in found if failure not in known]
+    assert not found, "\n".join(f"{failure.check}: {failure.text}" for failure in found)
+
+
+def test_is_installed(name: EngineName) -> None:
+    """Says how to get what is missing."""
+    pytest.skip(f"engine={name.name} needs {ENGINES[name].package}: make peers, or {ENGINES[name].install}")
+
+
+@cache
+def evidence(engine: str, adapter: str | None, world_size: int) -> dict[Case, list[Evidence] | str]:
+    """All cases of one engine and number of ranks, run once."""
+    return run_all([case for case in cases(engine, adapter) if case.world_size == world_size])
+
+
+def failures(case: Case, ranks: list[Evidence]) -> list[Failure]:
+    """What a case did not do as promised."""
+    peer = reference(case, "bf16" if case.dtype.startswith("bf16") else case.dtype)
+    return Judgement(case, case.config(), ranks, reference(case, "fp64"), peer).failures()
+
+
+_references: dict[str, Evidence] = {}
+
+
+def reference(case: Case, dtype: str) -> Evidence:
+    """`single` on the case's microbatches; cases that differ in their engine alone share it."""
+    config = case.reference(dtype)
+    if (key := repr(config)) not in _references:
+        _references[key] = train_reference(config)
+    return _references[key]
+
+
+def _is_installed(name: EngineName) -> bool:
+    wanted = ENGINES[name].package
+    if wanted is None:
+        return True
+    package, _, version = wanted.partition("==")
+    return versions((package,)).get(package) == version
