@@ -16,7 +16,7 @@ from harness.config.schema import Config, DataKind, Dtype, EngineName, Strategy
 from harness.data.loader import Loader
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
-from harness.models.workload import LlamaWorkload
+from harness.models.registry import workload_for
 from harness.probe.meters import Meters
 from harness.train import Outcome, Progress, Session, TimedWorkload, run
 
@@ -67,7 +67,7 @@ def train(
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     run_dir.mkdir(parents=True, exist_ok=True)
     with Meters(ranks.device) as meters:
-        workload = TimedWorkload(LlamaWorkload(config), meters.timers)
+        workload = TimedWorkload(workload_for(config), meters.timers)
         engine = wrap_engine(engine_class(config.engine.name)(workload, config, ranks))
         loader = Loader(config, rank)
         return run(Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.config.capabilities import ENGINES
-from harness.config.schema import Config, Dtype, OptimizerName, OuterStrategy, Strategy
+from harness.config.schema import Config, Dtype, ModelConfig, ModelFamily, OptimizerName, OuterStrategy, Strategy
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.fp64: 8}
 """Bytes of one element."""
@@ -38,13 +38,42 @@ def accumulate_dtype(cfg: Config) -> Dtype:
 
 
 def parameter_count(cfg: Config) -> int:
-    """Weights of the model, tied ones once."""
-    m = cfg.model
+    """Weights of the model, tied ones once, frozen ones too."""
+    return _odd_parameters(cfg.model) if cfg.model.family is ModelFamily.odd else _decoder_parameters(cfg.model)
+
+
+def _decoder_parameters(m: ModelConfig) -> int:
     head_dim = m.dim // m.num_heads
     attention = 2 * m.dim * m.dim + 2 * m.dim * head_dim * m.num_kv_heads
-    block = attention + 3 * m.dim * m.ffn_dim + 2 * m.dim
+    feed_forward = 3 * m.dim * m.ffn_dim
+    if m.family is ModelFamily.moe:
+        feed_forward = m.num_experts * (feed_forward + m.dim)  # and a row of the router
+    block = attention + feed_forward + 2 * m.dim
     embeddings = m.vocab_size * m.dim * (1 if m.tie_embeddings else 2)
     return m.num_layers * block + embeddings + m.dim
+
+
+ODD_KERNEL, ODD_RANK, ODD_CELLS, ODD_TAPS = 3, 7, 3 * 5, 3
+"""Sizes of the odd family that no setting changes: positions a convolution sees, width of the low-rank path, positional
+cells, and weights of each mixture."""
+
+
+def _odd_parameters(m: ModelConfig) -> int:
+    square, vectors = m.dim * m.dim, m.dim
+    convolution = ODD_KERNEL * square + vectors
+    feed_forward = 2 * m.dim * m.ffn_dim + m.ffn_dim
+    block = vectors + convolution + 2 * ODD_RANK * m.dim + ODD_TAPS + feed_forward + 1 + square + vectors
+    frozen = square + vectors
+    root = m.vocab_size * m.dim + m.vocab_size + ODD_CELLS * m.dim + ODD_TAPS + vectors + 1
+    return m.num_layers * block + frozen + root
+
+
+def may_leave_unused(cfg: Config) -> bool:
+    """Whether a microbatch may leave trained parameters without a gradient, not the same ones on every rank."""
+    m = cfg.model
+    if m.family is ModelFamily.moe:
+        return m.skip_idle and m.experts_per_token < m.num_experts
+    return m.skip_idle and m.family is ModelFamily.odd
 
 
 def optimizer_states(cfg: Config) -> int:

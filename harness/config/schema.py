@@ -168,6 +168,11 @@ class ModelConfig:
     """Feed-forwards a token can be routed to, in every block (moe)."""
     experts_per_token: int = 2
     """Feed-forwards a token is routed to (moe)."""
+    skip_idle: bool = True
+    """Whether what no token of a microbatch needs (an expert, a side branch) is skipped, so that its parameters get no
+    gradient there; false runs it on zero tokens, which gives zeros (moe, odd)."""
+    repeat_unit: bool = False
+    """Whether the first block runs a second time, after the last one (odd)."""
     init_std: float = 0.02
     """Standard deviation of initial weights; residual projections get it divided by sqrt(2 * num_layers)."""
 

@@ -40,6 +40,9 @@ class Workload(Protocol):
     unit_classes: tuple[type[nn.Module], ...]
     """Modules whose parameters are gathered and released together."""
 
+    may_leave_unused: bool
+    """Whether a microbatch may leave trained parameters without a gradient, not the same ones on every rank."""
+
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Make the module with uninitialised parameters; device "meta" allocates nothing, not even buffers."""
 

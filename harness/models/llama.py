@@ -14,6 +14,8 @@ fp64 model, and stay so whatever the compute dtype.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -114,13 +116,15 @@ class Block(nn.Module):
     gathered once for the backward, before anything is recomputed.
     """
 
+    feed_forward_class: ClassVar[type[nn.Module]] = FeedForward
+
     def __init__(self, config: ModelConfig, device: torch.device | str, dtype: torch.dtype) -> None:
         super().__init__()
         self.recompute = config.activation_checkpointing
         self.attention_norm = RMSNorm(config.dim, config.norm_eps, device, dtype)
         self.attention = Attention(config, device, dtype)
         self.ffn_norm = RMSNorm(config.dim, config.norm_eps, device, dtype)
-        self.ffn = FeedForward(config, device, dtype)
+        self.ffn = self.feed_forward_class(config, device, dtype)
 
     def forward(self, x_BSD: Tensor, cos_SE: Tensor, sin_SE: Tensor) -> Tensor:
         if self.recompute and torch.is_grad_enabled():
@@ -165,6 +169,8 @@ class Llama(nn.Module):
     nothing is aliased that a later `to_empty` or wrapping could untie.
     """
 
+    block_class: ClassVar[type[Block]] = Block
+
     cos_SE: Tensor
     sin_SE: Tensor
 
@@ -172,7 +178,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
-        self.blocks = nn.ModuleList(Block(config, device, dtype) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(self.block_class(config, device, dtype) for _ in range(config.num_layers))
         self.head = Head(config, device, dtype)
         table_dtype = torch.promote_types(dtype, torch.float32)
         cos_SE, sin_SE = rotary_tables(config, table_dtype, device)

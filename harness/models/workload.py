@@ -1,38 +1,40 @@
-"""The decoder as an engine sees it: how to build it, what its weights start from, what its loss is."""
+"""What every model here looks like to an engine: how it is built, what its weights start from, what its loss is."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from harness.config.derived import may_leave_unused
 from harness.config.schema import Config
 from harness.models import llama
 
-RESIDUAL_PROJECTIONS = ("attention.wo.weight", "ffn.w_down.weight")
+RESIDUAL_PROJECTIONS = ("attention.wo.weight", "w_down.weight")
 """Suffixes of the matrices that write into the residual stream; they start smaller, by 1 / sqrt(2 * num_layers)."""
 
 
-class LlamaWorkload:
-    """Implements `harness.engines.protocol.Workload`.
+class TokenWorkload(ABC):
+    """Predicts the next token. Implements `harness.engines.protocol.Workload`; a family says how it is built."""
 
-    Units are the embedding, every block, and the head, so that the root owns no parameter. With tied embeddings the
-    matrix is used at both ends of the forward and therefore stays with the root.
-    """
+    unit_classes: tuple[type[nn.Module], ...]
 
     def __init__(self, config: Config) -> None:
         self.model_config = config.model
         self.seed = config.train.seed
-        self.unit_classes: tuple[type[nn.Module], ...] = (llama.Embedding, llama.Block, llama.Head)
-        if config.model.tie_embeddings:
-            self.unit_classes = (llama.Block, llama.Head)
+        self.may_leave_unused = may_leave_unused(config)
 
+    @abstractmethod
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
-        """The decoder with uninitialised parameters of `dtype`; "meta" allocates nothing."""
-        return llama.Llama(self.model_config, device, dtype)
+        """The module with uninitialised parameters of `dtype`; "meta" allocates nothing."""
+
+    @abstractmethod
+    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
+        """Compute the buffers of a module built on meta, in the dtype they were declared with."""
 
     def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
         """Full initial value of one parameter: fp32, CPU, a function of its name, its shape and `train.seed`."""
@@ -41,13 +43,7 @@ class LlamaWorkload:
         std = self.model_config.init_std
         if name.endswith(RESIDUAL_PROJECTIONS):
             std /= math.sqrt(2 * self.model_config.num_layers)
-        generator = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, name))
-        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
-
-    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Compute the rotary tables of a decoder built on meta, in the dtype they were declared with."""
-        assert isinstance(model, llama.Llama)
-        model.cos_SE, model.sin_SE = llama.rotary_tables(self.model_config, model.cos_SE.dtype, device)
+        return self._normal(name, shape, std)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross entropy, in nats a token, of (tokens, targets), both [B, S] int64; fp32, or fp64 in an fp64 model.
@@ -60,8 +56,37 @@ class LlamaWorkload:
         return F.cross_entropy(wide_BSV.flatten(0, 1), targets_BS.flatten())
 
     def decays(self, name: str, shape: torch.Size) -> bool:
-        """Matrices decay, vectors (norm scales) do not."""
+        """Matrices decay, vectors (norm scales, biases, gains) do not."""
         return len(shape) > 1
+
+    def _normal(self, name: str, shape: torch.Size, std: float) -> Tensor:
+        generator = torch.Generator(device="cpu").manual_seed(seed_of(self.seed, name))
+        return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(0.0, std, generator=generator)
+
+
+class LlamaWorkload(TokenWorkload):
+    """The decoder.
+
+    Units are the embedding, every block, and the head, so that the root owns no parameter. With tied embeddings the
+    matrix is used at both ends of the forward and therefore stays with the root.
+    """
+
+    decoder: type[llama.Llama] = llama.Llama
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.unit_classes = (llama.Embedding, self.decoder.block_class, llama.Head)
+        if config.model.tie_embeddings:
+            self.unit_classes = (self.decoder.block_class, llama.Head)
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """The decoder with uninitialised parameters of `dtype`; "meta" allocates nothing."""
+        return self.decoder(self.model_config, device, dtype)
+
+    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
+        """Compute the rotary tables of a decoder built on meta, in the dtype they were declared with."""
+        assert isinstance(model, llama.Llama)
+        model.cos_SE, model.sin_SE = llama.rotary_tables(self.model_config, model.cos_SE.dtype, device)
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -38,7 +38,7 @@ class Session:
     """One rank's run, put together by the worker in this order::
 
     meters = Meters(ranks.device)                      # before the engine: it counts what the engine issues
-    workload = TimedWorkload(LlamaWorkload(config), meters.timers)
+    workload = TimedWorkload(workload_for(config), meters.timers)
     engine = engine_class(config.engine.name)(workload, config, ranks)
     loader = Loader(config, ranks.rank)
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None

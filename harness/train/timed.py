@@ -16,6 +16,7 @@ class TimedWorkload(Workload):
         self.inner = inner
         self.timers = timers
         self.unit_classes = inner.unit_classes
+        self.may_leave_unused = inner.may_leave_unused
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         return self.inner.build(device, dtype)

@@ -113,7 +113,7 @@ def _train(run: RunDir, config: Config, ranks: Ranks, stop: StopFlag, progress: 
 
     from harness.data.loader import Loader
     from harness.engines.registry import engine_class
-    from harness.models.workload import LlamaWorkload
+    from harness.models.registry import workload_for
     from harness.probe.meters import Meters
     from harness.train import Session, TimedWorkload
     from harness.train import run as train
@@ -122,7 +122,7 @@ def _train(run: RunDir, config: Config, ranks: Ranks, stop: StopFlag, progress: 
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     origin.record(run.path, ranks, control, resuming=any(run.ckpt.glob("*")))
     with Meters(ranks.device) as meters:  # before the engine: it counts what the engine issues
-        workload = TimedWorkload(LlamaWorkload(config), meters.timers)
+        workload = TimedWorkload(workload_for(config), meters.timers)
         engine = engine_class(config.engine.name)(workload, config, ranks)
         loader = Loader(config, ranks.rank)
         try:

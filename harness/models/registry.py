@@ -1,0 +1,22 @@
+"""Which workload trains which family: the one place that knows."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from harness.config.schema import Config, ModelFamily
+from harness.models.workload import TokenWorkload
+
+WORKLOADS = {
+    ModelFamily.llama: "harness.models.workload:LlamaWorkload",
+    ModelFamily.moe: "harness.models.moe:MoeWorkload",
+    ModelFamily.odd: "harness.models.odd:OddWorkload",
+}
+"""Module and class by family; imported when asked for."""
+
+
+def workload_for(config: Config) -> TokenWorkload:
+    """The workload that `model.family` names, with the sizes and the seed of this configuration."""
+    module, _, name = WORKLOADS[config.model.family].partition(":")
+    workload: TokenWorkload = getattr(import_module(module), name)(config)
+    return workload
