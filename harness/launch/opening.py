@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass, replace
+from typing import Any
 
+from harness.config.adapter import Description, describe
 from harness.config.compose import Cell
-from harness.config.schema import Rerun
+from harness.config.schema import EngineName, Rerun
 from harness.launch.plan import Action, Decision, decide
 from harness.store import provenance, status
 from harness.store.files import Lock
@@ -47,15 +49,26 @@ def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> D
     run = RunDir(store.path_of(cell))
     return decide(
         status.effective(run.path, jobs),
-        stale=provenance.is_stale(run.path, sources.digest),
+        stale=_is_stale(run, cell, sources),
         obstacle=_obstacle(run, cell, sources) if run.has_record() else "",
         rerun=Rerun[cell.config["launch"]["rerun"]],
     )
 
 
+def _is_stale(run: RunDir, cell: Cell, sources: Sources) -> bool:
+    return provenance.is_stale(run.path, sources.digest, _adapter(cell).get("adapter"))
+
+
+def _adapter(cell: Cell) -> dict[str, dict[str, Any]]:
+    """What is recorded of an engine of one's own."""
+    name = cell.config["engine"]["adapter"]
+    found = describe(name) if cell.config["engine"]["name"] == EngineName.ext.name else None
+    return {"adapter": found.facts()} if isinstance(found, Description) else {}
+
+
 def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
     """What would make the rest of a run another computation than its beginning."""
-    if provenance.is_stale(run.path, sources.digest):
+    if _is_stale(run, cell, sources):
         return "the sources changed since"
     before, now = run.config()["cluster"], cell.config["cluster"]
     for key in ("threads_per_rank", "device"):  # the signature leaves the cluster out, but sums depend on these
@@ -79,7 +92,7 @@ def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources,
     run.adopt(cell)
     if decision.action is Action.start_over:
         run.start_over(attempt)
-    provenance.record_start(run.path, sources.facts, sources.diff)
+    provenance.record_start(run.path, {**sources.facts, **_adapter(cell)}, sources.diff)
     status.write(run.path, replace(first, attempt=attempt))
     store.remember(run)
     return Opened(cell, run, attempt)

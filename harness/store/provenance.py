@@ -157,6 +157,25 @@ def sources_digest(package: Path = PACKAGE) -> str:
     return digest.hexdigest()
 
 
+def files_digest(root: Path, names: Iterable[str]) -> str:
+    """SHA-256 over files under `root`: their relative names and bytes, 64 hex digits; one may be gone."""
+    digest = hashlib.sha256()
+    for name in names:
+        try:
+            content = (root / name).read_bytes()
+            digest.update(f"{name}\0{len(content)}\0".encode())
+            digest.update(content)
+        except OSError:
+            digest.update(f"{name}\0gone\0".encode())
+    return digest.hexdigest()
+
+
+def adapter_now(origin: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A run's record of its adapter (engine=ext) with the digest its files have today; None for other engines."""
+    held = origin.get("adapter")
+    return {**held, "digest": files_digest(Path(held["root"]), held["files"])} if held else None
+
+
 def git_facts(folder: Path) -> dict[str, Any] | None:
     """Commit, branch and changed files; None outside a repository. Remote addresses may hold secrets: not asked."""
     sha = _git(folder, "rev-parse", "HEAD")
@@ -210,7 +229,15 @@ def read(run: Path) -> dict[str, Any]:
     return value or {}
 
 
-def is_stale(run: Path, digest: str | None = None) -> bool:
-    """Whether a run was made by sources that differ from today's (or from `digest`)."""
-    recorded = read(run).get("sources_digest")
-    return recorded is not None and recorded != (digest or sources_digest())
+def is_stale(run: Path, digest: str | None = None, adapter: Mapping[str, Any] | None = None) -> bool:
+    """Whether a run was made by sources that differ from today's (or from `digest`), its adapter's included.
+
+    `adapter` is the record of the adapter that would be used now; without it, the files of then are looked at again.
+    """
+    origin = read(run)
+    recorded = origin.get("sources_digest")
+    if recorded is None:
+        return False
+    held, now = origin.get("adapter"), adapter or adapter_now(origin)
+    edited = held is not None and now is not None and held["digest"] != now["digest"]
+    return edited or recorded != (digest or sources_digest())

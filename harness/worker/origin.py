@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +27,31 @@ def record(run: Path, ranks: Ranks, control: dist.ProcessGroup | None, *, resumi
         provenance.merge(run, facts)
 
 
+def find_adapter(run: Path) -> None:
+    """Let Python find the module of an engine of one's own where the desk did, wherever this rank was started."""
+    held = provenance.read(run).get("adapter")
+    if held and held["root"] not in sys.path:
+        sys.path.insert(0, held["root"])
+
+
 def _sources(run: Path, resuming: bool) -> dict[str, Any]:
     """The digest of what is loaded now, which edits since the submission may have changed."""
-    recorded, current = provenance.read(run).get("sources_digest"), provenance.sources_digest()
-    if resuming and recorded is not None and recorded != current:
-        raise RuntimeError(
-            f"the sources changed since this run's checkpoint was made ({recorded[:8]} then, {current[:8]} now); "
-            "go back to those sources, or start it over with launch.rerun=stale"
-        )
-    return {"sources_digest": current}
+    origin = provenance.read(run)
+    adapter = provenance.adapter_now(origin)
+    current = {"sources_digest": provenance.sources_digest()} | ({"adapter": adapter} if adapter else {})
+    recorded = origin.get("sources_digest")
+    if resuming and recorded is not None and recorded != current["sources_digest"]:
+        raise _changed("the sources", recorded, current["sources_digest"])
+    if resuming and adapter and origin["adapter"]["digest"] != adapter["digest"]:
+        raise _changed(f"the files of {adapter['name']}", origin["adapter"]["digest"], adapter["digest"])
+    return current
+
+
+def _changed(what: str, then: str, now: str) -> RuntimeError:
+    return RuntimeError(
+        f"{what} changed since this run's checkpoint was made ({then[:8]} then, {now[:8]} now); "
+        "go back to those sources, or start it over with launch.rerun=stale"
+    )
 
 
 def _machine(ranks: Ranks) -> dict[str, Any]:
