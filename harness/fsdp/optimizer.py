@@ -52,7 +52,8 @@ class ShardedOptimizer:
 
     Raises:
         TypeError: the optimizer needs whole tensors.
-        ValueError: it updates a parameter that is not the module's, or is frozen, or it has taken a step already.
+        ValueError: it updates a parameter that is not the module's, or is frozen, or it has taken a step already; or
+            `numerics` promises bits that its update of 16-bit weights does not keep.
     """
 
     def __init__(
@@ -63,6 +64,8 @@ class ShardedOptimizer:
         numerics: Numerics,
     ) -> None:
         _refuse_whole_tensor_updates(optimizer)
+        if numerics.bitwise:
+            _refuse_updates_that_see_cuts(optimizer, buckets)
         if optimizer.state:
             raise ValueError("the optimizer holds state already; shard before the first step, or load the state after")
         self.optimizer = optimizer
@@ -112,6 +115,20 @@ def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
         raise TypeError(
             f"{name} is not known to update each element on its own; shards are flat pieces of parameters. Use one of"
             f" {', '.join(sorted(ELEMENTWISE))}, or set `elementwise = True` on an optimizer of yours that does"
+        )
+
+
+def _refuse_updates_that_see_cuts(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+    """torch's `add(other, alpha=)` in 16 bits rounds once inside a tensor and twice in its last few elements.
+
+    Of torch's optimizers, AdamW alone gets by without it.
+    """
+    narrow = {str(b.dtypes.main) for b in buckets if b.trainable and b.dtypes.main.itemsize < 4}
+    if narrow and type(optimizer).__name__ != "AdamW":
+        raise ValueError(
+            f"numerics=ordered with main_params_dtype={', '.join(sorted(narrow))} needs AdamW: what"
+            f" {type(optimizer).__name__} adds to 16-bit weights is rounded otherwise at the end of a tensor, so that"
+            " bits would depend on where shards are cut. Use main_params_dtype=torch.float32, AdamW, or numerics=fast"
         )
 
 

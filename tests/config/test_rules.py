@@ -75,6 +75,12 @@ def violations(*overrides: str) -> dict[str, str]:
         ("sharding=hsdp", "sharding", "mesh=two_by_two", "engine=fsdp1 sharding=hsdp mesh=two_by_two"),
         ("engine=deepspeed dtype=fp64", "dtype.compute", "engine=native", "engine=deepspeed dtype=bf16"),
         ("dtype.compute=fp16 dtype.main_params=bf16", "dtype.main_params", "fp16", "dtype.compute=fp16"),
+        (
+            "optimizer=sgd numerics=ordered dtype=bf16_pure",
+            "optimizer.name",
+            "optimizer=adamw",
+            "optimizer=adamw numerics=ordered dtype=bf16_pure",
+        ),
         ("engine=ext", "engine", "docs/adapter.md", "engine=native"),
         ("dtype.compute=fp64", "dtype.main_params", "dtype.main_params=fp64", "dtype=fp64"),
         ("launch.inline=true", "launch.inline", "mesh=one", "debug=inline"),

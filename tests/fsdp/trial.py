@@ -22,6 +22,11 @@ DTYPES = {
 }
 
 
+def roles_of(name: str) -> list[Dtype]:
+    """The dtypes of a policy: a name of `DTYPES`, or the five of them as "bf16/fp32/fp32/bf16/fp32", all permitted."""
+    return [Dtype[each] for each in (DTYPES[name] if name in DTYPES else name.split("/"))]
+
+
 @dataclass(frozen=True)
 class Case:
     """What is trained and how; equal cases on different engines see the same microbatches in the same global order."""
@@ -64,9 +69,9 @@ class Case:
         config.mesh.world_size = self.world_size
         config.train.microbatch_size, config.train.global_batch_size = 1, self.num_microbatches
         config.numerics.mode = Numerics[self.numerics]
-        roles = [Dtype[each] for each in DTYPES[self.dtype]]
         dtype = config.dtype
-        dtype.compute, dtype.main_params, dtype.main_grads, dtype.grad_comm, dtype.grad_accum = roles
+        dtype.compute, dtype.main_params, dtype.main_grads, dtype.grad_comm, dtype.grad_accum = roles_of(self.dtype)
+        dtype.allow_low_precision_grads = "/" in self.dtype
         optimizer = config.optimizer
         optimizer.name, optimizer.clip_norm = OptimizerName[self.optimizer], self.clip
         optimizer.lr, optimizer.momentum, optimizer.eps = (

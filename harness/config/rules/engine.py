@@ -8,7 +8,7 @@ from harness.config.capabilities import ENGINES
 from harness.config.derived import DTYPE_BYTES, accumulate_dtype
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Dtype, EngineName, OuterStrategy
+from harness.config.schema import Dtype, EngineName, Numerics, OptimizerName, OuterStrategy
 
 
 @rule()
@@ -172,6 +172,20 @@ def main_weights_are_no_narrower(request: Request) -> Iterator[Violation]:
 
 
 @rule()
+def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
+    """torch's 16-bit add with a factor rounds otherwise at the end of a tensor: only AdamW steps without it."""
+    config = request.config
+    narrow = DTYPE_BYTES[config.dtype.main_params] < 4 and config.optimizer.name is not OptimizerName.adamw
+    if narrow and config.engine.name is EngineName.native and config.numerics.mode is Numerics.ordered:
+        yield Violation(
+            request.show("optimizer.name", "dtype.main_params"),
+            "rounds by where shards are cut, which numerics=ordered promises not to",
+            "adamw, or dtype.main_params of fp32 or fp64",
+            "optimizer=adamw, dtype.main_params=fp32, or numerics=fast",
+        )
+
+
+@rule()
 def adapter_is_named(request: Request) -> Iterator[Violation]:
     """engine=ext says which class it is."""
     engine = request.config.engine
@@ -191,5 +205,6 @@ RULES: tuple[Rule, ...] = (
     gradient_dtypes_are_possible,
     gradients_keep_their_precision,
     main_weights_are_no_narrower,
+    bits_do_not_depend_on_cuts,
     adapter_is_named,
 )

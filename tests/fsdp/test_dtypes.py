@@ -1,0 +1,261 @@
+"""Every dtype policy against an emulation of the same roundings, bit for bit; no tolerance is chosen by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.config.schema import Dtype
+from harness.engines.replicated import TORCH_DTYPES
+from harness.fsdp import MixedPrecisionPolicy, fully_shard_model
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.emulation import dtypes_of, emulate, summed_per_microbatch, summed_per_step, summing_of
+from tests.fsdp.trial import Case, Record, run_cases
+from tests.spawn import run_ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+FORMATS = ("fp32", "bf16", "fp16", "fp64")
+WEIGHTS = [(f, f) for f in FORMATS] + [("bf16", "fp32"), ("fp16", "fp32")] + [(f, "fp64") for f in FORMATS[:3]]
+"""(compute, main) for every pair where main holds compute."""
+FACTORS = {
+    "weights": WEIGHTS,
+    "grads": FORMATS,
+    "wire": FORMATS,
+    "accum": FORMATS,
+    "strategy": STRATEGIES,
+    "k": (1, 2, 3),
+    "world_size": (1, 2, 3, 4),
+}
+NAMES = tuple(FACTORS)
+STEPS = 2
+CLIP = 0.5  # below the norms that occur, so that it acts
+
+Point = tuple[object, ...]
+"""A value of each factor, in the order of `NAMES`."""
+
+
+def targets() -> set[tuple[tuple[int, object], ...]]:
+    """What the set of cases must hold: all pairs of values, and all triples of what a reduction is made of."""
+    wanted = [*itertools.combinations(range(len(NAMES)), 2)]
+    wanted += [*itertools.combinations([NAMES.index(n) for n in ("grads", "wire", "accum", "strategy")], 3)]
+    return {
+        tuple(zip(places, values, strict=True))
+        for places in wanted
+        for values in itertools.product(*(FACTORS[NAMES[place]] for place in places))
+    }
+
+
+def covered_by(point: Point) -> Iterator[tuple[tuple[int, object], ...]]:
+    for size in (2, 3):
+        for places in itertools.combinations(range(len(NAMES)), size):
+            yield tuple((place, point[place]) for place in places)
+
+
+@cache
+def covering_set() -> tuple[Point, ...]:
+    """Few points that hold every target: each is the best of some random ones around a target not held yet."""
+    chance = random.Random(0)
+    open_targets, points = targets(), []
+    while open_targets:
+        target = dict(min(open_targets, key=repr))
+        candidates = [
+            tuple(target.get(place, chance.choice(list(FACTORS[name]))) for place, name in enumerate(NAMES))
+            for _ in range(40)
+        ]
+        best = max(candidates, key=lambda point: sum(each in open_targets for each in covered_by(point)))
+        open_targets -= set(covered_by(best))
+        points.append(best)
+    return tuple(points)
+
+
+def case_of(point: Point) -> Case:
+    weights, grads, wire, accum, strategy, k, world_size = point
+    assert isinstance(weights, tuple)
+    assert isinstance(k, int)
+    assert isinstance(world_size, int)
+    dtype = "/".join(map(str, (*weights, grads, wire, accum)))
+    return Case("native", str(strategy), world_size, k, 0, "adamw", CLIP, dtype, "ordered", STEPS)
+
+
+CASES = [case_of(point) for point in covering_set()]
+
+
+@cache
+def records(world_size: int) -> dict[Case, Record]:
+    cases = [case for case in CASES if case.world_size == world_size]
+    return dict(zip(cases, run_ranks(run_cases, world_size, cases)[0], strict=True))
+
+
+def differences(a: Record, b: Record) -> list[str]:
+    """Everything recorded that does not have the same bits (or is not finite), by name."""
+    found = [f"gradient {n}" for n in b.gradients if not torch.equal(a.gradients[n], b.gradients[n])]
+    found += [
+        f"weight {n} {s}" for s in b.weights for n, w in b.weights[s].items() if not torch.equal(a.weights[s][n], w)
+    ]
+    found += [f"norm {i}" for i, (x, y) in enumerate(zip(a.norms, b.norms, strict=True)) if x != y]
+    found += [f"loss {i}" for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)) if x != y]
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.dtype}-{c.strategy}-k{c.k}-{c.world_size}ranks")
+def test_every_policy_makes_exactly_its_own_roundings(case: Case) -> None:
+    found, right = records(case.world_size)[case], emulate(case)
+    assert all(gradient.dtype == dtypes_of(case).grads for gradient in found.gradients.values())
+    assert all(weight.dtype == dtypes_of(case).main for weight in found.weights[1].values())
+    assert differences(found, right) == []
+    assert min(found.norms) > CLIP, "clipping must act"
+
+
+def test_the_cases_hold_every_pair_and_every_triple_of_a_reduction() -> None:
+    held = {each for point in covering_set() for each in covered_by(point)}
+    assert targets() <= held
+    assert len(CASES) == len(set(CASES)) < 100
+
+
+ROLES = {
+    "fp32/fp32/fp32/bf16/fp32": {"grads": "bf16", "wire": "fp32", "accum": "bf16", "main": "fp64"},
+    "bf16/fp32/bf16/fp32/fp64": {"compute": "fp32", "grads": "fp32", "wire": "fp16"},
+    "fp16/fp16/fp32/fp32/fp16": {"compute": "bf16", "main": "fp32", "grads": "fp16", "accum": "fp32"},
+    "fp64/fp64/fp64/fp64/fp64": {"compute": "fp32", "grads": "fp32", "wire": "fp32", "accum": "fp32", "main": "fp32"},
+}
+"""Policy -> role -> a dtype that is wrong for it."""
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+@pytest.mark.parametrize(("policy", "role"), [(p, r) for p, wrong in ROLES.items() for r in wrong])
+def test_one_wrong_dtype_in_one_role_shows(policy: str, role: str, strategy: str) -> None:
+    """The comparison above can fail: each role leaves its mark on the bits."""
+    case = Case("native", strategy, 3, 2, 0, "adamw", CLIP, policy, "ordered", 1)
+    wrong = replace(dtypes_of(case), **{role: TORCH_DTYPES[Dtype[ROLES[policy][role]]]})
+    assert differences(emulate(case, wrong), emulate(case))
+
+
+@pytest.mark.parametrize("case_strategy", ["optim", "optim_grads"])
+def test_summing_microbatches_and_ranks_in_the_other_order_shows(case_strategy: str) -> None:
+    case = Case("native", case_strategy, 3, 2, 0, "adamw", CLIP, "bf16/fp32/fp32/bf16/fp32", "ordered", 1)
+    other = summed_per_microbatch if summing_of(case) is summed_per_step else summed_per_step
+    assert differences(emulate(case, summing=other), emulate(case))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_ordered_refuses_updates_of_16_bit_weights_that_see_where_shards_are_cut(optimizer: str) -> None:
+    case = Case("native", "optim", 1, 1, 0, optimizer, None, "bf16/bf16/fp32/fp32/fp32", "ordered", 1)
+    with pytest.raises(ValueError, match="needs AdamW"):
+        run_ranks(run_cases, 1, [case])
+    run_ranks(run_cases, 1, [replace(case, numerics="fast")])
+
+
+# -- 16 bits on the wire, sums in fp32 ---------------------------------------------------------------------------------
+
+ROWS, COLUMNS = 48, 24  # a multiple of 128 elements: the bucket then has no padding in either width
+RANKS = 4
+
+
+def gradient_of(rank: int) -> Tensor:
+    """What rank `rank` brings to the sum: fp32, [ROWS, COLUMNS], of mixed sizes and signs."""
+    generator = torch.Generator().manual_seed(100 + rank)
+    return torch.randn(ROWS, COLUMNS, generator=generator) * 2.0 ** torch.randint(-6, 3, (ROWS, 1), generator=generator)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A reduction of `gradient_of` over all ranks, nothing divided."""
+
+    strategy: str
+    wire: torch.dtype
+    accum: torch.dtype
+    grads: torch.dtype = torch.float32
+
+
+def reduced(rank: int, sums: list[Sum]) -> list[tuple[Tensor, dict[str, int]]]:
+    """The main gradient of each, and the bytes this rank sent by kind of collective."""
+    found = []
+    for each in sums:
+        model = fully_shard_model(
+            nn.Linear(COLUMNS, ROWS, bias=False),
+            zero_dp_strategy=each.strategy,
+            mixed_precision_policy=MixedPrecisionPolicy(torch.float32, each.grads, each.wire, each.accum, True),
+            calculate_per_token_loss=True,
+        )
+        meter = CollectiveMeter()
+        model(torch.eye(COLUMNS)).backward(gradient_of(rank).T)
+        model.finish_grad_sync()
+        sent = {row.kind: row.bytes for row in meter.take() if "reduce" in row.kind}
+        meter.close()
+        found.append((dict(model.full_gradients())["weight"], sent))
+        model.close()
+    return found
+
+
+HALVES = (torch.bfloat16, torch.float16)
+SUMS = [
+    Sum(strategy, wire, accum, grads)
+    for strategy in STRATEGIES
+    for half in HALVES
+    for wire, accum, grads in (
+        (half, torch.float32, torch.float32),
+        (half, torch.float32, half),
+        (half, half, torch.float32),
+    )
+] + [Sum(strategy, torch.float32, torch.float32) for strategy in STRATEGIES]
+
+
+@cache
+def all_reduced() -> dict[Sum, list[tuple[Tensor, dict[str, int]]]]:
+    per_rank = run_ranks(reduced, RANKS, SUMS)
+    return {each: [found[index] for found in per_rank] for index, each in enumerate(SUMS)}
+
+
+def error(total: Tensor) -> float:
+    """Euclidean distance to the sum of the unrounded gradients in fp64."""
+    exact = torch.stack([gradient_of(rank).double() for rank in range(RANKS)]).sum(0)
+    return (total.double() - exact).norm().item()
+
+
+def by_hand(wire: torch.dtype, accum: torch.dtype, grads: torch.dtype) -> Tensor:
+    """Round each gradient to the wire, sum in rank order in `accum`, round once to `grads`."""
+    total = gradient_of(0).to(wire).to(accum)
+    for rank in range(1, RANKS):
+        total = (total + gradient_of(rank).to(wire).to(accum)).to(accum)
+    return total.to(grads)
+
+
+@pytest.mark.parametrize("grads", [torch.float32, None], ids=["kept in fp32", "kept as sent"])
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_16_bits_on_the_wire_err_no_more_than_a_sum_in_fp32_rounded_once(
+    strategy: str, half: torch.dtype, grads: torch.dtype | None
+) -> None:
+    stored = grads or half
+    bound = error(by_hand(half, torch.float32, stored))
+    for total, _ in all_reduced()[Sum(strategy, half, torch.float32, stored)]:
+        assert error(total) <= bound
+    summed_in_16_bits = error(by_hand(half, half, stored))
+    assert summed_in_16_bits > bound, "or the test could not tell"
+    if grads is not None:
+        for total, _ in all_reduced()[Sum(strategy, half, half)]:
+            assert error(total) == summed_in_16_bits, "a 16-bit sum, asked for, rounds every partial sum"
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_16_bits_on_the_wire_are_half_the_bytes(strategy: str, half: torch.dtype) -> None:
+    """Exactly; of an all-reduce, the leg that carries gradients: the one that carries sums keeps their dtype."""
+    for rank in range(RANKS):
+        full = all_reduced()[Sum(strategy, torch.float32, torch.float32)][rank][1]
+        found = all_reduced()[Sum(strategy, half, torch.float32)][rank][1]
+        if strategy == "no_shard":
+            leg = full["all_reduce"] // 2
+            assert found == {"all_reduce": leg // 2 + leg}
+            as_sent = all_reduced()[Sum(strategy, half, torch.float32, half)][rank][1]
+            assert as_sent == {"all_reduce": leg}
+        else:
+            assert found == {"reduce_scatter": full["reduce_scatter"] // 2}
+            assert full["reduce_scatter"] == (RANKS - 1) * ROWS * COLUMNS // RANKS * 4
