@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from harness.config.capabilities import ENGINES
+from harness.config.adapter import capabilities_of
 from harness.config.schema import Config, Dtype, ModelConfig, ModelFamily, OptimizerName, OuterStrategy, Strategy
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.fp64: 8}
@@ -34,7 +34,7 @@ def accumulate_dtype(cfg: Config) -> Dtype:
     wire = cfg.dtype.grad_comm
     if cfg.dtype.grad_accum is not None:
         return cfg.dtype.grad_accum
-    return Dtype.fp32 if ENGINES[cfg.engine.name].sums_itself and DTYPE_BYTES[wire] < 4 else wire
+    return Dtype.fp32 if capabilities_of(cfg).sums_itself and DTYPE_BYTES[wire] < 4 else wire
 
 
 def parameter_count(cfg: Config) -> int:

@@ -121,9 +121,10 @@ def _train(run: RunDir, config: Config, ranks: Ranks, stop: StopFlag, progress: 
 
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     origin.record(run.path, ranks, control, resuming=any(run.ckpt.glob("*")))
+    origin.find_adapter(run.path)
     with Meters(ranks.device) as meters:  # before the engine: it counts what the engine issues
         workload = TimedWorkload(workload_for(config), meters.timers)
-        engine = engine_class(config.engine.name)(workload, config, ranks)
+        engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
         loader = Loader(config, ranks.rank)
         try:
             return train(Session(config, ranks, engine, loader, meters, control, run.path, stop, progress))

@@ -23,7 +23,7 @@ NEEDS = {
     "mesh=two_by_two": ["engine=fsdp2"],
     "sharding=hsdp": ["engine=fsdp2", "mesh=two_by_two"],
     "sharding=hfsdp": ["engine=megatron_fsdp", "mesh=two_by_two"],
-    "engine=ext": ["engine.adapter=tests.engines.adapter:Adapter"],
+    "engine=ext": ["engine.adapter=tests.engines.adapter:Adapter", "sharding=optim"],
     "data=tokens": [f"data.path={__file__}", "model.vocab_size=65536", "data.seq_len=16", "data.header_bytes={odd}"],
 }
 """What an option cannot do without."""

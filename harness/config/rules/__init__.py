@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.config.errors import Violation
-from harness.config.rules import batch, data, effect, engine, environment, launch, model, numbers
+from harness.config.rules import adapter, batch, data, effect, engine, environment, launch, model, numbers
 from harness.config.rules.request import Request, Rule
 from harness.config.schema import Config
 
 RULES: tuple[Rule, ...] = (
     *model.RULES,
     *batch.RULES,
+    *adapter.RULES,
     *engine.RULES,
     *effect.RULES,
     *launch.RULES,

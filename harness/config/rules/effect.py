@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.derived import DTYPE_BYTES
 from harness.config.errors import Violation
@@ -105,7 +106,7 @@ def engine_takes_its_settings(request: Request) -> Iterator[Violation]:
     """Settings of the group `engine` belong to the engines that name them."""
     engine = request.config.engine.name
     for key in request.named:
-        if key.startswith("engine.") and key != "engine.name" and key not in ENGINES[engine].settings:
+        if key.startswith("engine.") and key != "engine.name" and key not in capabilities_of(request.config).settings:
             takers = " or ".join(f"engine={e.name}" for e, can in ENGINES.items() if key in can.settings)
             yield _without_effect(request, key, f"engine={engine.name}", takers)
 

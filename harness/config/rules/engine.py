@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.derived import DTYPE_BYTES, accumulate_dtype
 from harness.config.errors import Violation
@@ -15,7 +16,7 @@ from harness.config.schema import Dtype, EngineName, Numerics, OptimizerName, Ou
 def strategy_is_built(request: Request) -> Iterator[Violation]:
     """The engine splits what is asked."""
     engine, strategy = request.config.engine.name, request.config.sharding.strategy
-    valid = ENGINES[engine].strategies
+    valid = capabilities_of(request.config).strategies
     if strategy not in valid:
         others = [e.name for e in EngineName if strategy in ENGINES[e].strategies]
         yield Violation(
@@ -30,7 +31,7 @@ def strategy_is_built(request: Request) -> Iterator[Violation]:
 def numerics_are_promised(request: Request) -> Iterator[Violation]:
     """The engine keeps the promise about the order of arithmetic."""
     engine, mode = request.config.engine.name, request.config.numerics.mode
-    valid = ENGINES[engine].numerics
+    valid = capabilities_of(request.config).numerics
     if mode not in valid:
         yield Violation(
             request.show("numerics.mode"),
@@ -43,7 +44,7 @@ def numerics_are_promised(request: Request) -> Iterator[Violation]:
 @rule("mesh.world_size")
 def ranks_are_possible(request: Request) -> Iterator[Violation]:
     """The engine runs on that many ranks."""
-    engine, most = request.config.engine.name, ENGINES[request.config.engine.name].max_world_size
+    engine, most = request.config.engine.name, capabilities_of(request.config).max_world_size
     if most is not None and request.config.mesh.world_size > most:
         yield Violation(
             request.show("mesh.world_size"),
@@ -78,9 +79,9 @@ def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
 def hybrid_is_built(request: Request) -> Iterator[Violation]:
     """The engine has an outer axis, and takes the pair of strategies."""
     sharding, engine = request.config.sharding, request.config.engine.name
-    if request.config.mesh.dp_outer == 1 or (sharding.strategy, sharding.outer) in ENGINES[engine].hybrid:
+    valid = capabilities_of(request.config).hybrid
+    if request.config.mesh.dp_outer == 1 or (sharding.strategy, sharding.outer) in valid:
         return
-    valid = ENGINES[engine].hybrid
     others = [e.name for e in EngineName if (sharding.strategy, sharding.outer) in ENGINES[e].hybrid]
     yield Violation(
         request.show("sharding.strategy", "sharding.outer", "mesh.dp_outer"),
@@ -94,7 +95,7 @@ def hybrid_is_built(request: Request) -> Iterator[Violation]:
 def formats_are_known(request: Request) -> Iterator[Violation]:
     """The engine computes, stores and sends in the dtypes asked for."""
     engine, d = request.config.engine.name, request.config.dtype
-    valid = ENGINES[engine].formats
+    valid = capabilities_of(request.config).formats
     for role in ("compute", "main_params", "main_grads", "grad_comm", "grad_accum"):
         if getattr(d, role) is not None and getattr(d, role) not in valid:
             yield Violation(
@@ -108,8 +109,8 @@ def formats_are_known(request: Request) -> Iterator[Violation]:
 @rule()
 def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
     """Roles for which the engine has one dtype agree; sums are asked only of engines that make them."""
-    engine, d = request.config.engine.name, request.config.dtype
-    for role, other in ENGINES[engine].equal_dtypes:
+    engine, d, can = request.config.engine.name, request.config.dtype, capabilities_of(request.config)
+    for role, other in can.equal_dtypes:
         want = getattr(d, other)
         if getattr(d, role) is not want:
             yield Violation(
@@ -118,7 +119,7 @@ def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
                 want.name,
                 f"dtype.{role}={want.name}, or engine=native",
             )
-    backend_sums = not ENGINES[engine].sums_itself and d.grad_accum not in (None, d.grad_comm)
+    backend_sums = not can.sums_itself and d.grad_accum not in (None, d.grad_comm)
     if backend_sums or (engine is EngineName.single and d.grad_accum not in (None, d.main_grads)):
         yield Violation(
             request.show("dtype.grad_accum"),
@@ -147,7 +148,7 @@ def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
             "dtype.main_grads=fp32, or dtype.allow_low_precision_grads=true to accept it",
         )
     total = accumulate_dtype(request.config)
-    asked = d.grad_accum is not None or ENGINES[request.config.engine.name].sums_itself
+    asked = d.grad_accum is not None or capabilities_of(request.config).sums_itself
     if asked and not (DTYPE_BYTES[total] >= 4 and _holds(total, d.grad_comm)):
         best = "fp64" if d.grad_comm is Dtype.fp64 else "fp32"
         yield Violation(
@@ -185,16 +186,6 @@ def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule()
-def adapter_is_named(request: Request) -> Iterator[Violation]:
-    """engine=ext says which class it is."""
-    engine = request.config.engine
-    if engine.name is EngineName.ext and engine.adapter is None:
-        yield Violation(
-            "engine=ext", "needs a class of yours", "engine.adapter=package.module:Class", "see docs/adapter.md"
-        )
-
-
 RULES: tuple[Rule, ...] = (
     strategy_is_built,
     numerics_are_promised,
@@ -206,5 +197,4 @@ RULES: tuple[Rule, ...] = (
     gradients_keep_their_precision,
     main_weights_are_no_narrower,
     bits_do_not_depend_on_cuts,
-    adapter_is_named,
 )

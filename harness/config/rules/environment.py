@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from harness.config.capabilities import ENGINES
+from harness.config.adapter import capabilities_of
 from harness.config.derived import captured_bytes, persistent_bytes_per_rank, state_bytes
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
@@ -63,7 +63,8 @@ def mirror_is_installed(request: Request) -> Iterator[Violation]:
 def engine_is_installed(request: Request) -> Iterator[Violation]:
     """A peer's package is there, in the version its adapter was written against."""
     engine = request.config.engine.name
-    wanted = ENGINES[engine].package
+    can = capabilities_of(request.config)
+    wanted = can.package
     if wanted is None:
         return
     name, _, version = wanted.partition("==")
@@ -72,7 +73,7 @@ def engine_is_installed(request: Request) -> Iterator[Violation]:
         yield Violation(
             f"engine={engine.name}",
             f"needs {wanted}; " + (f"{name} {found} is installed" if found else f"{name} is not installed"),
-            fix=f"make peers, or {ENGINES[engine].install}",
+            fix=f"make peers, or {can.install}",
         )
 
 
