@@ -12,7 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from harness.config.compose import plain
-from harness.config.schema import Config, DataKind, Dtype, EngineName, Strategy
+from harness.config.schema import Config, DataKind, Dtype, EngineName, MeasureMode, Strategy
 from harness.data.loader import Loader
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
@@ -66,7 +66,7 @@ def train(
     ranks = ranks_of(config, rank)
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     run_dir.mkdir(parents=True, exist_ok=True)
-    with Meters(ranks.device) as meters:
+    with Meters(ranks.device, follow_storage=config.measure.mode is MeasureMode.bench) as meters:
         workload = TimedWorkload(workload_for(config), meters.timers)
         engine = wrap_engine(engine_class(config.engine.name)(workload, config, ranks))
         loader = Loader(config, rank)

@@ -104,6 +104,13 @@ class CkptPolicy(Enum):
     last = "last"
 
 
+class MeasureMode(Enum):
+    """What a run is for: its record, or its cost."""
+
+    record = "record"
+    bench = "bench"
+
+
 class Backend(Enum):
     """Who starts the ranks."""
 
@@ -238,7 +245,7 @@ class TrainConfig:
     min_lr_ratio: float = 0.1
     """Last learning rate over the peak one."""
     param_norm_every: int = 10
-    """Steps between records of the weights' norm; 0 never."""
+    """Steps between records of the weights' norm; 0 never, as always under measure=bench."""
 
 
 @dataclass
@@ -317,6 +324,10 @@ class CkptConfig:
 class MeasureConfig:
     """What is recorded beside the loss."""
 
+    mode: MeasureMode = MeasureMode.record
+    """record: every step alike. bench: warm-up steps, then timed ones, alone on the machine."""
+    warmup_steps: int = 0
+    """Steps before the timed ones, out of train.steps (bench); declared beforehand, never chosen by looking."""
     capture_steps: list[int] = field(default_factory=lambda: [1])
     """Steps at which every full gradient is written to `capture/` (before clipping)."""
     capture_limit_mib: int = 1024
@@ -408,7 +419,9 @@ class StudyConfig:
     skip_if: list[str] = field(default_factory=list)
     """Space-separated overrides; a cell that has all of a line is left out."""
     replicates: int = 1
-    """Repetitions of every cell (train.replicate 0 .. n-1)."""
+    """Repetitions of every cell (train.replicate 0 .. n-1); under measure=bench a repetition is a block."""
+    order_seed: int = 0
+    """Seed of the order in which the arms of a block run, drawn anew for each block (bench)."""
 
 
 @dataclass

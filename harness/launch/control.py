@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from harness.config.compose import Cell
 from harness.config.schema import Rerun
+from harness.launch.order import in_blocks
 from harness.launch.scheduler import Scheduler, SlurmError, probe
 from harness.launch.scheduler import cancel as scancel
 from harness.launch.submit import submit
@@ -35,7 +36,7 @@ def retry(store: Store, ref: str) -> int:
 
     A new attempt goes on from the newest checkpoint. Runs that are done, or in somebody's hands, are left alone.
     """
-    return submit([frozen(store, run) for run in runs_of(store, ref)])
+    return submit(in_blocks([frozen(store, run) for run in runs_of(store, ref)]))
 
 
 def frozen(store: Store, run: RunDir) -> Cell:

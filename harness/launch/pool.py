@@ -1,11 +1,17 @@
-"""Several runs on one machine: as many side by side as there are slots, and one place that hears signals."""
+"""Several runs on one machine: as many side by side as there are slots, and one place that hears signals.
+
+A timed run (measure=bench) has the machine to itself as far as runs go: it starts when no other is left, none starts
+beside it, and no other request on this machine runs a timed one meanwhile.
+"""
 
 from __future__ import annotations
 
 import os
 import select
 import signal
+import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,11 +23,15 @@ from harness.config.compose import Cell
 from harness.config.schema import Device
 from harness.launch.local import Ended, LocalRun
 from harness.launch.opening import Opened, Sources, open_here
+from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
+from harness.store.files import Lock
 from harness.store.rundir import Store
 from harness.store.status import JobProbe
 
 TICK_S = 0.1
+TIMING = Path(tempfile.gettempdir()) / f"sharding-harness-timing-{os.getuid()}.lock"
+"""Held by whoever of this user runs a timed cell on this machine."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
@@ -80,10 +90,18 @@ class Pool:
         self._on_end = on_end
         self._running: list[LocalRun] = []
         self._codes: list[int] = []
+        self._timing: Lock | None = None
+        self._told_to_wait = False
 
     def run(self, cells: Sequence[Cell]) -> list[int]:
         """Run what must be run; returns an exit code for each cell that was started or is not done."""
         waiting = list(cells)
+        try:
+            return self._run(waiting)
+        finally:
+            self._may_time(False)
+
+    def _run(self, waiting: list[Cell]) -> list[int]:
         with listening() as asked:
             heard = 0
             while waiting or self._running:
@@ -101,8 +119,25 @@ class Pool:
             return [*self._codes, 75] if heard else self._codes
 
     def _fits(self, cell: Cell) -> bool:
+        if is_timed(cell) or self._timing is not None:
+            if self._running:
+                return False
+            may = self._may_time(is_timed(cell))
+            if not may and not self._told_to_wait:
+                self._told_to_wait = True
+                self._on_decision(cell, Decision(Action.leave, "waits: another request times runs on this machine"))
+            return may
         taken = sum(run.config.mesh.world_size for run in self._running)
         return not self._running or taken + cell.typed.mesh.world_size <= cell.typed.cluster.slots
+
+    def _may_time(self, wanted: bool) -> bool:
+        """Keep or take the machine's one place for timed runs; give it back where it is not wanted any more."""
+        if wanted and self._timing is None:
+            self._timing = Lock.acquire(TIMING)
+        elif not wanted and self._timing is not None:
+            self._timing.release()
+            self._timing = None
+        return not wanted or self._timing is not None
 
     def _start(self, cell: Cell) -> None:
         opened = open_here(self._store, cell, self._sources, self._jobs)
@@ -125,6 +160,8 @@ class Pool:
         pipes = [rank for run in self._running for rank in run.ranks if rank.code is None]
         if pipes:
             select.select(pipes, [], [], TICK_S)
+        elif not self._running:  # another request times a run
+            time.sleep(TICK_S)
 
     def _reap(self) -> None:
         for run in list(self._running):

@@ -12,6 +12,7 @@ from harness.launch import preview, slurm
 from harness.launch.inline import run_inline
 from harness.launch.local import Ended
 from harness.launch.opening import Opened, Sources, open_here
+from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
 from harness.launch.pool import Pool, exit_code
 from harness.launch.terminal import RunDisplay, Terminal
@@ -112,7 +113,7 @@ class _Request:
         elif code:
             verbs = [f"watch {study}" if self._several else f"show {ref}", f"retry {ref}"]
         elif self._several:
-            verbs = [f"watch {study}", f"verdict {study}"]
+            verbs = [f"watch {study}", f"{'bench' if any(map(is_timed, self._cells)) else 'verdict'} {study}"]
         else:
             verbs = [f"show {ref}", f"compare {ref} RUN"]
         where = "" if self._store.root == Path("runs").absolute() else f" --root {shlex.quote(str(self._store.root))}"

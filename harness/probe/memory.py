@@ -5,26 +5,44 @@ from __future__ import annotations
 import psutil
 import torch
 
+from harness.probe.storage import StepBytes
+
 
 class MemoryMeter:
-    """Reads once a step. On CPU there is no allocator to ask and those fields are None."""
+    """Reads once a step. On CPU the allocator is followed only over a warm-up (`storage`); else its fields are None."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on_device = device.type == "cuda"
         self.process = psutil.Process()
 
-    def take(self, accounted: int) -> dict[str, int | None]:
-        """A step's `memory`, in bytes: peaks of allocated and reserved since the last call, retries since the start."""
+    def take(self, accounted: int, followed: StepBytes | None = None) -> dict[str, int | None]:
+        """A step's `memory`, in bytes: peaks of allocated and reserved since the last call, retries since the start.
+
+        Args:
+            accounted: what the engine says it keeps between steps.
+            followed: what following the CPU's allocator found for this step.
+        """
         rss = self.process.memory_info().rss
         if not self.on_device:
-            return {"allocated": None, "reserved": None, "alloc_retries": None, "accounted": accounted, "rss": rss}
+            return {
+                "allocated": None,
+                "reserved": None,
+                "alloc_retries": None,
+                "accounted": accounted,
+                "persistent_tensor_bytes": None if followed is None else followed.persistent,
+                "peak_tensor_bytes": None if followed is None else followed.peak,
+                "rss": rss,
+            }
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
+        peak = stats.get("allocated_bytes.all.peak", 0)
         return {
-            "allocated": stats.get("allocated_bytes.all.peak", 0),
+            "allocated": peak,
             "reserved": stats.get("reserved_bytes.all.peak", 0),
             "alloc_retries": stats.get("num_alloc_retries", 0),
             "accounted": accounted,
+            "persistent_tensor_bytes": stats.get("allocated_bytes.all.current", 0),
+            "peak_tensor_bytes": peak,
             "rss": rss,
         }

@@ -9,6 +9,7 @@ import torch
 
 from harness.probe.collectives import CollectiveMeter
 from harness.probe.memory import MemoryMeter
+from harness.probe.storage import StorageMeter
 from harness.probe.timers import Timers
 from harness.probe.waits import WaitMeter
 
@@ -16,7 +17,9 @@ from harness.probe.waits import WaitMeter
 class Meters:
     """Time, waits, traffic and memory. Close them when the run is over."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, follow_storage: bool = False) -> None:
+        """Begin to count. `follow_storage` also follows the CPU's allocator, until `storage` is finished."""
+        self.storage = StorageMeter() if follow_storage and device.type == "cpu" else None
         self.timers = Timers(device)
         self.collectives = CollectiveMeter()
         self.waits = WaitMeter(device)
@@ -29,9 +32,11 @@ class Meters:
             yield
 
     def close(self) -> None:
-        """Stop counting collectives and waits; a second call does nothing."""
+        """Stop counting; a second call does nothing."""
         self.collectives.close()
         self.waits.close()
+        if self.storage is not None:
+            self.storage.close()
 
     def __enter__(self) -> Meters:
         return self

@@ -29,13 +29,15 @@ def write_study(root: Path, cells: Sequence[CellLike], controls: Mapping[str, st
 def study_record(cells: Sequence[CellLike], controls: Mapping[str, str]) -> dict[str, Any]:
     """The record as plain values.
 
-    `cells` has a `signature`, `directory` (under the study's folder), `overrides` and `control` each: the signature of
-    the cell it is compared with; null for a control, and where the study names none.
+    `cells` stand in the order they are started; `order_seed` is what timed ones were shuffled with. Each cell has a
+    `signature`, `directory` (under the study's folder), `overrides` and `control`: the signature of the cell it is
+    compared with; null for a control, and where the study names none.
     """
     study = cells[0].config["study"]
     return {
         "name": study["name"],
         "question": study["question"],
+        "order_seed": study["order_seed"],
         "cells": [
             {
                 "signature": (own := signature(cell.config)),

@@ -16,6 +16,7 @@ from harness.config.catalog import load_catalog
 from harness.config.compose import Cell, freeze, into_root
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, Violation, refuse
+from harness.launch.order import in_blocks
 from harness.store.rundir import flatten
 from harness.study.expand import Point
 
@@ -25,7 +26,8 @@ class Desired:
     """The set of cells a request asks for."""
 
     cells: tuple[Cell, ...]
-    """Distinct cells, in the order they are started: controls stand before the arms that need them."""
+    """Distinct cells, in the order they are started: controls stand before the arms that need them, timed cells last,
+    in blocks (`order`)."""
     controls: dict[str, str]
     """Signature of an arm -> signature of its control; controls, and arms without one, are left out."""
 
@@ -81,7 +83,7 @@ def desired(points: Sequence[Point], composer: Composer) -> Desired:
         _same_or_refuse(distinct.setdefault(cell.signature, cell), cell)
     pairs = ((cells[p.overrides].signature, cells[p.control].signature) for p in points if p.control is not None)
     controls = {arm: control for arm, control in pairs if arm != control}
-    return Desired(tuple(distinct.values()), controls)
+    return Desired(in_blocks(list(distinct.values())), controls)
 
 
 def _same_or_refuse(first: Cell, second: Cell) -> None:

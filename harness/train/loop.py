@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.config.derived import captured_bytes, global_microbatches
-from harness.config.schema import CkptPolicy
+from harness.config.schema import CkptPolicy, MeasureMode
 from harness.data.loader import RankBatch
 from harness.engines.protocol import Microbatch
 from harness.probe.capture import write_capture
 from harness.probe.collectives import Row
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
+from harness.train.bench import Bench
 from harness.train.checkpoint import Checkpoints
 from harness.train.control import Control
 from harness.train.mirror import Mirror
@@ -49,6 +51,7 @@ class Loop:
         self.keeps_checkpoints = session.config.ckpt.policy is not CkptPolicy.none
         self.records = StepRecords(session.config, session.ranks)
         self.capture_steps = set(session.config.measure.capture_steps if captured_bytes(session.config) else ())
+        self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
         self.initial_weights = ""
         self.saved_step = -1
         self.last_rows: list[Row] = []
@@ -98,10 +101,12 @@ class Loop:
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One update: its record, and whether to stop after it."""
         session = self.session
-        batch, losses, measured = self._update(step)
+        with nullcontext() if self.bench is None else self.bench.step(step):
+            batch, losses, measured = self._update(step)
         self.last_rows = measured.rows
         report = self.control.report([loss.item() for loss in losses], batch.digest, session.should_stop())
-        memory = session.meters.memory.take(sum(self.accounted_bytes.values()))
+        followed = None if self.bench is None else self.bench.after(step)
+        memory = session.meters.memory.take(sum(self.accounted_bytes.values()), followed)
         return self.records.line(step, report, measured, memory, self._param_norm(step)), report.stop
 
     def _update(self, step: int) -> tuple[RankBatch, list[Tensor], Measured]:
@@ -149,7 +154,7 @@ class Loop:
 
     def _param_norm(self, step: int) -> float | None:
         every = self.config.train.param_norm_every
-        if not every or step % every:
+        if not every or step % every or self.bench is not None:
             return None
         with self.session.meters.paused():
             return self.session.engine.weight_norm()
@@ -178,6 +183,7 @@ class Loop:
         )
 
     def _finish(self, status: str, start: int, wall_s: float) -> None:
+        benched = {} if self.bench is None or status != "done" else self.bench.facts()
         with self.session.meters.paused():
             final_weights = weights_digest(self.session.engine.named_weights())
         if not self.is_first_rank:
@@ -187,7 +193,9 @@ class Loop:
             "final_weights": final_weights,
             "accounted_bytes": self.accounted_bytes,
             "wall_s": wall_s,
+            **benched,
         }
+        warm_up = {1, start + 1} if self.bench is None else range(1, self.config.measure.warmup_steps + 1)
         path = self.session.run_dir
         records = read_metrics(path / "metrics.jsonl")
-        write_summary(path / "summary.json", self.config, status, records, {1, start + 1}, facts, self.last_rows)
+        write_summary(path / "summary.json", self.config, status, records, warm_up, facts, self.last_rows)

@@ -12,14 +12,19 @@ A line, in this order (bytes are bytes, times seconds, losses nats a token; null
     time             data_s, forward_s, backward_s, exposed_comm_s, optimizer_s; exposed_comm_s is the part of the
                      others in which rank 0's host stood still for a collective: 0 with one rank, null on CUDA and for
                      engines that do not announce their waits
-    memory           allocated and reserved (the step's peaks), alloc_retries, accounted, rss
+    memory           allocated and reserved (the step's peaks), alloc_retries, accounted, rss; of tensor storage,
+                     persistent_tensor_bytes (between steps) and peak_tensor_bytes (within the step): on CUDA always, on
+                     CPU in the last warm-up step of measure=bench alone
     tflops_per_rank  model arithmetic over step time; mfu over the device's peak, null where that is unknown
     comm             {kind: {count, bytes}} sent by this rank for the engine
 
 `summary.json`: status, step, steps, tokens, loss, grad_norm, initial_weights and final_weights (SHA-256 over names,
 shapes and bytes; the initial ones as fp32), parameters, accounted_bytes by role, collectives (one row a kind and bucket
-of the last step), step_time_s (quartiles, without the first steps of the first and of the last attempt), wall_s of
-this attempt.
+of the last step), step_time_s (quartiles, without the first steps of the first and of the last attempt, or without the
+warm-up of measure=bench), wall_s of this attempt. measure=bench adds tensor_bytes (of the last warm-up step, by rank:
+persistent, peak, and the growth since the step before, which is 0 in a settled state; null where it could not be
+followed) and load (load average at_start and at_end, others_cores: processor time of anything but these ranks over the
+timed_s seconds of timed steps).
 """
 
 from __future__ import annotations

@@ -37,9 +37,10 @@ class Progress:
 class Session:
     """One rank's run, put together by the worker in this order::
 
-    meters = Meters(ranks.device)                      # before the engine: it counts what the engine issues
+    timed = config.measure.mode is MeasureMode.bench
+    meters = Meters(ranks.device, follow_storage=timed)  # before the engine: it counts what the engine issues
     workload = TimedWorkload(workload_for(config), meters.timers)
-    engine = engine_class(config.engine.name)(workload, config, ranks)
+    engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
     loader = Loader(config, ranks.rank)
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     outcome = run(Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress))

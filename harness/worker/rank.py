@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.config.schema import Config
+from harness.config.schema import Config, MeasureMode
 from harness.store.placement import Placement, placement
 from harness.store.rundir import RunDir
 from harness.store.status import State
@@ -122,7 +122,8 @@ def _train(run: RunDir, config: Config, ranks: Ranks, stop: StopFlag, progress: 
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     origin.record(run.path, ranks, control, resuming=any(run.ckpt.glob("*")))
     origin.find_adapter(run.path)
-    with Meters(ranks.device) as meters:  # before the engine: it counts what the engine issues
+    timed = config.measure.mode is MeasureMode.bench
+    with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
         workload = TimedWorkload(workload_for(config), meters.timers)
         engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
         loader = Loader(config, ranks.rank)

@@ -57,7 +57,15 @@ def test_waits_are_what_engines_announce() -> None:
 
 def test_memory_on_cpu_knows_no_allocator() -> None:
     memory = MemoryMeter(CPU).take(accounted=123)
-    assert list(memory) == ["allocated", "reserved", "alloc_retries", "accounted", "rss"]
+    assert list(memory) == [
+        "allocated",
+        "reserved",
+        "alloc_retries",
+        "accounted",
+        "persistent_tensor_bytes",
+        "peak_tensor_bytes",
+        "rss",
+    ]
     assert (memory["allocated"], memory["reserved"], memory["alloc_retries"]) == (None, None, None)
     assert memory["accounted"] == 123
     rss = memory["rss"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.config.errors import Violation
-from harness.config.rules import adapter, batch, data, effect, engine, environment, launch, model, numbers
+from harness.config.rules import adapter, batch, data, effect, engine, environment, launch, measure, model, numbers
 from harness.config.rules.request import Request, Rule
 from harness.config.schema import Config
 
@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     *engine.RULES,
     *effect.RULES,
     *launch.RULES,
+    *measure.RULES,
     *data.RULES,
     *environment.RULES,
 )

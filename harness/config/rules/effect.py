@@ -10,7 +10,17 @@ from harness.config.capabilities import ENGINES
 from harness.config.derived import DTYPE_BYTES
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Backend, CkptPolicy, Config, DataKind, Dtype, ModelFamily, OptimizerName, WandbMode
+from harness.config.schema import (
+    Backend,
+    CkptPolicy,
+    Config,
+    DataKind,
+    Dtype,
+    MeasureMode,
+    ModelFamily,
+    OptimizerName,
+    WandbMode,
+)
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,10 @@ _WANDB = Condition(
 _CAPTURE = Condition(
     lambda c: bool(c.measure.capture_steps), "measure.capture_steps=[1]", lambda c: "measure.capture_steps=[]"
 )
+_BENCH = Condition(
+    lambda c: c.measure.mode is MeasureMode.bench, "measure=bench", lambda c: f"measure.mode={c.measure.mode.name}"
+)
+_RECORD = Condition(lambda c: c.measure.mode is MeasureMode.record, "measure=default", lambda c: "measure=bench")
 _CKPT = Condition(lambda c: c.ckpt.policy is not CkptPolicy.none, "ckpt=last", lambda c: "ckpt=none")
 _NARROW_SUMS = Condition(
     lambda c: (
@@ -76,6 +90,9 @@ CONDITIONS: dict[str, Condition] = {
     "sharding.outer": _OUTER,
     "ckpt.every": _CKPT,
     "measure.capture_limit_mib": _CAPTURE,
+    "measure.warmup_steps": _BENCH,
+    "train.param_norm_every": _RECORD,
+    "study.order_seed": _BENCH,
     "wandb.project": _WANDB,
     "wandb.entity": _WANDB,
     "cluster.nodes": _SLURM,

@@ -41,6 +41,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "mesh.world_size": (1, 2**20),
     "mesh.dp_outer": (1, 2**20),
     "ckpt.every": (0, _COUNT),
+    "measure.warmup_steps": (0, _COUNT),
     "measure.capture_limit_mib": (0, 2**30),
     "cluster.nodes": (1, 2**16),
     "cluster.threads_per_rank": (1, 4_096),
@@ -50,6 +51,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "cluster.gpus_per_node": (0, 1_024),
     "launch.stop_grace_s": (0, 86_400),
     "study.replicates": (1, 9_999),
+    "study.order_seed": (0, _SEED),
 }
 """Smallest and largest value of a setting, both allowed."""
 

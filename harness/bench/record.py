@@ -1,0 +1,157 @@
+"""One timed run as the store holds it: one process of one arm in one block."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.bench.stats import median
+from harness.store import provenance, status
+from harness.store.identity import canonical
+from harness.store.metrics import read_metrics
+from harness.store.rundir import RunDir, read_summary
+from harness.store.status import State
+
+PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
+"""What the record splits a step's time into; exposed communication lies within the others."""
+
+OTHERS_LIMIT_CORES = 0.25
+"""Processor time of other programs, in cores, above which a run counts as disturbed."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """What one run says. Times are seconds, sizes bytes; None where a thing was not observed."""
+
+    run: str
+    """`study/name`."""
+    arm: str
+    """Hash of the configuration without the repetition: the same for all blocks of an arm."""
+    block: int
+    config: Mapping[str, Any]
+    started: str
+    """UTC, ISO 8601."""
+    step_s: tuple[float, ...]
+    """Timed steps, warm-up left out."""
+    parts: Mapping[str, float | None]
+    """Medians over timed steps, by `PARTS`."""
+    tokens: int
+    """Of a step, over all ranks."""
+    loss: float
+    """Of the last step."""
+    comm: Mapping[str, Mapping[str, int]]
+    """What rank 0 sent in the last step, by kind: count and bytes."""
+    persistent_bytes: int | None
+    """Tensor storage between steps, of the rank that holds most."""
+    peak_bytes: int | None
+    """Most tensor storage within a settled step, of the rank that holds most."""
+    growth_bytes: int | None
+    """What tensor storage grew by in the step that was taken for settled; 0 where it was."""
+    accounted_bytes: int
+    """What rank 0's engine says it keeps."""
+    rss_bytes: int
+    """Largest resident set of rank 0 over timed steps."""
+    load: float
+    """The higher of the machine's load averages at the run's begin and end."""
+    others_cores: float
+    """Cores that other programs kept busy over the timed steps."""
+    origin: Mapping[str, Any]
+    """Its `provenance.json`."""
+
+    @property
+    def median_s(self) -> float:
+        """Median of its timed steps: the number that stands for the process."""
+        return median(self.step_s)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes rank 0 sends in a step."""
+        return sum(kind["bytes"] for kind in self.comm.values())
+
+    @property
+    def disturbance(self) -> str:
+        """What else the machine did, where that was much; else empty."""
+        ranks, found = int(self.config["mesh"]["world_size"]), []
+        if self.load > ranks + 1:
+            found.append(f"load average {self.load:.1f} with {ranks} ranks")
+        if self.others_cores > OTHERS_LIMIT_CORES:
+            found.append(f"other programs kept {self.others_cores:.2f} cores busy")
+        return ", ".join(found)
+
+
+def load(path: Path) -> Process | str:
+    """Read a run, or say why it cannot be used: it is not done, or its record is not whole.
+
+    Raises:
+        StoreError: the run's directory is not what it should be.
+    """
+    run = RunDir(path)
+    state = status.effective(path)
+    if state is None or state.state is not State.done:
+        return "never started" if state is None else f"{state.state.value}: {state.reason}"
+    config, summary, lines = run.config(), read_summary(run), read_metrics(run.metrics)
+    if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:
+        return "done, but its record is not whole"
+    timed = lines[config["measure"]["warmup_steps"] :]
+    return Process(
+        run=run.name,
+        arm=arm_of(config),
+        block=config["train"]["replicate"],
+        config=config,
+        started=provenance.read(path).get("created", ""),
+        step_s=tuple(line["step_time_s"] for line in timed),
+        parts={part: _median_or_none([line["time"][part] for line in timed]) for part in PARTS},
+        tokens=timed[-1]["tokens"],
+        loss=timed[-1]["loss"],
+        comm=timed[-1]["comm"],
+        **_storage(summary, timed),
+        accounted_bytes=sum(summary["accounted_bytes"].values()),
+        rss_bytes=max(line["memory"]["rss"] for line in timed),
+        load=max(summary["load"]["at_start"], summary["load"]["at_end"]),
+        others_cores=summary["load"]["others_cores"],
+        origin=provenance.read(path),
+    )
+
+
+def _storage(summary: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
+    """From the followed allocator on CPU, from CUDA's own counters of rank 0 in timed steps elsewhere."""
+    followed = summary.get("tensor_bytes")
+    if followed is not None:
+        return {
+            "persistent_bytes": max(followed["persistent"]),
+            "peak_bytes": max(followed["peak"]),
+            "growth_bytes": max(followed["growth"]),
+        }
+    memory = [line["memory"] for line in timed]
+    if memory[-1].get("peak_tensor_bytes") is None:
+        return {"persistent_bytes": None, "peak_bytes": None, "growth_bytes": None}
+    return {
+        "persistent_bytes": memory[-1]["persistent_tensor_bytes"],
+        "peak_bytes": max(of_step["peak_tensor_bytes"] for of_step in memory),
+        "growth_bytes": memory[-1]["persistent_tensor_bytes"] - memory[0]["persistent_tensor_bytes"],
+    }
+
+
+def _median_or_none(values: Sequence[float | None]) -> float | None:
+    seen = [value for value in values if value is not None]
+    return median(seen) if len(seen) == len(values) else None
+
+
+def arm_of(config: Mapping[str, Any]) -> str:
+    """Hash of all that defines a run but the number of its repetition."""
+    return _hash(config)
+
+
+def workload_of(config: Mapping[str, Any]) -> str:
+    """Hash of what is trained: an arm without its engine and what that splits."""
+    return _hash(config, without=("engine", "sharding"))
+
+
+def _hash(config: Mapping[str, Any], without: Sequence[str] = ()) -> str:
+    kept = deepcopy({key: value for key, value in config.items() if key not in without})
+    kept["train"]["replicate"] = 0
+    return hashlib.sha256(canonical(kept).encode()).hexdigest()

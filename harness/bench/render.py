@@ -1,0 +1,164 @@
+"""A report as text for the terminal and as Markdown for docs/: the same rows, nothing left out of either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from harness.bench.report import Regime, Report, Row, Target, machine
+from harness.bench.stats import CONFIDENCE, Interval
+
+HEAD = (
+    "engine",
+    "strategy",
+    "blocks",
+    "ms/step",
+    "IQR steps",
+    "IQR blocks",
+    "forward",
+    "backward",
+    "optimizer",
+    "exposed",
+    "tokens/s",
+    "peak MiB",
+    "kept MiB",
+    "sent MiB",
+    "vs reference",
+)
+TARGET_HEAD = ("strategy", "native", "best of the others", "native / best", "finding")
+LEGEND = (
+    "ms/step: median over blocks of each process's median timed step; IQR steps: spread within a process, IQR blocks: "
+    "between them.",
+    "exposed: the part of a step in which the host stood still for a collective; - where an engine does not tell.",
+    "peak, kept: bytes of tensor storage within and between steps, of the rank that holds most; sent: by rank 0, a "
+    "step.",
+)
+
+
+def text(report: Report) -> str:
+    """A report for the terminal, without a trailing newline and without what to type next."""
+    lines = [f"study {report.study}: {len(report.processes)} timed runs"]
+    lines += [report.question] if report.question else []
+    lines += [f"NOT COMPARABLE: the runs differ in {reason}" for reason in report.mixed]
+    for regime in report.regimes:
+        lines += ["", regime.title, "", *_table(HEAD, [_cells(row) for row in regime.rows])]
+        if regime.targets:
+            lines += ["", *_table(TARGET_HEAD, [_target_cells(target) for target in regime.targets])]
+    lines += ["", *LEGEND, *_about_intervals(report)]
+    lines += ["", *_against(report)]
+    return "\n".join(lines)
+
+
+def markdown(report: Report, command: str) -> str:
+    """A report as a page: what was run, on what, every row, and what speaks against the numbers.
+
+    Args:
+        report: what to show.
+        command: what makes the runs and the page, as typed.
+    """
+    parts = [
+        "# Step time, memory and traffic of the engines",
+        f"{report.question} Made by `{command}`; every number, run by run, in "
+        f"[{report.study}.json](../benchmarks/data/{report.study}.json).",
+        "\n".join(_machine_lines(report)),
+        "\n".join(f"- {line}" for line in (*LEGEND, *_about_intervals(report))),
+    ]
+    for regime in report.regimes:
+        parts += [f"## {regime.title}", _sizes(regime), _markdown_table(HEAD, [_cells(row) for row in regime.rows])]
+        if regime.targets:
+            parts.append(_markdown_table(TARGET_HEAD, [_target_cells(target) for target in regime.targets]))
+    parts += ["## What speaks against these numbers", "\n".join(f"- {line}" for line in _against(report))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        " ".join(part for part in (row.engine, row.detail) if part),
+        row.strategy,
+        str(len(row.blocks)),
+        _ms(row.step_s),
+        _ms(row.iqr_steps_s),
+        _ms(row.iqr_blocks_s),
+        _ms(row.parts["forward_s"]),
+        _ms(row.parts["backward_s"]),
+        _ms(row.parts["optimizer_s"]),
+        _ms(row.parts["exposed_comm_s"]),
+        f"{row.tokens_per_s:.0f}",
+        _mib(row.peak_bytes),
+        _mib(row.persistent_bytes),
+        _mib(row.sent_bytes),
+        "reference" if row.is_reference else _interval(row.ratio),
+    )
+
+
+def _target_cells(target: Target) -> tuple[str, ...]:
+    return (target.strategy, target.native, target.best, _interval(target.ratio), target.finding)
+
+
+def _ms(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f}"
+
+
+def _mib(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
+
+
+def _interval(found: Interval | None) -> str:
+    if found is None:
+        return "-"
+    marked = " includes 1" if found.includes_one else ""
+    return f"{found.value:.3f} [{found.low:.3f}, {found.high:.3f}]{marked}"
+
+
+def _about_intervals(report: Report) -> tuple[str, ...]:
+    intervals = [row.ratio for regime in report.regimes for row in regime.rows if row.ratio is not None]
+    if not intervals:
+        return ()
+    blocks = min(found.blocks for found in intervals)
+    best = min(found.most_coverage for found in intervals)
+    bound = f"; {blocks} blocks cover at most {100 * best:.1f} %" if best < CONFIDENCE else ""
+    return (
+        f"Intervals: {100 * CONFIDENCE:.0f} % percentile bootstrap over whole blocks, arms paired{bound}. Against the "
+        "best of the others: every one of them is held against native on its own, so that choosing the best afterwards "
+        "favours nobody; faster is faster than each, slower is slower than at least one.",
+    )
+
+
+def _against(report: Report) -> list[str]:
+    lines = [f"left out: {name}: {reason}" for name, reason in report.missing.items()]
+    lines += [f"NOT COMPARABLE: the runs differ in {reason}" for reason in report.mixed]
+    lines += report.notes
+    if any(process.config["cluster"]["device"] == "cpu" for process in report.processes):
+        lines.append("CPU ranks that share one machine's cores and memory: what overlaps on devices competes here")
+    return lines
+
+
+def _sizes(regime: Regime) -> str:
+    s = regime.settings
+    return (
+        f"{s['model.num_layers']} layers of width {s['model.dim']}, {s['model.vocab_size']} tokens, sequences of "
+        f"{s['data.seq_len']}, {s['train.microbatch_size']} to a microbatch, {s['train.global_batch_size']} to a step, "
+        f"{s['mesh.world_size']} ranks, dtype {s['dtype.name']}, {s['measure.warmup_steps']} warm-up steps of "
+        f"{s['train.steps']}."
+    )
+
+
+def _machine_lines(report: Report) -> Iterator[str]:
+    facts = machine(report.processes)
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    dirty = " with changes" if facts["dirty"] else ""
+    yield f"- {facts['cpu_model']}, {facts['cpu_count']} cores, {facts['threads_per_rank']} threads a rank, " + str(
+        facts["device"]
+    )
+    yield f"- {versions}; commit {str(facts['commit'])[:12]}{dirty}, sources {str(facts['sources_digest'])[:12]}"
+    yield f"- run from {facts['first_run']} to {facts['last_run']}; order seed {report.order_seed}"
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
+    return [lines[0].rstrip(), "  ".join("-" * width for width in widths), *(line.rstrip() for line in lines[1:])]
+
+
+def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

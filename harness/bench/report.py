@@ -1,0 +1,358 @@
+"""From the runs of a timed study to rows, ratios, and everything that speaks against them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.bench.record import PARTS, Process, arm_of, load, workload_of
+from harness.bench.stats import Interval, median, median_ratio, spread
+from harness.config.errors import refuse
+from harness.store.provenance import sources_digest
+from harness.store.rundir import RunDir, Store, flatten
+from harness.store.study import read_study
+
+NATIVE = "native"
+"""The engine held against the others of its strategy."""
+
+SAME = ("cpu_model", "device", "cpu_capability", "threads_per_rank", "hosts", "backend")
+"""What must be the same of all runs for their times to be compared, beside the versions of what they load."""
+
+
+GROWTH_LIMIT = 1e-3
+"""Share of the storage between steps above which a step that changes it is not settled."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One arm. Times are seconds, sizes bytes: medians over its processes, of each process's own median."""
+
+    engine: str
+    strategy: str
+    detail: str
+    """Settings in which it differs from another arm of its engine and strategy; mostly empty."""
+    is_reference: bool
+    blocks: tuple[int, ...]
+    step_s: float
+    iqr_steps_s: float
+    """Spread of the steps within a process: median over processes."""
+    iqr_blocks_s: float
+    """Spread of the processes' medians."""
+    parts: dict[str, float | None]
+    tokens_per_s: float
+    peak_bytes: int | None
+    persistent_bytes: int | None
+    accounted_bytes: int
+    rss_bytes: int
+    sent_bytes: int
+    comm: dict[str, dict[str, int]]
+    loss: float
+    ratio: Interval | None
+    """Its step time over the reference's."""
+
+    @property
+    def name(self) -> str:
+        """Engine, strategy and detail."""
+        return " ".join(part for part in (self.engine, self.strategy, self.detail) if part)
+
+
+@dataclass(frozen=True)
+class Target:
+    """The native engine against the best of all others that split the same."""
+
+    strategy: str
+    native: str
+    best: str
+    peers: tuple[str, ...]
+    ratio: Interval | None
+
+    @property
+    def finding(self) -> str:
+        """What the interval says."""
+        if self.ratio is None:
+            return "too few blocks"
+        if self.ratio.includes_one:
+            return "not told apart: the interval includes 1"
+        return "faster" if self.ratio.high < 1.0 else "slower"
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Arms that train the same thing."""
+
+    title: str
+    settings: dict[str, Any]
+    rows: tuple[Row, ...]
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a timed study says."""
+
+    study: str
+    question: str
+    order_seed: int | None
+    regimes: tuple[Regime, ...]
+    processes: tuple[Process, ...]
+    missing: dict[str, str]
+    """Cells that are left out, with the reason."""
+    notes: tuple[str, ...]
+    """What speaks against the numbers: disturbed blocks, arms rerun later, tensors that still grew."""
+    mixed: tuple[str, ...]
+    """Why the runs cannot be compared at all."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 whole, 3 where cells are missing, 4 where the runs cannot be compared."""
+        return 4 if self.mixed else 3 if self.missing else 0
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values; what is not a finite number is null."""
+        facts = asdict(self) | {"processes": [_process_json(process) for process in self.processes]}
+        plain: dict[str, Any] = _finite(facts | {"machine": machine(self.processes)})
+        return plain
+
+
+def report(root: Path | str, study: str) -> Report:
+    """Read a study as it was last asked for.
+
+    Raises:
+        BadRequest: there is no such study, or none of its runs is timed and done.
+    """
+    record = read_study(Path(root), study)
+    if record is None:
+        known = ", ".join(name for name in Store(root).studies() if read_study(Path(root), name)) or "none yet"
+        text = f"no study of this name was run under {root}"
+        raise refuse(f"bench {study}", text, choices=known, fix="python run.py -m study=NAME")
+    folder = Path(root) / study
+    loaded = {cell["signature"]: _load(folder / cell["directory"]) for cell in record["cells"]}
+    if all(isinstance(found, str) for found in loaded.values()):
+        reasons = "; ".join(sorted({str(found) for found in loaded.values()}))
+        raise refuse(
+            f"bench {study}",
+            f"has no timed run that is done ({reasons})",
+            fix=f"measure: bench under base: in sweeps/{study}.yaml, then python run.py -m study={study}",
+        )
+    missing = {c["directory"]: found for c in record["cells"] if isinstance(found := loaded[c["signature"]], str)}
+    processes = [found for found in loaded.values() if isinstance(found, Process)]
+    processes, other_sources = _of_one_source(processes)
+    missing |= dict.fromkeys(other_sources, "stale: made by other sources than most runs")
+    references = _references(record["cells"], loaded)
+    return Report(
+        study=study,
+        question=record["question"],
+        order_seed=record.get("order_seed"),
+        regimes=tuple(_regimes(processes, references)),
+        processes=tuple(processes),
+        missing=missing,
+        notes=tuple(_notes(processes)),
+        mixed=tuple(_mixed(processes)),
+    )
+
+
+def _load(path: Path) -> Process | str:
+    if not (path / "config.yaml").exists():
+        return "never started"
+    if RunDir(path).config()["measure"]["mode"] != "bench":
+        return "not timed: measure.mode=record"
+    return load(path)
+
+
+def _of_one_source(processes: Sequence[Process]) -> tuple[list[Process], list[str]]:
+    """Runs of the sources most runs were made by, and the names of the rest."""
+    digests = Counter(process.origin.get("sources_digest") for process in processes)
+    common = digests.most_common(1)[0][0]
+    kept = [process for process in processes if process.origin.get("sources_digest") == common]
+    rest = [process.run.partition("/")[2] for process in processes if process not in kept]
+    return kept, rest
+
+
+def _references(cells: Iterable[Mapping[str, Any]], loaded: Mapping[str, Process | str]) -> dict[str, str]:
+    """The arm each arm is held against, as the study's control says; a control is its own."""
+    found: dict[str, str] = {}
+    for cell in cells:
+        arm, control = loaded[cell["signature"]], loaded.get(cell["control"] or "")
+        if isinstance(arm, Process) and isinstance(control, Process):
+            found |= {arm.arm: control.arm, control.arm: control.arm}
+    return found
+
+
+def _regimes(processes: Sequence[Process], references: Mapping[str, str]) -> Iterable[Regime]:
+    by_workload: dict[str, list[Process]] = {}
+    for process in processes:
+        by_workload.setdefault(workload_of(process.config), []).append(process)
+    settings = {key: _of_workload(group[0]) for key, group in by_workload.items()}
+    differing = _differing(list(settings.values()))
+    for key in sorted(by_workload, key=lambda key: _title(settings[key], differing)):
+        arms: dict[str, list[Process]] = {}
+        for process in by_workload[key]:
+            arms.setdefault(process.arm, []).append(process)
+        details = _details(arms)
+        rows = {arm: _row(arms, arm, references.get(arm), details[arm]) for arm in arms}
+        ordered = sorted(rows.values(), key=lambda row: (row.strategy, not row.is_reference, row.engine, row.detail))
+        title = _title(settings[key], differing)
+        yield Regime(title, settings[key], tuple(ordered), tuple(_targets(arms, rows)))
+
+
+def _of_workload(process: Process) -> dict[str, Any]:
+    kept = ("model", "data", "optimizer", "train", "dtype", "numerics", "mesh", "measure")
+    return flatten({group: process.config[group] for group in kept})
+
+
+def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    first = settings[0]
+    return [key for key in first if any(other.get(key) != first[key] for other in settings[1:])]
+
+
+def _title(settings: Mapping[str, Any], differing: Sequence[str]) -> str:
+    named = [key for key in differing if key.endswith(".name")] or list(differing)
+    return ", ".join(f"{key}={settings[key]}" for key in named) or str(settings["model.name"])
+
+
+def _details(arms: Mapping[str, Sequence[Process]]) -> dict[str, str]:
+    """By arm, the settings in which it differs from others of its engine and strategy."""
+    flat = {arm: flatten({g: group[0].config[g] for g in ("engine", "sharding")}) for arm, group in arms.items()}
+    details = {}
+    for arm, own in flat.items():
+        kin = [
+            other
+            for other in flat.values()
+            if all(other[key] == own[key] for key in ("engine.name", "sharding.strategy"))
+        ]
+        keys = _differing(kin)
+        details[arm] = " ".join(f"{key}={own[key]}" for key in keys)
+    return details
+
+
+def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None, detail: str) -> Row:
+    group = sorted(arms[arm], key=lambda process: process.block)
+    config, last = group[0].config, group[-1]
+    step_s = median([process.median_s for process in group])
+    return Row(
+        engine=config["engine"]["name"],
+        strategy=config["sharding"]["strategy"],
+        detail=detail,
+        is_reference=arm == reference,
+        blocks=tuple(process.block for process in group),
+        step_s=step_s,
+        iqr_steps_s=median([spread(process.step_s) for process in group]),
+        iqr_blocks_s=spread([process.median_s for process in group]),
+        parts={part: _median([process.parts[part] for process in group]) for part in PARTS},
+        tokens_per_s=last.tokens / step_s,
+        peak_bytes=_whole(_median([process.peak_bytes for process in group])),
+        persistent_bytes=_whole(_median([process.persistent_bytes for process in group])),
+        accounted_bytes=last.accounted_bytes,
+        rss_bytes=max(process.rss_bytes for process in group),
+        sent_bytes=last.sent_bytes,
+        comm={kind: dict(row) for kind, row in last.comm.items()},
+        loss=last.loss,
+        ratio=_ratio(arms, arm, [reference]) if reference in arms and arm != reference else None,
+    )
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    seen = [value for value in values if value is not None]
+    return median(seen) if seen and len(seen) == len(values) else None
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
+
+
+def _ratio(arms: Mapping[str, Sequence[Process]], arm: str, others: Sequence[str | None]) -> Interval | None:
+    """Over the blocks that all of them have."""
+    by_block = {
+        key: {process.block: process.median_s for process in arms[key]} for key in (arm, *others) if key is not None
+    }
+    shared = sorted(set.intersection(*(set(times) for times in by_block.values())))
+    return median_ratio(
+        [by_block[arm][block] for block in shared],
+        [[by_block[key][block] for block in shared] for key in others if key is not None],
+    )
+
+
+def _targets(arms: Mapping[str, Sequence[Process]], rows: Mapping[str, Row]) -> Iterable[Target]:
+    """A target for each native arm that some other engine splits like."""
+    for arm, row in sorted(rows.items(), key=lambda item: item[1].name):
+        if row.engine != NATIVE:
+            continue
+        own = arms[arm][0].config["sharding"]
+        peers = [key for key in arms if rows[key].engine != NATIVE and arms[key][0].config["sharding"] == own]
+        if peers:
+            best = min(peers, key=lambda key: rows[key].step_s)
+            names = tuple(sorted(rows[key].name for key in peers))
+            yield Target(row.strategy, row.name, rows[best].name, names, _ratio(arms, arm, peers))
+
+
+def _notes(processes: Sequence[Process]) -> Iterable[str]:
+    for process in processes:
+        if process.disturbance:
+            yield f"block {process.block} is disturbed: {process.run}: {process.disturbance}"
+    yield from _late(processes)
+    for process in processes:
+        if process.persistent_bytes and abs(process.growth_bytes or 0) > GROWTH_LIMIT * process.persistent_bytes:
+            yield f"{process.run}: tensor storage still grew by {process.growth_bytes} bytes in the last warm-up step"
+    if processes[0].origin.get("sources_digest") not in (None, sources_digest()):
+        yield "the sources have changed since these runs were made"
+
+
+def _late(processes: Sequence[Process]) -> Iterable[str]:
+    """Runs that were made after a later block had begun: they did not share their block's minutes."""
+    begun: dict[int, str] = {}
+    for process in processes:
+        begun[process.block] = min(begun.get(process.block, process.started), process.started)
+    for process in processes:
+        later = [block for block, start in begun.items() if block > process.block and start < process.started]
+        if later:
+            yield f"block {process.block}: {process.run} ran after block {min(later)} had begun"
+
+
+def _mixed(processes: Sequence[Process]) -> Iterable[str]:
+    for key in SAME:
+        found = sorted({str(process.origin.get(key)) for process in processes})
+        if len(found) > 1:
+            yield f"{key}: {' and '.join(found)}"
+    versions = sorted({str(process.origin.get("versions", {}).get("torch")) for process in processes})
+    if len(versions) > 1:
+        yield f"torch: {' and '.join(versions)}"
+
+
+def machine(processes: Sequence[Process]) -> dict[str, Any]:
+    """What the runs were made on, and by which versions and commit."""
+    origin = processes[0].origin
+    git = origin.get("git") or {}
+    return {
+        **{key: origin.get(key) for key in ("platform", "cpu_model", "cpu_count", *SAME[1:], "environment", "nccl")},
+        "versions": origin.get("versions", {}),
+        "commit": git.get("sha"),
+        "dirty": git.get("dirty"),
+        "sources_digest": origin.get("sources_digest"),
+        "first_run": min(process.started for process in processes),
+        "last_run": max(process.started for process in processes),
+    }
+
+
+def _process_json(process: Process) -> dict[str, Any]:
+    left_out = ("config", "origin", "step_s", "comm")
+    facts = {key: value for key, value in vars(process).items() if key not in left_out}
+    config = process.config
+    return facts | {
+        "arm": arm_of(config)[:8],
+        "engine": config["engine"]["name"],
+        "strategy": config["sharding"]["strategy"],
+        "step_s": list(process.step_s),
+        "disturbance": process.disturbance,
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,123 @@
+"""Ratios of step times over blocks, with intervals.
+
+The unit is the process: steps of one process share its memory layout, its placement and its minute of the machine, so
+they are summarised first, by their median. A block holds one process of every arm. An interval is a percentile
+bootstrap of the ratio of medians: whole blocks are drawn again, so that arms stay paired. With up to 5 blocks all n**n
+draws are gone through, and there is no Monte Carlo error.
+
+[Note: The best of several] The smallest of several noisy medians is too small on average, so a ratio to the best peer
+is too large. Drawing the choice anew in each resample repeats that error instead of removing it: simulated with four
+peers of equal speed and 5 blocks, such an interval held the truth in 77 % of cases. Here the arm is held against each
+peer on its own, and the interval runs from the largest of the lower ends (each at the tail divided by the number of
+peers) to the largest of the upper ends: an arm is faster than the best if it is faster than each, slower if it is
+slower than any. Same simulation: 92 %. tests/bench/test_stats.py repeats it.
+
+[Note: Few blocks] The interval of a median over n blocks never reaches beyond the smallest and the largest of them, and
+so covers at most 1 - 2 * 0.5**n: 75 % for 3, 93.75 % for 5, more than 95 % from 6 on. Reports say so.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Array = NDArray[np.float64]
+
+CONFIDENCE = 0.95
+LEAST_BLOCKS = 3
+"""Fewer blocks have no interval."""
+EXHAUSTIVE_BLOCKS = 5
+DRAWS = 20_000
+SEED = 20_011
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its interval."""
+
+    value: float
+    low: float
+    high: float
+    blocks: int
+    """How many blocks it rests on."""
+
+    @property
+    def includes_one(self) -> bool:
+        """Whether the two sides cannot be told apart."""
+        return self.low <= 1.0 <= self.high
+
+    @property
+    def most_coverage(self) -> float:
+        """What an interval of so few blocks covers at best, of the nominal `CONFIDENCE`."""
+        return min(CONFIDENCE, 1.0 - 2.0 * 0.5**self.blocks)
+
+
+def median_ratio(times: Sequence[float], others: Sequence[Sequence[float]]) -> Interval | None:
+    """Median of one arm's times over the smallest of the others' medians, paired by block.
+
+    Args:
+        times: seconds, one a block.
+        others: the same for every other arm, over the same blocks. See [Note: The best of several].
+
+    Returns:
+        None with fewer than `LEAST_BLOCKS` blocks.
+
+    Raises:
+        ValueError: there is nothing to divide by, or the blocks are not the same.
+    """
+    import numpy as np
+
+    if not others or any(len(row) != len(times) for row in others):
+        raise ValueError(f"{len(times)} blocks of one arm, and {[len(row) for row in others]} of the others")
+    if len(times) < LEAST_BLOCKS:
+        return None
+    mine, theirs = np.asarray(times, float), np.asarray(others, float)
+    draws = _draws(len(times))
+    ratios = np.median(mine[draws], axis=-1) / np.median(theirs[:, draws], axis=-1)  # [others, draws]
+    tail = (1.0 - CONFIDENCE) / 2.0
+    # Not interpolated: with few blocks the ratios are few, and both ends are ratios that occurred.
+    low = np.quantile(ratios, tail / len(others), axis=1, method="lower").max()
+    high = np.quantile(ratios, 1.0 - tail, axis=1, method="higher").max()
+    value = np.median(mine) / np.median(theirs, axis=-1).min()
+    return Interval(float(value), float(low), float(high), len(times))
+
+
+def _draws(blocks: int) -> NDArray[np.intp]:
+    """Indices of blocks, [draws, blocks]: every possible draw where these are few, else a fixed random sample."""
+    import numpy as np
+
+    if blocks <= EXHAUSTIVE_BLOCKS:
+        return np.array(list(itertools.product(range(blocks), repeat=blocks)), dtype=np.intp)
+    return np.random.default_rng(SEED).integers(0, blocks, size=(DRAWS, blocks), dtype=np.intp)
+
+
+def median(values: Sequence[float]) -> float:
+    """Middle value, or the mean of the two in the middle; nan of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    half = len(ordered) // 2
+    return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2.0
+
+
+def spread(values: Sequence[float]) -> float:
+    """Distance between the quartiles, by linear interpolation; 0 of a single value, nan of none."""
+    return quantile(values, 0.75) - quantile(values, 0.25)
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of them lies, by linear interpolation; nan of none."""
+    ordered = sorted(values)
+    if not ordered:
+        return math.nan
+    place = share * (len(ordered) - 1)
+    below = math.floor(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])

@@ -1,0 +1,64 @@
+"""What a timed run leaves out, and how long it must be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.errors import Violation
+from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import CkptPolicy, MeasureMode, WandbMode
+
+LEAST_WARM_UP = 2
+"""The last warm-up step is where memory is read; one before it has made whatever is made once."""
+
+
+def _is_bench(request: Request) -> bool:
+    return request.config.measure.mode is MeasureMode.bench
+
+
+@rule("measure.capture_steps")
+def timed_runs_do_nothing_else(request: Request) -> Iterator[Violation]:
+    """Work beside training disturbs the steps around it: caches, disk, and other processes."""
+    if not _is_bench(request):
+        return
+    c = request.config
+    if c.measure.capture_steps:
+        yield _beside(request, "measure.capture_steps", "[]")
+    if c.ckpt.policy is not CkptPolicy.none:
+        yield _beside(request, "ckpt.policy", "none", fix="ckpt=none")
+    if c.wandb.mode is not WandbMode.disabled:
+        yield _beside(request, "wandb.mode", "disabled", fix="wandb=disabled")
+
+
+def _beside(request: Request, path: str, valid: str, fix: str = "") -> Violation:
+    return Violation(
+        request.show(path),
+        "is work beside the steps that measure=bench times",
+        valid,
+        f"{fix or f'{path}={valid}'}, or measure=default",
+    )
+
+
+@rule("train.steps", "measure.warmup_steps")
+def warm_up_leaves_steps_to_time(request: Request) -> Iterator[Violation]:
+    """There is a settled step to read memory in, and at least two to time."""
+    steps, warm_up = request.config.train.steps, request.config.measure.warmup_steps
+    if not _is_bench(request):
+        return
+    if warm_up < LEAST_WARM_UP:
+        yield Violation(
+            request.show("measure.warmup_steps"),
+            "is too short: the first step makes what later ones keep, and memory is read in the last",
+            f"{LEAST_WARM_UP} or more",
+            f"measure.warmup_steps={LEAST_WARM_UP}",
+        )
+    if steps - warm_up < 2:
+        yield Violation(
+            request.show("train.steps"),
+            f"leaves {max(steps - warm_up, 0)} steps to time after measure.warmup_steps={warm_up}",
+            f"{warm_up + 2} or more; ten timed steps make a median",
+            f"train.steps={warm_up + 10}",
+        )
+
+
+RULES: tuple[Rule, ...] = (timed_runs_do_nothing_else, warm_up_leaves_steps_to_time)

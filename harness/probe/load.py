@@ -1,0 +1,56 @@
+"""What else the machine did meanwhile: a timing taken beside other work must show it."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import NamedTuple
+
+import psutil
+
+OTHERS = ("user", "nice", "system", "irq", "softirq", "steal")
+"""Fields of the system's processor times that are not idle; stolen time is another machine's work on these cores."""
+
+
+class Reading(NamedTuple):
+    """Seconds so far."""
+
+    wall_s: float
+    machine_s: float
+    """Processor time of everything on this machine, over all cores."""
+    process_s: float
+    """Processor time of this process, over all its threads."""
+
+
+class LoadMeter:
+    """Processor time of this process and of the machine between two moments."""
+
+    def __init__(self) -> None:
+        self.load_at_start = load_average()
+        self._began: Reading | None = None
+
+    def begin(self) -> None:
+        """The interval begins now."""
+        self._began = _read()
+
+    def take(self) -> Reading:
+        """What passed since `begin`.
+
+        Raises:
+            RuntimeError: it was not called.
+        """
+        if self._began is None:
+            raise RuntimeError("LoadMeter.begin was not called")
+        now = _read()
+        return Reading(*(after - before for after, before in zip(now, self._began, strict=True)))
+
+
+def load_average() -> float:
+    """Runnable threads on this machine, averaged over the last minute."""
+    return os.getloadavg()[0]
+
+
+def _read() -> Reading:
+    times = psutil.cpu_times()
+    machine = sum(getattr(times, field, 0.0) for field in OTHERS)
+    return Reading(time.perf_counter(), machine, time.process_time())

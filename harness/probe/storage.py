@@ -1,0 +1,183 @@
+"""Bytes of tensor storage on the CPU, step by step, as torch's own allocator reports them: outside every engine.
+
+The resident set says little about an engine: heaps keep what was freed, and libraries come along. Torch's CPU
+allocator reports each block it hands out or takes back to the profiler, whoever asked for it: the model, an optimizer,
+DDP's reducer in C++. The meter keeps the profiler on, for these reports alone, from before the engine is built to the
+end of the warm-up, and adds them up. Timed steps run without it.
+
+[Note: Threads] The profiler is a matter of a thread: torch hands it on to autograd's and gloo's threads, not to
+Python's own. A thread that starts while the meter runs is joined to it by torch's C++ interface for that (exported,
+without a Python name); torch warns about it in the log. Where that is missing and a thread was started, nothing is
+reported.
+
+[Note: Not counted] Memory that is not the storage of a tensor: numpy's, gloo's and oneDNN's own buffers, Python's heap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _EventType,
+    _ExperimentalConfig,
+)
+from torch.autograd.profiler import record_function
+
+STEP = "harness.probe.storage.step"
+ENABLE = "_ZN5torch8autograd8profiler27enableProfilerInChildThreadEv"
+DISABLE = "_ZN5torch8autograd8profiler28disableProfilerInChildThreadEv"
+
+
+class StepBytes(NamedTuple):
+    """Tensor storage of this process over one step."""
+
+    persistent: int
+    """Bytes that were there when the step began."""
+    peak: int
+    """Most bytes at any moment of the step."""
+    left: int
+    """Bytes that were there when it ended: more than `persistent` as long as something still grows."""
+
+
+class Event(NamedTuple):
+    """A block handed out or taken back; or an edge of a step: no address, size 1 at its begin and -1 at its end."""
+
+    time_ns: int
+    address: int | None
+    size: int
+
+
+class StorageMeter:
+    """Follows the CPU allocator from its construction to `finish` or `close`. One is active at a time."""
+
+    def __init__(self) -> None:
+        """Begin to follow.
+
+        Raises:
+            RuntimeError: another profiler is active on this thread.
+        """
+        config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
+        activities = {ProfilerActivity.CPU}
+        _prepare_profiler(config, activities)
+        # Of operations nothing is recorded, only the marks of `step`: memory is reported whatever the scope.
+        _enable_profiler(config, activities, {RecordScope.USER_SCOPE})  # type: ignore[call-arg]
+        self._threads: _Threads | None = _Threads()
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The body is one step."""
+        with record_function(STEP):
+            yield
+
+    def finish(self) -> list[StepBytes] | None:
+        """Stop, and give every step's bytes; None where some thread could not be followed."""
+        if self._threads is None:
+            raise RuntimeError("this meter was stopped before")
+        followed_all = self._threads.leave()
+        self._threads = None
+        events = list(_events(_disable_profiler().experimental_event_tree()))
+        return replay(events) if followed_all else None
+
+    def close(self) -> None:
+        """Stop; a second call does nothing."""
+        if self._threads is not None:
+            self._threads.leave()
+            self._threads = None
+            _disable_profiler()
+
+
+def replay(events: Sequence[Event]) -> list[StepBytes]:
+    """Add up in order of time; a block reported twice without having been taken back replaces the earlier one."""
+    live: dict[int, int] = {}
+    total, began, peak = 0, 0, 0
+    steps = []
+    for event in sorted(events, key=lambda event: event.time_ns):
+        if event.address is not None:
+            total -= live.pop(event.address, 0)
+            if event.size > 0:
+                live[event.address] = event.size
+                total += event.size
+            peak = max(peak, total)
+        elif event.size > 0:
+            began = peak = total
+        else:
+            steps.append(StepBytes(began, peak, total))
+    return steps
+
+
+def _events(tree: Sequence[Any]) -> Iterator[Event]:
+    """Blocks of the CPU, and edges of steps, anywhere in the profiler's tree."""
+    waiting = list(tree)
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        kind, fields = event.typed
+        if kind == _EventType.Allocation:
+            if fields.device.type == "cpu":
+                yield Event(event.start_time_ns, fields.ptr, fields.alloc_size)
+        elif event.name == STEP:
+            yield Event(event.start_time_ns, None, 1)
+            yield Event(event.end_time_ns, None, -1)
+
+
+class _Threads:
+    """Joins every Python thread that starts to the profiler of the thread that made this. See [Note: Threads]."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active = True
+        self._missed = False
+        self._joined = threading.local()
+        self._calls = _child_calls()
+        self._before = threading.getprofile()
+        threading.setprofile(self._on_event)
+
+    def leave(self) -> bool:
+        """Let threads go; whether all that were started were followed."""
+        threading.setprofile(self._before)
+        with self._lock:  # no thread joins a profiler that is being stopped: C++ would end the process
+            self._active = False
+        return not self._missed
+
+    def _on_event(self, *_: object) -> None:
+        """Called in a new thread before anything else it does, then until the thread is let go."""
+        joined = getattr(self._joined, "yes", False)
+        with self._lock:
+            if self._active and not joined:
+                self._joined.yes = True
+                if self._calls is None:
+                    self._missed = True
+                else:
+                    self._calls[0]()
+                return
+        if not self._active:
+            sys.setprofile(None)
+            if joined and self._calls is not None:
+                self._calls[1]()
+
+
+def _child_calls() -> tuple[Callable[[], None], Callable[[], None]] | None:
+    """Torch's functions that join this thread to the main thread's profiler, and end that; None where it has none."""
+    folder = Path(torch.__file__).parent / "lib"
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        if (folder / name).exists():
+            library = ctypes.CDLL(str(folder / name))
+            calls = [getattr(library, symbol, None) for symbol in (ENABLE, DISABLE)]
+            for call in calls:
+                if call is None:
+                    return None
+                call.restype = None
+            return calls[0], calls[1]  # type: ignore[return-value]
+    return None

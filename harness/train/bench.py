@@ -1,0 +1,87 @@
+"""Warm-up, then timed steps: what `measure=bench` adds to a run.
+
+Over the warm-up the CPU's allocator is followed, which slows every operation; its last step is read as the settled
+state. Then the follower goes, with the garbage it made, and the machine's load begins to count. Timed steps differ from
+an ordinary run's in nothing.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from harness.probe.load import LoadMeter, load_average
+from harness.probe.storage import StepBytes
+from harness.train.control import Control
+from harness.train.session import Session
+
+
+class Bench:
+    """The phases of one timed run. Every method but `step` is called by all ranks together."""
+
+    def __init__(self, session: Session, control: Control) -> None:
+        self.session = session
+        self.control = control
+        self.warmup_steps = session.config.measure.warmup_steps
+        self.load = LoadMeter()
+        self.settled: StepBytes | None = None
+        self.tensor_bytes: dict[str, Any] | None = None
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """The body is step `step`; its storage is followed as long as it warms up."""
+        storage = self.session.meters.storage
+        if storage is None or step > self.warmup_steps:
+            yield
+            return
+        with storage.step():
+            yield
+
+    def after(self, step: int) -> StepBytes | None:
+        """Between steps. After the last one of the warm-up: stop following; what that step took on this rank."""
+        if step != self.warmup_steps:
+            return None
+        storage = self.session.meters.storage
+        if storage is not None:
+            steps = storage.finish()
+            if steps is not None:
+                self.settled = steps[-1]
+                self._gather(steps[-1], steps[-2])
+            del steps
+        gc.collect()  # what following left behind is not to be found in a timed step
+        self.load.begin()
+        return self.settled
+
+    def facts(self) -> dict[str, Any]:
+        """What the run's summary says of it, on rank 0. *Collective.*"""
+        own = self.load.take()
+        rows = self.control.gather([_host_id(), round(own.process_s * 1e6)])
+        here = sum(microseconds for host, microseconds in rows if host == rows[0][0]) / 1e6
+        return {
+            "tensor_bytes": self.tensor_bytes,
+            "load": {
+                "at_start": self.load.load_at_start,
+                "at_end": load_average(),
+                "others_cores": max(0.0, own.machine_s - here) / own.wall_s,
+                "timed_s": own.wall_s,
+            },
+        }
+
+    def _gather(self, last: StepBytes, before: StepBytes) -> None:
+        rows = self.control.gather([*last, last.left - before.left])
+        self.tensor_bytes = {
+            "step": self.warmup_steps,
+            "persistent": [row[0] for row in rows],
+            "peak": [row[1] for row in rows],
+            "growth": [row[3] for row in rows],
+        }
+
+
+def _host_id() -> int:
+    """This machine as a signed 64-bit integer."""
+    digest = hashlib.blake2b(socket.gethostname().encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
