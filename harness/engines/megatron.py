@@ -21,7 +21,7 @@ that step is taken with a learning rate of 0, because all engines start from the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -66,6 +66,7 @@ class MegatronEngine(Engine):
             dp_shard_dim=INNER,
             tp_dim=TENSOR,
             **outer,
+            expt_device_mesh=mesh,  # parameters with ".experts." in their names are experts to it; here no other axis
             fsdp_unit_modules=list(workload.unit_classes),
             zero_dp_strategy=config.sharding.strategy.name,
             device=ranks.device,
@@ -79,7 +80,7 @@ class MegatronEngine(Engine):
             preproc_state_dict_for_dcp_ckpt=False,
             report_nan_in_param_grad=config.engine.report_nan_in_param_grad,
         )
-        workload.materialise_buffers(module, ranks.device)  # the package empties those beside a parameter on meta
+        workload.materialise_buffers(module, ranks.device)  # emptied again where beside a parameter on meta
         self.weights: dict[str, DTensor] = {name: weight for name, weight in module.named_parameters()}
         self.buckets = Buckets(self.model.param_and_grad_buffer, self.shards_state, ranks)
         self.shard_group = self._shard_group(mesh)
@@ -124,7 +125,11 @@ class MegatronEngine(Engine):
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole main weights on the CPU, gathered one bucket at a time; of frozen parameters the compute weights."""
         dtype = TORCH_DTYPES[self.config.dtype.main_params]
-        whole = self.buckets.gather(lambda group: group.main_weight_buffer or group.model_weight_buffer, self.weights)
+        whole: Iterable[tuple[str, Tensor]]
+        if self.shards_state:
+            whole = self.buckets.gather(lambda it: it.main_weight_buffer or it.model_weight_buffer, self.weights)
+        else:
+            whole = ((name, _local(weight).cpu().clone()) for name, weight in self.weights.items())
         return ((name, tensor.to(dtype)) for name, tensor in whole)
 
     def weight_norm(self) -> float:
@@ -168,8 +173,9 @@ class MegatronEngine(Engine):
                     part.reset_parameters = _filler(part, name, workload)
             return module
         module = workload.build(device, dtype)
-        for name, part in module.named_modules():
-            _filler(part, name, workload)()
+        workload.materialise_buffers(module, device)
+        for name, param in module.named_parameters():
+            _fill(param, name, workload)
         return module
 
     def _mesh(self) -> tuple[Any, dict[str, Any]]:
@@ -182,6 +188,7 @@ class MegatronEngine(Engine):
         return mesh, {
             "dp_outer_dim": OUTER,
             "hybrid_fsdp_group": dist.group.WORLD,  # outer-major, as the mesh is
+            "hybrid_fsdp_expt_group": dist.group.WORLD,
             "outer_dp_sharding_strategy": self.config.sharding.outer.name,
         }
 
@@ -324,18 +331,18 @@ def _has_ties(module: nn.Module) -> bool:
 
 
 def _filler(part: nn.Module, prefix: str, workload: Workload) -> Callable[[], None]:
-    """What fills a module's own parameters in place; see [Note: Main weights]."""
+    """What fills a module's own parameters once they have memory."""
 
     def fill() -> None:
-        for own, param in part.named_parameters(prefix, recurse=False):
-            with torch.no_grad():
-                param.copy_(workload.initial_weight(own, param.shape))
-            _offer(param, own, workload)
+        for name, param in part.named_parameters(prefix, recurse=False):
+            _fill(param, name, workload)
 
     return fill
 
 
-def _offer(param: Any, name: str, workload: Workload) -> None:
-    """Let the package ask a parameter for its unrounded value."""
+def _fill(param: Any, name: str, workload: Workload) -> None:
+    """Give a parameter its initial value, and let the package ask for the unrounded one; see [Note: Main weights]."""
+    with torch.no_grad():
+        param.copy_(workload.initial_weight(name, param.shape))
     param.get_high_precision_init_val = lambda: workload.initial_weight(name, param.shape)
     param.clear_high_precision_init_val = lambda: None
