@@ -187,17 +187,27 @@ class ShardedModel(nn.Module):
         """
         self._driver.recover()
         if self._driver.failed:
-            raise RuntimeError("the last backward raised, its gradients are incomplete; call zero_grad() and try again")
+            raise RuntimeError(
+                "the last backward raised, or a reduction of it; its gradients are incomplete: call zero_grad() and try"
+                " again"
+            )
         if self._unreduced:
             raise RuntimeError(
                 "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
             )
         if self._finished or not self.has_gradients:
             return
-        self._reduce.drain()
+        self._drain()
         for name, reduction in self._reductions.items():
             reduction.finish(self._trainable[name].grad_pieces, self.grad_divisor)
         self._finished = True
+
+    def _drain(self) -> None:
+        try:
+            self._reduce.drain()
+        except BaseException:
+            self._driver.failed = True
+            raise
 
     @property
     def has_gradients(self) -> bool:
@@ -222,15 +232,13 @@ class ShardedModel(nn.Module):
     def install_weights(self) -> None:
         """Bring updated main weights into the compute weights; what was gathered before is dropped. *Collective.*"""
         self._gather.release_all()
-        for unit in self._units:
-            unit.open_calls = 0  # graphs from before the update are not worth waiting for
         optim.install_weights(self.buckets, self._comm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, main and local. `set_to_none` makes no difference: storage is flat and stays."""
         self._driver.recover()
         self._driver.failed = False
-        self._reduce.drain()
+        self._reduce.discard()
         for bucket in self.buckets:
             bucket.zero_gradients()
         self._reduced = self._unreduced = self._finished = False

@@ -210,6 +210,8 @@ class Bucket:
         """Forget all accumulated gradients."""
         if self.main_grads is not None and (self.holds_sums or self.accumulates_whole):
             self.main_grads.zero_()
+        if self.trainable:
+            self.drop_grads()  # a backward that was refused may have left one; views come back with the next backward
         self.holds_sums = False
 
     def discard_unreduced(self) -> None:

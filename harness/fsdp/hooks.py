@@ -1,9 +1,12 @@
 """Hooks that tell the pipelines where the model is. They decide nothing but what has begun and what has ended.
 
-[Note: When a unit's backward ends] All its gradients have been accumulated, and the backward has passed the unit's
-inputs (so that no operation in it still needs the weights, frozen ones included). The second half is seen by an
-identity inserted on the inputs; autograd runs it after everything else in the unit. What neither sign reaches (unused
-units, outputs that no loss depends on) is settled when the whole backward ends, by a callback of the autograd engine.
+[Note: When a unit's backward ends] When everything has come that `harness.fsdp.readiness` says is due. What never comes
+(an undefined gradient, a call nobody differentiates) is settled when the whole backward ends, by a callback of the
+autograd engine.
+
+[Note: Backwards inside a forward] `autograd.grad` or `backward` in the model's own forward would release weights that
+the rest of the forward needs, and reduce gradients of half a model. The engine refuses it, as it refuses create_graph:
+a second differentiation would need weights that are released by then.
 """
 
 from __future__ import annotations
@@ -58,6 +61,10 @@ class HookDriver:
         self._reduces = False
         self.failed = False
         """The last backward raised, and its gradients are worth nothing until they are forgotten."""
+        self._running: set[str] = set()
+        """Units in whose forward the program is; recomputations during a backward are left out."""
+        self._with_gradients = False
+        """Whether the model's forward was called with gradients on."""
         self._handles: list[Any] = []
         for unit in units:
             self._install(unit)
@@ -71,6 +78,8 @@ class HookDriver:
         after = self._after_root if unit.is_root else partial(self._after_unit, unit)
         self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
         self._handles.append(unit.module.register_forward_hook(after))
+        left = partial(self._left, unit)
+        self._handles.append(unit.module.register_forward_hook(left, always_call=True))
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -84,7 +93,7 @@ class HookDriver:
             return
         self.gather.release_all()
         self.reduce.end_backward(reduce=False)
-        self.reduce.drain()
+        self.reduce.discard()
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.discard_unreduced()
@@ -102,6 +111,8 @@ class HookDriver:
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.check_untouched()
+        self._running = {self.units[0].name}
+        self._with_gradients = torch.is_grad_enabled()
         self.phase = Phase.FORWARD
         self.gather.begin_forward()
 
@@ -115,18 +126,32 @@ class HookDriver:
 
     def _before_unit(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.gather.request(unit)
-        if self.phase is Phase.BACKWARD or not torch.is_grad_enabled():
+        with_gradients = torch.is_grad_enabled()
+        if self.phase is Phase.BACKWARD:
+            if with_gradients:
+                unit.readiness.note_recomputation()
             return None
+        self._running.add(unit.name)
+        hidden = self.phase is Phase.FORWARD and self._with_gradients and not with_gradients
+        unit.readiness.note_call(hidden=hidden)
+        return self._watch_inputs(unit, args, kwargs) if with_gradients else None
+
+    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         inputs = [*_direct_tensors(args), *_direct_tensors(tuple(kwargs.values()))]
         if not inputs:
             return None
-        unit.open_calls += 1
         # torch leaves Function.apply unannotated
         passed: tuple[Tensor, ...] = _PassedInputs.apply(  # type: ignore[no-untyped-call]
             partial(self._passed_inputs, unit), *inputs
         )
+        unit.readiness.watch(passed[0].grad_fn)
         following = iter(passed)
         return _replaced(args, following), {key: _replaced((v,), following)[0] for key, v in kwargs.items()}
+
+    def _left(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        """A forward is over, also by an exception."""
+        if self.phase is not Phase.BACKWARD:
+            self._running.discard(unit.name)
 
     def _after_unit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self.phase is Phase.BACKWARD:
@@ -147,13 +172,35 @@ class HookDriver:
         self.recover()
         if self.phase is Phase.BACKWARD:
             return
+        self._refuse_unsupported()
         self._before_backward()
         self.phase = Phase.BACKWARD
         self._reduces = self._should_reduce()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        for unit in self.units:
+            unit.readiness.begin_backward()
         self.gather.begin_backward()
         self.gather.request(self.units[0])
         self.reduce.prepare(self.units[0])
+        for unit in self.units:
+            if unit.readiness.is_unused:
+                self._end_unit(unit)
+
+    def _refuse_unsupported(self) -> None:
+        """Raise for a backward that cannot be right; its step has failed, for it may have left a gradient already."""
+        if not self._running and not torch.is_grad_enabled():
+            return
+        self.failed = True
+        if self._running:
+            where = "the model" if self.units[0].name in self._running else ", ".join(sorted(self._running))
+            raise RuntimeError(
+                f"a backward (autograd.grad or backward) reached sharded units inside the forward of {where}; weights"
+                " that the rest of the forward needs would be released. Differentiate after the model's forward"
+            )
+        raise NotImplementedError(
+            "create_graph=True (differentiating a backward) is not built: weights are released when a unit's backward"
+            " ends, and its gradient leaves for the reduction; only create_graph=False is accepted"
+        )
 
     def _before_unit_backward(self, unit: Unit, gradient: Tensor) -> None:
         self._begin_backward()
@@ -161,23 +208,25 @@ class HookDriver:
         if not self.reduce.is_done_with(unit):
             self.reduce.prepare(unit)
 
-    def _passed_inputs(self, unit: Unit) -> None:
-        unit.open_calls = max(0, unit.open_calls - 1)
-        if unit.open_calls == 0:
+    def _passed_inputs(self, unit: Unit, node: Any) -> None:
+        self._begin_backward()
+        unit.readiness.note_passed(node)
+        if unit.readiness.is_over:
             self._end_unit(unit)
 
     def _gradient_arrived(self, unit: Unit, bucket: Any, index: int, param: nn.Parameter) -> None:
         self._begin_backward()
         if self.reduce.is_done_with(unit):
             raise RuntimeError(
-                f"a gradient of {bucket.params[index][0]} arrived after unit {unit.name} was reduced; parameters used"
-                " outside their unit's forward must belong to the root (leave the class out of the unit list)"
+                f"a gradient of {bucket.params[index][0]} arrived after unit {unit.name} was reduced: it came from a"
+                " backward inside the backward that nothing announced; let the parameters that reentrant activation"
+                " checkpointing hides belong to the root (leave the class out of the unit list), or use_reentrant=False"
             )
         if bucket.grad_bucket is None:  # nothing told that this unit's backward began
             self.reduce.prepare(unit)
         bucket.adopt_gradient(index)
-        unit.arrived.add(id(param))
-        if unit.open_calls == 0 and len(unit.arrived) == unit.num_trainable:
+        unit.readiness.note_gradient(param)
+        if unit.readiness.is_over:
             self._end_unit(unit)
 
     def _end_unit(self, unit: Unit) -> None:
@@ -194,8 +243,7 @@ class HookDriver:
 
     def _forget_backward(self) -> None:
         for unit in self.units:
-            unit.open_calls = 0
-            unit.arrived.clear()
+            unit.readiness.end_backward()
         self.phase = Phase.IDLE
 
 
@@ -203,14 +251,14 @@ class _PassedInputs(torch.autograd.Function):
     """Identity on a unit's inputs whose backward says that the unit's backward has passed them."""
 
     @staticmethod
-    def forward(ctx: Any, notify: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, notify: Callable[[Any], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.notify = notify
         ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.notify()
+        ctx.notify(ctx)
         return (None, *gradients)
 
 

@@ -5,7 +5,7 @@ reduces. Under `optim_grads` and `optim_grads_params`, every backward reduces a 
 A reduced gradient is *copied* over a buffer that held the unreduced one, and *added* only to a shard that holds sums.
 
 [Note: Issue order] Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its
-turn; a unit that this rank did not use contributes zeros at the end of the backward.
+turn; a unit that this rank did not use contributes zeros, as soon as that is known.
 
 [Note: Folding beside compute] On gloo the host must sum what arrives. One thread does that, in issue order, while the
 backward goes on; its result is waited for like any collective. On CUDA the same work is queued on a side stream.
@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 from torch import Tensor
 
@@ -73,7 +74,6 @@ class ReducePipeline:
         """Reduce what is left, zeros for units that were not used; `reduce=False` keeps accumulating instead."""
         if reduce:
             for unit in self.order[self._issued :]:
-                self.prepare(unit)
                 self._issue(unit)
         self._ready.clear()
         self._issued = 0
@@ -83,6 +83,12 @@ class ReducePipeline:
         while self._in_flight:
             self._land()
 
+    def discard(self) -> None:
+        """Wait until nothing is in flight any more, for gradients that nobody wants: what failed does not matter."""
+        while self._in_flight:
+            with suppress(Exception):
+                self._land()
+
     def close(self) -> None:
         """End the folding thread."""
         if self._folder is not None:
@@ -90,6 +96,8 @@ class ReducePipeline:
 
     def _issue(self, unit: Unit) -> None:
         self._issued += 1
+        if any(bucket.grad_bucket is None for bucket in unit.trainable):  # not used: it contributes zeros
+            self.prepare(unit)
         while len(self._in_flight) >= MAX_UNITS_IN_FLIGHT and not unit.buckets[0].accumulates_whole:
             self._land()
         self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
@@ -106,12 +114,18 @@ class ReducePipeline:
         return job
 
     def _land(self) -> None:
+        """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
         _, jobs = self._in_flight.popleft()
+        failures = []
         with labels.waiting():
             for job in jobs:
-                job.wait()
-        for job in jobs:
-            job.free()
+                try:
+                    job.wait()
+                except Exception as error:
+                    failures.append(error)
+                job.free()
+        if failures:
+            raise failures[0]
 
 
 class Job:

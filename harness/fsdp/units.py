@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from harness.fsdp.buffer import Bucket, BucketKey
+from harness.fsdp.readiness import Readiness
 
 ROOT = "(root)"
 """Name of the root unit; no module path looks like it."""
@@ -34,10 +35,10 @@ class Unit:
     name: str
     module: nn.Module
     buckets: list[Bucket]
-    open_calls: int = 0
-    """Forward calls whose backward has not passed the unit's inputs yet."""
-    arrived: set[int] = field(default_factory=set)
-    """Parameters (by id) whose gradient of this backward has been accumulated."""
+    readiness: Readiness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.readiness = Readiness([param for bucket in self.trainable for _, param in bucket.params])
 
     @property
     def is_root(self) -> bool:
@@ -48,11 +49,6 @@ class Unit:
     def trainable(self) -> list[Bucket]:
         """Buckets that get gradients."""
         return [bucket for bucket in self.buckets if bucket.trainable]
-
-    @property
-    def num_trainable(self) -> int:
-        """Number of parameters that get gradients."""
-        return sum(len(bucket.params) for bucket in self.trainable)
 
 
 def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]]) -> list[UnitPlan]:

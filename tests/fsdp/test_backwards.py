@@ -1,0 +1,330 @@
+"""Backwards of every shape: when a unit's gradients are complete, and which programs are refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.fsdp import Strategy, fully_shard, fully_shard_model
+from tests.fsdp.test_api import Block, make, sgd
+from tests.fsdp.test_strange_programs import same_gradients
+from tests.spawn import run_ranks
+
+STRATEGIES = [strategy.name for strategy in Strategy]
+RESIDENT = STRATEGIES[:3]
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def x_of(*shape: int, seed: int = 3) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Cell(nn.Module):
+    """A recurrent unit; its first call sees no input that has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.inward = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return torch.tanh(self.recurrent(state) + self.inward(x))
+
+
+class Unrolled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.middle, self.head = Cell(), Block(), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, steps: int = 4) -> Tensor:
+        state = torch.zeros(x.shape[0], 6)
+        for _ in range(steps):
+            state = self.middle(self.cell(x, state))
+        return self.head(state)
+
+
+@every_strategy
+def test_an_unrolled_unit_is_complete_after_its_last_call(strategy: str) -> None:
+    model, plain = Unrolled(), Unrolled()
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Cell, Block], zero_dp_strategy=strategy)
+    other = sgd(plain)
+    for step in range(3):
+        for each, opt in ((wrapped, optimizer), (plain, other)):
+            opt.zero_grad()
+            each(x_of(3, 6, seed=step)).square().sum().backward()
+        same_gradients(wrapped, plain)
+        optimizer.step()
+        other.step()
+
+
+def unrolled_by_rank(rank: int, strategy: str) -> dict[str, Tensor]:
+    """Rank 0 unrolls twice, rank 1 five times."""
+    wrapped = fully_shard_model(Unrolled(), fsdp_unit_modules=[Cell, Block], zero_dp_strategy=strategy)
+    wrapped(x_of(3, 6, seed=rank), 2 + 3 * rank).square().sum().backward()
+    return dict(wrapped.full_gradients())
+
+
+@pytest.mark.parametrize("strategy", RESIDENT)
+def test_ranks_may_unroll_differently_where_weights_are_kept(strategy: str) -> None:
+    dist.destroy_process_group()
+    try:
+        found = run_ranks(unrolled_by_rank, 2, strategy)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    plain = Unrolled()
+    for rank in range(2):
+        (plain(x_of(3, 6, seed=rank), 2 + 3 * rank).square().sum() / 2).backward()
+    for gradients in found:
+        for name, param in plain.named_parameters():
+            torch.testing.assert_close(gradients[name], param.grad, msg=name)
+
+
+@every_strategy
+def test_a_retained_graph_may_be_used_again(strategy: str) -> None:
+    wrapped = fully_shard_model(Unrolled(), fsdp_unit_modules=[Cell, Block], zero_dp_strategy=strategy)
+    plain = Unrolled()
+    for each in (wrapped, plain):
+        loss = each(x_of(3, 6)).square().sum()
+        wrapped.set_model_auto_sync(False)
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        wrapped.set_model_auto_sync(True)
+        loss.backward()
+    same_gradients(wrapped, plain)
+
+
+class Branching(nn.Module):
+    """Half of it is used; which half is the caller's choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, left: bool) -> Tensor:
+        return x + torch.tanh((self.left if left else self.right)(x))
+
+
+class Tree(nn.Module):
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.branches = nn.ModuleList(Branching() for _ in range(depth))
+        self.unused = Branching()
+        self.head = nn.Linear(6, 2)
+
+    def forward(self, x: Tensor, lefts: list[bool]) -> Tensor:
+        for branch, left in zip(self.branches, lefts, strict=True):
+            x = branch(x, left)
+        return self.head(x)
+
+
+@every_strategy
+def test_units_used_by_half_leave_as_early_as_whole_ones(strategy: str) -> None:
+    """Six units of which half gets no gradient, behind one that gets none: still two buckets at a time."""
+    model, plain = Tree(6), Tree(6)
+    wrapped = fully_shard_model(model, fsdp_unit_modules=[Branching], zero_dp_strategy=strategy)
+    lefts = [True, False, False, True, True, False]
+    for each in (wrapped, plain):
+        each(x_of(3, 6), lefts).square().sum().backward()
+    same_gradients(wrapped, plain)
+    root, *units = (bucket.layout.bucket_numel * 4 for bucket in wrapped.buckets)
+    stage = STRATEGIES.index(strategy)
+    assert wrapped.transient_peak_bytes <= (2 * max(units) + root) * ((stage >= 2) + (stage == 3))
+
+
+class Regularised(nn.Module):
+    """The loss uses a unit's weight again, outside its forward and before it in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        early = (x @ self.body[1].linear.weight).tanh()
+        return self.body(early).square().sum()
+
+
+@pytest.mark.parametrize("strategy", RESIDENT)
+def test_a_parameter_used_outside_its_unit_is_waited_for(strategy: str) -> None:
+    wrapped, plain = (
+        fully_shard_model(Regularised(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy),
+        Regularised(),
+    )
+    for each in (wrapped, plain):
+        each(x_of(3, 6)).backward()
+    same_gradients(wrapped, plain)
+
+
+class Reentrant(nn.Module):
+    """Blocks behind reentrant checkpointing, one of them called twice: their graph is made inside the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inward, self.blocks, self.head = nn.Linear(6, 6), nn.ModuleList(Block() for _ in range(3)), nn.Linear(6, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inward(x)
+        for index in (0, 1, 2, 1):
+            x = checkpoint(self.blocks[index], x, use_reentrant=True)
+        return self.head(x)
+
+
+@every_strategy
+def test_reentrant_checkpointing(strategy: str) -> None:
+    wrapped = fully_shard_model(Reentrant(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    plain = Reentrant()
+    for _ in range(2):
+        for each in (wrapped, plain):
+            each.zero_grad()
+            each(x_of(3, 6)).square().sum().backward()
+        same_gradients(wrapped, plain)
+
+
+@every_strategy
+def test_gradients_of_inputs_alone(strategy: str) -> None:
+    """autograd.grad with respect to the input: nothing reaches the parameters."""
+    wrapped, plain = fully_shard_model(make(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy), make()
+    inputs = [x_of(3, 6).requires_grad_() for _ in range(2)]
+    with wrapped.no_sync():
+        found, right = (
+            torch.autograd.grad(each(x).square().sum(), x)[0] for each, x in zip((wrapped, plain), inputs, strict=True)
+        )
+    assert torch.equal(found, right)
+    for each in (wrapped, plain):
+        each(x_of(3, 6)).square().sum().backward()
+    same_gradients(wrapped, plain)
+
+
+@every_strategy
+def test_a_backward_to_some_parameters_only(strategy: str) -> None:
+    model, plain = make(), make()
+    wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    for each, owner in ((wrapped, model), (plain, plain)):
+        each(x_of(3, 6)).square().sum().backward(inputs=[owner[1].linear.weight])
+    same_gradients(wrapped, plain)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+class Force(nn.Module):
+    """A unit that differentiates inside its forward."""
+
+    def __init__(self, differentiate: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.differentiate = differentiate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.differentiate(torch.tanh(self.linear(x)), x)
+
+
+class Energy(nn.Module):
+    def __init__(self, differentiate: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.force, self.last = Block(), Force(differentiate), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.force(self.first(x)))
+
+
+class Across(Energy):
+    """Differentiates through a unit that has run already, in the forward of the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.last(hidden + self.force.differentiate(hidden, x))
+
+
+def by_grad(y: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
+
+
+def by_grad_again(y: Tensor, x: Tensor) -> Tensor:
+    return torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+def by_backward(y: Tensor, x: Tensor) -> Tensor:
+    y.sum().backward(retain_graph=True)
+    return torch.zeros_like(x)
+
+
+@pytest.mark.parametrize("differentiate", [by_grad, by_grad_again])
+@every_strategy
+def test_a_unit_may_differentiate_what_lies_inside_its_own_forward(
+    strategy: str, differentiate: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    """Forces from an energy: the unit's weights are there, and its graph is one call's like any other."""
+    wrapped = fully_shard_model(Energy(differentiate), fsdp_unit_modules=[Block, Force], zero_dp_strategy=strategy)
+    plain = Energy(differentiate)
+    for each in (wrapped, plain):
+        each(x_of(3, 6)).square().sum().backward()
+    same_gradients(wrapped, plain)
+
+
+@pytest.mark.parametrize(
+    ("module", "differentiate"),
+    [(Across, by_grad), (Across, by_grad_again), (Across, by_backward), (Energy, by_backward)],
+)
+@every_strategy
+def test_a_backward_inside_a_forward_is_refused(
+    strategy: str, module: type[Energy], differentiate: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    model, plain = module(differentiate), module(lambda y, x: x)
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block, Force], zero_dp_strategy=strategy)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="inside the forward of the model"):
+            wrapped(x_of(3, 6).requires_grad_())
+    with pytest.raises(RuntimeError, match="last backward raised"):
+        wrapped.finish_grad_sync()
+    optimizer.zero_grad()
+    model.force.differentiate = plain.force.differentiate
+    for each in (wrapped, plain):
+        each(x_of(3, 6)).square().sum().backward()
+    same_gradients(wrapped, plain)
+
+
+@every_strategy
+def test_a_backward_inside_the_forward_of_a_unit_called_by_itself_is_refused(strategy: str) -> None:
+    wrapped = fully_shard_model(Energy(by_backward), fsdp_unit_modules=[Block, Force], zero_dp_strategy=strategy)
+    with pytest.raises(RuntimeError, match="inside the forward of force"):
+        wrapped.module.force(x_of(3, 6).requires_grad_())
+
+
+@every_strategy
+def test_differentiating_a_backward_is_refused_by_name(strategy: str) -> None:
+    wrapped, plain = fully_shard_model(make(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy), make()
+    x = x_of(3, 6).requires_grad_()
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        torch.autograd.grad(wrapped(x).sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        wrapped(x).sum().backward(create_graph=True)
+    wrapped.zero_grad()
+    for each in (wrapped, plain):
+        each(x_of(3, 6)).square().sum().backward()
+    same_gradients(wrapped, plain)
+
+
+def test_a_backward_after_a_forward_that_raised_is_no_backward_inside_it() -> None:
+    wrapped, plain = fully_shard_model(make(), fsdp_unit_modules=[Block], zero_dp_strategy=2), make()
+    losses = [each(x_of(3, 6)).square().sum() for each in (wrapped, plain)]
+    with pytest.raises(RuntimeError, match="shapes"):
+        wrapped(x_of(3, 5))
+    for loss in losses:
+        loss.backward()
+    same_gradients(wrapped, plain)
