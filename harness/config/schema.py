@@ -330,6 +330,8 @@ class MeasureConfig:
     """Steps before the timed ones, out of train.steps (bench); declared beforehand, never chosen by looking."""
     capture_steps: list[int] = field(default_factory=lambda: [1])
     """Steps at which every full gradient is written to `capture/` (before clipping)."""
+    update_steps: list[int] = field(default_factory=list)
+    """Steps whose whole update (main weights after minus before) is written to `capture/`: Adam cannot hide in it."""
     capture_limit_mib: int = 1024
     """No gradients are captured where one step of them would take more."""
 

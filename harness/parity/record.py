@@ -36,6 +36,8 @@ class Record:
     """Lines of `metrics.jsonl`, in order."""
     captures: Mapping[int, Capture]
     """Captured gradients by step."""
+    updates: Mapping[int, Capture]
+    """Captured updates of the main weights by step."""
     attempts: int
     """How often the run was started; above one it was resumed."""
     problems: tuple[str, ...]
@@ -66,10 +68,19 @@ def load(path: Path, sources: str | None = None) -> Record:
     steps = _read(lambda: tuple(iter_metrics(run.metrics)), (), problems)
     problems += _step_problems(steps, int(config["train.steps"]))
     problems += _summary_problems(summary)
-    captures, damage = _captures(run, [int(step) for step in config["measure.capture_steps"]])
-    problems += damage
+    captures = _captures(run, "step", config["measure.capture_steps"], problems)
+    updates = _captures(run, "update", config["measure.update_steps"], problems)
     return Record(
-        run.path, run.name, config, origin, summary or {}, steps, captures, len(run.attempts()), tuple(problems)
+        run.path,
+        run.name,
+        config,
+        origin,
+        summary or {},
+        steps,
+        captures,
+        updates,
+        len(run.attempts()),
+        tuple(problems),
     )
 
 
@@ -137,21 +148,15 @@ def _summary_problems(summary: Mapping[str, Any] | None) -> list[str]:
     return [f"summary.json has no {' and no '.join(missing)}"] if missing else []
 
 
-def _captures(run: RunDir, wanted: Sequence[int]) -> tuple[dict[int, Capture], list[str]]:
+def _captures(run: RunDir, kind: str, wanted: Sequence[int], problems: list[str]) -> dict[int, Capture]:
     """Captures by step. None at all is no damage (a model can be above the limit); some, or half of one, is."""
     captures: dict[int, Capture] = {}
-    problems: list[str] = []
-    present = [step for step in wanted if _capture_path(run, step).exists()]
-    for step in wanted if present else []:
-        path = _capture_path(run, step)
+    paths = {int(step): run.capture / f"{kind}-{int(step):06d}.safetensors" for step in wanted}
+    for step, path in paths.items() if any(path.exists() for path in paths.values()) else ():
         try:
             if read_json(path.with_suffix(".json")) is None:
                 raise Unreadable(f"{path} is not complete: the description beside it is missing")
             captures[step] = Capture(path)
         except (Unreadable, StoreError) as error:
             problems.append(str(error))
-    return captures, problems
-
-
-def _capture_path(run: RunDir, step: int) -> Path:
-    return run.capture / f"step-{step:06d}.safetensors"
+    return captures

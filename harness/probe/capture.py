@@ -1,10 +1,10 @@
-"""Full gradients of a step on disk: `step-000001.safetensors` and a JSON file that says what is in it."""
+"""Full gradients and updates of a step on disk: safetensors, each with a JSON file that says what is in it."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -23,20 +23,35 @@ def write_capture(folder: Path, step: int, num_microbatches: int, gradients: Ite
     Raises:
         OSError: the folder cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: gradient.contiguous() for name, gradient in gradients}
-    path = folder / f"step-{step:06d}.safetensors"
+    facts = {
+        "step": step,
+        "content": "gradients averaged over the global microbatches, before clipping",
+        "num_microbatches": num_microbatches,
+    }
+    _write(folder / f"step-{step:06d}", facts, gradients)
+
+
+def write_update(folder: Path, step: int, before: Mapping[str, Tensor], after: Iterable[tuple[str, Tensor]]) -> None:
+    """Write what a step changed: main weights after minus before, in their dtype, as `update-000001.safetensors`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    changes = ((name, weight - before[name]) for name, weight in after)
+    _write(
+        folder / f"update-{step:06d}", {"step": step, "content": "main weights after the step, minus before"}, changes
+    )
+
+
+def _write(stem: Path, facts: Mapping[str, object], named: Iterable[tuple[str, Tensor]]) -> None:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.contiguous() for name, tensor in named}
+    path = stem.with_suffix(".safetensors")
     temporary = path.with_suffix(".tmp")
     save_file(tensors, temporary)
     temporary.chmod(0o644)  # safetensors makes files only their owner reads
     os.replace(temporary, path)
-    description = {
-        "step": step,
-        "content": "gradients averaged over the global microbatches, before clipping",
-        "num_microbatches": num_microbatches,
-        "tensors": {name: _facts(tensor) for name, tensor in tensors.items()},
-    }
-    write_json(path.with_suffix(".json"), description)
+    write_json(path.with_suffix(".json"), {**facts, "tensors": {name: _facts(each) for name, each in tensors.items()}})
 
 
 def tensor_sha256(tensor: Tensor) -> str:

@@ -107,6 +107,9 @@ SGD = replace(FP32, optimizer="sgd", lr=0.1)
 BF16 = Arm(engine="ddp", strategy="no_shard", compute="bf16", batch=16, seq_len=32, steps=4)
 OURS = replace(FP32, engine="native", strategy="optim")
 OURS_SGD = replace(SGD, engine="native", strategy="optim")
+UNSEEN = replace(OURS, updates=())
+UNSEEN_SGD = replace(OURS_SGD, updates=())
+"""No updates were captured: what is wrong with them shows a step later, in the loss."""
 OURS_BF16 = replace(BF16, engine="native", strategy="optim")
 WIDE = replace(BF16, compute="fp32")
 """fp32 control of the bf16 arms."""
@@ -150,7 +153,7 @@ FAULTS = [
     _fault("1.8 %, bf16 under fp32", OURS_BF16, WIDE, reduced=scaled(1.018)),
     _fault(
         "wrong sign from step 2",
-        replace(OURS, captures=(1, 2)),
+        replace(UNSEEN, captures=(1, 2)),
         replace(FP32, captures=(1, 2)),
         step=2,
         tensor="head",
@@ -168,11 +171,14 @@ FAULTS = [
     _fault("11-bit gradients", OURS, FP32, reduced=stored_as(eleven_bits)),
     _fault("logged norm of one shard", OURS, FP32, logged_norm_factor=0.7),
     _fault("norm counted twice", OURS, FP32, norm_factor=1.41),
-    _fault("optimizer one step ahead", OURS, FP32, step=2, adam_steps_ahead=1),
+    _fault("optimizer one step ahead", OURS, FP32, adam_steps_ahead=1, says="bias correction of step 2"),
+    _fault("no weight decay", OURS, FP32, no_decay=True, says="update size"),
+    _fault("wrong learning rate", OURS_SGD, SGD, lr_factor=1.1, says="1.1 x the control's"),
+    _fault("optimizer one step ahead, unseen", UNSEEN, FP32, step=2, adam_steps_ahead=1),
     _fault("optimizer one step ahead, bf16", OURS_BF16, WIDE, step=2, adam_steps_ahead=1),
     _fault("weights of a unit never refreshed", OURS, FP32, step=2, frozen="blocks.0"),
-    _fault("no weight decay", OURS, FP32, step=2, no_decay=True),
-    _fault("wrong learning rate", OURS_SGD, SGD, step=2, lr_factor=1.1),
+    _fault("no weight decay, unseen", UNSEEN, FP32, step=2, no_decay=True),
+    _fault("wrong learning rate, unseen", UNSEEN_SGD, SGD, step=2, lr_factor=1.1),
     _fault("unreduced from step 2", OURS_SGD, SGD, step=2, reduced=unreduced(""), reduced_from=2),
     _fault("not a number in one run", OURS, FP32, step=4, nan_at=4, says="finite"),
 ]

@@ -80,6 +80,7 @@ class Arm:
     seed: int = 0
     replicate: int = 0
     captures: tuple[int, ...] = (1,)
+    updates: tuple[int, ...] = (1, 2, 3)
     batch: int = 16
     seq_len: int = 16
     fault: Fault = field(default_factory=Fault)
@@ -114,6 +115,7 @@ class Arm:
         plain["engine"]["name"] = self.engine
         plain["mesh"]["world_size"] = self.ranks
         plain["measure"]["capture_steps"] = list(self.captures)
+        plain["measure"]["update_steps"] = [step for step in self.updates if step <= self.steps]
         plain["study"]["name"] = "lab"
         result: dict[str, Any] = plain
         return result
@@ -258,6 +260,7 @@ class Outcome:
 
     lines: list[dict[str, Any]]
     captures: dict[int, Params]
+    updates: dict[int, Params]
     summary: dict[str, Any]
 
 
@@ -268,7 +271,7 @@ def train(arm: Arm) -> Outcome:
     first = digest(weights)
     weights = {name: main(value).copy() for name, value in weights.items()}
     compute = {name: rounder(arm.compute)(value) for name, value in weights.items()}
-    optimizer, lines, captures = Optimizer(arm, weights), [], {}
+    optimizer, lines, captures, updates = Optimizer(arm, weights), [], {}, {}
     for step in range(1, arm.steps + 1):
         x, y = batch(arm, step)
         parts = np.split(np.arange(arm.batch), arm.ranks)
@@ -284,7 +287,10 @@ def train(arm: Arm) -> Outcome:
         norm = float(np.sqrt(sum(float(np.vdot(g.astype(np.float64), g)) for g in mean.values()))) * fault.norm_factor
         scale = 1.0 if arm.clip is None else min(1.0, arm.clip / (norm + 1e-6))
         lr = arm.lr * min(1.0, step / 2)
+        before = {name: value.copy() for name, value in weights.items()}
         optimizer.step(weights, {n: g * g.dtype.type(scale) for n, g in mean.items()}, lr, step)
+        if step in arm.updates:
+            updates[step] = {name: weights[name] - before[name] for name in weights}
         for name in weights:
             if not (fault.frozen and name.startswith(fault.frozen)):
                 compute[name] = rounder(arm.compute)(weights[name])
@@ -305,7 +311,9 @@ def train(arm: Arm) -> Outcome:
                 "comm": {"reduce_scatter": {"count": 4, "bytes": 1000}},
             }
         )
-    return Outcome(lines, captures, {"initial_weights": first, "final_weights": digest(weights), "step": arm.steps})
+    return Outcome(
+        lines, captures, updates, {"initial_weights": first, "final_weights": digest(weights), "step": arm.steps}
+    )
 
 
 @dataclass(frozen=True)
@@ -339,13 +347,15 @@ def write(root: Path, arm: Arm, overrides: tuple[str, ...] = ()) -> Path:
     (run.path / "attempts/0").mkdir(parents=True, exist_ok=True)
     for step, grads in outcome.captures.items():
         write_capture(run.path, step, grads)
+    for step, changes in outcome.updates.items():
+        write_capture(run.path, step, changes, "update")
     return run.path
 
 
-def write_capture(run: Path, step: int, grads: Params) -> None:
-    """Gradients of a step, as the harness stores them."""
+def write_capture(run: Path, step: int, grads: Params, kind: str = "step") -> None:
+    """Gradients or updates of a step, as the harness stores them."""
     (run / "capture").mkdir(exist_ok=True)
-    path = run / f"capture/step-{step:06d}.safetensors"
+    path = run / f"capture/{kind}-{step:06d}.safetensors"
     save_file({name: np.ascontiguousarray(g) for name, g in grads.items()}, path)
     path.with_suffix(".json").write_text(json.dumps({"step": step, "tensors": {}}))
 

@@ -27,6 +27,7 @@ from tests.parity.lab import CLEAN, Arm, broken, edit_config, edit_json, edit_li
 
 PASSES = (Outcome.EQUAL, Outcome.EQUIVALENT)
 OTHER_ORDER = replace(OURS, strategy="optim_grads_params")
+NO_UPDATES = replace(OTHER_ORDER, updates=())
 LONG = replace(OTHER_ORDER, steps=40, captures=(1, 2))
 LONG_CONTROL = replace(FP32, steps=40, captures=(1, 2))
 ORDERED = replace(OURS, numerics="ordered", k=1)
@@ -46,6 +47,7 @@ CHECKS = {
     "loss",
     "gradient norm",
     "weight norm",
+    "update size",
     "loss, mean of the later half",
     "gradient norm, mean of the later half",
 }
@@ -75,7 +77,7 @@ NUDGES: list[tuple[str, Arm, Arm, Callable[[Path], None], Outcome]] = [
     ("last quarter 0.4 %", LONG, LONG_CONTROL, times("loss", 1.004, 30), Outcome.UNDECIDED),
     ("later half's norm 9 %", LONG, LONG_CONTROL, times("grad_norm", 1.09, 21), Outcome.UNDECIDED),
     ("logged norm 0.3 %", OURS_BF16, WIDE, times("grad_norm", 1.003, 1, 1), Outcome.DIFFERENT),
-    ("15 bits", broken(OTHER_ORDER, reduced=stored_as(fifteen_bits)), FP32, lambda run: None, Outcome.UNDECIDED),
+    ("15 bits", broken(NO_UPDATES, reduced=stored_as(fifteen_bits)), FP32, lambda run: None, Outcome.UNDECIDED),
     ("NaN in both", broken(OURS, nan_at=4), broken(FP32, nan_at=4), lambda run: None, Outcome.UNDECIDED),
     ("bit owed", replace(ORDERED, replicate=1), ORDERED, lambda run: edit_lines(run, _one_bit), Outcome.DIFFERENT),
     ("stale", OURS, FP32, lambda run: edit_json(run / "provenance.json", sources_digest="x"), Outcome.NOT_COMPARABLE),
@@ -213,6 +215,12 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "standard errors are naive": ("gradients", "_standard_error", lambda _: lambda *a: 0.0),
     "no losses": ("trajectory", "_losses", lambda _: empty),
     "no norms": ("trajectory", "_norms", lambda _: empty),
+    "no updates": ("updates", "check", lambda _: empty),
+    "updates a hundred times as wide": (
+        "updates",
+        "_bounds",
+        lambda bounds: lambda *a: tuple(100 * bound for bound in bounds(*a)),
+    ),
     "no weight norms": ("trajectory", "_weights", lambda _: empty),
     "no later half": ("trajectory", "_tail", lambda _: empty),
     "no logged norms": ("numeric", "logged_norm", lambda check: lambda r, s, n, a: check(r, s, n, 1e9)),

@@ -56,19 +56,21 @@ def warmup_ends(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule("train.steps", "measure.capture_steps")
+@rule("train.steps", "measure.capture_steps", "measure.update_steps")
 def captured_steps_are_reached(request: Request) -> Iterator[Violation]:
-    """A step whose gradients are asked for is one that happens."""
+    """A step that is to be captured is one that happens."""
     steps = request.config.train.steps
-    missed = [s for s in request.config.measure.capture_steps if s > steps]
-    if missed:
-        kept = [s for s in request.config.measure.capture_steps if s <= steps]
-        yield Violation(
-            request.show("measure.capture_steps"),
-            f"names steps that train.steps={steps} never reaches: {missed}",
-            f"steps from 1 to {steps}",
-            f"measure.capture_steps={kept}".replace(" ", ""),
-        )
+    for path in ("measure.capture_steps", "measure.update_steps"):
+        wanted = request.value(path)
+        missed = [s for s in wanted if s > steps]
+        if missed:
+            kept = [s for s in wanted if s <= steps]
+            yield Violation(
+                request.show(path),
+                f"names steps that train.steps={steps} never reaches: {missed}",
+                f"steps from 1 to {steps}",
+                f"{path}={kept}".replace(" ", ""),
+            )
 
 
 RULES: tuple[Rule, ...] = (

@@ -101,10 +101,10 @@ def _lists(request: Request) -> dict[str, Violation]:
     if not (math.isfinite(momentum) and 0 <= momentum < 1):
         path = "optimizer.momentum"
         found[path] = Violation(request.show(path), "is out of range", "at least 0 and below 1", f"{path}=0.9")
-    steps = request.config.measure.capture_steps
-    if any(step < 1 for step in steps) or len(set(steps)) != len(steps):
-        path = "measure.capture_steps"
-        found[path] = Violation(request.show(path), "needs distinct steps, counted from 1", fix=f"{path}=[1]")
+    for path in ("measure.capture_steps", "measure.update_steps"):
+        steps = request.value(path)
+        if any(step < 1 for step in steps) or len(set(steps)) != len(steps):
+            found[path] = Violation(request.show(path), "needs distinct steps, counted from 1", fix=f"{path}=[1]")
     return found
 
 
