@@ -21,12 +21,16 @@ from harness.config.schema import Config, DtypeConfig, EngineName, Numerics, Opt
 WORLD_SIZES = (1, 2, 3, 4)
 DTYPES = ("fp32", "bf16", "bf16_comm", "fp64")
 MODELS = {
-    "small": ["model=tiny", "model.vocab_size=31", "model.dim=24", "model.num_layers=2", "model.num_heads=2"]
-    + ["model.num_kv_heads=1", "model.ffn_dim=20", "model.max_seq_len=16"],
+    "small": (
+        *("model=tiny", "model.vocab_size=31", "model.dim=24", "model.num_layers=2", "model.num_heads=2"),
+        *("model.num_kv_heads=1", "model.ffn_dim=20", "model.max_seq_len=16"),
+    ),
+    "odd": ("model=odd", "model.vocab_size=31", "model.dim=13", "model.num_layers=2", "model.ffn_dim=17"),
 }
-"""Model by name: a decoder of odd sizes, small enough that starting the ranks takes longest."""
+"""Models by name, small enough that starting the ranks takes longest. `odd` has what sharding gets wrong: tied, frozen,
+tiny and at times unused weights (harness/models/odd.py)."""
 
-CLIP = 0.5
+CLIP = 0.25
 """Below the norms that occur, so that it acts."""
 LEARNING_RATES = (1.0, 0.4, 1.7, 0.6, 1.2, 0.9)
 """Factors of `optimizer.lr` by step: a rate that is set once and kept is one that shows."""
@@ -79,8 +83,8 @@ class Case:
         optimizer.name, optimizer.clip_norm = OptimizerName[self.optimizer], CLIP if self.clip else None
         if self.optimizer == "sgd":
             optimizer.lr, optimizer.momentum, optimizer.weight_decay = 0.1, 0.9, 0.2
-        else:  # epsilon: where a gradient is rounding alone, the update must not be its sign
-            optimizer.lr, optimizer.eps, optimizer.weight_decay = 3e-3, 1e-5, 0.5
+        else:  # A large epsilon: updates are no mere signs, which rounding flips and no wrong scale changes.
+            optimizer.lr, optimizer.eps, optimizer.weight_decay = 3e-3, 1e-3, 0.5
         return config
 
     def reference(self, dtype: str) -> Config:

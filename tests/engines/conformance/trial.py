@@ -15,7 +15,7 @@ from harness.config.schema import Config
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.registry import engine_class
 from harness.engines.replicated import TORCH_DTYPES
-from harness.models.workload import LlamaWorkload
+from harness.models.registry import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.engines.conformance.cases import LEARNING_RATES, Case
 
@@ -73,7 +73,7 @@ class Spoiled:
 
 def make_workload(config: Config) -> Spoiled:
     """What is trained."""
-    return Spoiled(LlamaWorkload(config))
+    return Spoiled(workload_for(config))
 
 
 def make_engine(config: Config, workload: Workload, rank: int) -> Engine:
@@ -310,7 +310,9 @@ def _accumulate(engine: Engine, config: Config, rank: int, step: int) -> list[fl
     losses = []
     for index, batch in enumerate(todo):
         loss = engine.forward_backward(batch, last=index == len(todo) - 1)
-        assert loss.ndim == 0 and not loss.requires_grad and loss.dtype in (torch.float32, torch.float64), loss
+        assert loss.ndim == 0, f"a loss of shape {tuple(loss.shape)}"
+        assert not loss.requires_grad, "a loss with a graph"
+        assert loss.dtype in (torch.float32, torch.float64), f"a loss in {loss.dtype}"
         losses.append(loss.item())
     return losses
 
