@@ -39,7 +39,12 @@ def accumulate_dtype(cfg: Config) -> Dtype:
 
 def parameter_count(cfg: Config) -> int:
     """Weights of the model, tied ones once, frozen ones too."""
-    return _odd_parameters(cfg.model) if cfg.model.family is ModelFamily.odd else _decoder_parameters(cfg.model)
+    return model_parameters(cfg.model)
+
+
+def model_parameters(m: ModelConfig) -> int:
+    """Weights of a model of these sizes."""
+    return _odd_parameters(m) if m.family is ModelFamily.odd else _decoder_parameters(m)
 
 
 def _decoder_parameters(m: ModelConfig) -> int:
@@ -56,6 +61,9 @@ def _decoder_parameters(m: ModelConfig) -> int:
 ODD_KERNEL, ODD_RANK, ODD_CELLS, ODD_TAPS = 3, 7, 3 * 5, 3
 """Sizes of the odd family that no setting changes: positions a convolution sees, width of the low-rank path, positional
 cells, and weights of each mixture."""
+
+ODD_SIDE_MODULUS = 3
+"""Sequences whose first token is a multiple of it take the odd family's side branch."""
 
 
 def _odd_parameters(m: ModelConfig) -> int:

@@ -30,16 +30,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.config.derived import ODD_KERNEL, ODD_RANK, ODD_TAPS
+from harness.config.derived import ODD_KERNEL, ODD_RANK, ODD_SIDE_MODULUS, ODD_TAPS
 from harness.config.schema import ModelConfig
 from harness.models.llama import RMSNorm
 from harness.models.workload import TokenWorkload
 
 CELLS = (1, 3, 5)
 """Leading sizes of the positional cells: one is looked up by position modulo 3 and modulo 5."""
-
-SIDE_MODULUS = 3
-"""Sequences whose first token is a multiple of it take the side branch."""
 
 Device = torch.device | str
 
@@ -157,7 +154,7 @@ class Odd(nn.Module):
         Raises:
             ValueError: the sequence is longer than the table of positions.
         """
-        takes_side_B = tokens_BS[:, 0] % SIDE_MODULUS == 0
+        takes_side_B = tokens_BS[:, 0] % ODD_SIDE_MODULUS == 0
         x_BSD = self._embed(tokens_BS)
         first, *rest = self.blocks
         x_BSD = self.frozen(first(x_BSD, takes_side_B))
@@ -224,8 +221,13 @@ class OddWorkload(TokenWorkload):
         """Gains and norms start from one, mixtures from distinct values near it, all else from a normal draw.
 
         Matrices of the blocks are drawn with 1 / sqrt(row length), so that no branch is lost beside the residual
-        stream, where rounding would hide what an engine does to it.
+        stream, where rounding would hide what an engine does to it. Frozen values are multiples of 1/128, exact in
+        every format: some engines keep no wider copy of a weight that never changes.
         """
+        value = self._initial(name, shape)
+        return (value * 128).round() / 128 if name.endswith("fixed_QD") or name.startswith("frozen.") else value
+
+    def _initial(self, name: str, shape: torch.Size) -> Tensor:
         if name.endswith("taps"):
             return torch.linspace(0.7, 1.3, shape.numel(), dtype=torch.float32, device="cpu")
         if name.endswith("bias"):

@@ -85,7 +85,8 @@ class _Judgement:
 
     @cached_property
     def envelope(self) -> Envelope:
-        return Envelope(Arithmetic.of(self.arm.config), Arithmetic.of(self.control.config))
+        first = [run.series("loss")[0] for run in (self.arm, self.control)]
+        return Envelope(Arithmetic.of(self.arm.config), Arithmetic.of(self.control.config), first[0] == first[1])
 
     @cached_property
     def steps(self) -> list[int]:

@@ -12,12 +12,16 @@ nearest has no preferred sign. The exception is a sum *kept* in 16 bits: small a
 sum, always downwards, so there the worst case n * u is the honest bound.
 
     forward    a signal meets FORWARD_BLOCK roundings in each block (two norms, seven products with weight and result
-               rounded, rotation, attention, gating, two residual sums) and FORWARD_ENDS outside
+               rounded, rotation, attention, gating, two residual sums) and FORWARD_ENDS outside; other families of
+               models have their own counts (`Depth`)
     gradient   three times as many: the forward, the backward, and the forward's activations again where the backward
                multiplies by them
     products   an inner sum of K terms is made in fp32 (fp64 for fp64): sqrt(K) * RMS * u(fp32), for each product
     reduction  k microbatches are added in the main-gradient dtype, N ranks in the accumulate dtype: a walk over partial
                sums, sqrt(n / 2) * RMS * u; the wire rounds each contribution once, the result is rounded once
+
+    routes     a router's choice is discontinuous: where rounding swaps two experts of nearly equal score, a token's
+               whole contribution moves (`Envelope.flips`). What that explains is in doubt, never fine and never refuted
 
 `SAFETY` times the root-mean-square estimate is allowed; beyond `REFUTED` times that, rounding is refuted. Between the
 two the model is as likely to be off as the run, and the answer is UNDECIDED.
@@ -27,11 +31,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from statistics import NormalDist
+from typing import Any, NamedTuple
 
 from harness.config.capabilities import ENGINES
-from harness.config.schema import EngineName
+from harness.config.derived import ODD_KERNEL, model_parameters
+from harness.config.schema import EngineName, ModelConfig, ModelFamily
 from harness.parity.admissible import global_microbatches, microbatches_per_rank
 
 UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
@@ -54,9 +60,37 @@ SIGMAS = 4.0
 FORWARD_BLOCK = 19
 FORWARD_ENDS = 8
 PRODUCTS_BLOCK = 7
+PRODUCTS_ENDS = 1
 GRADIENT_FACTOR = 3
 
 SIXTEEN_BITS = ("bf16", "fp16")
+
+FEW = 7
+"""From this many elements on, SAFETY covers how much smaller than its terms a gradient may happen to be."""
+
+RARE = 1e-4
+"""Probability with which a gradient of fewer elements is taken to be smaller than its terms."""
+
+
+class Depth(NamedTuple):
+    """Roundings and products that a signal meets on its way through a model, branches side by side counted once."""
+
+    block: int
+    ends: int
+    products_block: int
+    products_ends: int
+
+    @classmethod
+    def of(cls, family: ModelFamily, experts_per_token: int) -> Depth:
+        """Counted as docs/verdicts.md says."""
+        if family is ModelFamily.odd:
+            return ODD_DEPTH
+        if family is ModelFamily.moe:  # the gate, the product with it, the sum over experts; and the router
+            return cls(FORWARD_BLOCK + 1 + experts_per_token, FORWARD_ENDS, PRODUCTS_BLOCK + 1, PRODUCTS_ENDS)
+        return cls(FORWARD_BLOCK, FORWARD_ENDS, PRODUCTS_BLOCK, PRODUCTS_ENDS)
+
+
+ODD_DEPTH = Depth(31, 18, 8, 2)
 
 
 @dataclass(frozen=True)
@@ -77,24 +111,33 @@ class Arithmetic:
     inner: int
     """Longest inner sum of a matrix product, in terms."""
     parameters: int
-    """Weights of the model, to within a per cent; only its square root is used."""
+    """Weights of the model; only its square root is used."""
+    family: ModelFamily = ModelFamily.llama
+    num_experts: int = 1
+    """Experts a token chooses among; 1 where nothing is chosen."""
+    experts_per_token: int = 1
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
         """Read it from a frozen configuration (flat, dotted keys)."""
+        model = _model(config)
         rows = int(config["train.microbatch_size"]) * int(config["data.seq_len"])
+        routed = model.family is ModelFamily.moe
         return cls(
             compute=config["dtype.compute"],
             wire=config["dtype.grad_comm"],
             accumulate=_accumulate(config),
             main=config["dtype.main_grads"],
-            layers=int(config["model.num_layers"]),
+            layers=model.num_layers + int(model.family is ModelFamily.odd and model.repeat_unit),
             ranks=int(config["mesh.world_size"]),
             microbatches=microbatches_per_rank(config),
             global_microbatches=global_microbatches(config),
             tokens=int(config["train.global_batch_size"]) * int(config["data.seq_len"]),
-            inner=max(int(config["model.dim"]), int(config["model.ffn_dim"]), rows),
-            parameters=_parameters(config),
+            inner=max(model.dim * (ODD_KERNEL if model.family is ModelFamily.odd else 1), model.ffn_dim, rows),
+            parameters=model_parameters(model),
+            family=model.family,
+            num_experts=model.num_experts if routed else 1,
+            experts_per_token=model.experts_per_token if routed else 1,
         )
 
     @property
@@ -109,8 +152,9 @@ class Arithmetic:
 
     def _compute(self, passes: int) -> float:
         inner_dtype = "fp64" if self.compute == "fp64" else "fp32"
-        elementwise = passes * (FORWARD_BLOCK * self.layers + FORWARD_ENDS)
-        products = passes * (PRODUCTS_BLOCK * self.layers + 1) * self.inner
+        depth = Depth.of(self.family, self.experts_per_token)
+        elementwise = passes * (depth.block * self.layers + depth.ends)
+        products = passes * (depth.products_block * self.layers + depth.products_ends) * self.inner
         return RMS * math.hypot(UNIT[self.compute] * math.sqrt(elementwise), UNIT[inner_dtype] * math.sqrt(products))
 
     @property
@@ -165,11 +209,11 @@ def _accumulate(config: Mapping[str, Any]) -> str:
     return "fp32" if sums_itself and wire in SIXTEEN_BITS else wire
 
 
-def _parameters(config: Mapping[str, Any]) -> int:
-    dim = int(config["model.dim"])
-    attention = 2 * dim * dim * (1 + int(config["model.num_kv_heads"]) / int(config["model.num_heads"]))
-    block = attention + 3 * dim * int(config["model.ffn_dim"])
-    return round(int(config["model.num_layers"]) * block) + 2 * dim * int(config["model.vocab_size"])
+def _model(config: Mapping[str, Any]) -> ModelConfig:
+    """The sizes of the model; settings that a run knew nothing of have their defaults."""
+    known = {each.name: config.get(f"model.{each.name}", each.default) for each in fields(ModelConfig)}
+    family = known["family"]
+    return ModelConfig(**{**known, "family": family if isinstance(family, ModelFamily) else ModelFamily[family]})
 
 
 @dataclass(frozen=True)
@@ -178,6 +222,51 @@ class Envelope:
 
     arm: Arithmetic
     control: Arithmetic
+    same_forward: bool = False
+    """Whether the losses of step 1 agree in every bit, as no pair's do in which a token took another route."""
+
+    @property
+    def flips(self) -> int:
+        """Most tokens, over all blocks, that rounding sends to another expert at step 1: beaten once in a million.
+
+        Among N scores drawn alike, the last chosen and the first rejected lie within x standard deviations of each
+        other with density N * phi(z), z the quantile that K of N exceed. Scores that err by e in the mean square swap
+        across a gap with probability e / sqrt(pi) times that density.
+        """
+        n, k = self.arm.num_experts, self.arm.experts_per_token
+        if self.same_forward or k >= n:
+            return 0
+        density = n * NormalDist().pdf(NormalDist().inv_cdf(1 - k / n))
+        error = math.hypot(self.arm.forward, self.control.forward)
+        routes = self.arm.tokens * self.arm.layers
+        return _most(routes * min(1.0, density * error / math.sqrt(math.pi)))
+
+    @property
+    def rerouted(self) -> float:
+        """What flips may move a tensor's gradient by that all tokens feed: each takes one token's share out and puts
+        another one in. An expert's own gradient they may move by anything, where few tokens feed it."""
+        return SAFETY * math.sqrt(2 * self.flips / self.arm.tokens)
+
+    @property
+    def rerouted_scale(self) -> float:
+        """What flips may move the scale of such a gradient by: shares of tokens that all point one way."""
+        return 2 * self.flips / self.arm.tokens
+
+    @property
+    def rerouted_loss(self) -> float:
+        """What flips may move the loss by: the loss of as many tokens as flip, in either direction."""
+        return SAFETY * math.sqrt(self.flips) / self.arm.tokens
+
+    @property
+    def rerouted_norm(self) -> float:
+        """What flips may move the gradient's norm by, as a distance without direction does."""
+        return self.rerouted / math.sqrt(self.arm.tokens) + self.rerouted**2 / 2
+
+    def few(self, numel: int) -> float:
+        """How much farther off a tensor of so few elements may lie: a gain's gradient is a sum over all tokens that may
+        happen to cancel, while the rounding of its terms does not. n elements shrink by a factor f with probability
+        f^n."""
+        return max(1.0, RARE ** (-1 / numel) / SAFETY) if numel < FEW else 1.0
 
     @property
     def distance(self) -> float:
@@ -242,3 +331,16 @@ class Envelope:
     def is_low_precision(self) -> bool:
         """Whether a change of a main weight by one unit can flip a compute weight by a much larger one."""
         return any(run.compute in SIXTEEN_BITS for run in (self.arm, self.control))
+
+
+def _most(expected: float) -> int:
+    """Smallest n that a Poisson count of this mean exceeds less than once in a million."""
+    if expected > 100:
+        return math.ceil(expected + 5 * math.sqrt(expected))
+    count, term = 0, math.exp(-expected)
+    below = term
+    while 1 - below > 1e-6:
+        count += 1
+        term *= expected / count
+        below += term
+    return count

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 BLOCKS = 32
 """Consecutive pieces a tensor is cut into: a fault in one rank's shard or in a padded tail shows in a few of them."""
 
+HANDFUL = 32
+"""Tensors with fewer elements have no scale to speak of: in a gain of one element every error is one of scale, it
+leaves no residual, and a standard error from a few products is a guess."""
+
 
 @dataclass(frozen=True)
 class Block:
@@ -191,9 +195,11 @@ def pool(pairs: list[TensorPair]) -> Pooled:
 
     The weights are 1 / (SE^2 + tau^2), where tau is the spread of the tensors' b beyond their standard errors (the
     moment estimate of random-effects meta-analysis). Tensors of one unit (a block) share upstream errors, so the
-    standard error is that of as many independent values as there are units.
+    standard error is that of as many independent values as there are units. A handful of elements is left out, where
+    there is anything else.
     """
     used = [pair for pair in pairs if pair.norm > 0]  # a norm that is not a number is not above 0
+    used = [pair for pair in used if pair.numel >= HANDFUL] or used
     total = math.sqrt(math.fsum(pair.norm**2 for pair in used))
     if not used or total == 0.0:
         return Pooled(0.0, 0.0, 0.0, 0.0)

@@ -8,11 +8,13 @@ rounding causes, because rounding has no direction: a factor 1.02 on gradients t
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness.parity.envelope import REFUTED, Envelope
-from harness.parity.gradients import Mismatch, Pooled, TensorPair, pool
+from harness.parity.gradients import HANDFUL, Mismatch, Pooled, TensorPair, pool
 from harness.parity.outcome import Finding, Grade, Stage, grade, percent
 from harness.parity.record import Record
 from harness.parity.trajectory import EXPECTED_GROWTH, MOST_GROWTH, Kick, growth
@@ -23,6 +25,9 @@ CEILING = 0.5
 
 OUTLIER = 20.0
 """How much farther than the median tensor's a worst piece may lie; 7 is the most seen in clean pairs."""
+
+EXPERT = re.compile(r".*?\bexperts\.\d+\.")
+"""The part of a parameter's name that is an expert's."""
 
 
 def first_step(
@@ -42,20 +47,50 @@ def first_step(
     kinds = [
         [_mismatch(odd) for odd in mismatches],
         [_pooled(pool(list(pairs)), envelope, factors)] if pairs else [],
-        [_distance(pair, envelope.distance, REFUTED * envelope.distance) for pair in pairs],
+        [_first_distance(pair, envelope) for pair in pairs],
         [_block(pair, envelope) for pair in pairs],
         _outliers(pairs, envelope),
         [_scale(pair, envelope, factors) for pair in pairs],
     ]
-    return [findings for findings in kinds if findings]
+    return [findings for findings in _excused(kinds, envelope) if findings]
+
+
+def _excused(kinds: Sequence[list[Finding]], envelope: Envelope) -> list[list[Finding]]:
+    """Refuted tensors of experts put in doubt where swapped routes may have moved them: few tokens can feed an expert.
+
+    A flip takes a token from one expert and gives it to another, so that n flips touch 2n experts at most: where more
+    are off, it was not that.
+    """
+    off = {name for findings in kinds for finding in findings if (name := _refuted_expert(finding))}
+    if not off or len(off) > 2 * envelope.flips:
+        return list(kinds)
+    return [[_doubt(finding) if _refuted_expert(finding) else finding for finding in findings] for findings in kinds]
+
+
+def _refuted_expert(finding: Finding) -> str | None:
+    """The expert whose gradient this finding refutes; None where it does not, or the gradient is not there at all."""
+    if finding.grade is not Grade.bad or isinstance(finding.observed, str):
+        return None
+    match = EXPERT.match(finding.tensor or "")
+    return match[0] if match else None
+
+
+def _doubt(finding: Finding) -> Finding:
+    note = f"{finding.note}; " if finding.note else ""
+    return replace(finding, grade=Grade.doubt, note=f"{note}tokens that took another route may explain it")
 
 
 def later_step(step: int, pairs: Sequence[TensorPair], envelope: Envelope, push: Kick) -> list[Finding]:
-    """Distances at a captured step after the first, against a bound that grows; none once it is too wide to tell."""
+    """Distances at a captured step after the first, against a bound that grows; none once it is too wide to tell.
+
+    Where routes may differ, none is refuted.
+    """
     allowed = envelope.distance + push.weights * growth(EXPECTED_GROWTH, step)
     if allowed > CEILING:
         return []
     refuted = REFUTED * (envelope.distance + push.weights * growth(MOST_GROWTH, step))
+    if envelope.flips:  # how many routes differ by now depends on how far the weights have come apart
+        refuted = math.inf
     return [_distance(pair, allowed, refuted, step) for pair in pairs]
 
 
@@ -111,10 +146,15 @@ def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -
     )
 
 
+def _first_distance(pair: TensorPair, envelope: Envelope) -> Finding:
+    allowed = envelope.few(pair.numel) * envelope.distance
+    return _distance(pair, allowed, REFUTED * math.hypot(allowed, envelope.rerouted))
+
+
 def _block(pair: TensorPair, envelope: Envelope) -> Finding:
     block = pair.block
-    allowed = envelope.piece(block.stop - block.start)
-    verdict = grade(block.distance, allowed, REFUTED * allowed)
+    allowed = envelope.few(pair.numel) * envelope.piece(block.stop - block.start)
+    verdict = grade(block.distance, allowed, REFUTED * math.hypot(allowed, math.sqrt(2) * envelope.rerouted))
     note = "" if verdict is Grade.ok else f"elements {block.start} to {block.stop} of {pair.numel}"
     check = "gradient, worst piece"
     return Finding("T2", check, Stage.gradient, verdict, block.distance, allowed, step=1, tensor=pair.name, note=note)
@@ -129,9 +169,10 @@ def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
     if not pairs:
         return []
     typical = statistics.median(pair.block.distance for pair in pairs)
-    allowed = max(OUTLIER * typical, envelope.floor)
+    common = max(OUTLIER * typical, envelope.floor)
     found = []
     for pair in pairs:
+        allowed = envelope.few(pair.numel) * common
         verdict = grade(pair.block.distance, allowed, math.inf)
         note = "" if verdict is Grade.ok else f"{percent(typical)} is typical of this pair's tensors"
         check = "gradient among its fellows"
@@ -142,7 +183,9 @@ def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
 
 def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
     allowed = envelope.scale(pair.standard_error, pair.residual)
-    verdict = grade(abs(pair.b), allowed, REFUTED * allowed)
+    if pair.numel < HANDFUL:
+        allowed = max(allowed, envelope.few(pair.numel) * envelope.distance)
+    verdict = grade(abs(pair.b), allowed, REFUTED * (allowed + envelope.rerouted_scale))
     note = "" if verdict is Grade.ok else explain(pair.b, allowed, factors)
     return Finding(
         "T2", "gradient scale", Stage.gradient, verdict, abs(pair.b), allowed, step=1, tensor=pair.name, note=note
@@ -151,7 +194,7 @@ def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, 
 
 def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
     allowed = envelope.global_scale(pooled.standard_error, pooled.residual)
-    verdict = grade(abs(pooled.b), allowed, REFUTED * allowed)
+    verdict = grade(abs(pooled.b), allowed, REFUTED * (allowed + envelope.rerouted_scale))
     note = "" if verdict is Grade.ok else explain(pooled.b, allowed, factors)
     return Finding("T2", "scale of all gradients", Stage.gradient, verdict, abs(pooled.b), allowed, step=1, note=note)
 

@@ -121,7 +121,7 @@ def _losses(arm: Record, control: Record, envelope: Envelope, push: Kick, last: 
         before = right
         drift = push.loss * lever / abs(right) if right else 0.0
         allowed = envelope.loss + min(drift * growth(EXPECTED_GROWTH, step), LOSS_CEILING)
-        refuted = REFUTED * (envelope.loss + drift * growth(MOST_GROWTH, step))
+        refuted = REFUTED * (envelope.loss + envelope.rerouted_loss + drift * growth(MOST_GROWTH, step))
         stage = Stage.forward if step == 1 else Stage.optimizer  # later weights are what the updates before made
         findings.append(_finding("loss", stage, step, relative(left, right), allowed, max(refuted, allowed)))
     return findings
@@ -138,7 +138,7 @@ def _norms(arm: Record, control: Record, envelope: Envelope, push: Kick, last: i
         drift = push.weights * growth(EXPECTED_GROWTH, step)
         if drift > NORM_CEILING:
             break
-        refuted = REFUTED * (envelope.norm + push.weights * growth(MOST_GROWTH, step))
+        refuted = REFUTED * (envelope.norm + envelope.rerouted_norm + push.weights * growth(MOST_GROWTH, step))
         findings.append(
             _finding("gradient norm", Stage.gradient, step, relative(left, right), envelope.norm + drift, refuted)
         )

@@ -74,6 +74,17 @@ _NARROW_SUMS = Condition(
 _MOE = Condition(
     lambda c: c.model.family is ModelFamily.moe, "model=moe", lambda c: f"model.family={c.model.family.name}"
 )
+_DECODER = Condition(
+    lambda c: c.model.family is not ModelFamily.odd, "model=tiny", lambda c: f"model.family={c.model.family.name}"
+)
+_ODD = Condition(
+    lambda c: c.model.family is ModelFamily.odd, "model=odd", lambda c: f"model.family={c.model.family.name}"
+)
+_SPARSE = Condition(
+    lambda c: c.model.family is not ModelFamily.llama,
+    "model=moe or model=odd",
+    lambda c: f"model.family={c.model.family.name}",
+)
 _OUTER = Condition(lambda c: c.mesh.dp_outer > 1, "mesh=two_by_two", lambda c: f"mesh.dp_outer={c.mesh.dp_outer}")
 
 CONDITIONS: dict[str, Condition] = {
@@ -85,6 +96,12 @@ CONDITIONS: dict[str, Condition] = {
     "optimizer.eps": _ADAM,
     "optimizer.momentum": _optimizer(OptimizerName.sgd),
     "dtype.allow_low_precision_grads": _NARROW_SUMS,
+    "model.num_heads": _DECODER,
+    "model.num_kv_heads": _DECODER,
+    "model.rope_theta": _DECODER,
+    "model.tie_embeddings": _DECODER,
+    "model.skip_idle": _SPARSE,
+    "model.repeat_unit": _ODD,
     "model.num_experts": _MOE,
     "model.experts_per_token": _MOE,
     "sharding.outer": _OUTER,

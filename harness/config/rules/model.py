@@ -1,4 +1,4 @@
-"""Shapes a Llama-style decoder can have."""
+"""Sizes a model can have, by family."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import ModelFamily
 
 
 @rule("model.dim", "model.num_heads")
 def heads_divide_the_width(request: Request) -> Iterator[Violation]:
     """Every head has the same, even width: rotary embeddings turn pairs."""
     m = request.config.model
-    if m.dim % (2 * m.num_heads):
+    if m.family is not ModelFamily.odd and m.dim % (2 * m.num_heads):
         lower = max(m.dim // (2 * m.num_heads), 1) * 2 * m.num_heads
         yield Violation(
             request.show("model.dim"),
@@ -26,7 +27,7 @@ def heads_divide_the_width(request: Request) -> Iterator[Violation]:
 def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
     """Query heads share key and value heads evenly."""
     m = request.config.model
-    if m.num_heads % m.num_kv_heads:
+    if m.family is not ModelFamily.odd and m.num_heads % m.num_kv_heads:
         valid = [d for d in range(1, m.num_heads + 1) if m.num_heads % d == 0]
         best = max(d for d in valid if d <= max(m.num_kv_heads, 1))
         yield Violation(
@@ -37,8 +38,21 @@ def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
         )
 
 
+@rule("model.num_experts", "model.experts_per_token")
+def a_token_has_no_more_experts_than_there_are(request: Request) -> Iterator[Violation]:
+    """A token goes to distinct experts."""
+    m = request.config.model
+    if m.family is ModelFamily.moe and m.experts_per_token > m.num_experts:
+        yield Violation(
+            request.show("model.experts_per_token"),
+            f"is more than model.num_experts={m.num_experts}: a token goes to distinct experts",
+            f"1 to {m.num_experts}",
+            f"model.experts_per_token={m.num_experts}, or model.num_experts={m.experts_per_token}",
+        )
+
+
 @rule("data.seq_len", "model.max_seq_len")
-def sequence_fits_the_rotary_table(request: Request) -> Iterator[Violation]:
+def sequence_fits_the_positions(request: Request) -> Iterator[Violation]:
     """A sequence is no longer than the positions the model knows."""
     seq_len, longest = request.config.data.seq_len, request.config.model.max_seq_len
     if seq_len > longest:
@@ -50,4 +64,9 @@ def sequence_fits_the_rotary_table(request: Request) -> Iterator[Violation]:
         )
 
 
-RULES: tuple[Rule, ...] = (heads_divide_the_width, groups_divide_the_heads, sequence_fits_the_rotary_table)
+RULES: tuple[Rule, ...] = (
+    heads_divide_the_width,
+    groups_divide_the_heads,
+    a_token_has_no_more_experts_than_there_are,
+    sequence_fits_the_positions,
+)
