@@ -27,6 +27,10 @@ class Capabilities:
     """Dtypes it takes in any role."""
     equal_dtypes: tuple[tuple[str, str], ...] = EQUAL_GRADIENTS
     """Fields of the group `dtype` that must agree: the engine has one dtype for both roles."""
+    idle_parameters: bool = True
+    """Whether a microbatch may leave trained parameters without a gradient on some ranks and not on others."""
+    lone_gradient_shards: bool = True
+    """Whether strategies that split gradients are right where the group they split over is one rank."""
     sums_itself: bool = False
     """Whether sums inside a reduction are the engine's own, in dtype.grad_accum; else the backend's, in the wire's."""
     package: str | None = None
@@ -67,7 +71,10 @@ ENGINES: dict[EngineName, Capabilities] = {
     EngineName.megatron_fsdp: Capabilities(
         strategies=tuple(Strategy),
         hybrid=(*_HYBRID, (Strategy.optim_grads_params, OuterStrategy.optim)),
+        formats=HALF_OR_SINGLE,
         equal_dtypes=(),
+        idle_parameters=False,
+        lone_gradient_shards=False,
         package="megatron-fsdp==0.6.1",
         settings=("engine.report_nan_in_param_grad",),
     ),

@@ -74,6 +74,25 @@ def violations(*overrides: str) -> dict[str, str]:
         ("engine=fsdp2 mesh.world_size=4 mesh.dp_outer=3", "mesh.dp_outer", "mesh.world_size=3", "mesh.dp_outer=1"),
         ("sharding=hsdp", "sharding", "mesh=two_by_two", "engine=fsdp1 sharding=hsdp mesh=two_by_two"),
         ("engine=deepspeed dtype=fp64", "dtype.compute", "engine=native", "engine=deepspeed dtype=bf16"),
+        ("engine=megatron_fsdp dtype=fp64", "dtype.compute", "engine=native", "engine=megatron_fsdp dtype=bf16_comm"),
+        (
+            "engine=megatron_fsdp model=odd",
+            "model.skip_idle",
+            "model.skip_idle=false",
+            "engine=megatron_fsdp model=odd model.skip_idle=false",
+        ),
+        (
+            "engine=megatron_fsdp sharding=optim_grads mesh=one",
+            "mesh.world_size",
+            "mesh.world_size=2",
+            "engine=megatron_fsdp sharding=optim mesh=one",
+        ),
+        (
+            "engine=megatron_fsdp sharding=hsdp mesh.world_size=2 mesh.dp_outer=2",
+            "mesh.world_size",
+            "mesh.world_size=4",
+            "engine=megatron_fsdp sharding=hfsdp mesh=two_by_two",
+        ),
         ("dtype.compute=fp16 dtype.main_params=bf16", "dtype.main_params", "fp16", "dtype.compute=fp16"),
         (
             "optimizer=sgd numerics=ordered dtype=bf16_pure",

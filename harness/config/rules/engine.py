@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
-from harness.config.derived import DTYPE_BYTES, accumulate_dtype
+from harness.config.derived import DTYPE_BYTES, accumulate_dtype, may_leave_unused
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Dtype, EngineName, Numerics, OptimizerName, OuterStrategy
+from harness.config.schema import Dtype, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
 
 
 @rule()
@@ -186,6 +186,39 @@ def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
         )
 
 
+@rule("model.skip_idle")
+def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
+    """A parameter that no token of a microbatch needs does not set the ranks' collectives out of step."""
+    engine = request.config.engine.name
+    able = request.config.mesh.world_size == 1 or capabilities_of(request.config).idle_parameters
+    if able or not may_leave_unused(request.config):
+        return
+    yield Violation(
+        request.show("model.skip_idle"),
+        f"lets a microbatch leave parameters of model.family={request.config.model.family.name} without a gradient on "
+        f"some ranks only; engine={engine.name} then reduces its units in different orders and hangs",
+        "false",
+        "model.skip_idle=false, or engine=native",
+    )
+
+
+@rule("mesh.world_size", "mesh.dp_outer")
+def lone_shards_are_right(request: Request) -> Iterator[Violation]:
+    """Gradients are not split over a group of one rank by an engine that scales them wrongly there."""
+    config = request.config
+    engine, strategy = config.engine.name, config.sharding.strategy
+    splits = strategy in (Strategy.optim_grads, Strategy.optim_grads_params)
+    inner = config.mesh.world_size // config.mesh.dp_outer
+    if capabilities_of(config).lone_gradient_shards or not splits or inner != 1:
+        return
+    yield Violation(
+        request.show("mesh.world_size", "mesh.dp_outer"),
+        f"splits gradients over groups of one rank, where engine={engine.name} scales them wrongly",
+        "mesh.world_size of at least twice mesh.dp_outer",
+        f"mesh.world_size={2 * config.mesh.dp_outer}, or sharding=optim, or engine=native",
+    )
+
+
 RULES: tuple[Rule, ...] = (
     strategy_is_built,
     numerics_are_promised,
@@ -197,4 +230,6 @@ RULES: tuple[Rule, ...] = (
     gradients_keep_their_precision,
     main_weights_are_no_narrower,
     bits_do_not_depend_on_cuts,
+    idle_parameters_are_taken,
+    lone_shards_are_right,
 )
