@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+
 import psutil
 import torch
 
 from harness.probe.storage import StepBytes
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryMeter:
@@ -14,7 +19,7 @@ class MemoryMeter:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.on_device = device.type == "cuda"
-        self.process = psutil.Process()
+        self.resident = ResidentSet()
 
     def take(self, accounted: int, followed: StepBytes | None = None) -> dict[str, int | None]:
         """A step's `memory`, in bytes: peaks of allocated and reserved since the last call, retries since the start.
@@ -23,7 +28,7 @@ class MemoryMeter:
             accounted: what the engine says it keeps between steps.
             followed: what following the CPU's allocator found for this step.
         """
-        rss = self.process.memory_info().rss
+        rss = self.resident.read()
         if not self.on_device:
             return {
                 "allocated": None,
@@ -46,3 +51,25 @@ class MemoryMeter:
             "peak_tensor_bytes": peak,
             "rss": rss,
         }
+
+
+class ResidentSet:
+    """This process's resident set: from a file kept open on Linux (2 us a read), through psutil elsewhere (15 us)."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._descriptor = -1
+        with contextlib.suppress(OSError):
+            self._descriptor = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self) -> int:
+        """Bytes now."""
+        if self._descriptor < 0:
+            return int(self._process.memory_info().rss)
+        return int(os.pread(self._descriptor, 128, 0).split()[1]) * PAGE_BYTES
+
+    def close(self) -> None:
+        """Close the file; it can be read all the same."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -35,6 +35,7 @@ class Meters:
         """Stop counting; a second call does nothing."""
         self.collectives.close()
         self.waits.close()
+        self.memory.resident.close()
         if self.storage is not None:
             self.storage.close()
 

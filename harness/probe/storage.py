@@ -24,7 +24,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._autograd import (  # type: ignore[attr-defined]
+    _clear_callbacks,
+    _disable_profiler,
+    _enable_profiler,
+    _prepare_profiler,
+)
 from torch._C._profiler import (
     ProfilerActivity,
     ProfilerConfig,
@@ -85,17 +90,19 @@ class StorageMeter:
         """Stop, and give every step's bytes; None where some thread could not be followed."""
         if self._threads is None:
             raise RuntimeError("this meter was stopped before")
-        followed_all = self._threads.leave()
-        self._threads = None
-        events = list(_events(_disable_profiler().experimental_event_tree()))
-        return replay(events) if followed_all else None
+        followed_all, result = self._stop(self._threads)
+        return replay(list(_events(result.experimental_event_tree()))) if followed_all else None
 
     def close(self) -> None:
         """Stop; a second call does nothing."""
         if self._threads is not None:
-            self._threads.leave()
-            self._threads = None
-            _disable_profiler()
+            self._stop(self._threads)
+
+    def _stop(self, threads: _Threads) -> tuple[bool, Any]:
+        followed_all, self._threads = threads.leave(), None
+        result = _disable_profiler()
+        _clear_callbacks()  # a thread that joined took the place of ours, which would stay and slow what follows
+        return followed_all, result
 
 
 def replay(events: Sequence[Event]) -> list[StepBytes]:
@@ -166,6 +173,7 @@ class _Threads:
             sys.setprofile(None)
             if joined and self._calls is not None:
                 self._calls[1]()
+                _clear_callbacks()
 
 
 def _child_calls() -> tuple[Callable[[], None], Callable[[], None]] | None:

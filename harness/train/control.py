@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,22 +41,40 @@ class Control:
 
     def gather(self, values: Sequence[int]) -> list[list[int]]:
         """Every rank's signed 64-bit integers, by rank; all give the same number of them."""
+        return self._begin(values)()
+
+    def _begin(self, values: Sequence[int]) -> Callable[[], list[list[int]]]:
         if self.group is None:
-            return [list(values)]
+            return lambda: [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
         theirs = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
         with self.meter.paused():
-            dist.all_gather(theirs, mine, group=self.group)
-        return [row.tolist() for row in theirs]
+            work = dist.all_gather(theirs, mine, group=self.group, async_op=True)
+
+        def end() -> list[list[int]]:
+            assert work is not None
+            work.wait()
+            return [row.tolist() for row in theirs]
+
+        return end
 
     def report(self, losses: Sequence[float], digest: int, stop: bool) -> StepReport:
         """One exchange a step: this rank's losses in order, its data digest, and whether it was asked to stop."""
-        rows = self.gather([*(_bits(loss) for loss in losses), _signed(digest), int(stop)])
-        return StepReport(
-            losses=[_float(bits) for row in rows for bits in row[:-2]],
-            digests=[row[-2] & ((1 << 64) - 1) for row in rows],
-            stop=any(row[-1] for row in rows),
-        )
+        return self.begin_report(losses, digest, stop)()
+
+    def begin_report(self, losses: Sequence[float], digest: int, stop: bool) -> Callable[[], StepReport]:
+        """Begin that exchange; what is returned waits for its end. Nothing else is exchanged before."""
+        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(digest), int(stop)])
+
+        def end() -> StepReport:
+            rows = gathered()
+            return StepReport(
+                losses=[_float(bits) for row in rows for bits in row[:-2]],
+                digests=[row[-2] & ((1 << 64) - 1) for row in rows],
+                stop=any(row[-1] for row in rows),
+            )
+
+        return end
 
 
 def _bits(value: float) -> int:

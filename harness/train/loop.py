@@ -1,10 +1,15 @@
-"""The training loop: one rank's run from its first step, or its last checkpoint, to its end."""
+"""The training loop: one rank's run from its first step, or its last checkpoint, to its end.
+
+After a step the ranks exchange a few numbers, and meanwhile each loads its next batch. The loading counts for the step
+that is fed with it, as if it were done then; the exchange, and all that is recorded, counts for none.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,6 +44,22 @@ def run(session: Session) -> Outcome:
         return Loop(session).run()
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """One step's data."""
+
+    seconds: float
+    """What loading it took this rank."""
+    data: tuple[RankBatch, list[Microbatch]] | None
+    error: Exception | None
+
+    def take(self) -> tuple[RankBatch, list[Microbatch]]:
+        """The data; raises what loading it raised."""
+        if self.data is None:
+            raise self.error or RuntimeError("a batch is neither there nor refused")
+        return self.data
+
+
 class Loop:
     """State of one call of `run`."""
 
@@ -52,6 +73,7 @@ class Loop:
         self.records = StepRecords(session.config, session.ranks)
         self.capture_steps = set(session.config.measure.capture_steps if captured_bytes(session.config) else ())
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
+        self.ahead: Fetched | None = None
         self.initial_weights = ""
         self.saved_step = -1
         self.last_rows: list[Row] = []
@@ -104,7 +126,10 @@ class Loop:
         with nullcontext() if self.bench is None else self.bench.step(step):
             batch, losses, measured = self._update(step)
         self.last_rows = measured.rows
-        report = self.control.report([loss.item() for loss in losses], batch.digest, session.should_stop())
+        exchange = self.control.begin_report([loss.item() for loss in losses], batch.digest, session.should_stop())
+        if step < self.config.train.steps:
+            self.ahead = self._fetch(step + 1)  # while the exchange is under way
+        report = exchange()
         followed = None if self.bench is None else self.bench.after(step)
         memory = session.meters.memory.take(sum(self.accounted_bytes.values()), followed)
         return self.records.line(step, report, measured, memory, self._param_norm(step)), report.stop
@@ -115,10 +140,9 @@ class Loop:
         lr = lr_at(self.config, step)
         meters.collectives.take()  # what was issued, or waited for, between steps is no step's
         meters.waits.take()
+        fetched, self.ahead = self.ahead or self._fetch(step), None
+        batch, microbatches = fetched.take()
         began = time.perf_counter()
-        with meters.timers.span("data"):
-            batch = session.loader.batch(step)
-            microbatches = [self._to_device(microbatch) for microbatch in batch.microbatches]
         with meters.timers.span("forward_backward"):
             losses = [
                 session.engine.forward_backward(microbatch, last=number == len(microbatches))
@@ -128,9 +152,20 @@ class Loop:
         with meters.timers.span("optimizer"):
             grad_norm = session.engine.step(lr)
         spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
-        step_time_s = time.perf_counter() - began - aside
+        step_time_s = fetched.seconds + time.perf_counter() - began - aside
         rows, exposed_comm_s = meters.collectives.take(), meters.waits.take()
         return batch, losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows)
+
+    def _fetch(self, step: int) -> Fetched:
+        """Load a step's batch. What goes wrong is kept until the batch is wanted: the step before is not over yet."""
+        began, data, error = time.perf_counter(), None, None
+        with self.session.meters.timers.span("data"):
+            try:
+                batch = self.session.loader.batch(step)
+                data = batch, [self._to_device(microbatch) for microbatch in batch.microbatches]
+            except Exception as caught:
+                error = caught
+        return Fetched(time.perf_counter() - began, data, error)
 
     def _to_device(self, microbatch: tuple[Any, Any]) -> Microbatch:
         device = self.session.ranks.device

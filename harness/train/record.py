@@ -8,7 +8,7 @@ A line, in this order (bytes are bytes, times seconds, losses nats a token; null
     param_norm       of the main weights after the update; null but every `train.param_norm_every` steps
     lr, tokens       of this step; tokens of the whole global batch
     data_digest      16 hex digits over everything that was fed, the same for any layout
-    step_time_s      from asking for the batch to the end of the update, on rank 0
+    step_time_s      loading the batch, forward, backward and update, on rank 0; without what lies between steps
     time             data_s, forward_s, backward_s, exposed_comm_s, optimizer_s; exposed_comm_s is the part of the
                      others in which rank 0's host stood still for a collective: 0 with one rank, null on CUDA and for
                      engines that do not announce their waits

@@ -51,6 +51,8 @@ LINE = {
         "reserved": type(None),
         "alloc_retries": type(None),
         "accounted": int,
+        "persistent_tensor_bytes": type(None),
+        "peak_tensor_bytes": type(None),
         "rss": int,
     },
     "tflops_per_rank": float,

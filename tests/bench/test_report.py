@@ -1,0 +1,218 @@
+"""Reports on made-up runs: rows, ratios, targets, what is left out, and what speaks against the numbers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.bench import Report, markdown, report, text
+from harness.cli.main import main
+from harness.config.errors import BadRequest
+from tests.bench import lab
+
+
+def row(found: Report, engine: str, strategy: str) -> Any:
+    (regime,) = found.regimes
+    (match,) = [one for one in regime.rows if (one.engine, one.strategy) == (engine, strategy)]
+    return match
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A study of six arms and five blocks, each block slower than the one before."""
+    lab.record(tmp_path, lab.study(tmp_path))
+    return tmp_path
+
+
+def test_rows_are_medians_over_processes_without_the_warm_up(root: Path) -> None:
+    found = report(root, "lab")
+    ddp = row(found, "ddp", "no_shard")
+    middle = 0.100 * 1.02 * 1.0025
+    assert ddp.step_s == pytest.approx(middle)
+    assert ddp.iqr_blocks_s == pytest.approx(0.1 * 1.0025 * 0.02)
+    assert ddp.iqr_steps_s == pytest.approx(0.102 * 0.0025)
+    assert ddp.tokens_per_s == pytest.approx(1000 / middle)
+    assert (ddp.peak_bytes, ddp.persistent_bytes, ddp.sent_bytes) == (310, 120, 2**20)
+    assert ddp.parts["forward_s"] == pytest.approx(0.3 * middle)
+    assert ddp.parts["exposed_comm_s"] is None, "what an engine does not tell is not zero"
+    assert row(found, "native", "no_shard").parts["exposed_comm_s"] == 0.002
+    assert ddp.is_reference
+    assert ddp.ratio is None
+    assert ddp.blocks == (0, 1, 2, 3, 4)
+
+
+def test_ratios_are_to_the_control_of_the_study(root: Path) -> None:
+    found = report(root, "lab")
+    native = row(found, "native", "optim_grads").ratio
+    assert (native.low, native.value, native.high) == pytest.approx((1.5 * 1.0 / 1.0,) * 3, rel=0.03)
+    assert not native.includes_one
+    assert found.exit_code == 0
+
+
+def test_native_is_held_against_the_best_of_its_strategy(root: Path) -> None:
+    (regime,) = report(root, "lab").regimes
+    targets = {target.strategy: target for target in regime.targets}
+    assert targets["no_shard"].best == "ddp no_shard"
+    assert targets["no_shard"].peers == ("ddp no_shard", "fsdp1 no_shard")
+    assert targets["no_shard"].finding == "faster"
+    assert targets["optim_grads"].best == "fsdp2 optim_grads"
+    assert targets["optim_grads"].ratio.value == pytest.approx(1.25)
+    assert targets["optim_grads"].finding == "slower"
+
+
+def test_what_is_not_told_apart_says_so(tmp_path: Path) -> None:
+    noisy = {0: 1.2, 1: 0.9, 2: 1.0, 3: 1.1, 4: 0.8}
+    configs = lab.study(tmp_path, factor=lambda engine, _, block: noisy[block] if engine == "native" else 1.0)
+    lab.record(tmp_path, configs)
+    found = report(tmp_path, "lab")
+    (regime,) = found.regimes
+    assert next(t for t in regime.targets if t.strategy == "no_shard").finding.startswith("not told apart")
+    assert "includes 1" in text(found)
+    assert "includes 1" in markdown(found, "make")
+
+
+def test_regimes_are_kept_apart_and_named_by_what_differs(tmp_path: Path) -> None:
+    configs = lab.study(tmp_path, dim=32, name="small") + lab.study(tmp_path, dim=64, name="large")
+    lab.record(tmp_path, configs)
+    found = report(tmp_path, "lab")
+    assert [regime.title for regime in found.regimes] == ["model.name=large", "model.name=small"]
+    assert [len(regime.rows) for regime in found.regimes] == [6, 6]
+    assert all(one.ratio is not None or one.is_reference for regime in found.regimes for one in regime.rows)
+
+
+def test_a_missing_run_leaves_the_shared_blocks_and_is_named(root: Path) -> None:
+    gone = next((root / "lab").glob("*native-no_shard*-r3-*"))
+    (gone / "status.json").write_text(json.dumps(json.loads((gone / "status.json").read_text()) | {"state": "failed"}))
+    never = next((root / "lab").glob("*native-no_shard*-r4-*"))
+    shutil.rmtree(never)
+    found = report(root, "lab")
+    assert set(found.missing) == {gone.name, never.name}
+    native = row(found, "native", "no_shard")
+    assert native.blocks == (0, 1, 2)
+    assert native.ratio.blocks == 3
+    assert row(found, "fsdp1", "no_shard").ratio.blocks == 5
+    assert found.exit_code == 3
+    assert gone.name in text(found)
+    assert "3 blocks cover at most 75.0 %" in text(found)
+
+
+def test_disturbed_blocks_are_flagged_and_kept(tmp_path: Path) -> None:
+    def busy(values: dict[str, Any]) -> dict[str, Any]:
+        here = values["train"]["replicate"] == 2 and values["engine"]["name"] == "fsdp2"
+        heavy = {"at_start": 1.0, "at_end": 3.5, "others_cores": 0.4, "timed_s": 1.0}
+        return {"load": heavy} if here else {}
+
+    lab.record(tmp_path, lab.study(tmp_path, change=busy))
+    found = report(tmp_path, "lab")
+    (note,) = found.notes
+    assert note.startswith("block 2 is disturbed: lab/tiny-fsdp2")
+    assert "load average 3.5 with 2 ranks" in note
+    assert "0.40 cores" in note
+    assert row(found, "fsdp2", "optim_grads").blocks == (0, 1, 2, 3, 4)
+    assert note in markdown(found, "make")
+
+
+def test_arms_run_after_a_later_block_are_flagged(tmp_path: Path) -> None:
+    def late(values: dict[str, Any]) -> dict[str, Any]:
+        first = values["train"]["replicate"] == 0 and values["engine"]["name"] == "fsdp2"
+        return {"created": "2026-01-02T00:00:00+00:00"} if first else {}
+
+    lab.record(tmp_path, lab.study(tmp_path, change=late))
+    (note,) = report(tmp_path, "lab").notes
+    assert note.startswith("block 0: lab/tiny-fsdp2")
+    assert note.endswith("ran after block 1 had begun")
+
+
+def test_storage_that_still_grew_is_flagged(tmp_path: Path) -> None:
+    grown = {"step": 2, "persistent": [1000, 1000], "peak": [3000, 3000], "growth": [0, 50]}
+    lab.record(tmp_path, lab.study(tmp_path, blocks=1, change=lambda _: {"tensors": grown}))
+    found = report(tmp_path, "lab")
+    assert all("grew by 50 bytes" in note for note in found.notes)
+    assert "too few blocks" in text(found)
+
+
+def test_two_machines_cannot_be_compared(tmp_path: Path) -> None:
+    lab.record(
+        tmp_path, lab.study(tmp_path, change=lambda v: {"cpu_model": f"processor {v['train']['replicate'] % 2}"})
+    )
+    found = report(tmp_path, "lab")
+    assert found.exit_code == 4
+    assert found.mixed == ("cpu_model: processor 0 and processor 1",)
+    assert "NOT COMPARABLE: the runs differ in cpu_model" in text(found)
+
+
+def test_runs_of_other_sources_are_left_out(tmp_path: Path) -> None:
+    stale = lambda v: {"sources_digest": "older"} if v["train"]["replicate"] == 0 else {}  # noqa: E731
+    lab.record(tmp_path, lab.study(tmp_path, change=stale))
+    found = report(tmp_path, "lab")
+    assert len(found.missing) == 6
+    assert {reason.split(":")[0] for reason in found.missing.values()} == {"stale"}
+    assert row(found, "ddp", "no_shard").blocks == (1, 2, 3, 4)
+    assert found.exit_code == 3
+
+
+def test_arms_of_one_engine_are_told_apart_by_what_differs(tmp_path: Path) -> None:
+    configs = lab.study(tmp_path, engines={("ddp", "no_shard"): 0.1, ("native", "no_shard"): 0.1})
+    more = []
+    for values in [c for c in configs if c["engine"]["name"] == "native"]:
+        other = json.loads(json.dumps(values))
+        other["engine"]["prefetch"] = 3
+        lab.write(tmp_path, other, [0.2] * lab.TIMED, created="2026-01-01T00:00:00+00:00")
+        more.append(other)
+    lab.record(tmp_path, [*configs, *more])
+    (regime,) = report(tmp_path, "lab").regimes
+    assert [one.name for one in regime.rows if one.engine == "native"] == [
+        "native no_shard engine.prefetch=1",
+        "native no_shard engine.prefetch=3",
+    ]
+    assert len(regime.targets) == 2
+
+
+def test_every_row_is_in_the_page_and_in_the_json(root: Path) -> None:
+    found = report(root, "lab")
+    page, whole = markdown(found, "make it"), json.loads(json.dumps(found.as_json(), allow_nan=False))
+    for engine, strategy in lab.ENGINES:
+        assert f"| {engine} | {strategy} | 5 |" in page
+    assert "`make it`" in page
+    assert "a processor" in page
+    assert "torch 2.13.0" in page
+    assert len(whole["processes"]) == 30
+    assert len(whole["processes"][0]["step_s"]) == lab.TIMED
+    assert whole["machine"]["cpu_model"] == "a processor"
+    assert whole["order_seed"] == 0
+
+
+def test_the_verb_prints_a_table_or_json_and_what_is_next(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "lab", "--root", str(root)]) == 0
+    shown = capsys.readouterr().out
+    assert "ms/step" in shown
+    assert shown.splitlines()[-1] == f"next: python -m harness bench lab --json --root {root}"
+    assert main(["bench", "lab", "--root", str(root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["study"] == "lab"
+    shutil.rmtree(next((root / "lab").glob("*native-no_shard*-r4-*")))
+    assert main(["bench", "lab", "--root", str(root)]) == 3
+    assert "next: python run.py -m study=lab" in capsys.readouterr().out
+
+
+def test_a_study_that_is_not_there_or_not_timed_is_a_bad_request(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="valid: lab"):
+        report(root, "typo")
+    for path in (root / "lab").glob("*/config.yaml"):
+        path.write_text(path.read_text().replace("mode: bench", "mode: record"))
+    with pytest.raises(BadRequest, match=r"not timed.*\n.*measure: bench"):
+        report(root, "lab")
+
+
+def test_reading_a_report_never_loads_torch(root: Path) -> None:
+    code = (
+        "import sys; from harness.bench import report, text; "
+        f"assert 'numpy' not in sys.modules; text(report({str(root)!r}, 'lab')); "
+        "assert not {'torch', 'pandas', 'scipy'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,135 @@
+"""The meter of tensor storage against programs whose bytes are counted by hand."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from harness.probe import storage
+from harness.probe.storage import Event, StepBytes, StorageMeter, replay
+
+KIB = 256
+"""fp32 elements of one KiB."""
+
+
+def measure(*steps: Callable[[], object]) -> list[tuple[int, int, int]]:
+    """Bytes of each step, in KiB: before, at most, after."""
+    gc.collect()
+    meter = StorageMeter()
+    try:
+        for step in steps:
+            with meter.step():
+                step()
+        found = meter.finish()
+    finally:
+        meter.close()
+    assert found is not None
+    assert all(number % 1024 == 0 for row in found for number in row), found
+    return [(row.persistent // 1024, row.peak // 1024, row.left // 1024) for row in found]
+
+
+def test_allocations_frees_and_what_stays() -> None:
+    kept: list[torch.Tensor] = []
+
+    def grow() -> None:
+        first = torch.empty(4 * KIB)
+        del first
+        second, third = torch.empty(3 * KIB), torch.empty(2 * KIB)
+        del third
+        kept.append(second)
+
+    assert measure(grow, grow) == [(0, 5, 3), (3, 8, 6)]
+
+
+def test_views_and_in_place_operations_take_nothing() -> None:
+    kept = torch.ones(8 * KIB)
+
+    def work() -> None:
+        kept.view(8, KIB)[2:4].neg_().exp_()  # a scalar operand would be a tensor of its own
+        kept.t().detach().zero_()
+
+    assert measure(work) == [(0, 0, 0)], "and what was there before the meter is not known to it"
+
+
+def test_numpy_s_memory_is_not_tensor_storage() -> None:
+    def work() -> None:
+        shared = torch.from_numpy(np.ones(8 * KIB, np.float32))
+        copied = shared.clone()
+        del shared, copied
+
+    assert measure(work) == [(0, 8, 0)]
+
+
+def test_what_a_thread_allocates_and_another_frees() -> None:
+    kept: list[torch.Tensor] = []
+
+    def work() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(lambda: kept.append(torch.empty(4 * KIB))).result()
+            pool.submit(lambda: torch.empty(2 * KIB).zero_().numel()).result()
+
+    def free_elsewhere() -> None:
+        thread = threading.Thread(target=kept.clear)
+        thread.start()
+        thread.join()
+
+    assert measure(work, free_elsewhere) == [(0, 6, 4), (4, 4, 0)]
+
+
+def test_a_thread_of_the_engine_lives_through_the_meter_and_is_let_go() -> None:
+    with ThreadPoolExecutor(1) as pool:
+
+        def work() -> None:
+            pool.submit(lambda: torch.empty(KIB).numel()).result()
+
+        assert measure(work, work) == [(0, 1, 0), (0, 1, 0)]
+        assert pool.submit(lambda: (torch.empty(KIB).numel(), sys.getprofile())).result() == (KIB, None)
+
+
+def test_a_backward_is_followed() -> None:
+    """y = w * x with w, x of 4 KiB: the product, its gradient of ones, and the weight's gradient, which stays."""
+    weight, x = torch.ones(4 * KIB, requires_grad=True), torch.ones(4 * KIB)
+    ones = torch.ones(4 * KIB)
+
+    def work() -> None:
+        (weight * x).backward(ones)
+
+    ((before, peak, after),) = measure(work)
+    assert (before, after) == (0, 4)
+    assert 8 <= peak <= 12
+
+
+def test_a_free_that_was_missed_does_not_count_twice() -> None:
+    step = [Event(0, None, 1), Event(1, 7, 100), Event(2, 7, 60), Event(3, 8, 10), Event(4, 7, -60), Event(5, None, -1)]
+    assert replay(step[::-1]) == [StepBytes(0, 100, 10)], "in the order of time, whatever order they come in"
+
+
+def test_without_a_way_to_follow_threads_nothing_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_child_calls", lambda: None)
+    alone = StorageMeter()
+    with alone.step():
+        torch.empty(KIB)
+    assert alone.finish() == [StepBytes(0, 1024, 0)]
+    meter = StorageMeter()
+    with meter.step():
+        thread = threading.Thread(target=lambda: torch.empty(KIB))
+        thread.start()
+        thread.join()
+    assert meter.finish() is None
+
+
+def test_a_meter_is_stopped_once_and_a_new_one_may_follow() -> None:
+    meter = StorageMeter()
+    meter.close()
+    meter.close()
+    with pytest.raises(RuntimeError, match="stopped before"):
+        meter.finish()
+    assert threading.getprofile() is None
+    assert measure(lambda: torch.empty(KIB)) == [(0, 1, 0)]
