@@ -41,6 +41,7 @@ class NativeEngine(Engine):
             numerics=Numerics(config.numerics.mode.value),
             prefetch=config.engine.prefetch,
             initial_value=workload.initial_weight,
+            report_nan_in_param_grad=config.engine.report_nan_in_param_grad,
         )
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in module.named_parameters():

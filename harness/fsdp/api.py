@@ -24,6 +24,7 @@ from harness.fsdp.buffer import Bucket, BucketContext, InitialValue
 from harness.fsdp.collectives import Communicator, make_reduction
 from harness.fsdp.device import DeviceRuntime
 from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.guards import GradientGuard
 from harness.fsdp.hooks import HookDriver
 from harness.fsdp.memory import BucketMemory, placeholder
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy, Numerics, Strategy, refuse_renamed
@@ -52,7 +53,10 @@ class ShardedModel(nn.Module):
             1/k. Given the number of global microbatches (or tokens), no loss is ever scaled.
         numerics: promise about the order of sums.
         prefetch: units gathered ahead of the one in use.
-        initial_value: gives each parameter's full value by name; None takes what the parameters hold.
+        initial_value: gives each parameter's full value by name, the same on all ranks; None takes what parameters and
+            buffers hold on the group's first rank, as DDP does.
+        report_nan_in_param_grad: look for NaN and infinity in every gradient before it is reduced; finishing the step's
+            gradients then raises FloatingPointError on all ranks (see `harness.fsdp.guards`). Off costs nothing.
 
     Raises:
         ValueError: an argument's value, with what would be valid.
@@ -71,6 +75,7 @@ class ShardedModel(nn.Module):
         numerics: Numerics | str = Numerics.fast,
         prefetch: int = 1,
         initial_value: InitialValue | None = None,
+        report_nan_in_param_grad: bool = False,
     ) -> None:
         super().__init__()
         if prefetch < 0:
@@ -96,12 +101,13 @@ class ShardedModel(nn.Module):
             name: make_reduction(self._comm, bucket.dtypes, self.numerics) for name, bucket in self._trainable.items()
         }
         self._gather = GatherPipeline(self._units, self._comm, self._runtime, prefetch)
-        self._reduce = ReducePipeline(self._units, self._reductions, self._comm, self._runtime)
+        self._guard = GradientGuard(list(self._trainable.values()), self._comm) if report_nan_in_param_grad else None
+        self._reduce = ReducePipeline(self._units, self._reductions, self._comm, self._runtime, self._guard)
         self._driver = HookDriver(
             self._units,
             self._gather,
             self._reduce,
-            before_backward=self._check_may_accumulate,
+            before_backward=self._before_backward,
             should_reduce=lambda: self.strategy.shards_grads or self._sync,
         )
         self._sync = True
@@ -115,7 +121,9 @@ class ShardedModel(nn.Module):
     def _build_units(self, classes: Sequence[type[nn.Module]], initial_value: InitialValue | None) -> list[Unit]:
         context = BucketContext(self.strategy, self._comm.rank, self._comm.size, self._memory)
         params = dict(self.module.named_parameters())
-        initial = initial_value or (lambda name, shape: params[name])
+        initial = initial_value or (lambda name, shape: self._comm.from_first(params[name], f"initial {name}"))
+        if initial_value is None:
+            self._take_buffers_from_first()
         units = []
         for plan in plan_units(self.module, classes):
             buckets = []
@@ -125,6 +133,12 @@ class ShardedModel(nn.Module):
                 buckets.append(Bucket(name, key, members, dtypes, context, initial))
             units.append(Unit(plan.name, plan.module, buckets))
         return units
+
+    def _take_buffers_from_first(self) -> None:
+        for name, buffer in self.module.named_buffers():
+            value = self._comm.from_first(buffer, f"initial {name}")
+            if not torch.equal(value, buffer.to(value.device)):
+                buffer.copy_(value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModel:
         raise NotImplementedError("a sharded model cannot be cast or moved; give it its dtype and device before")
@@ -163,6 +177,11 @@ class ShardedModel(nn.Module):
         """Whether a backward outside `no_sync` and `sync` ends the step's accumulation."""
         self._sync = sync_model
 
+    def _before_backward(self) -> None:
+        self._check_may_accumulate()
+        if self._guard is not None:
+            self._guard.begin_backward()
+
     def _check_may_accumulate(self) -> None:
         if self._finished:
             raise RuntimeError(
@@ -184,6 +203,7 @@ class ShardedModel(nn.Module):
 
         Raises:
             RuntimeError: the step's last backward ran inside no_sync(), so gradients were never reduced.
+            FloatingPointError: with `report_nan_in_param_grad`, a gradient of any rank is not finite.
         """
         self._driver.recover()
         if self._driver.failed:
@@ -198,6 +218,8 @@ class ShardedModel(nn.Module):
         if self._finished or not self.has_gradients:
             return
         self._drain()
+        if self._guard is not None:
+            self._guard.report()
         for name, reduction in self._reductions.items():
             reduction.finish(self._trainable[name].grad_pieces, self.grad_divisor)
         self._finished = True
@@ -230,7 +252,13 @@ class ShardedModel(nn.Module):
         return norm
 
     def install_weights(self) -> None:
-        """Bring updated main weights into the compute weights; what was gathered before is dropped. *Collective.*"""
+        """Bring updated main weights into the compute weights; what was gathered before is dropped. *Collective.*
+
+        Raises:
+            RuntimeError: compute weights were edited in place, which the main weights would overwrite.
+        """
+        for bucket in self.buckets:
+            bucket.check_unedited()
         self._gather.release_all()
         optim.install_weights(self.buckets, self._comm)
 
@@ -242,6 +270,8 @@ class ShardedModel(nn.Module):
         for bucket in self.buckets:
             bucket.zero_gradients()
         self._reduced = self._unreduced = self._finished = False
+        if self._guard is not None:
+            self._guard.forget()
 
     # -- state ---------------------------------------------------------------------------------------------------
 
@@ -360,7 +390,6 @@ _UNBUILT = {
     "overlap_param_gather": True,
     "sync_model_each_microbatch": True,
     "preproc_state_dict_for_dcp_ckpt": True,
-    "report_nan_in_param_grad": False,
     "average_in_collective": False,
     "disable_bucketing": False,
     "keep_fp8_transpose_cache": False,
@@ -390,6 +419,7 @@ def fully_shard_model(
     numerics: Numerics | str = Numerics.fast,
     prefetch: int = 1,
     initial_value: InitialValue | None = None,
+    report_nan_in_param_grad: bool = False,
     **unbuilt: Any,
 ) -> ShardedModel:
     """Shard a module over one dimension of a device mesh (or over all ranks).
@@ -418,6 +448,7 @@ def fully_shard_model(
         numerics=numerics,
         prefetch=prefetch,
         initial_value=initial_value,
+        report_nan_in_param_grad=report_nan_in_param_grad,
     )
 
 

@@ -80,6 +80,7 @@ class Bucket:
         self._build_gradients()
         self.point_at_weights()
         self.drop_grads()
+        self._versions = [param._version for _, param in params]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -145,7 +146,8 @@ class Bucket:
         return self.segment_parts(self.compute)
 
     def check_untouched(self) -> None:
-        """Raise RuntimeError where somebody froze, unfroze, moved or cast a parameter after it was sharded."""
+        """Raise RuntimeError where somebody froze, unfroze, moved, cast or edited a parameter after it was sharded."""
+        self.check_unedited()
         for (name, param), view, nothing in zip(self.params, self._views, self._placeholders, strict=True):
             if param.requires_grad != self.trainable:
                 change = f"requires_grad is {param.requires_grad} now, and was {self.trainable}"
@@ -154,6 +156,19 @@ class Bucket:
             else:
                 continue
             raise RuntimeError(f"parameter {name} was changed after sharding: {change}; change it before sharding")
+
+    def check_unedited(self) -> None:
+        """Raise RuntimeError where a parameter was edited in place and the next update would lose it.
+
+        Where the compute weights are the main weights an edit is kept. torch counts edits of the parameter itself (also
+        under no_grad); one through `.data` leaves no trace and is lost.
+        """
+        for (name, param), version in zip(self.params, self._versions, strict=True):
+            if param._version != version and not self.main_is_compute:
+                raise RuntimeError(
+                    f"parameter {name} was edited in place after sharding: its main weights ({self.dtypes.main}) do not"
+                    " know, and would overwrite it with the next update; edit it before sharding"
+                )
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

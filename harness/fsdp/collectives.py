@@ -117,6 +117,18 @@ class Communicator:
         """Receive from a group rank; nothing for an empty tensor."""
         return [self.group.recv([tensor], peer, tag)] if tensor.numel() else []
 
+    def from_first(self, value: Tensor, purpose: str) -> Tensor:
+        """What the group's first rank holds; `value` has its shape and dtype on every rank. *Collective.*"""
+        value = value.detach()
+        if self.size == 1:
+            return value
+        shared = value.to(self.runtime.device, copy=True, memory_format=torch.contiguous_format)
+        if shared.numel():
+            with labels.begin(Label("broadcast", purpose)), labels.waiting():
+                # as bytes: not every backend knows every dtype
+                dist.broadcast(shared.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
+        return shared
+
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
         """Sum a few fp64 or int64 values over the group, in place; returns them."""
         if self.size > 1:

@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 
 class Label(NamedTuple):
-    """kind: all_gather, reduce_scatter, all_reduce. bucket: unit and dtype, or the purpose of a small one (norm)."""
+    """kind: all_gather, reduce_scatter, all_reduce, broadcast.
+
+    bucket: unit and dtype, or the purpose of one outside buckets (norm).
+    """
 
     kind: str
     bucket: str

@@ -24,6 +24,7 @@ from harness.fsdp import labels
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.collectives import Communicator, Exchange, Reduction
 from harness.fsdp.device import DeviceRuntime, Event
+from harness.fsdp.guards import GradientGuard
 from harness.fsdp.labels import Label
 from harness.fsdp.parts import Part
 from harness.fsdp.units import Unit
@@ -38,11 +39,18 @@ class ReducePipeline:
     Args:
         units: in forward order; they are reduced in reverse.
         reductions: how the sums of a bucket are made, by bucket name.
+        guard: looks at gradients before they are reduced; None looks at nothing.
     """
 
     def __init__(
-        self, units: Sequence[Unit], reductions: dict[str, Reduction], comm: Communicator, runtime: DeviceRuntime
+        self,
+        units: Sequence[Unit],
+        reductions: dict[str, Reduction],
+        comm: Communicator,
+        runtime: DeviceRuntime,
+        guard: GradientGuard | None = None,
     ) -> None:
+        self.guard = guard
         self.order = [unit for unit in reversed(units) if unit.trainable]
         self.reductions = reductions
         self.comm = comm
@@ -72,9 +80,11 @@ class ReducePipeline:
 
     def end_backward(self, *, reduce: bool) -> None:
         """Reduce what is left, zeros for units that were not used; `reduce=False` keeps accumulating instead."""
-        if reduce:
-            for unit in self.order[self._issued :]:
+        for unit in self.order[self._issued :]:
+            if reduce:
                 self._issue(unit)
+            elif self.guard is not None:
+                self._look(unit, self.guard)
         self._ready.clear()
         self._issued = 0
 
@@ -102,8 +112,13 @@ class ReducePipeline:
             self._land()
         self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
 
+    def _look(self, unit: Unit, guard: GradientGuard) -> None:
+        for bucket in unit.trainable:
+            if bucket.grad_bucket is not None:
+                guard.look(bucket, bucket.grad_bucket)
+
     def _start(self, bucket: Bucket) -> Job:
-        job = Job(bucket, self.reductions[bucket.name], self.comm.size)
+        job = Job(bucket, self.reductions[bucket.name], self.comm.size, self.guard)
         with self.runtime.stream("reduce"):
             job.exchange()
             if self._folder is None:
@@ -131,7 +146,8 @@ class ReducePipeline:
 class Job:
     """One bucket on its way from unreduced gradients to this rank's main gradients."""
 
-    def __init__(self, bucket: Bucket, reduction: Reduction, num_ranks: int) -> None:
+    def __init__(self, bucket: Bucket, reduction: Reduction, num_ranks: int, guard: GradientGuard | None) -> None:
+        self.guard = guard
         self.bucket = bucket
         self.reduction = reduction
         self.num_ranks = num_ranks
@@ -150,6 +166,8 @@ class Job:
     def exchange(self) -> None:
         """Encode the gradients and send every contribution to its owner."""
         wire = self.reduction.encode(self.source)
+        if self.guard is not None:
+            self.guard.look(self.bucket, wire, None if wire is self.source else self.source)
         if self._splits:
             parts, kind = self.bucket.segment_parts(wire), "reduce_scatter"
         else:

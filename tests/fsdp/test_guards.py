@@ -1,0 +1,320 @@
+"""What the engine watches for: gradients that are not finite, edits that would be lost, ranks that start apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.test_api import Block, make, sgd
+from tests.fsdp.test_strange_programs import same_gradients
+from tests.spawn import run_ranks
+
+STRATEGIES = [strategy.name for strategy in Strategy]
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def on_ranks(function: Any, world_size: int, *args: Any) -> list[Any]:
+    """`run_ranks` from inside a group of one."""
+    dist.destroy_process_group()
+    try:
+        return run_ranks(function, world_size, *args)
+    finally:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+# -- gradients that are not finite -------------------------------------------------------------------------------------
+
+
+class Poison(torch.autograd.Function):
+    """Identity whose backward puts values into places of the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, values: dict[tuple[int, ...], float]) -> Tensor:
+        ctx.values = values
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.clone()
+        for place, value in ctx.values.items():
+            gradient[place] = value
+        return gradient, None
+
+
+class Watched(nn.Module):
+    """Three units; the weight of the middle one gets a poisoned gradient when asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.poison: dict[tuple[int, ...], float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        middle = self.blocks[1]
+        x = middle(x, self.poison)
+        return self.blocks[2](x)
+
+
+class Poisonable(Block):
+    def forward(self, x: Tensor, poison: dict[tuple[int, ...], float] | None = None) -> Tensor:
+        weight = Poison.apply(self.linear.weight, poison or {})
+        return x + torch.tanh(torch.nn.functional.linear(x, weight, self.linear.bias))
+
+
+def watched() -> Watched:
+    model = Watched()
+    torch.manual_seed(0)
+    model.blocks = nn.ModuleList(Poisonable() for _ in range(3))
+    return model
+
+
+@dataclass(frozen=True)
+class Poisoning:
+    strategy: str
+    k: int
+    rank: int
+    microbatch: int
+    """From 1."""
+    values: tuple[tuple[tuple[int, ...], float], ...]
+    dtype: torch.dtype = torch.float32
+
+
+POISONINGS = [
+    Poisoning(s, k, rank, microbatch, values, dtype)
+    for s in STRATEGIES
+    for k, rank, microbatch, values, dtype in (
+        (1, 0, 1, (((2, 3), float("nan")),), torch.float32),
+        (3, 1, 2, (((5, 0), float("inf")), ((5, 1), float("-inf"))), torch.float32),
+        (2, 2, 2, (((0, 4), float("inf")), ((1, 1), float("nan")), ((4, 4), float("nan"))), torch.bfloat16),
+    )
+]
+
+
+def poisoned_steps(rank: int, cases: list[Poisoning]) -> list[tuple[str, bool, bool]]:
+    """Of each case: the message, whether weights stayed, and whether the next step went well."""
+    return [_poisoned_step(rank, case) for case in cases]
+
+
+def _poisoned_step(rank: int, case: Poisoning) -> tuple[str, bool, bool]:
+    model = watched().to(case.dtype)
+    wrapped, optimizer = fully_shard(
+        model, sgd(model), fsdp_unit_modules=[Poisonable], zero_dp_strategy=case.strategy, report_nan_in_param_grad=True
+    )
+
+    def microbatches(poisoned: bool) -> None:
+        for index in range(1, case.k + 1):
+            here = poisoned and rank == case.rank and index == case.microbatch
+            model.poison = dict(case.values) if here else {}
+            wrapped.set_model_auto_sync(index == case.k)
+            wrapped(torch.full((2, 6), 0.1 * (rank + index), dtype=case.dtype)).sum().backward()
+
+    before = [w for _, w in wrapped.full_weights()]
+    microbatches(poisoned=True)
+    message = ""
+    try:
+        optimizer.step()
+    except FloatingPointError as error:
+        message = str(error)
+    kept = all(torch.equal(a, b) for a, (_, b) in zip(before, wrapped.full_weights(), strict=True))
+    optimizer.zero_grad()
+    microbatches(poisoned=False)
+    optimizer.step()
+    moved = all(bool(w.isfinite().all()) for _, w in wrapped.full_weights())
+    wrapped.close()
+    return message, kept, moved
+
+
+def test_all_ranks_name_the_tensor_the_rank_and_the_microbatch() -> None:
+    per_rank = on_ranks(poisoned_steps, 3, POISONINGS)
+    for index, case in enumerate(POISONINGS):
+        messages = {found[index][0] for found in per_rank}
+        assert len(messages) == 1, "the same on all ranks"
+        message = messages.pop()
+        print(case.strategy, message)
+        assert f"blocks.1.linear.weight on rank {case.rank} in microbatch {case.microbatch}: " in message
+        num_nan = sum(value != value for _, value in case.values)
+        num_inf = len(case.values) - num_nan
+        assert (f"{num_nan} NaN" in message) == (num_nan > 0)
+        assert (f"{num_inf} Inf" in message) == (num_inf > 0)
+        assert f"of 36 elements, the first at {list(case.values[0][0])}" in message
+        assert "blocks.0" not in message
+        assert all(found[index][1:] == (True, True) for found in per_rank), "no weight moved, and the next step is well"
+
+
+@pytest.mark.parametrize(("strategy", "says"), [(1, "finite until it was cast for sending"), (2, "1 Inf of 36")])
+def test_what_the_wire_cannot_hold_is_found(strategy: int, says: str) -> None:
+    """1e6 is a number in fp32 and infinite in fp16."""
+    model = watched()
+    wrapped = fully_shard_model(
+        model,
+        fsdp_unit_modules=[Poisonable],
+        zero_dp_strategy=strategy,
+        mixed_precision_policy=MixedPrecisionPolicy(grad_comm_dtype=torch.float16),
+        report_nan_in_param_grad=True,
+    )
+    model.poison = {(3, 3): 1e6}
+    wrapped(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(FloatingPointError, match=r"blocks.1.linear.weight .*first at \[3, 3\].*") as caught:
+        wrapped.finish_grad_sync()
+    assert says in str(caught.value)
+
+
+@every_strategy
+def test_a_sum_that_overflows_by_itself_is_no_finding(strategy: str) -> None:
+    model = watched()
+    wrapped = fully_shard_model(
+        model, fsdp_unit_modules=[Poisonable], zero_dp_strategy=strategy, report_nan_in_param_grad=True
+    )
+    model.poison = {(0, 0): 3e38, (1, 1): 3e38}
+    wrapped(torch.ones(2, 6)).sum().backward()
+    wrapped.finish_grad_sync()
+
+
+def test_the_guard_sends_one_small_all_reduce_a_step_and_without_it_nothing() -> None:
+    for found in on_ranks(traffic_with_and_without, 2):
+        for without, with_guard in found.values():
+            assert set(with_guard) - set(without) == {("all_reduce", "non-finite gradients", 1)}
+            assert set(without) < set(with_guard)
+
+
+def traffic_with_and_without(rank: int) -> dict[str, list[list[tuple[str, str, int]]]]:
+    return {s: [_traffic(s, report) for report in (False, True)] for s in STRATEGIES}
+
+
+def _traffic(strategy: str, report: bool) -> list[tuple[str, str, int]]:
+    model = make()
+    wrapped, optimizer = fully_shard(
+        model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, report_nan_in_param_grad=report
+    )
+    meter = CollectiveMeter()
+    wrapped(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    found = [(row.kind, row.bucket, row.count) for row in meter.take()]
+    meter.close()
+    wrapped.close()
+    return found
+
+
+# -- ranks that start apart --------------------------------------------------------------------------------------------
+
+
+class Buffered(nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.body = make(seed)
+        self.register_buffer("mean", torch.randn(3, 2).T)
+        self.register_buffer("mask", torch.rand(5) > 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+def start_apart(rank: int) -> list[tuple[dict[str, Tensor], list[Tensor], Tensor]]:
+    found = []
+    for strategy in STRATEGIES:
+        model = Buffered(rank)
+        wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+        with torch.no_grad():
+            output = wrapped(torch.ones(1, 6))
+        found.append((dict(wrapped.full_weights()), list(model.buffers()), output))
+        wrapped.close()
+    return found
+
+
+def test_ranks_that_were_seeded_differently_start_from_the_first_ones_weights() -> None:
+    right = Buffered(0)
+    for per_strategy in on_ranks(start_apart, 3):
+        for weights, buffers, output in per_strategy:
+            assert all(torch.equal(weights[name], param) for name, param in right.named_parameters())
+            assert all(torch.equal(a, b) for a, b in zip(buffers, right.buffers(), strict=True))
+            assert torch.equal(output, right(torch.ones(1, 6)))
+
+
+# -- edits that would be lost ------------------------------------------------------------------------------------------
+
+
+def edit(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].linear.weight.mul_(0.5)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+def test_an_edit_in_place_that_main_weights_would_overwrite_is_refused(strategy: str) -> None:
+    def build() -> tuple[nn.Module, ShardedModel, torch.optim.Optimizer]:
+        model = make().bfloat16()
+        return model, *fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+
+    x = torch.ones(2, 6, dtype=torch.bfloat16)
+    model, wrapped, optimizer = build()
+    edit(model)
+    with pytest.raises(RuntimeError, match=r"0.linear.weight was edited in place .*torch.float32"):
+        wrapped(x)
+    model, wrapped, optimizer = build()
+    wrapped(x).sum().backward()
+    edit(model)
+    with pytest.raises(RuntimeError, match=r"0.linear.weight was edited in place"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:3])
+def test_an_edit_in_place_of_main_weights_themselves_is_kept(strategy: str) -> None:
+    model, plain = make(), make()
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    other = sgd(plain)
+    for each, owner, opt in ((wrapped, model, optimizer), (plain, plain, other)):
+        edit(owner)
+        each(torch.ones(2, 6)).sum().backward()
+        opt.step()
+    weights = dict(wrapped.full_weights())
+    assert all(torch.equal(weights[name], param) for name, param in plain.named_parameters())
+
+
+# -- reductions that fail ----------------------------------------------------------------------------------------------
+
+
+@every_strategy
+def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strategy: str) -> None:
+    model, plain = make(), make()
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    resting = wrapped._memory.live_bytes
+    folds = {name: reduction.fold for name, reduction in wrapped._reductions.items()}
+
+    def broken(*args: Any, **kwargs: Any) -> None:
+        raise ArithmeticError("broken fold")
+
+    for reduction in wrapped._reductions.values():
+        reduction.fold = broken  # type: ignore[method-assign]
+
+    def step() -> None:
+        wrapped(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ArithmeticError, match="broken fold"):
+        step()
+    with pytest.raises(RuntimeError, match="gradients are incomplete"):
+        optimizer.step()
+    for name, reduction in wrapped._reductions.items():
+        reduction.fold = folds[name]  # type: ignore[method-assign]
+    optimizer.zero_grad()
+    assert wrapped._memory.live_bytes == resting
+    wrapped(torch.ones(2, 6)).sum().backward()
+    plain(torch.ones(2, 6)).sum().backward()
+    same_gradients(wrapped, plain)
