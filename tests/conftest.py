@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from harness.config.adapter import describe
+from harness.config.errors import Violation
 from harness.config.schema import EngineName
 
 # A submission must not fail over an example nobody has seen: CI takes the same ones every time, people explore.
@@ -32,5 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"--adapter {adapter} goes with --engine ext")
     if engine and config.args_source is not pytest.Config.ArgsSource.ARGS:
         config.args = [str(CONFORMANCE)]
-    if adapter and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if adapter:
+        if os.getcwd() not in sys.path:
+            sys.path.insert(0, os.getcwd())
+        found = describe(adapter)
+        if isinstance(found, Violation):
+            raise pytest.UsageError(str(found))

@@ -106,7 +106,8 @@ def _sources(module: Any) -> tuple[Path, list[str]]:
     depth = module.__name__.count(".") + (1 if hasattr(module, "__path__") else 0)
     root = Path(module.__file__).resolve().parents[depth]
     folder = root / module.__name__.partition(".")[0] if depth else root
-    loaded = {Path(m.__file__).resolve() for m in list(sys.modules.values()) if getattr(m, "__file__", None)}
+    told = [Path(getattr(m, "__file__", None) or "") for m in list(sys.modules.values())]
+    loaded = {path.resolve() for path in told if path.is_absolute()}  # torch.ops says "_ops.py", and is no file
     own = [path for path in loaded if path.is_relative_to(folder) and not path.is_relative_to(PACKAGE)]
     foreign = "site-packages" if "site-packages" not in folder.parts else None
     named = [path.relative_to(root) for path in own if foreign not in path.parts]
