@@ -16,14 +16,15 @@ def _is_bench(request: Request) -> bool:
     return request.config.measure.mode is MeasureMode.bench
 
 
-@rule("measure.capture_steps")
+@rule("measure.capture_steps", "measure.update_steps")
 def timed_runs_do_nothing_else(request: Request) -> Iterator[Violation]:
     """Work beside training disturbs the steps around it: caches, disk, and other processes."""
     if not _is_bench(request):
         return
     c = request.config
-    if c.measure.capture_steps:
-        yield _beside(request, "measure.capture_steps", "[]")
+    for path in ("measure.capture_steps", "measure.update_steps"):
+        if request.value(path):
+            yield _beside(request, path, "[]")
     if c.ckpt.policy is not CkptPolicy.none:
         yield _beside(request, "ckpt.policy", "none", fix="ckpt=none")
     if c.wandb.mode is not WandbMode.disabled:

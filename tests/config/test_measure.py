@@ -1,0 +1,55 @@
+"""Requests for timed runs: what is refused, with its fix, and what is implied."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config.compose import compose
+from harness.config.errors import BadRequest
+from harness.config.schema import CkptPolicy, MeasureMode
+
+
+def refusals(*overrides: str) -> list[str]:
+    with pytest.raises(BadRequest) as caught:
+        compose(["measure=bench", *overrides])
+    return [str(violation) for violation in caught.value.violations]
+
+
+def test_timing_implies_what_it_needs() -> None:
+    config = compose(["measure=bench"]).typed
+    assert config.measure.mode is MeasureMode.bench
+    assert config.ckpt.policy is CkptPolicy.none
+    assert config.measure.capture_steps == []
+    assert 2 <= config.measure.warmup_steps < config.train.steps
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("measure.capture_steps=[1]", "measure.capture_steps=[]"),
+        ("measure.update_steps=[2]", "measure.update_steps=[]"),
+        ("ckpt=last", "ckpt=none"),
+        ("wandb=offline", "wandb=disabled"),
+        ("train.steps=5", "train.steps=15"),
+        ("train.steps=6", "train.steps=15"),
+        ("measure.warmup_steps=1", "measure.warmup_steps=2"),
+        ("train.param_norm_every=5", "measure=default"),
+    ],
+)
+def test_a_refusal_names_its_knob_and_its_fix(override: str, fix: str) -> None:
+    (found,) = refusals(override)
+    assert found.startswith(override.partition("=")[0].replace("ckpt", "ckpt.policy").replace("wandb", "wandb.mode"))
+    assert fix in found
+
+
+@pytest.mark.parametrize(
+    "overrides", [["train.steps=7"], ["measure.warmup_steps=2", "train.steps=4"], ["wandb=disabled", "ckpt=none"]]
+)
+def test_the_smallest_requests_that_are_fine(overrides: list[str]) -> None:
+    compose(["measure=bench", *overrides])
+
+
+@pytest.mark.parametrize("override", ["measure.warmup_steps=5", "study.order_seed=1"])
+def test_settings_of_timing_have_no_effect_elsewhere(override: str) -> None:
+    with pytest.raises(BadRequest, match="measure=bench"):
+        compose([override])
