@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.engines.native import NativeEngine
+from harness.engines.protocol import Ranks
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
+from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
 from tests.fsdp.test_strange_programs import same_gradients
+from tests.fsdp.trial import Case, batches
 from tests.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
@@ -211,6 +216,24 @@ def _traffic(strategy: str, report: bool) -> list[tuple[str, str, int]]:
     meter.close()
     wrapped.close()
     return found
+
+
+def test_the_setting_reaches_the_engine() -> None:
+    """A weight that is NaN makes the first gradient of the backward NaN: that of the head."""
+    for report in (False, True):
+        case = Case("native", "optim_grads_params", 1, 1)
+        config = case.config()
+        config.engine.report_nan_in_param_grad = report
+        engine = NativeEngine(LlamaWorkload(config), config, Ranks(0, 1, 0, torch.device("cpu")))
+        for bucket in engine.model.buckets:
+            bucket.main_pieces[0].fill_(float("nan"))
+        engine.forward_backward(batches(case, 0, 1)[0], last=True)
+        if report:
+            with pytest.raises(FloatingPointError, match=r"head.* on rank 0 in microbatch 1: 744 NaN of 744 elements"):
+                engine.step(1e-3)
+        else:
+            assert math.isnan(engine.step(1e-3))
+        engine.close()
 
 
 # -- ranks that start apart --------------------------------------------------------------------------------------------
