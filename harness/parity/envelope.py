@@ -30,6 +30,7 @@ two the model is as likely to be off as the run, and the answer is UNDECIDED.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from statistics import NormalDist
@@ -82,7 +83,7 @@ class Depth(NamedTuple):
 
     @classmethod
     def of(cls, family: ModelFamily, experts_per_token: int) -> Depth:
-        """Counted as docs/verdicts.md says."""
+        """Counted as docs/verdicts.md does."""
         if family is ModelFamily.odd:
             return ODD_DEPTH
         if family is ModelFamily.moe:  # the gate, the product with it, the sum over experts; and the router
@@ -116,6 +117,8 @@ class Arithmetic:
     num_experts: int = 1
     """Experts a token chooses among; 1 where nothing is chosen."""
     experts_per_token: int = 1
+    reused: str = ""
+    """Pattern of the parameters that a forward uses more than once; none where empty."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
@@ -138,6 +141,7 @@ class Arithmetic:
             family=model.family,
             num_experts=model.num_experts if routed else 1,
             experts_per_token=model.experts_per_token if routed else 1,
+            reused=_reused(model),
         )
 
     @property
@@ -216,6 +220,12 @@ def _model(config: Mapping[str, Any]) -> ModelConfig:
     return ModelConfig(**{**known, "family": family if isinstance(family, ModelFamily) else ModelFamily[family]})
 
 
+def _reused(model: ModelConfig) -> str:
+    if model.family is ModelFamily.odd:
+        return r"embedding\.weight|blocks\.\d+\.ffn\..*" + (r"|blocks\.0\..*" if model.repeat_unit else "")
+    return r"embedding\.weight" if model.tie_embeddings else ""
+
+
 @dataclass(frozen=True)
 class Envelope:
     """What rounding allows between two runs that start from the same weights and are fed the same tokens."""
@@ -273,11 +283,17 @@ class Envelope:
         """Largest relative distance of one tensor's gradient at step 1."""
         return SAFETY * math.hypot(self.arm.gradient, self.control.gradient)
 
-    @property
-    def floor(self) -> float:
+    def floor(self, name: str) -> float:
         """Distance that reductions alone explain, of a single element too: what tells kernels that agree from equal
-        bits."""
-        return SAFETY * SIGMAS * math.hypot(self.arm.reduction, self.control.reduction)
+        bits.
+
+        The gradients of a parameter that is used more than once are added in the compute dtype by one engine, in the
+        main gradients' by another: no kernel need differ for that.
+        """
+        sums = [run.reduction for run in (self.arm, self.control)]
+        if self.arm.reused and re.fullmatch(self.arm.reused, name):
+            sums += [RMS * UNIT[run.compute] for run in (self.arm, self.control)]
+        return SAFETY * SIGMAS * math.hypot(*sums)
 
     def piece(self, numel: int) -> float:
         """Largest distance of a piece of a tensor: over a half of its own mean square it may lie sqrt(2) farther off,

@@ -146,15 +146,22 @@ def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -
     )
 
 
+def _room(pair: TensorPair, rerouted: float) -> float:
+    """What swapped routes may add to a tensor that all tokens feed; experts are counted instead (`_excused`)."""
+    return 0.0 if EXPERT.match(pair.name) else rerouted
+
+
 def _first_distance(pair: TensorPair, envelope: Envelope) -> Finding:
     allowed = envelope.few(pair.numel) * envelope.distance
-    return _distance(pair, allowed, REFUTED * math.hypot(allowed, envelope.rerouted))
+    return _distance(pair, allowed, REFUTED * math.hypot(allowed, _room(pair, envelope.rerouted)))
 
 
 def _block(pair: TensorPair, envelope: Envelope) -> Finding:
     block = pair.block
     allowed = envelope.few(pair.numel) * envelope.piece(block.stop - block.start)
-    verdict = grade(block.distance, allowed, REFUTED * math.hypot(allowed, math.sqrt(2) * envelope.rerouted))
+    verdict = grade(
+        block.distance, allowed, REFUTED * math.hypot(allowed, math.sqrt(2) * _room(pair, envelope.rerouted))
+    )
     note = "" if verdict is Grade.ok else f"elements {block.start} to {block.stop} of {pair.numel}"
     check = "gradient, worst piece"
     return Finding("T2", check, Stage.gradient, verdict, block.distance, allowed, step=1, tensor=pair.name, note=note)
@@ -169,10 +176,9 @@ def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
     if not pairs:
         return []
     typical = statistics.median(pair.block.distance for pair in pairs)
-    common = max(OUTLIER * typical, envelope.floor)
     found = []
     for pair in pairs:
-        allowed = envelope.few(pair.numel) * common
+        allowed = envelope.few(pair.numel) * max(OUTLIER * typical, envelope.floor(pair.name))
         verdict = grade(pair.block.distance, allowed, math.inf)
         note = "" if verdict is Grade.ok else f"{percent(typical)} is typical of this pair's tensors"
         check = "gradient among its fellows"
@@ -185,7 +191,7 @@ def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, 
     allowed = envelope.scale(pair.standard_error, pair.residual)
     if pair.numel < HANDFUL:
         allowed = max(allowed, envelope.few(pair.numel) * envelope.distance)
-    verdict = grade(abs(pair.b), allowed, REFUTED * (allowed + envelope.rerouted_scale))
+    verdict = grade(abs(pair.b), allowed, REFUTED * (allowed + _room(pair, envelope.rerouted_scale)))
     note = "" if verdict is Grade.ok else explain(pair.b, allowed, factors)
     return Finding(
         "T2", "gradient scale", Stage.gradient, verdict, abs(pair.b), allowed, step=1, tensor=pair.name, note=note

@@ -1,6 +1,8 @@
 """The decoder against arithmetic written out, its sizes against published ones, its start against its names."""
 
 import math
+import resource
+import time
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from harness.config.compose import composed, load_config, plain
 from harness.config.derived import parameter_count
 from harness.config.schema import Config, ModelConfig
 from harness.models.llama import Attention, Block, Embedding, Head, Llama, RMSNorm, rotary_tables, rotate
+from harness.models.registry import workload_for
 from harness.models.workload import LlamaWorkload
 from harness.probe.flops import flops_per_token
 from tests.factory import small_config
@@ -44,6 +47,21 @@ def test_parameter_counts_are_the_published_ones(name: str) -> None:
     built = sum(parameter.numel() for parameter in LlamaWorkload(config).build("meta", torch.bfloat16).parameters())
     assert built == parameter_count(config)
     assert built == pytest.approx(PUBLISHED[name], rel=5e-3)
+
+
+@pytest.mark.parametrize("name", sorted(PUBLISHED))
+def test_published_sizes_are_built_on_meta_at_once_and_without_memory(name: str) -> None:
+    """140 GB of weights would not go unnoticed; nor would one real tensor the size of a rotary table."""
+    workload = workload_for(_option(name))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    model = workload.build("meta", torch.bfloat16)
+    assert time.process_time() - start < 2.0  # measured: 0.01 to 0.3 s
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    assert (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024
+    )  # KiB: the tables in fp64, for a while
+    assert not workload.may_leave_unused
 
 
 def _option(name: str) -> Config:

@@ -1,0 +1,156 @@
+"""Trainings of the routed and the odd family that tests share: real data, plain torch, and any engine on ranks."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.config.compose import composed, load_config, plain
+from harness.config.schema import Config, Dtype, EngineName, Strategy
+from harness.engines import optim
+from harness.engines.protocol import Microbatch, Ranks
+from harness.engines.registry import engine_class
+from harness.models.registry import workload_for
+from harness.models.workload import TokenWorkload
+
+Tensors = dict[str, Tensor]
+LR, STEPS = 1e-2, 3
+
+
+torch.set_num_threads(1)
+
+
+@cache
+def _composed(overrides: tuple[str, ...]) -> Config:
+    return load_config(plain(composed([*overrides])))
+
+
+def option(*overrides: str, **changes: Any) -> Config:
+    """A composed configuration; `changes` are settings of the group `model`."""
+    config = copy.deepcopy(_composed(overrides))
+    for key, value in changes.items():
+        assert hasattr(config.model, key), key
+        setattr(config.model, key, value)
+    return config
+
+
+def filled(workload: TokenWorkload, dtype: torch.dtype = torch.float64) -> nn.Module:
+    """The model with its initial weights."""
+    model = workload.build("cpu", dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(workload.initial_weight(name, parameter.shape))
+    return model
+
+
+def rows(config: Config, count: int, seed: int = 0, length: int = 9) -> list[Microbatch]:
+    """Sequences of random bytes, one a microbatch."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, min(256, config.model.vocab_size), (count, 1, length + 1), generator=generator)
+    return [Microbatch(tokens[:, :-1], tokens[:, 1:]) for tokens in drawn]
+
+
+def joined(parts: list[Microbatch], size: int) -> list[Microbatch]:
+    """The same sequences in microbatches of `size`."""
+    groups = [parts[start : start + size] for start in range(0, len(parts), size)]
+    return [Microbatch(*(torch.cat(each) for each in zip(*group, strict=True))) for group in groups]
+
+
+def mean_gradient(workload: TokenWorkload, model: nn.Module, parts: list[Microbatch]) -> tuple[float, Tensors]:
+    """Loss and gradient of the mean over microbatches; zeros for what none of them used."""
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    model.zero_grad(set_to_none=True)
+    losses = [workload.loss(model, part) / len(parts) for part in parts]
+    for loss in losses:
+        loss.backward()
+    gradients = {n: torch.zeros_like(w) if w.grad is None else w.grad.clone() for n, w in trained.items()}
+    return sum(loss.item() for loss in losses), gradients
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some steps of one model on any engine: microbatches of one sequence, M = world_size * k of them a step."""
+
+    model: str
+    world_size: int
+    k: int
+    strategy: str = "no_shard"
+    engine: str = "native"
+    dtype: str = "fp32"
+
+    def config(self) -> Config:
+        config = option(f"model={self.model}", max_seq_len=16)
+        config.engine.name, config.sharding.strategy = EngineName[self.engine], Strategy[self.strategy]
+        config.mesh.world_size, config.data.seq_len = self.world_size, 9
+        config.train.microbatch_size, config.train.global_batch_size = 1, self.world_size * self.k
+        format_ = Dtype[self.dtype]
+        for role in ("compute", "main_params", "main_grads", "grad_comm", "grad_accum"):
+            setattr(config.dtype, role, format_)
+        config.optimizer.lr, config.optimizer.eps, config.optimizer.clip_norm = LR, 1e-4, 0.5
+        return config
+
+    def step(self, number: int) -> list[Microbatch]:
+        """All microbatches of a step, in global order."""
+        return rows(self.config(), self.world_size * self.k, 100 * number)
+
+
+@dataclass
+class Outcome:
+    gradients: Tensors
+    """Of the first step, before clipping."""
+    weights: Tensors
+    norms: list[float]
+    facts: dict[str, Any]
+
+
+def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
+    """Several cases in one process group; tensors are kept on rank 0 only."""
+    return [_run(rank, case) for case in cases]
+
+
+def _run(rank: int, case: Case) -> Outcome:
+    config = case.config()
+    engine = engine_class(config.engine.name)(
+        workload_for(config), config, Ranks(rank, case.world_size, rank, torch.device("cpu"))
+    )
+    outcome = Outcome({}, {}, [], {})
+    for number in range(1, STEPS + 1):
+        own = case.step(number)[rank * case.k : (rank + 1) * case.k]
+        for part in own:
+            engine.forward_backward(part, last=part is own[-1])
+        if number == 1:
+            outcome.gradients = {name: value for name, value in engine.named_gradients() if rank == 0}
+        outcome.norms.append(engine.step(LR))
+    outcome.weights = {name: value for name, value in engine.named_weights() if rank == 0}
+    outcome.facts["weight_norm"] = engine.weight_norm()
+    engine.close()
+    return outcome
+
+
+def plain_run(case: Case, dtype: torch.dtype = torch.float64) -> Outcome:
+    """The same in plain torch on one process: what must come out."""
+    config = case.config()
+    workload = workload_for(config)
+    model = filled(workload, dtype)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for name, weight in trained.items():
+        groups[workload.decays(name, weight.shape)].append(weight)
+    optimizer = optim.make_optimizer(config.optimizer, [optim.Group(each, decays) for decays, each in groups.items()])
+    outcome = Outcome({}, {}, [], {})
+    for number in range(1, STEPS + 1):
+        _, gradients = mean_gradient(workload, model, case.step(number))
+        if number == 1:
+            outcome.gradients = gradients
+        outcome.norms.append(optim.global_norm(gradients.values()))
+        scale = optim.clip_coefficient(outcome.norms[-1], config.optimizer.clip_norm)
+        for name, weight in trained.items():
+            weight.grad = gradients[name] * scale
+        optimizer.step()
+    outcome.weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    return outcome

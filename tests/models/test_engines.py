@@ -1,0 +1,125 @@
+"""Both families on the engine and in one process, against plain torch in fp64: the awkward cases reach every strategy.
+
+Gradients of step 1 tell a wrong reduction; norms of all steps and the updates after the third tell stale, untied or
+decayed weights. Bounds are roundings of the dtype, against the tensor's own size or a thousandth of the whole
+gradient's, whichever is larger: a gain's gradient is a sum that cancels.
+"""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.models.registry import workload_for
+from tests.models.families import STEPS, Case, Outcome, filled, plain_run, run_cases
+from tests.spawn import run_ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+MODELS = ("odd", "odd_units", "moe")
+ROUNDINGS = 64
+UPDATE = 2e-4
+"""Relative error of three updates: Adam with eps = 1e-4 stretches a gradient's rounding, and no fault is this small."""
+UNIT = {"fp32": 2.0**-24, "fp64": 2.0**-53}
+
+
+def cases(world_size: int) -> list[Case]:
+    """Every strategy with two microbatches a rank; one of them in fp64, where rounding hides nothing."""
+    found = [Case(model, world_size, 2, strategy) for model, strategy in itertools.product(("odd", "moe"), STRATEGIES)]
+    found += [Case("odd_units", world_size, 2, strategy) for strategy in (STRATEGIES[0], STRATEGIES[-1])]
+    return found + [Case(model, world_size, 1, "optim_grads_params", dtype="fp64") for model in MODELS]
+
+
+@cache
+def outcomes(world_size: int) -> dict[Case, Outcome]:
+    return dict(zip(cases(world_size), run_ranks(run_cases, world_size, cases(world_size))[0], strict=True))
+
+
+@cache
+def reference(model: str, world_size: int, k: int) -> Outcome:
+    return plain_run(Case(model, world_size, k))
+
+
+@cache
+def initial(model: str) -> dict[str, Tensor]:
+    built = filled(workload_for(Case(model, 1, 1).config()))
+    return {name: weight.detach() for name, weight in built.named_parameters()}
+
+
+def check(found: Outcome, case: Case) -> None:
+    right, unit = reference(case.model, case.world_size, case.k), UNIT[case.dtype]
+    start = initial(case.model)
+    assert list(found.gradients) == list(right.gradients), "trained parameters, in model order"
+    assert list(found.weights) == list(right.weights), "all parameters, tied ones once"
+    whole = right.norms[0]
+    for name, gradient in right.gradients.items():
+        error = (found.gradients[name].double() - gradient).norm()
+        assert error <= ROUNDINGS * unit * (gradient.norm() + 1e-3 * whole), f"gradient of {name}"
+    for norm, expected in zip(found.norms, right.norms, strict=True):
+        assert norm == pytest.approx(expected, rel=1e-5 if case.dtype == "fp32" else 1e-11)
+    for name, weight in right.weights.items():
+        moved = weight - start[name]
+        if name not in right.gradients:
+            assert torch.equal(found.weights[name].double(), start[name]), f"{name} is frozen"
+            continue
+        error = (found.weights[name].double() - weight).norm()
+        slack = UPDATE if case.dtype == "fp32" else 1e-9
+        assert error <= slack * moved.norm() + 2 * unit * weight.norm(), f"update of {name}"
+    squares = sum(weight.double().square().sum().item() for weight in found.weights.values())
+    assert found.facts["weight_norm"] == pytest.approx(squares**0.5, rel=1e-12), "each weight counted once"
+
+
+@pytest.mark.parametrize("case", [*cases(2), *cases(3)], ids=str)
+def test_sharded_training_is_plain_training(case: Case) -> None:
+    check(outcomes(case.world_size)[case], case)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_is_plain_training(model: str) -> None:
+    case = Case(model, 1, 4, engine="single", dtype="fp64")
+    check(run_ranks(run_cases, 1, [case])[0][0], case)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_ranks_do_not_use_the_same_parameters(world_size: int) -> None:
+    """What the cases above are about: within a step some microbatches leave a parameter out that others use."""
+    for model, part in (("odd", ".side."), ("odd_units", ".side."), ("moe", ".experts.")):
+        case = Case(model, world_size, 2)
+        workload = workload_for(case.config())
+        built = filled(workload, torch.float32)
+        patterns = []
+        for number in range(1, STEPS + 1):
+            used = []
+            for batch in case.step(number):
+                built.zero_grad(set_to_none=True)
+                workload.loss(built, batch).backward()
+                used.append({n for n, w in built.named_parameters() if part in n and w.grad is not None})
+            patterns.append([set().union(*used[rank * 2 : rank * 2 + 2]) for rank in range(world_size)])
+        assert any(len({frozenset(each) for each in ranks}) > 1 for ranks in patterns), model
+
+
+def test_the_bounds_notice_a_fault() -> None:
+    """A factor, a lost tie, a frozen weight that moved: on outcomes that pass."""
+    case = Case("odd", 2, 2, "optim")
+    right = reference("odd", 2, 2)
+    good = Outcome(dict(right.gradients), dict(right.weights), list(right.norms), {"weight_norm": _norm(right)})
+    check(good, case)
+    for change in (
+        "gradients:blocks.1.gain",
+        "gradients:cells",
+        "weights:embedding.weight",
+        "weights:frozen.linear.bias",
+    ):
+        kind, _, name = change.partition(":")
+        tensors = dict(getattr(right, kind))
+        tensors[name] = tensors[name] * 1.001
+        bad = Outcome(**{**good.__dict__, kind: tensors})
+        with pytest.raises(AssertionError):
+            check(bad, case)
+
+
+def _norm(outcome: Outcome) -> float:
+    return sum(weight.square().sum().item() for weight in outcome.weights.values()) ** 0.5
