@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp import optimizer as optim
 from harness.fsdp import state
+from harness.fsdp.arguments import group_of, refuse_unbuilt, resolve_classes
 from harness.fsdp.buffer import Bucket, BucketContext, InitialValue
 from harness.fsdp.collectives import Communicator, make_reduction
 from harness.fsdp.device import DeviceRuntime
@@ -27,7 +27,7 @@ from harness.fsdp.gather import GatherPipeline
 from harness.fsdp.guards import GradientGuard
 from harness.fsdp.hooks import HookDriver
 from harness.fsdp.memory import BucketMemory, placeholder
-from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy, Numerics, Strategy, refuse_renamed
+from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy, Numerics, Strategy
 from harness.fsdp.reduce import ReducePipeline
 from harness.fsdp.units import Unit, plan_units
 
@@ -94,7 +94,7 @@ class ShardedModel(nn.Module):
         self._memory = BucketMemory(device)
         self._comm = Communicator(group, self._runtime)
         self.grad_divisor = float(grad_divisor if grad_divisor is not None else self._comm.size)
-        self._units = self._build_units(_resolve_classes(unit_modules or ()), initial_value)
+        self._units = self._build_units(resolve_classes(unit_modules or ()), initial_value)
         self.buckets: list[Bucket] = [bucket for unit in self._units for bucket in unit.buckets]
         self._trainable = {bucket.name: bucket for bucket in self.buckets if bucket.trainable}
         self._reductions = {
@@ -361,50 +361,6 @@ def _refuse_state_dict(*_: Any) -> None:
     )
 
 
-def _resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Module]]:
-    classes = []
-    for each in modules:
-        if isinstance(each, str):
-            path, _, name = each.rpartition(".")
-            try:
-                each = getattr(import_module(path), name)
-            except (ImportError, AttributeError, ValueError) as error:
-                raise ValueError(f"fsdp_unit_modules: {each!r} is no importable class path ({error})") from error
-        if not (isinstance(each, type) and issubclass(each, nn.Module)):
-            raise ValueError(f"fsdp_unit_modules: {each!r} is no nn.Module class")
-        classes.append(each)
-    return classes
-
-
-_UNBUILT = {
-    "dp_outer_dim": None,
-    "tp_dim": None,
-    "hybrid_fsdp_group": None,
-    "hybrid_fsdp_expt_group": None,
-    "expt_device_mesh": None,
-    "fsdp_group_ag": None,
-    "expt_fsdp_group_ag": None,
-    "outer_dp_sharding_strategy": 0,
-    "init_model_with_meta_device": False,
-    "overlap_grad_reduce": True,
-    "overlap_param_gather": True,
-    "sync_model_each_microbatch": True,
-    "preproc_state_dict_for_dcp_ckpt": True,
-    "average_in_collective": False,
-    "disable_bucketing": False,
-    "keep_fp8_transpose_cache": False,
-    "nccl_ub": False,
-    "fsdp_double_buffer": False,
-    "fsdp_db_use_persist_buf_on_alloc_fail": False,
-    "disable_symmetric_registration": False,
-    "enable_fine_grained_param_gather": False,
-    "use_decoupled_grad": False,
-    "cuda_graph_mode": False,
-    "maxpool_double_buffer": False,
-}
-"""Arguments of megatron-fsdp that are not built, with the one value that asks for nothing."""
-
-
 def fully_shard_model(
     module: nn.Module,
     *,
@@ -432,14 +388,14 @@ def fully_shard_model(
         TypeError: an argument neither engine knows.
         ValueError: a value is wrong.
     """
-    _refuse_unbuilt(unbuilt)
+    refuse_unbuilt(unbuilt)
     if calculate_per_token_loss:
         if grad_divisor is not None:
             raise ValueError(f"calculate_per_token_loss=True divides by nothing; drop grad_divisor={grad_divisor}")
         grad_divisor = 1.0
     return ShardedModel(
         module,
-        group=_group_of(device_mesh, dp_shard_dim),
+        group=group_of(device_mesh, dp_shard_dim),
         unit_modules=fsdp_unit_modules,
         strategy=zero_dp_strategy,
         mixed_precision_policy=mixed_precision_policy,
@@ -503,25 +459,3 @@ def fully_shard(
     """
     model = fully_shard_model(module, **kwargs)
     return model, fully_shard_optimizer(model, optimizer)
-
-
-def _refuse_unbuilt(arguments: Mapping[str, Any]) -> None:
-    refuse_renamed(arguments, "fully_shard")
-    for name, value in arguments.items():
-        if name not in _UNBUILT:
-            raise TypeError(f"fully_shard got an unexpected argument {name!r}")
-        if value != _UNBUILT[name]:
-            raise NotImplementedError(f"{name}={value!r} is not built; only {name}={_UNBUILT[name]!r} is accepted")
-
-
-def _group_of(mesh: DeviceMesh | None, dim: str | None) -> dist.ProcessGroup | None:
-    if mesh is None:
-        if dim is not None:
-            raise ValueError(f"dp_shard_dim={dim!r} names a mesh dimension, but device_mesh is None")
-        return None
-    names = mesh.mesh_dim_names or ()
-    if dim is None and mesh.ndim == 1:
-        return mesh.get_group()
-    if dim not in names:
-        raise ValueError(f"dp_shard_dim={dim!r} is not a dimension of the device mesh; it has {', '.join(names)}")
-    return mesh.get_group(dim)

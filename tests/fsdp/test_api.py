@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
-from harness.fsdp.api import _UNBUILT, fully_shard_optimizer
+from harness.fsdp.api import fully_shard_optimizer
+from harness.fsdp.arguments import UNBUILT
 from tests.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
@@ -45,13 +46,13 @@ def group(tmp_path: Any) -> Any:
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(_UNBUILT))
+@pytest.mark.parametrize("name", sorted(UNBUILT))
 def test_an_argument_that_is_not_honoured_is_refused_by_name(name: str) -> None:
-    ask = "something" if _UNBUILT[name] is None else (not _UNBUILT[name])
+    ask = "something" if UNBUILT[name] is None else (not UNBUILT[name])
     model = make()
     with pytest.raises(NotImplementedError, match=f"{name}="):
         fully_shard(model, sgd(model), **{name: ask})
-    fully_shard_model(make(), **{name: _UNBUILT[name]}).close()
+    fully_shard_model(make(), **{name: UNBUILT[name]}).close()
 
 
 def test_an_argument_nobody_knows_is_a_type_error() -> None:
