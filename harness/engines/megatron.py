@@ -10,8 +10,8 @@ the attribute it sets, `is_last_microbatch`, is set here before every microbatch
 
 [Note: Main weights] The package copies main weights from the compute weights, which bf16 has rounded by then. It takes
 an unrounded value from a parameter that offers `get_high_precision_init_val`, meant for FP8; every parameter offers it
-here, so that main weights equal the initial values to the bit. Main weights are always a buffer of their own, also where
-they have the compute dtype: that is what naming `main_params_dtype` means to the package.
+here, so that main weights equal the initial values to the bit. Main weights are always a buffer of their own, even
+where they have the compute dtype: that is what naming `main_params_dtype` means to the package.
 
 [Note: The step before the first] `fully_shard_optimizer` takes an optimizer step on zero gradients to create state, and
 leaves its traces: Adam's step count is 1 (the first updates are too small), and momentum holds the weight decay of a
@@ -81,7 +81,7 @@ class MegatronEngine(Engine):
             report_nan_in_param_grad=config.engine.report_nan_in_param_grad,
         )
         workload.materialise_buffers(module, ranks.device)  # emptied again where beside a parameter on meta
-        self.weights: dict[str, DTensor] = {name: weight for name, weight in module.named_parameters()}
+        self.weights: dict[str, nn.Parameter] = dict(module.named_parameters())
         self.buckets = Buckets(self.model.param_and_grad_buffer, self.shards_state, ranks)
         self.shard_group = self._shard_group(mesh)
         self.optimizer = self._optimizer(package)

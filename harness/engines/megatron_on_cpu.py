@@ -8,8 +8,8 @@ What the layer changes, and what that means for a number measured on a CPU:
 
 1. Streams and events do nothing: the one thread runs everything in the order of issue. On a GPU the package orders the
    same operations by events; a result that differs there is a missing event, which a CPU cannot show.
-2. `all_gather_into_tensor`, `reduce_scatter_tensor` and `all_reduce` return when they are done. gloo works in threads of
-   its own and the package frees buffers in stream order, so that a pending one would read freed memory. Nothing
+2. `all_gather_into_tensor`, `reduce_scatter_tensor` and `all_reduce` return when they are done. gloo works in threads
+   of its own and the package frees buffers in stream order, so that a pending one would read freed memory. Nothing
    overlaps, and times say nothing of a GPU.
 3. Collectives of one unit are issued one by one: gloo cannot coalesce them. A meter sees the same bytes in more calls.
 4. `gradient_reduce_div_fusion=False`: gradients are multiplied by 1 / DP before the sum instead of inside it
@@ -17,8 +17,8 @@ What the layer changes, and what that means for a number measured on a CPU:
 5. Buffers and checks that ask for the current CUDA device get the CPU.
 
 Layout, buffers, hooks, the order of collectives, dtypes, scaling and the optimizer are the package's own code. So what
-is wrong here by more than rounding is wrong on a GPU too, unless it hangs on the order of streams. Rounding carries over
-for fp32. It does not for 16-bit wires: gloo adds in the wire's dtype, hop by hop, where NCCL may keep fp32 within a hop.
+is wrong here by more than rounding is wrong on a GPU too, unless it hangs on the order of streams. Rounding carries
+over for fp32. For 16-bit wires it does not: gloo adds in the wire's dtype at every hop, where NCCL may keep fp32.
 """
 
 from __future__ import annotations
@@ -51,10 +51,9 @@ def install() -> bool:
     """
     if torch.cuda.is_available():
         return False
-    engine, buffers, entry, uneven, utils = (
-        import_module(f"megatron_fsdp.{name}")
-        for name in ("megatron_fsdp", "param_and_grad_buffer", "fully_shard", "uneven_dtensor", "utils")
-    )
+    names = ("megatron_fsdp", "param_and_grad_buffer", "fully_shard", "uneven_dtensor", "utils")
+    modules: list[Any] = [import_module(f"megatron_fsdp.{name}") for name in names]
+    engine, buffers, entry, uneven, utils = modules
     if isinstance(engine.torch, _Face):
         return True
     streams = _Face(
