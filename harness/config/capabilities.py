@@ -25,8 +25,18 @@ class Capabilities:
     """Most ranks; None is any number."""
     formats: tuple[Dtype, ...] = tuple(Dtype)
     """Dtypes it takes in any role."""
+    main_formats: tuple[Dtype, ...] | None = None
+    """Dtypes main weights and main gradients can have, where these are fewer."""
+    uncast: tuple[Strategy, ...] = ()
+    """Strategies under which it computes in the dtype of the main weights alone."""
     equal_dtypes: tuple[tuple[str, str], ...] = EQUAL_GRADIENTS
     """Fields of the group `dtype` that must agree: the engine has one dtype for both roles."""
+    compressed_wires: tuple[Dtype, ...] = ()
+    """Dtypes gradients can travel in although `equal_dtypes` ties the wire to another role."""
+    outer_sums_in_wire: bool = False
+    """Whether sums over microbatches wait for the outer axis in dtype.grad_comm, where it is reduced once a step."""
+    waiting_sums_in_compute: bool = False
+    """Whether sums over microbatches wait for no_shard's one reduction a step in dtype.compute."""
     idle_parameters: bool = True
     """Whether a microbatch may leave trained parameters without a gradient on some ranks and not on others."""
     lone_gradient_shards: bool = True
@@ -61,13 +71,17 @@ ENGINES: dict[EngineName, Capabilities] = {
         strategies=(Strategy.optim_grads, Strategy.optim_grads_params),
         hybrid=_HYBRID[1:],
         equal_dtypes=(("main_grads", "main_params"),),
+        outer_sums_in_wire=True,
     ),
     EngineName.fsdp1: Capabilities(
         strategies=(Strategy.no_shard, Strategy.optim_grads, Strategy.optim_grads_params),
         hybrid=_HYBRID[1:],
         equal_dtypes=(("main_grads", "main_params"),),
+        waiting_sums_in_compute=True,
     ),
-    EngineName.ddp: Capabilities(strategies=(Strategy.no_shard, Strategy.optim)),
+    EngineName.ddp: Capabilities(
+        strategies=(Strategy.no_shard, Strategy.optim), compressed_wires=(Dtype.bf16, Dtype.fp16)
+    ),
     EngineName.megatron_fsdp: Capabilities(
         strategies=tuple(Strategy),
         hybrid=(*_HYBRID, (Strategy.optim_grads_params, OuterStrategy.optim)),
@@ -80,8 +94,11 @@ ENGINES: dict[EngineName, Capabilities] = {
     ),
     EngineName.deepspeed: Capabilities(
         strategies=tuple(Strategy),
-        formats=HALF_OR_SINGLE,
+        formats=(Dtype.fp32, Dtype.bf16),
+        main_formats=(Dtype.fp32,),
+        uncast=(Strategy.no_shard,),
         equal_dtypes=(),
+        idle_parameters=False,
         package="deepspeed==0.19.8",
         build_isolation=False,
     ),

@@ -52,8 +52,11 @@ STRATEGIES = {
 }
 """FSDP1's name of each strategy on one axis, and with an outer axis."""
 
-KNOWN_WARNINGS = ("The `NO_SHARD` sharding strategy is deprecated. If having issues, please use ",)
-"""Beginnings of what FSDP1 says of choices made here on purpose."""
+KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    (r"The `NO_SHARD` sharding strategy is deprecated\. If having issues, please use ", FutureWarning),
+    (r"\S* has both parameters with requires_grad=True and False\. We do not recommend wrapping such", UserWarning),
+)
+"""What FSDP1 says of choices made on purpose: the strategy, and units of a model that freezes part of them."""
 
 
 class Fsdp1Engine(ShardedEngine):
@@ -74,8 +77,8 @@ class Fsdp1Engine(ShardedEngine):
         strategy, mesh = self._strategy(config, ranks)
         units = {id(unit) for unit in units_of(model, workload.unit_classes)}
         with warnings.catch_warnings():
-            for message in KNOWN_WARNINGS:
-                warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+            for message, category in KNOWN_WARNINGS:
+                warnings.filterwarnings("ignore", message=message, category=category)
             self.model = FullyShardedDataParallel(
                 model,
                 device_mesh=mesh,
@@ -135,7 +138,7 @@ class Fsdp1Engine(ShardedEngine):
         """Elements this rank keeps of each unit's flat parameter, and whether it has a gradient."""
         handles = [module._handle for module in FullyShardedDataParallel.fsdp_modules(self.model)]
         flats = [handle.flat_param for handle in handles if handle is not None]
-        return [(flat.numel(), any(param.requires_grad for param in flat._params)) for flat in flats]
+        return [(flat.numel(), any(param.requires_grad for param in flat._params or ())) for flat in flats]
 
     def _padding_elements(self) -> int:
         return sum(numel for numel, _ in self._flat_parameters()) - sum(

@@ -4,8 +4,8 @@
 keeps from one to the other. `optim_grads` gathers them once a step: they stay after the forward
 (`reshard_after_forward=False`) and, while microbatches follow, after the backward
 (`set_reshard_after_backward(False)`), which is what ZeRO-2 keeps; after the last backward they are freed, since the
-optimizer is about to change them. Both reduce-scatter every microbatch's gradients and add them to the shard in the main
-dtype. With an outer axis the mesh is (Replicate, Shard), and the outer all-reduce runs once a step
+optimizer is about to change them. Both reduce-scatter every microbatch's gradients and add them to the shard in the
+main dtype. With an outer axis the mesh is (Replicate, Shard), and the outer all-reduce runs once a step
 (`set_requires_all_reduce`).
 
 Dtypes: the sharded parameters are the main weights; a unit is gathered in the compute dtype (`param_dtype`) and its
@@ -21,9 +21,9 @@ Limits, on torch 2.13:
   dtype.allow_low_precision_grads=true accepts it.
 - All ranks run the same units in the same order in each microbatch: a unit's all-gather and reduce-scatter are
   collective. A parameter that some ranks do not use inside a unit they do run is handled
-  (`set_reduce_scatter_unused_params`). Ranks that run *different units* disagree about their collectives: torch raises,
-  hangs, or exchanges the wrong buffers. The order of units is compared at the end of a step, which raises a
-  `RuntimeError` where nothing else did.
+  (`set_reduce_scatter_unused_params`). Ranks that run *different units* disagree about their collectives: gloo raises
+  or waits until its timeout, or, where two units have the same shapes and trade places, exchanges the wrong buffers
+  without a word. No shipped model does that.
 - fp16 gets no loss scale.
 """
 
@@ -102,7 +102,8 @@ class Fsdp2Engine(ShardedEngine):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
-        self.root.set_is_last_backward(last)
+        # Not set_is_last_backward(last): the order of units would then be kept from one microbatch to the next, and the
+        # last unit of a backward would prefetch the weights of the one before its forward, which nobody uses.
         self.root.set_requires_all_reduce(last)  # acts only with an outer axis
         if self.keeps_weights:
             self.root.set_reshard_after_backward(last)
@@ -124,5 +125,3 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
             if param not in made:
                 made[param] = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
             module._parameters[name] = made[param]
-
-

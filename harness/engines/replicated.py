@@ -53,13 +53,21 @@ class ReplicatedEngine(Engine):
         if self.compute_dtype is not self.main_dtype:
             shadow_weights(self.model, self.compute_dtype)
         self.names: dict[Tensor, str] = {weight: name for name, weight in self.weights.items()}
+        self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
+        self.reduced = False
+        """Whether the step's last microbatch has been run."""
         groups = {True: list[Tensor](), False: list[Tensor]()}
-        for name, weight in self.weights.items():
+        for name, weight in self.trained.items():
             groups[workload.decays(name, weight.shape)].append(weight)
-        self.optimizer = optim.make_optimizer(
+        whole = optim.make_optimizer(
             config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=fused
         )
-        optim.create_state(self.optimizer)
+        self.optimizer, self.local_optimizer = self._place_optimizer(whole)
+        optim.create_state(self.local_optimizer)
+
+    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """What is stepped, and what holds this rank's state; of an optimizer over all weights that has no state yet."""
+        return whole, whole
 
     def step(self, lr: float) -> float:
         """Clip, update, drop the gradients; returns the norm before clipping."""
@@ -72,6 +80,7 @@ class ReplicatedEngine(Engine):
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.reduced = False
         return norm
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -91,7 +100,7 @@ class ReplicatedEngine(Engine):
     def state_dict(self) -> dict[str, Tensor]:
         """Main weights and optimizer state by parameter name; not copied."""
         state = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}
-        moments = optim.optimizer_state(self.optimizer, self.names)
+        moments = optim.optimizer_state(self.local_optimizer, self.names)
         return state | {f"optimizer/{key}": value for key, value in moments.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -106,20 +115,23 @@ class ReplicatedEngine(Engine):
         """Bytes by role; gradients are counted as held, though they are freed between steps."""
         elements = sum(weight.numel() for weight in self.weights.values())
         shadowed = self.compute_dtype is not self.main_dtype
-        moments = optim.optimizer_state(self.optimizer, self.names).values()
+        moments = optim.optimizer_state(self.local_optimizer, self.names).values()
         return {
             "compute_weights": elements * self.compute_dtype.itemsize if shadowed else 0,
             "main_weights": elements * self.main_dtype.itemsize,
-            "main_grads": elements * self.main_dtype.itemsize,
+            "main_grads": sum(weight.numel() for weight in self.trained.values()) * self.main_dtype.itemsize,
             "optimizer": sum(value.numel() * value.element_size() for value in moments),
             "padding": 0,
             "buffers": sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
         }
 
     def _gradients(self) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in self.weights.items():
-            if weight.grad is None:
+        """Gradients by name; zeros for what no microbatch of the step used, which is then updated like all others."""
+        for name, weight in self.trained.items():
+            if not self.reduced:
                 raise RuntimeError(f"no gradient for {name}: no microbatch was marked as the step's last one")
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
             yield name, weight.grad
 
 

@@ -85,7 +85,7 @@ class ShardedEngine(Engine):
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         """What surrounds one microbatch's forward and backward."""
 
-    def _after_backward(self, last: bool) -> None:  # noqa: B027 - most have nothing to do
+    def _after_backward(self, last: bool) -> None:
         """Called when a microbatch's gradients have been reduced, or not, as `_rhythm` arranged."""
 
     @abstractmethod

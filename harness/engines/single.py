@@ -28,6 +28,7 @@ class SingleEngine(ReplicatedEngine):
         loss = self.workload.loss(self.model, batch)
         loss.backward()
         self.num_microbatches += 1
+        self.reduced = last
         if last:
             for _, gradient in self._gradients():
                 gradient.div_(self.num_microbatches)

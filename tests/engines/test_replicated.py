@@ -312,8 +312,8 @@ def test_single_refuses_what_it_cannot_do(changes: dict[str, Any], message: str)
 
 
 def test_ddp_refuses_another_wire_dtype() -> None:
-    with pytest.raises(ValueError, match=r"dtype\.grad_comm=bf16.*engine=native"):
-        build(small_config(engine__name=EngineName.ddp, dtype__grad_comm=Dtype.bf16))
+    with pytest.raises(ValueError, match=r"or in 16 bits: dtype\.grad_comm=fp64.*engine=native"):
+        build(small_config(engine__name=EngineName.ddp, dtype__grad_comm=Dtype.fp64))
 
 
 def test_step_without_a_last_microbatch_is_an_error() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
-from harness.config.derived import DTYPE_BYTES, accumulate_dtype, may_leave_unused
+from harness.config.derived import DTYPE_BYTES, accumulate_dtype, may_leave_unused, microbatches_per_rank
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Dtype, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
@@ -107,16 +107,38 @@ def formats_are_known(request: Request) -> Iterator[Violation]:
 
 
 @rule()
+def main_dtypes_are_possible(request: Request) -> Iterator[Violation]:
+    """Main weights and gradients have dtypes the engine keeps; weights are cast only where it casts them."""
+    config, can = request.config, capabilities_of(request.config)
+    for role in ("main_params", "main_grads"):
+        if can.main_formats is not None and getattr(config.dtype, role) not in can.main_formats:
+            yield Violation(
+                request.show(f"dtype.{role}"),
+                f"engine={config.engine.name.name} does not keep main weights and gradients in this dtype",
+                ", ".join(x.name for x in can.main_formats),
+                f"dtype.{role}={can.main_formats[0].name}, or engine=native",
+            )
+    if config.sharding.strategy in can.uncast and config.dtype.compute is not config.dtype.main_params:
+        casting = [s.name for s in can.strategies if s not in can.uncast]
+        yield Violation(
+            request.show("sharding.strategy", "dtype.compute"),
+            f"engine={config.engine.name.name} computes in the main weights' dtype with this strategy",
+            ", ".join([f"dtype.compute={config.dtype.main_params.name}", *(f"sharding={name}" for name in casting)]),
+            "dtype=fp32" + (f", or sharding={casting[0]}" if casting else ", or engine=native"),
+        )
+
+
+@rule()
 def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
     """Roles for which the engine has one dtype agree; sums are asked only of engines that make them."""
     engine, d, can = request.config.engine.name, request.config.dtype, capabilities_of(request.config)
     for role, other in can.equal_dtypes:
-        want = getattr(d, other)
-        if getattr(d, role) is not want:
+        want, wires = getattr(d, other), can.compressed_wires if role == "grad_comm" else ()
+        if getattr(d, role) is not want and getattr(d, role) not in wires:
             yield Violation(
                 request.show(f"dtype.{role}"),
                 f"engine={engine.name} has one dtype for this and for dtype.{other}",
-                want.name,
+                ", ".join(dict.fromkeys(x.name for x in (want, *wires))),
                 f"dtype.{role}={want.name}, or engine=native",
             )
     backend_sums = not can.sums_itself and d.grad_accum not in (None, d.grad_comm)
@@ -157,6 +179,30 @@ def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
             "null, fp32 or wider, and as wide as dtype.grad_comm",
             f"dtype.grad_accum={best}, or dtype.allow_low_precision_grads=true to accept it",
         )
+
+
+@rule("mesh.world_size", "mesh.dp_outer", "train.global_batch_size", "train.microbatch_size")
+def microbatches_are_summed_wide(request: Request) -> Iterator[Violation]:
+    """Sums over microbatches that wait for a reduction are as wide as the main gradients; less needs consent."""
+    config, can = request.config, capabilities_of(request.config)
+    d, engine = config.dtype, config.engine.name
+    if d.allow_low_precision_grads or microbatches_per_rank(config) <= 1:
+        return
+    waiting = config.sharding.strategy is Strategy.no_shard and can.waiting_sums_in_compute
+    cases = (
+        ("compute", d.compute, waiting, "until the step's reduction"),
+        ("grad_comm", d.grad_comm, config.mesh.dp_outer > 1 and can.outer_sums_in_wire, "until the outer axis reduces"),
+    )
+    for role, dtype, applies, until in cases:
+        if applies and not _holds(dtype, d.main_grads):
+            yield Violation(
+                request.show(f"dtype.{role}"),
+                f"engine={engine.name} keeps sums over microbatches in this dtype {until}, "
+                f"narrower than dtype.main_grads={d.main_grads.name}",
+                ", ".join(x.name for x in Dtype if _holds(x, d.main_grads)),
+                f"dtype.{role}={d.main_grads.name}, one microbatch a step, engine=native, "
+                "or dtype.allow_low_precision_grads=true to accept it",
+            )
 
 
 @rule()
@@ -226,8 +272,10 @@ RULES: tuple[Rule, ...] = (
     outer_axis_divides_the_ranks,
     hybrid_is_built,
     formats_are_known,
+    main_dtypes_are_possible,
     gradient_dtypes_are_possible,
     gradients_keep_their_precision,
+    microbatches_are_summed_wide,
     main_weights_are_no_narrower,
     bits_do_not_depend_on_cuts,
     idle_parameters_are_taken,
