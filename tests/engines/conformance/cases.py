@@ -20,15 +20,18 @@ from harness.config.schema import Config, DtypeConfig, EngineName, Numerics, Opt
 
 WORLD_SIZES = (1, 2, 3, 4)
 DTYPES = ("fp32", "bf16", "bf16_comm", "fp64")
+_ODD = ("model=odd", "model.vocab_size=31", "model.dim=13", "model.num_layers=2", "model.ffn_dim=17")
 MODELS = {
     "small": (
         *("model=tiny", "model.vocab_size=31", "model.dim=24", "model.num_layers=2", "model.num_heads=2"),
         *("model.num_kv_heads=1", "model.ffn_dim=20", "model.max_seq_len=16"),
     ),
-    "odd": ("model=odd", "model.vocab_size=31", "model.dim=13", "model.num_layers=2", "model.ffn_dim=17"),
+    "odd": _ODD,
+    "busy": (*_ODD, "model.skip_idle=false"),
 }
 """Models by name, small enough that starting the ranks takes longest. `odd` has what sharding gets wrong: tied, frozen,
-tiny and at times unused weights (harness/models/odd.py)."""
+tiny and at times unused weights (harness/models/odd.py); `busy` is the same with all of them used, for engines that
+cannot do without."""
 
 CLIP = 0.25
 """Below the norms that occur, so that it acts."""
@@ -100,7 +103,10 @@ class Case:
 @cache
 def cases(engine: str, adapter: str | None = None) -> tuple[Case, ...]:
     """The cases of one engine, those of one world size side by side."""
-    chosen = _cover([case for case in _combinations(engine, adapter) if _is_allowed(case)])
+    allowed = [case for case in _combinations(engine, adapter) if _is_allowed(case)]
+    if any(case.model == "odd" for case in allowed):
+        allowed = [case for case in allowed if case.model != "busy"]
+    chosen = _cover(allowed)
     return tuple(sorted(chosen, key=lambda case: case.world_size))
 
 

@@ -1,0 +1,54 @@
+"""What DeepSpeed's row refuses, and that its adapter leaves the process as it found it."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch.nn.functional as F
+
+from harness.config.compose import compose
+from harness.config.errors import BadRequest
+from tests.engines.conformance.cases import Case
+from tests.engines.conformance.trial import run_case
+from tests.spawn import run_ranks
+
+pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: make peers")
+
+REFUSED = {
+    "sharding=no_shard dtype=bf16": "computes in the main weights' dtype with this strategy",
+    "dtype=fp64": "does not take this dtype",
+    "dtype=bf16_pure": "does not keep main weights and gradients in this dtype",
+    "model=odd": "skip_idle",
+    "mesh=two_by_two": "does not run this hybrid",
+    "numerics=ordered": "cannot promise this order",
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_it_cannot_do_is_refused(words: str) -> None:
+    with pytest.raises(BadRequest, match=REFUSED[words]):
+        compose(["engine=deepspeed", *words.split(), "launch.dry_run=true"])
+
+
+def test_all_of_its_stages_are_taken() -> None:
+    for sharding in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+        for dtype in ("fp32", "bf16", "bf16_comm") if sharding != "no_shard" else ("fp32",):
+            compose(["engine=deepspeed", f"sharding={sharding}", f"dtype={dtype}", "launch.dry_run=true"])
+
+
+WATCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "DS_ACCELERATOR", "MASTER_ADDR", "MASTER_PORT")
+
+
+def surroundings(rank: int) -> list[str]:
+    """What an engine of ZeRO-3 that was used and closed left changed."""
+    case = Case("deepspeed", "optim_grads_params", None, 2, 1, "sgd", False, "bf16", "small", "fast")
+    before, linear = dict(os.environ), F.linear
+    run_case(case, case.config(), rank)
+    changed = [name for name in WATCHED if before.get(name) != os.environ.get(name)]
+    return changed + (["F.linear"] if F.linear is not linear else [])
+
+
+def test_nothing_is_left_behind() -> None:
+    assert run_ranks(surroundings, 2) == [[], []]
