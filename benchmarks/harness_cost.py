@@ -2,8 +2,9 @@
 
     python benchmarks/harness_cost.py
 
-An engine that does nothing is run through the real loop, so that all of a step's time is the harness's own. Figures
-are lower quartiles in milliseconds: other processes on the machine only ever add.
+An engine that does nothing is run through the real loop, so that all of a step's time is the harness's own. With two
+ranks the data is loaded while the exchange is under way. Figures are lower quartiles in milliseconds: other processes
+on the machine only ever add, and the load averages before and after say whether they did.
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ def quartile_ms(seconds: list[float]) -> float:
 def main() -> None:
     """Measure and write."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    before = os.getloadavg()[0]
     result = {
         "unit": "ms, lower quartile",
         "steps": STEPS,
@@ -116,6 +118,7 @@ def main() -> None:
         "two_ranks": run_ranks(two_ranks, 2)[0],
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "cores": os.cpu_count(),
+        "load_average": {"before": before, "after": os.getloadavg()[0]},
     }
     OUTPUT.parent.mkdir(exist_ok=True)
     OUTPUT.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -10,6 +10,10 @@ Python's own. A thread that starts while the meter runs is joined to it by torch
 without a Python name); torch warns about it in the log. Where that is missing and a thread was started, nothing is
 reported.
 
+[Note: Frees elsewhere] A tensor may be let go by a thread that tells nobody, such as gloo's after a collective. Torch
+keeps the running total for every thread while its flag `caffe2_report_cpu_memory_usage` is set, so the total that comes
+with each report is used, not the sum of the reports: what such a thread did shows with the next report of another.
+
 [Note: Not counted] Memory that is not the storage of a tensor: numpy's, gloo's and oneDNN's own buffers, Python's heap.
 """
 
@@ -42,6 +46,7 @@ from torch.autograd.profiler import record_function
 
 STEP = "harness.probe.storage.step"
 ENABLE = "_ZN5torch8autograd8profiler27enableProfilerInChildThreadEv"
+FLAG = "FLAGS_caffe2_report_cpu_memory_usage"
 DISABLE = "_ZN5torch8autograd8profiler28disableProfilerInChildThreadEv"
 
 
@@ -57,11 +62,13 @@ class StepBytes(NamedTuple):
 
 
 class Event(NamedTuple):
-    """A block handed out or taken back; or an edge of a step: no address, size 1 at its begin and -1 at its end."""
+    """A block handed out or taken back; or an edge of a step: no total, size 1 at its begin and -1 at its end."""
 
     time_ns: int
-    address: int | None
     size: int
+    """Bytes of the block, negative for one taken back."""
+    total: int | None
+    """Bytes of all blocks afterwards."""
 
 
 class StorageMeter:
@@ -73,6 +80,9 @@ class StorageMeter:
         Raises:
             RuntimeError: another profiler is active on this thread.
         """
+        self._flag = _report_flag()
+        if self._flag is not None:
+            self._flag.value = True
         config = ProfilerConfig(ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig(), "")
         activities = {ProfilerActivity.CPU}
         _prepare_profiler(config, activities)
@@ -87,11 +97,13 @@ class StorageMeter:
             yield
 
     def finish(self) -> list[StepBytes] | None:
-        """Stop, and give every step's bytes; None where some thread could not be followed."""
+        """Stop, and give every step's bytes; None where this build of torch does not let every thread be followed."""
         if self._threads is None:
             raise RuntimeError("this meter was stopped before")
         followed_all, result = self._stop(self._threads)
-        return replay(list(_events(result.experimental_event_tree()))) if followed_all else None
+        if not followed_all or self._flag is None:
+            return None
+        return summed(list(_events(result.experimental_event_tree())))
 
     def close(self) -> None:
         """Stop; a second call does nothing."""
@@ -101,26 +113,29 @@ class StorageMeter:
     def _stop(self, threads: _Threads) -> tuple[bool, Any]:
         followed_all, self._threads = threads.leave(), None
         result = _disable_profiler()
+        if self._flag is not None:
+            self._flag.value = False
         _clear_callbacks()  # a thread that joined took the place of ours, which would stay and slow what follows
         return followed_all, result
 
 
-def replay(events: Sequence[Event]) -> list[StepBytes]:
-    """Add up in order of time; a block reported twice without having been taken back replaces the earlier one."""
-    live: dict[int, int] = {}
-    total, began, peak = 0, 0, 0
-    steps = []
-    for event in sorted(events, key=lambda event: event.time_ns):
-        if event.address is not None:
-            total -= live.pop(event.address, 0)
-            if event.size > 0:
-                live[event.address] = event.size
-                total += event.size
-            peak = max(peak, total)
+def summed(events: Sequence[Event]) -> list[StepBytes]:
+    """Bytes of each step, above what there was before the first event; a step without an event changed nothing."""
+    ordered = sorted(events, key=lambda event: event.time_ns)
+    base = next((event.total - event.size for event in ordered if event.total is not None), 0)
+    steps: list[StepBytes] = []
+    before, seen = base, list[int]()  # totals within the step, the one at its begin first
+    for event in ordered:
+        if event.total is not None:
+            # The total before this event, not after the last one: what was freed unheard meanwhile is gone.
+            seen = seen or [event.total - event.size]
+            seen.append(event.total)
+            before = event.total
         elif event.size > 0:
-            began = peak = total
+            seen = []
         else:
-            steps.append(StepBytes(began, peak, total))
+            seen = seen or [before]
+            steps.append(StepBytes(seen[0] - base, max(seen) - base, seen[-1] - base))
     return steps
 
 
@@ -133,10 +148,10 @@ def _events(tree: Sequence[Any]) -> Iterator[Event]:
         kind, fields = event.typed
         if kind == _EventType.Allocation:
             if fields.device.type == "cpu":
-                yield Event(event.start_time_ns, fields.ptr, fields.alloc_size)
+                yield Event(event.start_time_ns, fields.alloc_size, fields.total_allocated)
         elif event.name == STEP:
-            yield Event(event.start_time_ns, None, 1)
-            yield Event(event.end_time_ns, None, -1)
+            yield Event(event.start_time_ns, 1, None)
+            yield Event(event.end_time_ns, -1, None)
 
 
 class _Threads:
@@ -178,14 +193,27 @@ class _Threads:
 
 def _child_calls() -> tuple[Callable[[], None], Callable[[], None]] | None:
     """Torch's functions that join this thread to the main thread's profiler, and end that; None where it has none."""
-    folder = Path(torch.__file__).parent / "lib"
-    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
-        if (folder / name).exists():
-            library = ctypes.CDLL(str(folder / name))
-            calls = [getattr(library, symbol, None) for symbol in (ENABLE, DISABLE)]
-            for call in calls:
-                if call is None:
-                    return None
-                call.restype = None
-            return calls[0], calls[1]  # type: ignore[return-value]
+    library = _library("libtorch_cpu")
+    calls = [getattr(library, symbol, None) for symbol in (ENABLE, DISABLE)]
+    if None in calls:
+        return None
+    for call in calls:
+        call.restype = None  # type: ignore[union-attr]
+    return calls[0], calls[1]  # type: ignore[return-value]
+
+
+def _report_flag() -> ctypes.c_bool | None:
+    """Torch's flag for a running total over all threads, where there is one. See [Note: Frees elsewhere]."""
+    library = _library("libc10")
+    try:
+        return None if library is None else ctypes.c_bool.in_dll(library, FLAG)
+    except ValueError:
+        return None
+
+
+def _library(name: str) -> ctypes.CDLL | None:
+    """One of torch's own libraries, which are loaded already."""
+    for path in (Path(torch.__file__).parent / "lib").glob(f"{name}.*"):
+        if path.suffix in (".so", ".dylib"):
+            return ctypes.CDLL(str(path))
     return None

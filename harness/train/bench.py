@@ -38,6 +38,7 @@ class Bench:
         if storage is None or step > self.warmup_steps:
             yield
             return
+        gc.collect()  # when cycles are collected is chance; what a step leaves in them is not kept
         with storage.step():
             yield
 
@@ -72,7 +73,7 @@ class Bench:
         }
 
     def _gather(self, last: StepBytes, before: StepBytes) -> None:
-        rows = self.control.gather([*last, last.left - before.left])
+        rows = self.control.gather([*last, last.persistent - before.persistent])
         self.tensor_bytes = {
             "step": self.warmup_steps,
             "persistent": [row[0] for row in rows],

@@ -20,7 +20,7 @@ def test_timing_implies_what_it_needs() -> None:
     assert config.measure.mode is MeasureMode.bench
     assert config.ckpt.policy is CkptPolicy.none
     assert config.measure.capture_steps == []
-    assert 2 <= config.measure.warmup_steps < config.train.steps
+    assert 3 <= config.measure.warmup_steps < config.train.steps
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_timing_implies_what_it_needs() -> None:
         ("wandb=offline", "wandb=disabled"),
         ("train.steps=5", "train.steps=15"),
         ("train.steps=6", "train.steps=15"),
-        ("measure.warmup_steps=1", "measure.warmup_steps=2"),
+        ("measure.warmup_steps=2", "measure.warmup_steps=3"),
         ("train.param_norm_every=5", "measure=default"),
     ],
 )
@@ -43,7 +43,7 @@ def test_a_refusal_names_its_knob_and_its_fix(override: str, fix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "overrides", [["train.steps=7"], ["measure.warmup_steps=2", "train.steps=4"], ["wandb=disabled", "ckpt=none"]]
+    "overrides", [["train.steps=7"], ["measure.warmup_steps=3", "train.steps=5"], ["wandb=disabled", "ckpt=none"]]
 )
 def test_the_smallest_requests_that_are_fine(overrides: list[str]) -> None:
     compose(["measure=bench", *overrides])

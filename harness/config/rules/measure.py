@@ -8,8 +8,9 @@ from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import CkptPolicy, MeasureMode, WandbMode
 
-LEAST_WARM_UP = 2
-"""The last warm-up step is where memory is read; one before it has made whatever is made once."""
+LEAST_WARM_UP = 3
+"""Memory is read in the last warm-up step, and in the one before to see that it has settled; the first makes what is
+made once."""
 
 
 def _is_bench(request: Request) -> bool:
