@@ -240,4 +240,4 @@ def is_stale(run: Path, digest: str | None = None, adapter: Mapping[str, Any] | 
         return False
     held, now = origin.get("adapter"), adapter or adapter_now(origin)
     edited = held is not None and now is not None and held["digest"] != now["digest"]
-    return edited or recorded != (digest or sources_digest())
+    return bool(edited or recorded != (digest or sources_digest()))

@@ -37,14 +37,13 @@ def find_adapter(run: Path) -> None:
 def _sources(run: Path, resuming: bool) -> dict[str, Any]:
     """The digest of what is loaded now, which edits since the submission may have changed."""
     origin = provenance.read(run)
+    recorded, current = origin.get("sources_digest"), provenance.sources_digest()
+    if resuming and recorded is not None and recorded != current:
+        raise _changed("the sources", recorded, current)
     adapter = provenance.adapter_now(origin)
-    current = {"sources_digest": provenance.sources_digest()} | ({"adapter": adapter} if adapter else {})
-    recorded = origin.get("sources_digest")
-    if resuming and recorded is not None and recorded != current["sources_digest"]:
-        raise _changed("the sources", recorded, current["sources_digest"])
     if resuming and adapter and origin["adapter"]["digest"] != adapter["digest"]:
         raise _changed(f"the files of {adapter['name']}", origin["adapter"]["digest"], adapter["digest"])
-    return current
+    return {"sources_digest": current} | ({"adapter": adapter} if adapter else {})
 
 
 def _changed(what: str, then: str, now: str) -> RuntimeError:
