@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.config.schema import OptimizerConfig, OptimizerName
+from harness.fsdp.norm import sum_of_squares
 
 
 class Group(NamedTuple):
@@ -47,8 +48,8 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 @torch.no_grad()
 def global_norm(tensors: Iterable[Tensor]) -> float:
     """Euclidean norm over all elements of all tensors, squares summed in fp64."""
-    squares = [torch.linalg.vector_norm(tensor, dtype=torch.float64).square() for tensor in tensors]
-    return math.sqrt(torch.stack(squares).sum().item())
+    held = list(tensors)
+    return math.sqrt(sum_of_squares(held, held[0].device).item())
 
 
 def clip_coefficient(norm: float, clip_norm: float | None) -> float:

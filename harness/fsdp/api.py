@@ -102,7 +102,15 @@ class ShardedModel(nn.Module):
         }
         self._gather = GatherPipeline(self._units, self._comm, self._runtime, prefetch)
         self._guard = GradientGuard(list(self._trainable.values()), self._comm) if report_nan_in_param_grad else None
-        self._reduce = ReducePipeline(self._units, self._reductions, self._comm, self._runtime, self._guard)
+        self._reduce = ReducePipeline(
+            self._units,
+            self._reductions,
+            self._comm,
+            self._runtime,
+            self._memory,
+            factor=1.0 / self.grad_divisor,
+            guard=self._guard,
+        )
         self._driver = HookDriver(
             self._units,
             self._gather,
@@ -215,13 +223,16 @@ class ShardedModel(nn.Module):
             raise RuntimeError(
                 "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
             )
-        if self._finished or not self.has_gradients:
+        if self._finished:
+            return
+        if not self.has_gradients:
+            for bucket in self._trainable.values():
+                bucket.settle_gradients()
             return
         self._drain()
         if self._guard is not None:
             self._guard.report()
-        for name, reduction in self._reductions.items():
-            reduction.finish(self._trainable[name].grad_pieces, self.grad_divisor)
+        self._reduce.finish()
         self._finished = True
 
     def _drain(self) -> None:

@@ -12,6 +12,11 @@
 Where main and compute dtype are one, the main weights *are* (a part of) the whole compute weights. Under
 optim_grads_params no compute shard is kept: a gather casts the main shard into this rank's place of the bucket.
 A frozen bucket has weights only, stored once in the compute dtype.
+
+[Note: First gradients] Flat gradient storage is not zeroed for autograd to add to: a parameter has no `.grad` until its
+first gradient of a bucket has arrived, which is copied over whatever its place held. Later ones are added in place.
+What never came is zeroed when the bucket is handed over. That saves a pass of writing and one of reading over all
+gradients.
 """
 
 from __future__ import annotations
@@ -175,6 +180,7 @@ class Bucket:
     def _build_gradients(self) -> None:
         self.grad_bucket: Tensor | None = None
         self.holds_sums = False
+        self._unwritten: set[int] = set()
         if not self.trainable:
             self.grad_pieces: list[Tensor] = []
             self.main_grads: Tensor | None = None
@@ -185,7 +191,13 @@ class Bucket:
         self.grad_pieces = self.own_pieces(self.main_grads) if whole else self.shard_pieces(self.main_grads)
         if whole:
             self.grad_bucket = self.main_grads
-            self._grad_views = [self._view(self.main_grads, slot) for slot in self.layout.slots]
+            self._view_gradients(self.main_grads)
+
+    def _view_gradients(self, bucket: Tensor) -> None:
+        """Let `bucket` take gradients, whatever it holds now; see [Note: First gradients]."""
+        self.grad_bucket = bucket
+        self._grad_views = [self._view(bucket, slot) for slot in self.layout.slots]
+        self._unwritten = set(range(len(self.params)))
 
     @property
     def accumulates_whole(self) -> bool:
@@ -195,26 +207,38 @@ class Bucket:
     def prepare_gradients(self) -> None:
         """Point every parameter's `.grad` at flat storage for the coming backward."""
         if self.grad_bucket is None:
-            bucket = self.context.memory.zeros(self.layout.bucket_numel, self.dtypes.wire)
-            self.grad_bucket = bucket
-            self._grad_views = [self._view(bucket, slot) for slot in self.layout.slots]
-        for (_, param), view in zip(self.params, self._grad_views, strict=True):
-            _adopt(param, view)
+            bucket = self.context.memory.take(self.layout.bucket_numel, self.dtypes.wire)
+            for begin, end in self.layout.gaps:
+                bucket[begin:end].zero_()
+            self._view_gradients(bucket)
+        for index, ((_, param), view) in enumerate(zip(self.params, self._grad_views, strict=True)):
+            if param.grad is not None or index not in self._unwritten:
+                self.adopt_gradient(index)
+            elif param.grad_dtype != view.dtype:
+                param.grad_dtype = view.dtype
 
     def adopt_gradient(self, index: int) -> None:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket."""
-        _adopt(self.params[index][1], self._grad_views[index])
+        _adopt(self.params[index][1], self._grad_views[index], fresh=index in self._unwritten)
+        self._unwritten.discard(index)
 
     def take_gradients(self) -> Tensor:
         """Hand over the unreduced gradients; parameters lose `.grad` unless that is the main gradient itself."""
         bucket = self.grad_bucket
         if bucket is None:
             raise RuntimeError(f"bucket {self.name} has no gradients to reduce")
+        self.settle_gradients()
         if not self.accumulates_whole:
             self.grad_bucket = None
             self._grad_views = []
             self.drop_grads()
         return bucket
+
+    def settle_gradients(self) -> None:
+        """Zero the places of parameters that no gradient came for."""
+        for index in self._unwritten:
+            self._grad_views[index].zero_()
+        self._unwritten = set()
 
     def drop_grads(self) -> None:
         """Set every parameter's `.grad` to None."""
@@ -223,7 +247,10 @@ class Bucket:
 
     def zero_gradients(self) -> None:
         """Forget all accumulated gradients."""
-        if self.main_grads is not None and (self.holds_sums or self.accumulates_whole):
+        if self.main_grads is not None and self.accumulates_whole:
+            self._view_gradients(self.main_grads)
+            self.drop_grads()
+        elif self.main_grads is not None and self.holds_sums:
             self.main_grads.zero_()
         if self.trainable:
             self.drop_grads()  # a backward that was refused may have left one; views come back with the next backward
@@ -278,8 +305,8 @@ class Bucket:
         return roles | {"padding": padding}
 
 
-def _adopt(param: nn.Parameter, view: Tensor) -> None:
-    """Let `view` be the gradient of a parameter; one that autograd put elsewhere before is added to it."""
+def _adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
+    """Let `view` be the gradient of a parameter; one that autograd put elsewhere is moved there (`fresh`) or added."""
     early = param.grad
     if early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
         return
@@ -287,7 +314,9 @@ def _adopt(param: nn.Parameter, view: Tensor) -> None:
         param.grad = None
         param.grad_dtype = view.dtype
     param.grad = view
-    if early is not None:
+    if fresh:
+        view.zero_() if early is None else view.copy_(early.detach())
+    elif early is not None:
         view.add_(early.detach())
 
 

@@ -59,6 +59,7 @@ class Communicator:
         self.rank = dist.get_rank(self.group)
         self.size = dist.get_world_size(self.group)
         self.by_peers = self.group._get_backend(runtime.device).name() == "gloo"
+        self._scratch: dict[tuple[int, int], Tensor] = {}
         self._index = next(_COMMUNICATORS.setdefault(self.group.group_name, count()))
 
     def tag(self, label: Label) -> int:
@@ -129,6 +130,18 @@ class Communicator:
                 dist.broadcast(shared.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
         return shared
 
+    def scratch(self, place: tuple[int, int], like: Tensor) -> Tensor:
+        """A buffer to receive into, shaped like `like`; the same memory for every caller that names this place."""
+        held = self._scratch.get(place)
+        if held is None or held.numel() < like.nbytes:
+            self._scratch.pop(place, None)
+            held = self._scratch[place] = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
+        return held[: like.nbytes].view(like.dtype)
+
+    def release_scratch(self) -> None:
+        """Free what `scratch` handed out; nothing may be in flight."""
+        self._scratch.clear()
+
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
         """Sum a few fp64 or int64 values over the group, in place; returns them."""
         if self.size > 1:
@@ -159,11 +172,13 @@ class Pending:
 class Exchange:
     """Traffic of one reduction between `exchange` and `fold`.
 
-    parts: the encoded gradients, cut by owner. label: which bucket. keeps: buffers in use until folded.
+    parts: the encoded gradients, cut by owner. label: which bucket. factor: what the sums are multiplied with where no
+    later one is added to them; 1 leaves that to `finish`.
     """
 
     parts: list[Part]
     label: Label
+    factor: float = 1.0
     pending: Pending = field(default_factory=lambda: Pending([]))
     received: list[Tensor] = field(default_factory=list)
 
@@ -180,7 +195,7 @@ class Reduction(ABC):
         return gradients.to(self.dtypes.wire)
 
     @abstractmethod
-    def exchange(self, parts: list[Part], label: Label) -> Exchange:
+    def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         """Issue the traffic that brings contributions to their owners. The parts belong to the result until folded."""
 
     @abstractmethod
@@ -194,19 +209,19 @@ class Reduction(ABC):
         """Second leg of an all-reduce, after `fold`: give every rank the whole sum, in the main gradients' dtype."""
         return self.comm.second_leg([whole], exchange.label)
 
-    def finish(self, gradients: Sequence[Tensor], divisor: float) -> None:
-        """Divide the summed gradients, in place. Called once a step, after every fold."""
-        if divisor != 1.0:
+    def finish(self, gradients: Sequence[Tensor], factor: float) -> None:
+        """Scale the summed gradients, in place: once a step, by the last fold or after it."""
+        if factor != 1.0:
             for gradient in gradients:
-                gradient.mul_(1.0 / divisor)
+                gradient.mul_(factor)
 
 
 class PeerReduction(Reduction):
     """Own exchange by send and receive, summed in rank order; see [Note: Own exchange]. For gloo."""
 
-    def exchange(self, parts: list[Part], label: Label) -> Exchange:
+    def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         comm = self.comm
-        exchange = Exchange(parts, label)
+        exchange = Exchange(parts, label, factor)
         if worth_packing(parts):
             exchange.parts = [packed(parts, range(comm.size))]
         with labels.begin(label):
@@ -220,14 +235,15 @@ class PeerReduction(Reduction):
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         if len(exchange.parts) == len(into):
-            self._fold(exchange, into, add=add)
+            self._fold(exchange, into, exchange.factor, add=add)
             return
         total = exchange.parts[0].chunk(self.comm.rank).to(self.dtypes.accum, copy=True)
-        self._fold(exchange, [total], add=False)
+        self._fold(exchange, [total], 1.0, add=False)
         for target, summed in zip(into, total.split([each.numel() for each in into]), strict=True):
             (target.add_ if add else target.copy_)(summed)
+        self.finish(into, exchange.factor)
 
-    def _fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+    def _fold(self, exchange: Exchange, into: list[Tensor], factor: float, *, add: bool) -> None:
         todo = [
             (own, target)
             for part, whole in zip(exchange.parts, into, strict=True)
@@ -235,22 +251,22 @@ class PeerReduction(Reduction):
         ]
         tag = self.comm.tag(exchange.label)
         with labels.resume(exchange.label):
-            ahead = [self._post(own, tag) for own, _ in todo[:2]]
+            ahead = [self._post(own, tag, index) for index, (own, _) in enumerate(todo[:2])]
             for index, (own, target) in enumerate(todo):
                 buffers, works = ahead[index]
                 for work in works:
                     work.wait()
                 buffers[self.comm.rank] = own
-                _sum_in_order(buffers, target, self.dtypes.accum, add=add)
+                _sum_in_order(buffers, target, self.dtypes.accum, add=add, factor=factor)
                 ahead[index] = ([], [])
                 if index + 2 < len(todo):
-                    ahead.append(self._post(todo[index + 2][0], tag))
+                    ahead.append(self._post(todo[index + 2][0], tag, index))
         exchange.pending.wait()
 
-    def _post(self, own: Tensor, tag: int) -> tuple[list[Tensor], list[Any]]:
-        """Start receiving every peer's contribution to one piece."""
+    def _post(self, own: Tensor, tag: int, index: int) -> tuple[list[Tensor], list[Any]]:
+        """Start receiving every peer's contribution to one piece; pieces of even and odd index share buffers."""
         comm = self.comm
-        buffers = [own if rank == comm.rank else torch.empty_like(own) for rank in range(comm.size)]
+        buffers = [own if rank == comm.rank else comm.scratch((index % 2, rank), own) for rank in range(comm.size)]
         works = [w for rank in range(comm.size) if rank != comm.rank for w in comm.receive(buffers[rank], rank, tag)]
         return buffers, works
 
@@ -263,9 +279,9 @@ class PeerReduction(Reduction):
 class ExchangeReduction(Reduction):
     """Own exchange by all-to-all, summed in rank order. For NCCL, which may sum in the wire dtype, in any order."""
 
-    def exchange(self, parts: list[Part], label: Label) -> Exchange:
+    def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         comm = self.comm
-        exchange = Exchange(parts, label)
+        exchange = Exchange(parts, label, factor)
         if comm.size == 1:
             return exchange
         with labels.begin(label):
@@ -283,16 +299,18 @@ class ExchangeReduction(Reduction):
         if self.comm.size == 1:
             exchange.received = [part.chunk(0) for part in exchange.parts]
         for received, target in zip(exchange.received, into, strict=True):
-            _sum_in_order(list(received.chunk(self.comm.size)), target, self.dtypes.accum, add=add)
+            _sum_in_order(
+                list(received.chunk(self.comm.size)), target, self.dtypes.accum, add=add, factor=exchange.factor
+            )
         exchange.received = []
 
 
 class NativeReduction(Reduction):
     """The backend's own reduce-scatter or all-reduce. For NCCL where the wire has the sum's dtype, fp32 or wider."""
 
-    def exchange(self, parts: list[Part], label: Label) -> Exchange:
+    def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         comm = self.comm
-        exchange = Exchange(parts, label)
+        exchange = Exchange(parts, label, factor)
         if comm.size == 1:
             return exchange
         with labels.begin(label):
@@ -312,11 +330,14 @@ class NativeReduction(Reduction):
                 target.add_(own)
             elif target.data_ptr() != own.data_ptr():
                 target.copy_(own)
+        if exchange.label.kind != "all_reduce":
+            self.finish(into, exchange.factor)
 
     def spread(self, exchange: Exchange, whole: Part) -> Pending:
         summed = exchange.parts[0].tensor
         if summed.data_ptr() != whole.tensor.data_ptr():
             whole.tensor.copy_(summed)
+        self.finish([whole.tensor], exchange.factor)
         return Pending([])
 
 
@@ -329,12 +350,24 @@ def make_reduction(comm: Communicator, dtypes: Dtypes, numerics: Numerics) -> Re
     return NativeReduction(comm, dtypes)
 
 
-def _sum_in_order(contributions: list[Tensor], target: Tensor, accum: torch.dtype, *, add: bool) -> None:
-    """target = (or +=) contributions[0] + contributions[1] + ..., summed in `accum` one after the other."""
-    block = max(1, target.numel()) if target.is_cuda else FOLD_BLOCK
-    for begin in range(0, target.numel(), block):
-        end = min(begin + block, target.numel())
-        total = contributions[0][begin:end].to(accum, copy=True)
-        for contribution in contributions[1:]:
-            total.add_(contribution[begin:end].to(accum))
-        (target[begin:end].add_ if add else target[begin:end].copy_)(total)
+def _sum_in_order(
+    contributions: list[Tensor], target: Tensor, accum: torch.dtype, *, add: bool, factor: float = 1.0
+) -> None:
+    """target = (or +=) contributions[0] + contributions[1] + ..., summed in `accum` one by one; then *= factor.
+
+    One of the contributions may lie where the target does.
+    """
+    size = max(1, target.numel()) if target.is_cuda else FOLD_BLOCK
+    for begin in range(0, target.numel(), size):
+        end = min(begin + size, target.numel())
+        blocks = [contribution[begin:end] for contribution in contributions]
+        into = target[begin:end]
+        if len(blocks) == 2 and not add and blocks[0].dtype == into.dtype == accum:
+            torch.add(blocks[0], blocks[1], out=into)
+        else:
+            total = blocks[0].to(accum, copy=True)
+            for block in blocks[1:]:
+                total.add_(block.to(accum))
+            (into.add_ if add else into.copy_)(total)
+        if factor != 1.0:
+            into.mul_(factor)

@@ -153,6 +153,14 @@ class BucketLayout:
         base = self.segments[slot.segment].bucket_offset
         return base + slot.offset, base + slot.end
 
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of the gathered bucket that belong to no parameter, in order."""
+        edges = sorted(self.bucket_range(slot) for slot in self.slots)
+        begins = [0, *(end for _, end in edges)]
+        ends = [*(begin for begin, _ in edges), self.bucket_numel]
+        return tuple((begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end)
+
     def local_slice(self, slot: Slot, rank: int) -> LocalSlice:
         """The rows of a parameter that a rank holds."""
         low, high = self.segments[slot.segment].piece(rank)

@@ -19,10 +19,27 @@ class BucketMemory:
         self.device = device
         self.live_bytes = 0
         self.peak_bytes = 0
+        self._spare: Tensor | None = None
 
-    def zeros(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A new zeroed bucket, shape [numel]."""
-        return self._count(torch.zeros(numel, dtype=dtype, device=self.device))
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A bucket of undefined contents, shape [numel]: the spare one where it fits, which needs no new pages."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.numel() == numel and spare.dtype == dtype:
+            return spare
+        if spare is not None:
+            self.free(spare)
+        return self._count(torch.empty(numel, dtype=dtype, device=self.device))
+
+    def give_back(self, bucket: Tensor) -> None:
+        """Keep a bucket that `take` gave as the spare one; it stays alive until it is taken or released."""
+        self.release_spare()
+        self._spare = bucket
+
+    def release_spare(self) -> None:
+        """Free the spare bucket."""
+        if self._spare is not None:
+            self.free(self._spare)
+            self._spare = None
 
     def refill(self, bucket: Tensor) -> None:
         """Give a bucket whose storage was emptied its storage back, uninitialised."""

@@ -7,7 +7,7 @@ main weights. State starts untouched: no step is ever taken to create it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from harness.fsdp.buffer import Bucket
 from harness.fsdp.collectives import Communicator, Pending
 from harness.fsdp.labels import Label
 from harness.fsdp.layout import Run
+from harness.fsdp.norm import sum_of_squares
 from harness.fsdp.policy import Numerics
 
 ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"})
@@ -193,20 +194,13 @@ def _norm(pieces_of: list[tuple[Bucket, list[Tensor]]], comm: Communicator, nume
     """
     split = [piece for bucket, pieces in pieces_of for piece in pieces if bucket.layout.num_ranks > 1]
     whole = [piece for bucket, pieces in pieces_of for piece in pieces if bucket.layout.num_ranks == 1]
-    count = exact.square_counters if numerics.bitwise else _sum_of_squares
+    count = exact.square_counters if numerics.bitwise else sum_of_squares
     device = (split or whole)[0].device if split or whole else torch.device("cpu")
     total = count(split, device)
     if any(bucket.layout.num_ranks > 1 for bucket, _ in pieces_of):
         comm.sum_scalars(total, "norm")
     total += count(whole, device)
     return exact.norm_from_counters(total) if numerics.bitwise else math.sqrt(float(total))
-
-
-def _sum_of_squares(pieces: Iterable[Tensor], device: torch.device) -> Tensor:
-    total = torch.zeros(1, dtype=torch.float64, device=device)
-    for piece in pieces:
-        total += torch.linalg.vector_norm(piece, dtype=torch.float64).square()
-    return total
 
 
 def clip_gradients(buckets: Sequence[Bucket], norm: float, max_norm: float) -> None:

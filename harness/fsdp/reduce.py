@@ -26,6 +26,7 @@ from harness.fsdp.collectives import Communicator, Exchange, Reduction
 from harness.fsdp.device import DeviceRuntime, Event
 from harness.fsdp.guards import GradientGuard
 from harness.fsdp.labels import Label
+from harness.fsdp.memory import BucketMemory
 from harness.fsdp.parts import Part
 from harness.fsdp.units import Unit
 
@@ -39,6 +40,8 @@ class ReducePipeline:
     Args:
         units: in forward order; they are reduced in reverse.
         reductions: how the sums of a bucket are made, by bucket name.
+        factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
+            sums are in cache; where it has one a microbatch, by `finish`.
         guard: looks at gradients before they are reduced; None looks at nothing.
     """
 
@@ -48,6 +51,9 @@ class ReducePipeline:
         reductions: dict[str, Reduction],
         comm: Communicator,
         runtime: DeviceRuntime,
+        memory: BucketMemory,
+        *,
+        factor: float,
         guard: GradientGuard | None = None,
     ) -> None:
         self.guard = guard
@@ -55,6 +61,8 @@ class ReducePipeline:
         self.reductions = reductions
         self.comm = comm
         self.runtime = runtime
+        self.memory = memory
+        self.factor = factor
         self._ready: set[str] = set()
         self._issued = 0
         self._in_flight: deque[tuple[Unit, list[Job]]] = deque()
@@ -92,12 +100,27 @@ class ReducePipeline:
         """Wait until every issued reduction has landed in the main gradients."""
         while self._in_flight:
             self._land()
+        self._release()
+
+    def finish(self) -> None:
+        """Wait for the step's reductions and scale what they left unscaled."""
+        self.drain()
+        for unit in self.order:
+            for bucket in unit.trainable:
+                if not bucket.accumulates_whole:
+                    self.reductions[bucket.name].finish(bucket.grad_pieces, self.factor)
 
     def discard(self) -> None:
         """Wait until nothing is in flight any more, for gradients that nobody wants: what failed does not matter."""
         while self._in_flight:
             with suppress(Exception):
                 self._land()
+        self._release()
+
+    def _release(self) -> None:
+        """Free what is only kept between one reduction and the next."""
+        self.comm.release_scratch()
+        self.memory.release_spare()
 
     def close(self) -> None:
         """End the folding thread."""
@@ -115,10 +138,12 @@ class ReducePipeline:
     def _look(self, unit: Unit, guard: GradientGuard) -> None:
         for bucket in unit.trainable:
             if bucket.grad_bucket is not None:
+                bucket.settle_gradients()
                 guard.look(bucket, bucket.grad_bucket)
 
     def _start(self, bucket: Bucket) -> Job:
-        job = Job(bucket, self.reductions[bucket.name], self.comm.size, self.guard)
+        factor = self.factor if bucket.accumulates_whole else 1.0
+        job = Job(bucket, self.reductions[bucket.name], self.comm.size, factor, self.guard)
         with self.runtime.stream("reduce"):
             job.exchange()
             if self._folder is None:
@@ -146,11 +171,14 @@ class ReducePipeline:
 class Job:
     """One bucket on its way from unreduced gradients to this rank's main gradients."""
 
-    def __init__(self, bucket: Bucket, reduction: Reduction, num_ranks: int, guard: GradientGuard | None) -> None:
+    def __init__(
+        self, bucket: Bucket, reduction: Reduction, num_ranks: int, factor: float, guard: GradientGuard | None
+    ) -> None:
         self.guard = guard
         self.bucket = bucket
         self.reduction = reduction
         self.num_ranks = num_ranks
+        self.factor = factor
         self.source: Tensor = bucket.take_gradients()
         self.done: Event | None = None
         self.future: Future[None] | None = None
@@ -172,7 +200,7 @@ class Job:
             parts, kind = self.bucket.segment_parts(wire), "reduce_scatter"
         else:
             parts, kind = [Part.evenly(wire, self.num_ranks)], "all_reduce"
-        self._exchange = self.reduction.exchange(parts, Label(kind, self.bucket.name))
+        self._exchange = self.reduction.exchange(parts, Label(kind, self.bucket.name), self.factor)
 
     def fold(self) -> None:
         """Sum what this rank owns into the main gradients; an all-reduce then spreads the sums."""
@@ -197,4 +225,4 @@ class Job:
     def free(self) -> None:
         """Free the temporary bucket, where there was one."""
         if not self.bucket.accumulates_whole:
-            self.bucket.context.memory.free(self.source)
+            self.bucket.context.memory.give_back(self.source)
