@@ -111,7 +111,8 @@ def persistent_bytes_per_rank(cfg: Config) -> int:
 
 
 def captured_bytes(cfg: Config) -> int:
-    """Bytes of all captured gradients: none where one step of them passes the limit."""
-    one_step = parameter_count(cfg) * DTYPE_BYTES[cfg.dtype.main_grads]
-    kept = one_step <= cfg.measure.capture_limit_mib * 2**20
-    return one_step * len(cfg.measure.capture_steps) if kept else 0
+    """Bytes of all captured gradients and updates: none where one step of gradients passes the limit."""
+    count = parameter_count(cfg)
+    gradients, updates = (count * DTYPE_BYTES[dtype] for dtype in (cfg.dtype.main_grads, cfg.dtype.main_params))
+    kept = gradients <= cfg.measure.capture_limit_mib * 2**20
+    return gradients * len(cfg.measure.capture_steps) + updates * len(cfg.measure.update_steps) if kept else 0

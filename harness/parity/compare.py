@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from harness.config.errors import refuse
-from harness.parity import bitwise, comparable, finite, numeric, trajectory, wording
+from harness.parity import bitwise, comparable, finite, numeric, trajectory, updates, wording
 from harness.parity.admissible import Admission, admissible
 from harness.parity.envelope import Arithmetic, Envelope
 from harness.parity.gradients import Mismatch, TensorPair, compare_tensor, names, pool
@@ -106,6 +106,15 @@ class _Judgement:
         return {step: names(self.arm.captures[step], self.control.captures[step])[1] for step in self.steps}
 
     @cached_property
+    def updates(self) -> Mapping[int, list[TensorPair]]:
+        """Updates that both runs captured."""
+        found: dict[int, list[TensorPair]] = {}
+        for step in sorted(self.arm.updates.keys() & self.control.updates.keys()):
+            left, right = self.arm.updates[step], self.control.updates[step]
+            found[step] = [compare_tensor(name, left, right) for name in names(left, right)[0]]
+        return found
+
+    @cached_property
     def broken(self) -> list[Finding]:
         """Values that are not finite."""
         return finite.check(self.arm, self.control, self.pairs)
@@ -129,6 +138,10 @@ class _Judgement:
         push = trajectory.kick(self.envelope, str(self.control.config["optimizer.name"]), observed)
         for step in (step for step in usable if step > 1):
             kinds += [numeric.later_step(step, self.pairs[step], self.envelope, push)]
+        first = {pair.name: pair for pair in self.pairs[1]} if 1 in usable else {}
+        for step, pairs in self.updates.items():
+            if last is None or step <= last:
+                kinds += [updates.check(step, pairs, self.envelope, (self.arm, self.control), first)]
         kinds += trajectory.check(self.arm, self.control, self.envelope, observed, last)
         return [kind for kind in kinds if kind]
 

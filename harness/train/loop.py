@@ -19,7 +19,7 @@ from harness.config.derived import captured_bytes, global_microbatches
 from harness.config.schema import CkptPolicy, MeasureMode
 from harness.data.loader import RankBatch
 from harness.engines.protocol import Microbatch
-from harness.probe.capture import write_capture
+from harness.probe.capture import write_capture, write_update
 from harness.probe.collectives import Row
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.bench import Bench
@@ -73,6 +73,7 @@ class Loop:
         self.records = StepRecords(session.config, session.ranks)
         self.capture_steps = set(session.config.measure.capture_steps if captured_bytes(session.config) else ())
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
+        self.update_steps = set(session.config.measure.update_steps if captured_bytes(session.config) else ())
         self.ahead: Fetched | None = None
         self.initial_weights = ""
         self.saved_step = -1
@@ -123,8 +124,11 @@ class Loop:
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One update: its record, and whether to stop after it."""
         session = self.session
+        before = self._weights() if step in self.update_steps else None
         with nullcontext() if self.bench is None else self.bench.step(step):
             batch, losses, measured = self._update(step)
+        if before is not None:
+            self._capture_update(step, before)
         self.last_rows = measured.rows
         exchange = self.control.begin_report([loss.item() for loss in losses], batch.digest, session.should_stop())
         if step < self.config.train.steps:
@@ -186,6 +190,16 @@ class Loop:
         else:
             for _ in gradients:  # gathering is collective: every rank takes part in every parameter
                 pass
+
+    def _weights(self) -> dict[str, Tensor]:
+        """All main weights on the first rank, nothing on the others; gathering is collective."""
+        with self.session.meters.paused():
+            return {name: weight for name, weight in self.session.engine.named_weights() if self.is_first_rank}
+
+    def _capture_update(self, step: int, before: dict[str, Tensor]) -> None:
+        after = self._weights()
+        if self.is_first_rank:
+            write_update(self.session.run_dir / "capture", step, before, after.items())
 
     def _param_norm(self, step: int) -> float | None:
         every = self.config.train.param_norm_every

@@ -56,7 +56,9 @@ _WANDB = Condition(
     lambda c: c.wandb.mode is not WandbMode.disabled, "wandb=offline or wandb=online", lambda c: "wandb=disabled"
 )
 _CAPTURE = Condition(
-    lambda c: bool(c.measure.capture_steps), "measure.capture_steps=[1]", lambda c: "measure.capture_steps=[]"
+    lambda c: bool(c.measure.capture_steps or c.measure.update_steps),
+    "measure.capture_steps=[1]",
+    lambda c: "measure.capture_steps=[]",
 )
 _BENCH = Condition(
     lambda c: c.measure.mode is MeasureMode.bench, "measure=bench", lambda c: f"measure.mode={c.measure.mode.name}"
