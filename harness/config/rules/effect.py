@@ -9,6 +9,7 @@ from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.derived import DTYPE_BYTES
 from harness.config.errors import Violation
+from harness.config.rules.engine import narrow_waits
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import (
     Backend,
@@ -69,6 +70,7 @@ _NARROW_SUMS = Condition(
     lambda c: (
         any(d is not None and DTYPE_BYTES[d] < 4 for d in (c.dtype.main_grads, c.dtype.grad_accum))
         or (c.dtype.grad_accum is Dtype.fp32 and c.dtype.grad_comm is Dtype.fp64)
+        or any(narrow_waits(c))
     ),
     "dtype.main_grads=bf16 or a narrow dtype.grad_accum",
     lambda c: f"dtype.main_grads={c.dtype.main_grads.name}",

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
-from harness.config.derived import DTYPE_BYTES, accumulate_dtype, may_leave_unused, microbatches_per_rank
+from harness.config.derived import DTYPE_BYTES, accumulate_dtype, global_microbatches, may_leave_unused
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Dtype, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
+from harness.config.schema import Config, Dtype, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
 
 
 @rule()
@@ -181,28 +181,35 @@ def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
         )
 
 
+def narrow_waits(config: Config) -> Iterator[tuple[str, str]]:
+    """Where the engine keeps sums over microbatches narrower than main gradients: the dtype's role, and until when."""
+    d, can = config.dtype, capabilities_of(config)
+    if global_microbatches(config) <= config.mesh.world_size:
+        return
+    if (
+        config.sharding.strategy is Strategy.no_shard
+        and can.waiting_sums_in_compute
+        and not _holds(d.compute, d.main_grads)
+    ):
+        yield "compute", "until the step's one reduction"
+    if config.mesh.dp_outer > 1 and can.outer_sums_in_wire and not _holds(d.grad_comm, d.main_grads):
+        yield "grad_comm", "until the outer axis reduces"
+
+
 @rule("mesh.world_size", "mesh.dp_outer", "train.global_batch_size", "train.microbatch_size")
 def microbatches_are_summed_wide(request: Request) -> Iterator[Violation]:
     """Sums over microbatches that wait for a reduction are as wide as the main gradients; less needs consent."""
-    config, can = request.config, capabilities_of(request.config)
+    config = request.config
     d, engine = config.dtype, config.engine.name
-    if d.allow_low_precision_grads or microbatches_per_rank(config) <= 1:
-        return
-    waiting = config.sharding.strategy is Strategy.no_shard and can.waiting_sums_in_compute
-    cases = (
-        ("compute", d.compute, waiting, "until the step's reduction"),
-        ("grad_comm", d.grad_comm, config.mesh.dp_outer > 1 and can.outer_sums_in_wire, "until the outer axis reduces"),
-    )
-    for role, dtype, applies, until in cases:
-        if applies and not _holds(dtype, d.main_grads):
-            yield Violation(
-                request.show(f"dtype.{role}"),
-                f"engine={engine.name} keeps sums over microbatches in this dtype {until}, "
-                f"narrower than dtype.main_grads={d.main_grads.name}",
-                ", ".join(x.name for x in Dtype if _holds(x, d.main_grads)),
-                f"dtype.{role}={d.main_grads.name}, one microbatch a step, engine=native, "
-                "or dtype.allow_low_precision_grads=true to accept it",
-            )
+    for role, until in () if d.allow_low_precision_grads else narrow_waits(config):
+        yield Violation(
+            request.show(f"dtype.{role}"),
+            f"engine={engine.name} keeps sums over microbatches in this dtype {until}, "
+            f"narrower than dtype.main_grads={d.main_grads.name}",
+            ", ".join(x.name for x in Dtype if _holds(x, d.main_grads)),
+            f"dtype.{role}={d.main_grads.name}, one microbatch a step, engine=native, "
+            "or dtype.allow_low_precision_grads=true to accept it",
+        )
 
 
 @rule()

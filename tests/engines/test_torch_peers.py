@@ -1,0 +1,448 @@
+"""Torch's own engines against one process in fp64, and what each of them really does: dtypes, traffic, memory.
+
+A case's spawn is shared by all tests of its world size. In fp64 a correct engine differs from `single` by a few hundred
+roundings of sums in another order, 1e-13 at most here; a wrong scale of 2^-10 is ten billion times that.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.config.compose import compose
+from harness.config.errors import BadRequest
+from harness.engines.fsdp1 import KNOWN_WARNINGS
+from harness.engines.protocol import Engine
+from harness.engines.sharded import units_of
+from tests.engines.peers import Awkward, AwkwardWorkload, Case, Record, accumulate, run_case, run_cases
+from tests.spawn import run_ranks
+
+PEERS = (
+    ("fsdp2", "optim_grads"),
+    ("fsdp2", "optim_grads_params"),
+    ("fsdp1", "no_shard"),
+    ("fsdp1", "optim_grads"),
+    ("fsdp1", "optim_grads_params"),
+    ("ddp", "no_shard"),
+    ("ddp", "optim"),
+)
+SHARDED = tuple(peer for peer in PEERS if peer[1].startswith("optim_grads"))
+WORLDS = (1, 2, 3, 4)
+CLIP = {False: 0.5, True: 0.05}
+"""Below the norms that occur on the decoder, and on the awkward model."""
+EXACT = 1e-13
+UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-9, "bf16_comm": 2.0**-9, "fp16_comm": 2.0**-12}
+SLACK, FLOOR_ROUNDINGS = 4.0, 8.0
+
+
+def outers(world_size: int) -> list[int]:
+    """Sizes of an outer axis: the inner group keeps several ranks, or one."""
+    return [outer for outer in (2, 4) if world_size % outer == 0]
+
+
+def exact_cases(world_size: int) -> list[Case]:
+    """Every k for every peer; each meets SGD and AdamW, clipped and not."""
+    found = []
+    for place, peer in enumerate(PEERS):
+        for k in (1, 2, 3) if world_size < 3 else (1, 5 - world_size):
+            sgd, adamw = (None, CLIP[False]) if (place + k) % 2 else (CLIP[False], None)
+            found += [Case(*peer, world_size, k, "sgd", sgd), Case(*peer, world_size, k, "adamw", adamw)]
+        found.append(Case(*peer, world_size, 1, "adamw", CLIP[True], awkward=True))
+        found.append(Case(*peer, world_size, 2, "sgd", None, awkward=True))
+    for outer, peer in itertools.product(outers(world_size), SHARDED):
+        found += [Case(*peer, world_size, k, "adamw", CLIP[False], outer=outer) for k in (1, 2)]
+        found.append(Case(*peer, world_size, 2, "sgd", CLIP[True], outer=outer, awkward=True))
+    return found
+
+
+def rough_cases(world_size: int) -> list[Case]:
+    """All policies where sums over ranks round several times; the hardest one on a group of one."""
+    dtypes = {1: ("bf16_comm",), 4: tuple(UNIT)}.get(world_size, ())
+    return [Case(*peer, world_size, 2, "adamw", CLIP[False], dtype, steps=2) for peer in PEERS for dtype in dtypes]
+
+
+@cache
+def records(world_size: int) -> dict[Case, list[Record]]:
+    """Every case of one world size, in one process group: records of all ranks."""
+    cases = exact_cases(world_size) + rough_cases(world_size)
+    by_rank = run_ranks(run_cases, world_size, cases)
+    return dict(zip(cases, zip(*by_rank, strict=True), strict=True))  # type: ignore[arg-type]
+
+
+@cache
+def reference(case: Case) -> Record:
+    return run_ranks(run_cases, 1, [case])[0][0]
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Relative L2 distance of `a` to the fp64 value `b`; absolute where that is zero."""
+    return ((a.double() - b).norm() / (b.norm() if b.norm() > 0 else 1.0)).item()
+
+
+def check(record: Record, slack: float = 1.0) -> None:
+    """Hold gradients, updates and norms of an fp64 run against `single`."""
+    right = reference(record.case.reference())
+    assert list(record.weights[0]) == list(right.weights[0]), "the model's own names, in its order"
+    assert list(record.gradients) == list(right.gradients), "trained ones, those unused included"
+    for name, gradient in right.gradients.items():
+        assert record.gradients[name].dtype == gradient.dtype
+        assert distance(record.gradients[name], gradient) <= EXACT * slack, f"gradient of {name} at step 1"
+    for step, weights in right.weights.items():
+        for name, weight in weights.items():
+            if step == 0:
+                assert torch.equal(record.weights[0][name], weight), f"initial value of {name}"
+                continue
+            moved = weight - right.weights[0][name]
+            # an update is a small difference of weights that are themselves rounded
+            rounding = (weight.norm() / moved.norm()).item() * 2.0**-52 if moved.norm() > 0 else 0.0
+            ours = record.weights[step][name] - record.weights[0][name]
+            assert distance(ours, moved) <= 10 * EXACT * slack + rounding, f"update of {name} after step {step}"
+    assert record.norms == pytest.approx(right.norms, rel=EXACT), "gradient norms"
+    assert record.weight_norms == pytest.approx(right.weight_norms, rel=EXACT), "weight norms"
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("peer", PEERS, ids="-".join)
+def test_training_equals_one_process_in_fp64(peer: tuple[str, str], world_size: int) -> None:
+    """k = 1, 2, 3; SGD with momentum and AdamW over two groups; clipped and not; groups of one rank; both models."""
+    found = [case for case in exact_cases(world_size) if (case.engine, case.strategy) == peer]
+    assert len(found) >= 6
+    for case in found:
+        of_ranks = records(world_size)[case]
+        check(of_ranks[0])
+        assert all(record.norms == of_ranks[0].norms for record in of_ranks), "ranks agree on the norm"
+        if case.clip is not None:
+            assert min(of_ranks[0].norms) > case.clip, f"clipping must act, or {case} tests nothing"
+        if world_size > 1:
+            assert of_ranks[0].losses != of_ranks[1].losses, "ranks see distinct data"
+
+
+def test_the_awkward_model_is_awkward() -> None:
+    """What the cases above rely on: microbatches, not all of them, leave a parameter without a gradient; ties hold."""
+    case = Case(*PEERS[0], 4, 1, awkward=True)
+    uses = [bool(batch.tokens[0, 0] % 2) for rank in range(4) for batch in case.batches(rank, 1)]
+    assert len(set(uses)) == 2, "at step 1 some ranks use `at_times` and others do not"
+    right = reference(replace(case, k=1).reference())
+    assert right.gradients["once.at_times"].norm() > 0
+    assert right.gradients["unused"].norm() == right.gradients["never.up"].norm() == 0
+    assert "head.weight" not in right.weights[0]
+    assert "once.frozen" not in right.gradients
+    assert not torch.equal(right.weights[1]["never.up"], right.weights[0]["never.up"]), "zero gradients still decay"
+
+
+def test_what_is_tied_beyond_a_unit_is_left_to_the_root() -> None:
+    model = Awkward("meta", torch.float32)
+    units = units_of(model, AwkwardWorkload.unit_classes)
+    assert units == [model.never, model.once, model.twice], "neither embedding nor head; innermost and last first"
+
+
+@pytest.mark.parametrize("peer", PEERS, ids="-".join)
+def test_a_wrong_scale_is_noticed(peer: tuple[str, str]) -> None:
+    """One part in 1024, inside the engine, under SGD and under AdamW, which hides a scale from the update."""
+    for optimizer in ("sgd", "adamw"):
+        case = Case(*peer, 1, 1, optimizer, None, scale=1 + 2.0**-10)
+        with pytest.raises(AssertionError, match="gradient of"):
+            check(reference(case))
+    with pytest.raises(AssertionError, match="gradient of"):
+        check(reference(case), slack=1e9)  # by a wide margin
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("peer", PEERS, ids="-".join)
+def test_low_precision_is_as_far_from_fp64_as_single_is(peer: tuple[str, str], world_size: int) -> None:
+    """`single` in the same compute dtype makes every rounding but those of the wire and of the order of sums."""
+    for case in (case for case in rough_cases(world_size) if (case.engine, case.strategy) == peer):
+        record, unit = records(world_size)[case][0], UNIT[case.dtype]
+        exact = reference(case.reference())
+        rough = reference(case.reference("bf16" if case.dtype.startswith("bf16") else "fp32"))
+        for name, gradient in exact.gradients.items():
+            assert record.gradients[name].dtype is torch.float32, "main gradients"
+            bound = SLACK * max(distance(rough.gradients[name], gradient), FLOOR_ROUNDINGS * unit)
+            assert distance(record.gradients[name], gradient) <= bound, f"{case}: gradient of {name}"
+        for norm, right in zip(record.norms, exact.norms, strict=True):
+            assert abs(norm / right - 1) <= SLACK * FLOOR_ROUNDINGS * unit
+
+
+# What goes over the wire on four ranks: whole bytes of whole buffers, by kind, in the second step.
+
+NUMEL = 13 * 24 + 2 * (2 * 24 + 2 * 24 * 24 + 2 * 12 * 24 + 3 * 20 * 24) + 24 + 13 * 24
+"""Weights of the decoder. Its sizes are multiples of FSDP1's alignment and of four ranks: nothing is padded there."""
+
+
+def traffic(case: Case) -> dict[str, dict[str, int]]:
+    return records(case.world_size)[case][0].traffic[1]
+
+
+def padded_rows(case: Case) -> int:
+    """Elements of all weights when every weight's rows are dealt evenly, as FSDP2 pads them."""
+    inner = case.world_size // case.outer
+    right = reference(case.reference()).weights[0].values()
+    return sum(-(-weight.shape[0] // inner) * inner * weight[0].numel() for weight in right)
+
+
+def widths(dtype: str) -> tuple[int, int]:
+    """Bytes of an element of the weights that are gathered, and of the gradients on the wire."""
+    return 2 if dtype.startswith("bf16") else 4, 2 if dtype.endswith("comm") else 4
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_weights_travel_in_the_compute_dtype_and_gradients_in_the_wires(engine: str, dtype: str) -> None:
+    """Four units, two microbatches. FSDP2 keeps weights over the microbatches of `optim_grads`, FSDP1 does not."""
+    compute, wire = widths(dtype)
+    for strategy, gathers in (("optim_grads", 1 if engine == "fsdp2" else 2), ("optim_grads_params", 4)):
+        case = Case(engine, strategy, 4, 2, "adamw", CLIP[False], dtype, steps=2)
+        once = (padded_rows(case) if engine == "fsdp2" else NUMEL) * 3 // 4
+        assert traffic(case) == {
+            "all_gather": {"count": 4 * gathers, "bytes": once * compute * gathers},
+            "reduce_scatter": {"count": 4 * 2, "bytes": once * wire * 2},
+            "all_reduce": {"count": 1, "bytes": 12},  # the norm: 8 bytes
+        }
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+def test_replicas_reduce_once_a_step_in_the_wire_dtype(dtype: str) -> None:
+    _, wire = widths(dtype)
+    reduced = 2 * NUMEL * 3 // 4 * wire
+    whole, plain, sharded = (
+        Case(*peer, 4, 2, "adamw", CLIP[False], dtype, steps=2)
+        for peer in (("fsdp1", "no_shard"), ("ddp", "no_shard"), ("ddp", "optim"))
+    )
+    assert traffic(whole) == {"all_reduce": {"count": 4, "bytes": reduced}}
+    assert traffic(plain)["all_reduce"] == traffic(sharded)["all_reduce"] == {"count": 1, "bytes": reduced}
+    # beyond what plain DDP sends in its second step, where it lays out its buckets anew, every rank sends its partition
+    before = [record.traffic[1].get("broadcast", {"bytes": 0})["bytes"] for record in records(4)[plain]]
+    after = [record.traffic[1]["broadcast"]["bytes"] for record in records(4)[sharded]]
+    assert sum(after) - sum(before) == NUMEL * 4 * 3
+    assert all(b > a for a, b in zip(before, after, strict=True)), "no rank is without weights to step"
+
+
+@pytest.mark.parametrize("k", [1, 2])
+@pytest.mark.parametrize("outer", [2, 4])
+@pytest.mark.parametrize("peer", SHARDED, ids="-".join)
+def test_hybrids_reduce_outside_in_replicas(peer: tuple[str, str], outer: int, k: int) -> None:
+    """FSDP2 once a step, FSDP1 every microbatch; both move shards only."""
+    case = Case(*peer, 4, k, "adamw", CLIP[False], outer=outer)
+    inner, elements = 4 // outer, padded_rows(case) if peer[0] == "fsdp2" else NUMEL
+    times = k if peer[0] == "fsdp1" else 1
+    outside = 2 * (elements // inner) * 8 * (outer - 1) // outer * times
+    if inner == 1:  # nothing is split
+        assert traffic(case) == {"all_reduce": {"count": 4 * times, "bytes": outside}}
+        return
+    assert traffic(case)["all_reduce"] == {"count": 4 * times + 1, "bytes": outside + 8}
+    assert traffic(case)["reduce_scatter"] == {"count": 4 * k, "bytes": elements * 8 // inner * k}
+
+
+# What stays on a rank between steps.
+
+
+@pytest.mark.parametrize("awkward", [False, True], ids=["decoder", "awkward"])
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("peer", PEERS, ids="-".join)
+def test_kept_bytes_add_up_over_ranks(peer: tuple[str, str], world_size: int, awkward: bool) -> None:
+    case = next(
+        each
+        for each in exact_cases(world_size)
+        if (each.engine, each.strategy, each.awkward, each.optimizer, each.outer) == (*peer, awkward, "adamw", 1)
+    )
+    of_ranks = [record.bytes for record in records(world_size)[case]]
+    right = reference(case.reference())
+    weights = 8 * sum(weight.numel() for weight in right.weights[0].values())
+    trained = 8 * sum(gradient.numel() for gradient in right.gradients.values())
+    copies = world_size if peer[1] == "no_shard" else 1
+    flattened = peer[0] == "fsdp1"  # frozen weights have gradients' room there
+    states = world_size if peer[1] == "no_shard" or peer[0] != "ddp" else 1  # a step count each rank keeps, or one
+    counts = 4 * len(right.gradients) * states
+    whole = world_size if peer[0] == "ddp" else copies
+    assert sum(each["main_weights"] for each in of_ranks) == weights * whole
+    assert (
+        sum(each["main_grads"] for each in of_ranks)
+        == (weights if flattened and not unfrozen(right) else trained) * whole
+    )
+    assert sum(each["optimizer"] for each in of_ranks) == 2 * trained * copies + counts
+    assert all(each["compute_weights"] == 0 for each in of_ranks)
+    assert all(each["buffers"] == right.bytes["buffers"] for each in of_ranks)
+    assert all(each["padding"] >= 0 for each in of_ranks)
+    if peer[1] == "no_shard" and peer[0] == "ddp":
+        assert of_ranks == [right.bytes] * world_size
+
+
+def unfrozen(right: Record) -> bool:
+    return len(right.weights[0]) == len(right.gradients)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_fsdp2_pads_rows_to_those_of_the_first_rank(world_size: int) -> None:
+    case = next(case for case in exact_cases(world_size) if case.engine == "fsdp2" and case.outer == 1)
+    total = sum(record.bytes["main_weights"] for record in records(world_size)[case])
+    padding = sum(record.bytes["padding"] for record in records(world_size)[case])
+    assert padding == 2 * (padded_rows(case) * 8 - total)
+    assert world_size == 2 or padding > 0, "13 rows are not a multiple of 3 or 4, and 13 of 2"
+
+
+# State.
+
+
+def _resume(rank: int, cases: list[Case]) -> list[tuple[bool, bool, bool]]:
+    """Whether a fresh engine, and one that has trained on, continue bit for bit; whether bad state changes nothing."""
+    return [_resume_one(rank, case) for case in cases]
+
+
+def _resume_one(rank: int, case: Case) -> tuple[bool, bool, bool]:
+    straight, fresh, used = case.build(rank), case.build(rank, seed=5), case.build(rank, seed=6)
+    lr = case.config().optimizer.lr
+    for engine in (straight, used):
+        for step in (1, 2):
+            accumulate(engine, case, rank, step + (7 if engine is used else 0))
+            engine.step(lr)
+    saved = {key: tensor.clone() for key, tensor in straight.state_dict().items()}
+    refused = _refuses(used, saved)
+    ends: list[Any] = []
+    for engine in (straight, fresh, used):
+        if engine is not straight:
+            engine.load_state_dict(saved)
+        losses = accumulate(engine, case, rank, 3)
+        norm = engine.step(lr)
+        ends.append((losses, norm, {key: tensor.clone() for key, tensor in engine.state_dict().items()}))
+    for engine in (straight, fresh, used):
+        engine.close()
+    return _same(ends[0], ends[1]), _same(ends[0], ends[2]), refused
+
+
+def _refuses(engine: Engine, saved: dict[str, Tensor]) -> bool:
+    before = {key: tensor.clone() for key, tensor in engine.state_dict().items()}
+    first = next(iter(saved))
+    try:
+        engine.load_state_dict({key: tensor + 1 for key, tensor in saved.items() if key != first})
+    except ValueError as error:
+        return f"missing {first}" in str(error) and all(
+            torch.equal(before[k], t) for k, t in engine.state_dict().items()
+        )
+    return False
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a[:2] == b[:2] and list(a[2]) == list(b[2]) and all(torch.equal(a[2][key], b[2][key]) for key in a[2])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_state_continues_bit_for_bit(world_size: int) -> None:
+    """Into an engine that has not run yet, and into one whose weights and moments were others."""
+    cases = [Case(*peer, world_size, 2, "adamw", 0.5, "bf16") for peer in PEERS]
+    cases += [Case(*peer, world_size, 1, "sgd", None, awkward=True) for peer in PEERS]
+    cases += [Case(*peer, world_size, 2, outer=outer) for peer in SHARDED for outer in outers(world_size)]
+    for outcomes in run_ranks(_resume, world_size, cases):
+        assert dict(zip(cases, outcomes, strict=True)) == dict.fromkeys(cases, (True, True, True))
+
+
+# Facts about torch 2.13 that the adapters or the rules rely on: when one changes, so should they.
+
+
+def in_16_bits(record: Record) -> bool:
+    return all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in record.gradients.values())
+
+
+def test_where_sums_over_microbatches_have_16_bits() -> None:
+    """FSDP1 adds in the compute dtype under no_sync, FSDP2 in the wire's before the outer all-reduce; no others do."""
+    one = [Case(*peer, 1, 3, "sgd", None, "bf16", steps=1) for peer in PEERS]
+    assert [
+        (c.engine, c.strategy) for c, r in zip(one, run_ranks(run_cases, 1, one)[0], strict=True) if in_16_bits(r)
+    ] == [("fsdp1", "no_shard")]
+    two = [Case(*peer, 2, 3, "sgd", None, "bf16_comm", outer=o, steps=1) for peer in SHARDED for o in (1, 2)]
+    found = run_ranks(run_cases, 2, two)[0]
+    assert {(c.engine, c.outer) for c, r in zip(two, found, strict=True) if in_16_bits(r)} == {("fsdp2", 2)}
+
+
+def violated(*overrides: str) -> list[str]:
+    with pytest.raises(BadRequest) as caught:
+        compose(["launch.dry_run=true", *overrides])
+    return [str(violation) for violation in caught.value.violations]
+
+
+HYBRID = "sharding=hsdp mesh=two_by_two train.global_batch_size=32"
+
+
+@pytest.mark.parametrize(
+    ("common", "refused", "clean"),
+    [
+        ("engine=fsdp1 dtype=bf16", "sharding=no_shard", "sharding=optim_grads"),
+        ("engine=fsdp1 dtype=bf16 sharding=no_shard", "", "train.global_batch_size=8"),
+        ("engine=fsdp1 dtype=bf16 sharding=no_shard", "", "dtype.allow_low_precision_grads=true"),
+        ("engine=fsdp1 sharding=no_shard", "dtype=bf16", "dtype=fp32"),
+        (f"engine=fsdp2 {HYBRID}", "dtype=bf16_comm", "dtype=bf16"),
+        (f"engine=fsdp2 dtype=bf16_comm {HYBRID}", "", "dtype.allow_low_precision_grads=true"),
+        (f"dtype=bf16_comm {HYBRID}", "engine=fsdp2", "engine=fsdp1"),
+        ("engine=ddp dtype=fp64", "dtype.grad_comm=fp32", "dtype.grad_comm=bf16"),
+        ("engine=ddp", "sharding=optim_grads", "sharding=optim"),
+        ("engine=fsdp2", "sharding=optim", "sharding=optim_grads"),
+    ],
+)
+def test_what_an_engine_does_not_do_is_refused_before_ranks_start(common: str, refused: str, clean: str) -> None:
+    assert len(violated(*common.split(), *refused.split())) == 1
+    compose(["launch.dry_run=true", *common.split(), *clean.split()])
+
+
+def test_the_refusals_say_what_to_do() -> None:
+    (waits,) = violated("engine=fsdp1", "sharding=no_shard", "dtype=bf16")
+    assert "dtype.compute=bf16" in waits
+    assert "allow_low_precision_grads=true" in waits
+    (wire,) = violated(
+        "engine=fsdp2", "sharding=hsdp", "mesh=two_by_two", "dtype=bf16_comm", "train.global_batch_size=32"
+    )
+    assert "dtype.grad_comm=bf16" in wire
+    assert "outer axis" in wire
+
+
+class ScalarWorkload(AwkwardWorkload):
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> torch.nn.Module:
+        model = super().build(device, dtype)
+        model.gain = torch.nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        return model
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_a_parameter_without_a_dimension_is_refused_by_name(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.engines.peers.AwkwardWorkload", ScalarWorkload)
+    with pytest.raises(ValueError, match=rf"engine={engine} splits.*: gain; give them the shape \[1\]"):
+        Case(engine, "optim_grads", 1, awkward=True).build(0)
+
+
+def _warnings(rank: int, cases: list[Case]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", DeprecationWarning)  # as outside tests: torch.distributed.optim's own import
+        for case in cases:
+            run_case(rank, case)
+    return sorted({str(warning.message) for warning in caught})
+
+
+def test_nothing_warns() -> None:
+    """What torch says of choices made on purpose is silenced by its exact words; anything new comes through."""
+    cases = [Case(*peer, 2, 2, awkward=awkward) for peer in PEERS for awkward in (False, True)]
+    assert run_ranks(_warnings, 2, cases) == [[], []]
+    assert len(KNOWN_WARNINGS) == 2
+
+
+def test_a_gradient_before_the_last_microbatch_is_an_error() -> None:
+    def ask(engine: Engine) -> None:
+        with pytest.raises(RuntimeError, match=r"no gradient for .*: no microbatch was marked as the step's last one"):
+            engine.step(0.1)
+
+    for peer in PEERS:
+        run_ranks_in_place(Case(*peer, 1), ask)
+
+
+def run_ranks_in_place(case: Case, look: Any) -> None:
+    """One rank in this process, so that the look may be any function."""
+    run_ranks(_look, 1, case, look)
+
+
+def _look(rank: int, case: Case, look: Any) -> None:
+    run_case(rank, case, lambda engine, _: look(engine))
