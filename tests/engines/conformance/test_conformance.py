@@ -19,6 +19,8 @@ from tests.engines.conformance.deviations import KNOWN_DEVIATIONS
 from tests.engines.conformance.spawned import run_all
 from tests.engines.conformance.trial import Evidence, Failure, train_reference
 
+pytestmark = pytest.mark.timeout(1200)  # the first case of a number of ranks runs them all
+
 EXAMPLE = "tests.engines.adapter:Adapter"
 
 

@@ -14,6 +14,8 @@ from tests.engines.conformance.spawned import run_all
 from tests.engines.conformance.test_conformance import failures
 from tests.engines.conformance.trial import Evidence, Failure
 
+pytestmark = pytest.mark.timeout(1200)  # the first case of a number of ranks runs them all
+
 BASE = Case("ext", "optim", None, 2, 2, "adamw", True, "bf16", "odd", "deterministic")
 
 
