@@ -7,6 +7,7 @@ import pytest
 from harness.config.catalog import load_catalog
 from harness.config.compose import composed, load_config, plain
 from harness.config.derived import may_leave_unused
+from harness.config.hints import explain_key, explain_option
 from harness.config.rules import effect, model
 from harness.config.rules.request import Request
 from harness.config.schema import Config
@@ -52,6 +53,11 @@ def test_what_a_family_refuses(overrides: str, knob: str, says: str) -> None:
 )
 def test_what_a_family_reads_is_not_refused(overrides: str) -> None:
     assert asked(*overrides.split())[1] == {}
+
+
+def test_names_used_elsewhere_are_understood() -> None:
+    assert "model=moe" in str(explain_option("model", "mixtral"))
+    assert "model.experts_per_token" in str(explain_key("top_k"))
 
 
 def test_every_option_is_clean() -> None:
