@@ -39,6 +39,8 @@ class Capabilities:
     """Whether sums over microbatches wait for no_shard's one reduction a step in dtype.compute."""
     idle_parameters: bool = True
     """Whether a microbatch may leave trained parameters without a gradient on some ranks and not on others."""
+    keeps_idle_gradients: tuple[Strategy, ...] = ()
+    """Strategies under which a parameter that no microbatch needs is updated by its last step's gradient again."""
     lone_gradient_shards: bool = True
     """Whether strategies that split gradients are right where the group they split over is one rank."""
     sums_itself: bool = False
@@ -99,6 +101,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         uncast=(Strategy.no_shard,),
         equal_dtypes=(),
         idle_parameters=False,
+        keeps_idle_gradients=(Strategy.optim_grads_params,),
         package="deepspeed==0.19.8",
         build_isolation=False,
     ),

@@ -21,6 +21,7 @@ REFUSED = {
     "dtype=fp64": "does not take this dtype",
     "dtype=bf16_pure": "does not keep main weights and gradients in this dtype",
     "model=odd": "skip_idle",
+    "model=odd mesh=one": "updates them by their last step's gradient again",
     "mesh=two_by_two": "does not run this hybrid",
     "numerics=ordered": "cannot promise this order",
 }

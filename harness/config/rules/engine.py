@@ -242,17 +242,22 @@ def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
 @rule("model.skip_idle")
 def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
     """A parameter that no token of a microbatch needs does not set the ranks' collectives out of step."""
-    engine = request.config.engine.name
-    able = request.config.mesh.world_size == 1 or capabilities_of(request.config).idle_parameters
-    if able or not may_leave_unused(request.config):
+    config, can = request.config, capabilities_of(request.config)
+    if not may_leave_unused(config):
         return
-    yield Violation(
-        request.show("model.skip_idle"),
-        f"lets a microbatch leave parameters of model.family={request.config.model.family.name} without a gradient on "
-        f"some ranks only; engine={engine.name} then reduces its units in different orders and hangs",
-        "false",
-        "model.skip_idle=false, or engine=native",
-    )
+    where, then = "", ""
+    if config.mesh.world_size > 1 and not can.idle_parameters:
+        where, then = " on some ranks only", "reduces its units in different orders and hangs"
+    elif config.sharding.strategy in can.keeps_idle_gradients:
+        where, then = "", "updates them by their last step's gradient again"
+    if then:
+        yield Violation(
+            request.show("model.skip_idle"),
+            f"lets a microbatch leave parameters of model.family={config.model.family.name} without a gradient{where}; "
+            f"engine={config.engine.name.name} then {then}",
+            "false",
+            "model.skip_idle=false, or engine=native",
+        )
 
 
 @rule("mesh.world_size", "mesh.dp_outer")
