@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.config.derived import microbatches_per_rank
+from harness.config.derived import microbatches_per_rank, parameter_count
 from harness.config.schema import Config, Strategy
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
@@ -243,7 +243,8 @@ class DeepspeedEngine(Engine):
 
 
 def _deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
-    """Every dtype and every choice that changes numbers, said; sizes of buckets are DeepSpeed's own."""
+    """Every dtype and every choice that changes numbers, said; and a reduce bucket no larger than the model, because
+    ZeRO-2 and 3 allocate the 500 million elements of the default whether they are filled or not."""
     return {
         "train_micro_batch_size_per_gpu": config.train.microbatch_size,
         "gradient_accumulation_steps": microbatches_per_rank(config),
@@ -256,6 +257,7 @@ def _deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": False,
+            "reduce_bucket_size": min(500_000_000, parameter_count(config)),
             "ignore_unused_parameters": True,
             "stage3_param_persistence_threshold": 0,
             "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
