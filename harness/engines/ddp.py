@@ -10,9 +10,11 @@ ones, largest first, to the rank with least) and sends them to the others, one f
 may hold more than 1/N of the optimizer state where parameters are few. `overlap_with_ddp` is left off: it does not step
 in the first two or three iterations.
 
-`find_unused_parameters` is on where the model may leave parameters unused (`may_leave_unused`). It costs DDP a walk
-over the graph and one more all-reduce a step, of 4 bytes a parameter tensor; without it, an unused parameter ends the
-next forward in torch's "Expected to have finished reduction".
+`find_unused_parameters` is on where the model may leave parameters unused; without it, an unused parameter ends the
+next forward in torch's "Expected to have finished reduction". It costs DDP a walk over the graph and one more
+all-reduce a step, of 4 bytes a parameter tensor. It is on under numerics=deterministic too, because it keeps DDP's
+first buckets: without it DDP lays them out anew after its first step, in the order gradients came, and the order of
+sums then depends on how many steps ago the process began. A resumed run would not repeat the bits of one never stopped.
 
 Limits, on torch 2.13: gradients have the dtype of the main weights; a wire of 16 bits goes with any of these, one of
 more bits must be theirs. The compute dtype is not DDP's doing: `replicated` casts all weights before each forward.
@@ -31,8 +33,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.config.derived import may_leave_unused, microbatches_per_rank
-from harness.config.schema import Config, Dtype, Strategy
+from harness.config.derived import microbatches_per_rank
+from harness.config.schema import Config, Dtype, Numerics, Strategy
 from harness.engines.protocol import Microbatch, Ranks, Workload
 from harness.engines.replicated import ReplicatedEngine
 
@@ -42,6 +44,10 @@ COMPRESSION: dict[Dtype, Callable[..., Any]] = {
     Dtype.fp16: fp16_compress_hook,
 }
 """Hooks that send gradients in another dtype than they are stored in, by that dtype."""
+
+
+NONE_UNUSED = "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters"
+"""Beginning of what DDP says, once, of the first step that used all: for a model it is no news that some steps do."""
 
 
 class DdpEngine(ReplicatedEngine):
@@ -61,6 +67,7 @@ class DdpEngine(ReplicatedEngine):
             )
         super().__init__(workload, config, ranks, fused=True)
         self.microbatches_per_rank = microbatches_per_rank(config)
+        warnings.filterwarnings("ignore", message=NONE_UNUSED, category=UserWarning)  # said in a forward, from C++
         with warnings.catch_warnings():
             # Deprecated in torch 2.13 for forward_sync_buffers, which 2.11 does not have.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
@@ -70,7 +77,7 @@ class DdpEngine(ReplicatedEngine):
                 broadcast_buffers=False,  # the rotary tables are computed alike on every rank
                 init_sync=False,  # and so are the weights, from their names
                 gradient_as_bucket_view=True,
-                find_unused_parameters=may_leave_unused(config),
+                find_unused_parameters=workload.may_leave_unused or config.numerics.mode is not Numerics.fast,
             )
         if wire is not config.dtype.main_grads:
             self.replica.register_comm_hook(None, COMPRESSION[wire])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config.schema import Config, Dtype, EngineName, ModelFamily, OptimizerName, Strategy
+from harness.config.schema import Config, Dtype, EngineName, ModelFamily, Numerics, OptimizerName, Strategy
 from harness.engines.protocol import Engine, Microbatch, Ranks
 from harness.engines.registry import engine_class
 from harness.models.workload import LlamaWorkload, seed_of
@@ -75,6 +75,7 @@ class AwkwardWorkload:
     """Implements `harness.engines.protocol.Workload`. Embedding and head are units too, were they not tied."""
 
     unit_classes: tuple[type[nn.Module], ...] = (Part, nn.Embedding, nn.Linear)
+    may_leave_unused = True
 
     def __init__(self, config: Config) -> None:
         self.seed = config.train.seed
@@ -118,6 +119,7 @@ class Case:
     outer: int = 1
     awkward: bool = False
     steps: int = 3
+    numerics: str = "fast"
     scale: float = 1.0
     """A fault: every loss is multiplied by this."""
 
@@ -134,6 +136,7 @@ class Case:
             world_size=1,
             outer=1,
             k=self.num_microbatches,
+            numerics="fast",
             dtype=dtype,
             scale=1,
         )
@@ -144,10 +147,10 @@ class Case:
         model.vocab_size, model.dim, model.num_layers, model.num_heads = VOCAB, 24, 2, 2
         model.num_kv_heads, model.ffn_dim, model.max_seq_len = 1, 20, 16
         model.family = ModelFamily.odd if self.awkward else ModelFamily.llama
-        model.skip_idle = True  # the awkward model does, so DDP must look for what was not used
         config.data.seq_len = LENGTH
         config.engine.name, config.sharding.strategy = EngineName[self.engine], Strategy[self.strategy]
         config.mesh.world_size, config.mesh.dp_outer = self.world_size, self.outer
+        config.numerics.mode = Numerics[self.numerics]
         config.train.microbatch_size, config.train.global_batch_size = 1, self.num_microbatches
         for role, dtype in zip(ROLES, DTYPES[self.dtype], strict=True):
             setattr(config.dtype, role, Dtype[dtype])
