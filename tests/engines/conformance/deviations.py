@@ -38,4 +38,10 @@ KNOWN_DEVIATIONS: tuple[Deviation, ...] = (
         ("update", "weights", "loss", "gradient norm"),
         "docs/upstream/adam_first_updates.md",
     ),
+    Deviation(
+        "megatron_fsdp",
+        lambda case: case.outer == "optim",
+        ("gradient", "gradient scale"),
+        "docs/upstream/hfsdp_sums_gradients.md",
+    ),
 )

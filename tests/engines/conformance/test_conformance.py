@@ -7,6 +7,7 @@ python -m pytest --engine ext --adapter package.module:Class  an engine of your 
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -21,11 +22,12 @@ from tests.engines.conformance.trial import Evidence, Failure, train_reference
 
 pytestmark = pytest.mark.timeout(1200)  # the first case of a number of ranks runs them all
 
+REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLE = "tests.engines.adapter:Adapter"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """One item a case, and one for each engine that is not installed."""
+    """One item a case of every engine that is installed, and one an engine."""
     asked = metafunc.config.getoption("--engine")
     names = [EngineName[asked]] if asked else list(EngineName)
     missing = [name for name in names if not _is_installed(name)]
@@ -39,7 +41,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         metafunc.parametrize("case", found, ids=str)
     if "name" in metafunc.fixturenames:
-        metafunc.parametrize("name", missing, ids=[name.name for name in missing])
+        metafunc.parametrize("name", names, ids=[name.name for name in names])
 
 
 def test_conforms(case: Case) -> None:
@@ -56,8 +58,15 @@ def test_conforms(case: Case) -> None:
 
 
 def test_is_installed(name: EngineName) -> None:
-    """Says how to get what is missing."""
-    pytest.skip(f"engine={name.name} needs {ENGINES[name].package}: make peers, or {ENGINES[name].install}")
+    """Says how to get what is missing; what is there has cases."""
+    if not _is_installed(name):
+        pytest.skip(f"engine={name.name} needs {ENGINES[name].package}: make peers, or {ENGINES[name].install}")
+    assert cases(name.name, EXAMPLE if name is EngineName.ext else None)
+
+
+def test_deviations_are_reported() -> None:
+    """What the suite forgives a peer is written down where the peer's authors can read it."""
+    assert all((REPOSITORY / deviation.report).is_file() for deviation in KNOWN_DEVIATIONS)
 
 
 @cache
