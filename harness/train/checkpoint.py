@@ -51,7 +51,9 @@ class Checkpoints:
         self.layout = {
             "engine": config.engine.name.name,
             "strategy": config.sharding.strategy.name,
+            "outer": config.sharding.outer.name,
             "world_size": ranks.world_size,
+            "dp_outer": config.mesh.dp_outer,
             "main_params": config.dtype.main_params.name,
         }
 
