@@ -26,7 +26,7 @@ Limits, on torch 2.13:
   several microbatches unless dtype.allow_low_precision_grads=true accepts it.
 - All ranks run the same units in the same order in each microbatch, as in `fsdp2`; parameters unused inside a unit
   that does run get zeros from the flat parameter.
-- Frozen parameters are flattened with the others of their unit, so that they take gradient memory.
+- Frozen parameters are flattened with the others of their unit, so that gradients have room for them (`padding`).
 - fp16 gets no loss scale.
 """
 
@@ -103,6 +103,9 @@ class Fsdp1Engine(ShardedEngine):
         self.sums_here = self.whole and config.sharding.strategy is not Strategy.no_shard
         self.sums: dict[nn.Parameter, Tensor] = {}
         weights = {name: filler.made[name] for name in shapes}
+        if self.whole:
+            for weight in weights.values():
+                weight.grad_dtype = None  # under no_sync FSDP1 hands tied ones a gradient in the compute dtype
         self._finish(weights, shapes, None if self.whole else mesh.get_group("dp_shard"), fused=True)
 
     def _strategy(self, config: Config, ranks: Ranks) -> tuple[ShardingStrategy, DeviceMesh]:
@@ -134,23 +137,20 @@ class Fsdp1Engine(ShardedEngine):
             if last:
                 weight.grad = self.sums.pop(weight, None)
 
-    def _flat_parameters(self) -> list[tuple[int, bool]]:
-        """Elements this rank keeps of each unit's flat parameter, and whether it has a gradient."""
+    def _flat_elements(self) -> tuple[int, int]:
+        """Elements this rank keeps of all flat parameters, and of those that have a gradient."""
         handles = [module._handle for module in FullyShardedDataParallel.fsdp_modules(self.model)]
         flats = [handle.flat_param for handle in handles if handle is not None]
-        return [(flat.numel(), any(param.requires_grad for param in flat._params or ())) for flat in flats]
+        trained = [flat for flat in flats if any(param.requires_grad for param in flat._params or ())]
+        return sum(flat.numel() for flat in flats), sum(flat.numel() for flat in trained)
 
-    def _padding_elements(self) -> int:
-        return sum(numel for numel, _ in self._flat_parameters()) - sum(
-            weight.numel() for weight in self.weights.values()
+    def _padding_elements(self) -> tuple[int, int]:
+        """Gradients are laid out as flat parameters are: the room of frozen weights in them belongs to none."""
+        weights, gradients = self._flat_elements()
+        return (
+            weights - sum(weight.numel() for weight in self.weights.values()),
+            gradients - sum(weight.numel() for weight in self.trained.values()),
         )
-
-    def accounted_bytes(self) -> dict[str, int]:
-        """As all; gradients are laid out as the flat parameters are, frozen pieces included."""
-        totals = super().accounted_bytes()
-        held = sum(numel for numel, trained in self._flat_parameters() if trained) * self.main_dtype.itemsize
-        totals["main_grads"] = held - totals["padding"] // 2
-        return totals
 
 
 class _Filler:

@@ -109,10 +109,11 @@ class Fsdp2Engine(ShardedEngine):
             self.root.set_reshard_after_backward(last)
         return nullcontext()
 
-    def _padding_elements(self) -> int:
-        """Each rank stores as many rows of a weight as the first one does."""
-        own = self.mesh.get_local_rank("dp_shard")
-        return sum(max(extents) - extents[own if len(extents) > 1 else 0] for extents in self.extents.values())
+    def _padding_elements(self) -> tuple[int, int]:
+        """Each rank stores as many rows of a weight as the first one does, and of its gradient."""
+        own = self.mesh.get_local_rank("dp_shard") if self.group is not None else 0
+        unused = {name: max(extents) - extents[own] for name, extents in self.extents.items()}
+        return sum(unused.values()), sum(unused[name] for name in self.trained)
 
 
 def give_memory(model: nn.Module, device: torch.device) -> None:

@@ -89,8 +89,8 @@ class ShardedEngine(Engine):
         """Called when a microbatch's gradients have been reduced, or not, as `_rhythm` arranged."""
 
     @abstractmethod
-    def _padding_elements(self) -> int:
-        """Elements of this rank's weight storage that belong to no weight."""
+    def _padding_elements(self) -> tuple[int, int]:
+        """Elements of this rank's storage of weights that belong to none, and of its storage of gradients."""
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         """One microbatch, its loss scaled by 1 / k; the wrapper itself divides by the number of ranks.
@@ -159,7 +159,7 @@ class ShardedEngine(Engine):
             "main_weights": sum(self._piece(weight).numel() for weight in self.weights.values()) * itemsize,
             "main_grads": sum(self._piece(weight).numel() for weight in self.trained.values()) * itemsize,
             "optimizer": sum(self._piece(value).nbytes for value in moments),
-            "padding": 2 * self._padding_elements() * itemsize,  # of weights, and of gradients laid out like them
+            "padding": sum(self._padding_elements()) * itemsize,
             "buffers": sum(buffer.nbytes for buffer in self.model.buffers()),
         }
 
