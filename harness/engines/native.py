@@ -73,8 +73,9 @@ class NativeEngine(Engine):
         return self.model.full_gradients()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole main weights on the CPU, gathered one bucket at a time."""
-        return self.model.full_weights()
+        """Whole main weights on the CPU, gathered one bucket at a time; frozen ones are kept in the compute dtype."""
+        main = TORCH_DTYPES[self.config.dtype.main_params]
+        return ((name, weight.to(main)) for name, weight in self.model.full_weights())
 
     def weight_norm(self) -> float:
         """Norm of the main weights, without gathering them."""

@@ -164,8 +164,9 @@ class Judgement:
                 if not 0 <= evidence.bytes[role] <= limit:
                     yield Failure("bytes", f"rank {rank}: {role} {evidence.bytes[role]}, unsharded at most {limit}")
         total = {role: sum(evidence.bytes[role] for evidence in self.ranks) for role in ROLES}
-        if total["main_weights"] + total["compute_weights"] < elements * main:
-            yield Failure("bytes", f"all ranks keep {total}: fewer than the weights' {elements * main}")
+        least = trained * main + (elements - trained) * min(main, compute)  # frozen ones are only computed with
+        if total["main_weights"] + total["compute_weights"] < least:
+            yield Failure("bytes", f"all ranks keep {total}: fewer than the weights' {least}")
         if total["optimizer"] < moments:
             yield Failure("bytes", f"all ranks keep optimizer={total['optimizer']}: fewer than {moments}")
         yield from self.shares(total["optimizer"], moments)
