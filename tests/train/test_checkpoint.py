@@ -81,7 +81,8 @@ def test_only_the_newest_is_kept_and_leftovers_go(folder: Path) -> None:
         checkpoints(folder).save(engine, step, "")
     assert [path.name for path in folder.iterdir()] == ["step-000003"]
     meta = json.loads((folder / "step-000003/meta.json").read_text())
-    assert meta["layout"] == {"engine": "single", "strategy": "no_shard", "world_size": 1, "main_params": "fp32"}
+    shape = {"strategy": "no_shard", "outer": "no_shard", "world_size": 1, "dp_outer": 1}
+    assert meta["layout"] == {"engine": "single", **shape, "main_params": "fp32"}
     assert meta["files"][0]["bytes"] == (folder / "step-000003/rank-00000.safetensors").stat().st_size
 
 
