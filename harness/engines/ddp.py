@@ -15,6 +15,8 @@ next forward in torch's "Expected to have finished reduction". It costs DDP a wa
 all-reduce a step, of 4 bytes a parameter tensor. It is on under numerics=deterministic too, because it keeps DDP's
 first buckets: without it DDP lays them out anew after its first step, in the order gradients came, and the order of
 sums then depends on how many steps ago the process began. A resumed run would not repeat the bits of one never stopped.
+The first step that uses all parameters makes torch advise against the flag, once, in a rank's log: that comes from C++
+straight to stderr, and nothing silences it alone.
 
 Limits, on torch 2.13: gradients have the dtype of the main weights; a wire of 16 bits goes with any of these, one of
 more bits must be theirs. The compute dtype is not DDP's doing: `replicated` casts all weights before each forward.
@@ -46,10 +48,6 @@ COMPRESSION: dict[Dtype, Callable[..., Any]] = {
 """Hooks that send gradients in another dtype than they are stored in, by that dtype."""
 
 
-NONE_UNUSED = "find_unused_parameters=True was specified in DDP constructor, but did not find any unused parameters"
-"""Beginning of what DDP says, once, of the first step that used all: for a model it is no news that some steps do."""
-
-
 class DdpEngine(ReplicatedEngine):
     """Every rank holds all weights and gradients, and all optimizer state or its part of it."""
 
@@ -67,7 +65,6 @@ class DdpEngine(ReplicatedEngine):
             )
         super().__init__(workload, config, ranks, fused=True)
         self.microbatches_per_rank = microbatches_per_rank(config)
-        warnings.filterwarnings("ignore", message=NONE_UNUSED, category=UserWarning)  # said in a forward, from C++
         with warnings.catch_warnings():
             # Deprecated in torch 2.13 for forward_sync_buffers, which 2.11 does not have.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
