@@ -67,7 +67,7 @@ Trace = dict[str, set[str]]
 
 
 class Additions(TorchDispatchMode):
-    """Collects the dtype of every running sum: the left side of additions in place."""
+    """Collects the dtype of every running sum: the left side of additions in place, or into a place that is given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Additions(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation; note additions."""
-        if func is torch.ops.aten.add_.Tensor:
+        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.out):
             self.left.append(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
@@ -94,9 +94,9 @@ def watching(trace: Trace) -> Iterator[None]:
         note("unreduced", gradients)
         return encode(self, gradients)
 
-    def noting_sum(contributions: list[Tensor], target: Tensor, accum: torch.dtype, *, add: bool) -> None:
+    def noting_sum(contributions: list[Tensor], target: Tensor, accum: torch.dtype, **how: Any) -> None:
         with Additions() as seen:
-            sum_in_order(contributions, target, accum, add=add)
+            sum_in_order(contributions, target, accum, **how)
         between_ranks = seen.left[: len(contributions) - 1]  # the next one, if any, adds to what is kept
         trace["summed"].update(NAMES[dtype] for dtype in between_ranks)
 
