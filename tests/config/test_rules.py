@@ -168,7 +168,7 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
     }
     against = {"optimizer.betas": ["optimizer=sgd"], "optimizer.eps": ["optimizer=sgd"], "ckpt.every": ["ckpt=none"]}
     decoder = ("model.num_heads", "model.num_kv_heads", "model.rope_theta", "model.tie_embeddings")
-    against |= {"train.param_norm_every": ["measure=bench"]} | dict.fromkeys(decoder, ["model=odd"])
+    against |= {"train.param_norm_every": ["measure=bench"]} | {key: ["model=odd"] for key in decoder}
     quiet = {"measure.capture_limit_mib": ["measure=light"]}
     extra = (needs | against | quiet).get(knob, [])
     value = values.get(knob, "true" if knob.startswith("dtype.allow") else "1e-6" if knob.endswith(".eps") else "1")
