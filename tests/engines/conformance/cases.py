@@ -154,16 +154,14 @@ def _cover(allowed: Sequence[Case]) -> list[Case]:
     return chosen
 
 
-def _axes(case: Case) -> tuple[str, ...]:
-    """The values that are to meet, each with its axis."""
-    update = f"{case.optimizer}, clipped: {case.clip}"
-    rest = [f"{name}={getattr(case, name)}" for name in ("world_size", "k", "dtype", "model", "numerics")]
-    return (f"shard={case.strategy}+{case.outer}", f"update={update}", *rest)
-
-
 @cache
 def _pairs(case: Case) -> frozenset[tuple[str, str]]:
-    return frozenset(itertools.combinations(_axes(case), 2))
+    """The values that are to meet, two by two, each with its axis; of a hybrid's two strategies both meet a dtype."""
+    update = f"update={case.optimizer}, clipped: {case.clip}"
+    rest = [f"{name}={getattr(case, name)}" for name in ("world_size", "k", "dtype", "model", "numerics")]
+    axes = (f"strategy={case.strategy}", f"outer={case.outer}", update, *rest)
+    hybrid = (f"shard={case.strategy}+{case.outer}", f"dtype={case.dtype}")
+    return frozenset((*itertools.combinations(axes, 2), hybrid))
 
 
 @cache
