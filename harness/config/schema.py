@@ -258,6 +258,9 @@ class EngineConfig:
     """A class of your own that implements `harness.engines.protocol.Engine`, as `package.module:Class` (ext)."""
     prefetch: int = 1
     """Units gathered ahead of the one in use (native)."""
+    eager_limit_bytes: int | None = 262_144
+    """Bytes a peer up to which gloo sends; longer data is read from the memory of a rank on this host. null: always
+    sends (native)."""
     report_nan_in_param_grad: bool = False
     """Look for NaN and infinity in every gradient before its reduction; the error names tensor, rank and microbatch."""
 

@@ -41,6 +41,7 @@ class NativeEngine(Engine):
             numerics=Numerics(config.numerics.mode.value),
             prefetch=config.engine.prefetch,
             initial_value=workload.initial_weight,
+            eager_limit_bytes=config.engine.eager_limit_bytes,
             report_nan_in_param_grad=config.engine.report_nan_in_param_grad,
         )
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -92,6 +93,10 @@ class NativeEngine(Engine):
     def accounted_bytes(self) -> dict[str, int]:
         """Persistent bytes by role; main weights that are the compute weights are counted once, as compute weights."""
         return self.model.persistent_bytes()
+
+    def facts(self) -> dict[str, str]:
+        """How data moves between ranks, and whether work beside the backward has cores of its own."""
+        return self.model.transport()
 
     def close(self) -> None:
         """Take hooks off and end threads."""

@@ -116,5 +116,9 @@ class Engine(ABC):
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes kept on this rank by role: compute_weights, main_weights, main_grads, optimizer, padding, buffers."""
 
+    def facts(self) -> dict[str, str]:
+        """What the record should tell that no setting does: choices that depend on the machine, with their reasons."""
+        return {}
+
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
         """Release what outlives the object (hooks, threads)."""

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.fsdp import labels, state
 from harness.fsdp import optimizer as optim
-from harness.fsdp import state
 from harness.fsdp.arguments import group_of, refuse_unbuilt, resolve_classes
 from harness.fsdp.buffer import Bucket, BucketContext, InitialValue
-from harness.fsdp.collectives import Communicator, make_reduction
+from harness.fsdp.collectives import make_reduction
+from harness.fsdp.communicator import EAGER_LIMIT_BYTES, Communicator, Pending
 from harness.fsdp.device import DeviceRuntime
 from harness.fsdp.gather import GatherPipeline
 from harness.fsdp.guards import GradientGuard
@@ -57,6 +58,8 @@ class ShardedModel(nn.Module):
             buffers hold on the group's first rank, as DDP does.
         report_nan_in_param_grad: look for NaN and infinity in every gradient before it is reduced; finishing the step's
             gradients then raises FloatingPointError on all ranks (see `harness.fsdp.guards`). Off costs nothing.
+        eager_limit_bytes: on gloo, bytes a peer up to which data is sent in messages; what is longer is read from the
+            sender's memory where all ranks share a host that allows it. None always sends.
 
     Raises:
         ValueError: an argument's value, with what would be valid.
@@ -76,10 +79,13 @@ class ShardedModel(nn.Module):
         prefetch: int = 1,
         initial_value: InitialValue | None = None,
         report_nan_in_param_grad: bool = False,
+        eager_limit_bytes: int | None = EAGER_LIMIT_BYTES,
     ) -> None:
         super().__init__()
         if prefetch < 0:
             raise ValueError(f"prefetch={prefetch} must be 0 or more")
+        if eager_limit_bytes is not None and eager_limit_bytes < 0:
+            raise ValueError(f"eager_limit_bytes={eager_limit_bytes} must be 0 or more, or None")
         if grad_divisor is not None and not grad_divisor > 0:
             raise ValueError(f"grad_divisor={grad_divisor} must be positive")
         if module.__dict__.get(_MARK, False):
@@ -92,7 +98,7 @@ class ShardedModel(nn.Module):
         _leave_meta(module, device, initial_value)
         self._runtime = DeviceRuntime(device)
         self._memory = BucketMemory(device)
-        self._comm = Communicator(group, self._runtime)
+        self._comm = Communicator(group, self._runtime, eager_limit_bytes)
         self.grad_divisor = float(grad_divisor if grad_divisor is not None else self._comm.size)
         self._units = self._build_units(resolve_classes(unit_modules or ()), initial_value)
         self.buckets: list[Bucket] = [bucket for unit in self._units for bucket in unit.buckets]
@@ -110,6 +116,7 @@ class ShardedModel(nn.Module):
             self._memory,
             factor=1.0 / self.grad_divisor,
             guard=self._guard,
+            before_wait=self._gather.pass_turn,
         )
         self._driver = HookDriver(
             self._units,
@@ -118,6 +125,7 @@ class ShardedModel(nn.Module):
             before_backward=self._before_backward,
             should_reduce=lambda: self.strategy.shards_grads or self._sync,
         )
+        self._installing: list[Pending] = []
         self._sync = True
         self._reduced = self._unreduced = self._finished = False
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
@@ -213,6 +221,7 @@ class ShardedModel(nn.Module):
             RuntimeError: the step's last backward ran inside no_sync(), so gradients were never reduced.
             FloatingPointError: with `report_nan_in_param_grad`, a gradient of any rank is not finite.
         """
+        self._wait_until_installed()
         self._driver.recover()
         if self._driver.failed:
             raise RuntimeError(
@@ -227,7 +236,7 @@ class ShardedModel(nn.Module):
             return
         if not self.has_gradients:
             for bucket in self._trainable.values():
-                bucket.settle_gradients()
+                bucket.settle_main_grads()
             return
         self._drain()
         if self._guard is not None:
@@ -271,7 +280,15 @@ class ShardedModel(nn.Module):
         for bucket in self.buckets:
             bucket.check_unedited()
         self._gather.release_all()
-        optim.install_weights(self.buckets, self._comm)
+        self._wait_until_installed()
+        self._installing = optim.install_weights(self.buckets, self._comm)
+
+    def _wait_until_installed(self) -> None:
+        """Wait until the other ranks have taken this rank's weights too, so that they may change."""
+        with labels.waiting():
+            for each in self._installing:
+                each.wait()
+        self._installing = []
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, main and local. `set_to_none` makes no difference: storage is flat and stays."""
@@ -319,6 +336,7 @@ class ShardedModel(nn.Module):
         Raises:
             ValueError: it does not fit; nothing was loaded.
         """
+        self._wait_until_installed()
         state.load_local_state(self.buckets, self._require_optimizer(), values)
         self.install_weights()
         self.zero_grad()
@@ -341,6 +359,10 @@ class ShardedModel(nn.Module):
         total["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
         return total
 
+    def transport(self) -> dict[str, str]:
+        """How data moves between ranks here, with the reason where the faster way was asked for and not found."""
+        return self._comm.transport()
+
     @property
     def transient_peak_bytes(self) -> int:
         """Most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once so far."""
@@ -349,8 +371,10 @@ class ShardedModel(nn.Module):
     def close(self) -> None:
         """Take hooks off and end threads. The module keeps whatever weights it holds."""
         self._reduce.drain()
+        self._wait_until_installed()
         self._driver.remove()
         self._reduce.close()
+        self._comm.close()
 
 
 def _leave_meta(module: nn.Module, device: torch.device, initial_value: InitialValue | None) -> None:
@@ -387,6 +411,7 @@ def fully_shard_model(
     prefetch: int = 1,
     initial_value: InitialValue | None = None,
     report_nan_in_param_grad: bool = False,
+    eager_limit_bytes: int | None = EAGER_LIMIT_BYTES,
     **unbuilt: Any,
 ) -> ShardedModel:
     """Shard a module over one dimension of a device mesh (or over all ranks).
@@ -416,6 +441,7 @@ def fully_shard_model(
         prefetch=prefetch,
         initial_value=initial_value,
         report_nan_in_param_grad=report_nan_in_param_grad,
+        eager_limit_bytes=eager_limit_bytes,
     )
 
 

@@ -187,11 +187,28 @@ class Bucket:
             return
         whole = not self.context.strategy.shards_grads
         numel = self.layout.bucket_numel if whole else self.layout.shard_numel
-        self.main_grads = torch.zeros(numel, dtype=self.dtypes.grads, device=self.context.memory.device)
+        make = torch.zeros if whole else torch.empty
+        self.main_grads = make(numel, dtype=self.dtypes.grads, device=self.context.memory.device)
         self.grad_pieces = self.own_pieces(self.main_grads) if whole else self.shard_pieces(self.main_grads)
         if whole:
-            self.grad_bucket = self.main_grads
             self._view_gradients(self.main_grads)
+        else:
+            self.main_grads.untyped_storage().resize_(0)
+
+    def claim_main_grads(self) -> bool:
+        """Give the main gradients storage for the sums of a reduction; whether they hold sums to add to already."""
+        held, self.holds_sums = self.holds_sums, True
+        if not held and not self.accumulates_whole and self.main_grads is not None:
+            self.main_grads.untyped_storage().resize_(self.main_grads.numel() * self.main_grads.itemsize)
+        return held and not self.accumulates_whole
+
+    def settle_main_grads(self) -> None:
+        """Let the main gradients of a step without a backward be zeros."""
+        self.settle_gradients()
+        if self.trainable and not self.accumulates_whole and not self.holds_sums:
+            self.claim_main_grads()
+            for piece in self.grad_pieces:
+                piece.zero_()
 
     def _view_gradients(self, bucket: Tensor) -> None:
         """Let `bucket` take gradients, whatever it holds now; see [Note: First gradients]."""
@@ -204,18 +221,24 @@ class Bucket:
         """Whether microbatches add up in a whole gradient buffer before anything is reduced."""
         return self.trainable and not self.context.strategy.shards_grads
 
+    def expect_gradients(self) -> None:
+        """Have autograd bring gradients in the dtype they are kept in; storage is found when the first one arrives."""
+        dtype = self.dtypes.grads if self.accumulates_whole else self.dtypes.wire
+        for _, param in self.params:
+            if param.grad is None and param.grad_dtype != dtype:
+                param.grad_dtype = dtype
+
     def prepare_gradients(self) -> None:
-        """Point every parameter's `.grad` at flat storage for the coming backward."""
+        """Find flat storage for the gradients of this backward, and bring in those that are here already."""
         if self.grad_bucket is None:
             bucket = self.context.memory.take(self.layout.bucket_numel, self.dtypes.wire)
             for begin, end in self.layout.gaps:
                 bucket[begin:end].zero_()
             self._view_gradients(bucket)
-        for index, ((_, param), view) in enumerate(zip(self.params, self._grad_views, strict=True)):
+        for index, (_, param) in enumerate(self.params):
             if param.grad is not None or index not in self._unwritten:
                 self.adopt_gradient(index)
-            elif param.grad_dtype != view.dtype:
-                param.grad_dtype = view.dtype
+        self.expect_gradients()
 
     def adopt_gradient(self, index: int) -> None:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket."""
@@ -246,12 +269,11 @@ class Bucket:
             param.grad = None
 
     def zero_gradients(self) -> None:
-        """Forget all accumulated gradients."""
+        """Forget all accumulated gradients; a shard of them gives its memory back."""
         if self.main_grads is not None and self.accumulates_whole:
             self._view_gradients(self.main_grads)
-            self.drop_grads()
-        elif self.main_grads is not None and self.holds_sums:
-            self.main_grads.zero_()
+        elif self.main_grads is not None:
+            self.main_grads.untyped_storage().resize_(0)
         if self.trainable:
             self.drop_grads()  # a backward that was refused may have left one; views come back with the next backward
         self.holds_sums = False

@@ -10,162 +10,31 @@ the rank that owns them and summed there in rank order. On gloo this is always s
 inside (twice the bytes) and sums 16-bit wires in 16 bits. There, contributions travel by send and receive in pieces,
 two pieces in flight, each summed as it arrives, so that no second bucket is needed. The tag of a message names its
 model, kind and bucket, so that ranks which issue collectives in different orders wait for each other (and time out)
-instead of taking one bucket for another; messages of one tag between two ranks keep their order.
+instead of taking one bucket for another; messages of one tag between two ranks keep their order. Where ranks share a
+host, what is long is read from the sender's memory instead (see [Note: Reads instead of messages]).
 """
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp import labels
-from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.communicator import Communicator, Pending
 from harness.fsdp.labels import Label
-from harness.fsdp.parts import Part, packed, unpack, worth_packing
+from harness.fsdp.parts import Part, packed, worth_packing
+from harness.fsdp.peer_memory import Laid, lay_out
 from harness.fsdp.policy import Dtypes, Numerics
 
 PIECE_BYTES = 4 << 20
 """Bytes of one piece over all peers; two pieces are in flight."""
 FOLD_BLOCK = 1 << 16
 """Elements summed at a time, so that the running sum stays in cache."""
-
-
-_COMMUNICATORS: dict[str, Iterator[int]] = {}
-"""Numbers the models of each group in order of construction, which is the same on all its ranks."""
-
-
-class Communicator:
-    """One process group: its ranks, its backend, and all-gather as that backend does it best.
-
-    Args:
-        group: process group; None is the default one.
-        runtime: streams of the device the buckets live on.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None, runtime: DeviceRuntime) -> None:
-        resolved = group if group is not None else dist.group.WORLD
-        if resolved is None:
-            raise RuntimeError("torch.distributed is not initialised; call torch.distributed.init_process_group first")
-        self.group: dist.ProcessGroup = resolved
-        self.runtime = runtime
-        self.rank = dist.get_rank(self.group)
-        self.size = dist.get_world_size(self.group)
-        self.by_peers = self.group._get_backend(runtime.device).name() == "gloo"
-        self._scratch: dict[tuple[int, int], Tensor] = {}
-        self._index = next(_COMMUNICATORS.setdefault(self.group.group_name, count()))
-
-    def tag(self, label: Label) -> int:
-        """Message tag of a collective made of sends: one per model, kind and bucket; the same on all ranks."""
-        return zlib.crc32(f"{self._index}/{label.kind}/{label.bucket}".encode()) >> 2
-
-    def all_gather(self, parts: Sequence[Part], label: Label) -> Pending:
-        """Fill every rank's chunk of each part from that rank; this rank's own chunk must hold its data already.
-
-        The parts belong to the returned handle until it is waited for.
-        """
-        if self.size == 1:
-            return Pending([])
-        with labels.begin(label):
-            return self._gather(parts, self.tag(label))
-
-    def second_leg(self, parts: Sequence[Part], label: Label) -> Pending:
-        """An all-gather that is part of a collective announced before; callable from any thread."""
-        if self.size == 1:
-            return Pending([])
-        with labels.resume(label):
-            return self._gather(parts, self.tag(label))
-
-    def _gather(self, parts: Sequence[Part], tag: int) -> Pending:
-        if not self.by_peers:
-            return Pending(self._gather_natively(parts), parts)
-        if not worth_packing(parts):
-            return Pending(self._gather_by_peers(parts, tag), parts)
-        whole = packed(parts, [self.rank])
-        others = [rank for rank in range(self.size) if rank != self.rank]
-        works = self._gather_by_peers([whole], tag)
-        return Pending(works, [whole, parts], finish=lambda: unpack(whole, parts, others))
-
-    def _gather_natively(self, parts: Sequence[Part]) -> list[Any]:
-        if all(part.even for part in parts):
-            outputs = [part.tensor for part in parts]
-            inputs = [part.chunk(self.rank) for part in parts]
-            return [self.group.allgather_into_tensor_coalesced(outputs, inputs)]
-        chunks = [[part.chunk(rank) for rank in range(self.size)] for part in parts]
-        return [self.group.allgather([each], [each[self.rank]]) for each in chunks]
-
-    def _gather_by_peers(self, parts: Sequence[Part], tag: int) -> list[Any]:
-        works: list[Any] = []
-        for step in range(1, self.size):
-            source, target = (self.rank - step) % self.size, (self.rank + step) % self.size
-            for part in parts:
-                works += self.receive(part.chunk(source), source, tag)
-                works += self.send(part.chunk(self.rank), target, tag)
-        return works
-
-    def send(self, tensor: Tensor, peer: int, tag: int) -> list[Any]:
-        """Send to a group rank; nothing for an empty tensor."""
-        return [self.group.send([tensor], peer, tag)] if tensor.numel() else []
-
-    def receive(self, tensor: Tensor, peer: int, tag: int) -> list[Any]:
-        """Receive from a group rank; nothing for an empty tensor."""
-        return [self.group.recv([tensor], peer, tag)] if tensor.numel() else []
-
-    def from_first(self, value: Tensor, purpose: str) -> Tensor:
-        """What the group's first rank holds; `value` has its shape and dtype on every rank. *Collective.*"""
-        value = value.detach()
-        if self.size == 1:
-            return value
-        shared = value.to(self.runtime.device, copy=True, memory_format=torch.contiguous_format)
-        if shared.numel():
-            with labels.begin(Label("broadcast", purpose)), labels.waiting():
-                # as bytes: not every backend knows every dtype
-                dist.broadcast(shared.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
-        return shared
-
-    def scratch(self, place: tuple[int, int], like: Tensor) -> Tensor:
-        """A buffer to receive into, shaped like `like`; the same memory for every caller that names this place."""
-        held = self._scratch.get(place)
-        if held is None or held.numel() < like.nbytes:
-            self._scratch.pop(place, None)
-            held = self._scratch[place] = torch.empty(like.nbytes, dtype=torch.uint8, device=like.device)
-        return held[: like.nbytes].view(like.dtype)
-
-    def release_scratch(self) -> None:
-        """Free what `scratch` handed out; nothing may be in flight."""
-        self._scratch.clear()
-
-    def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
-        """Sum a few fp64 or int64 values over the group, in place; returns them."""
-        if self.size > 1:
-            with labels.begin(Label("all_reduce", purpose)), labels.waiting():
-                self.group.allreduce([values]).wait()
-        return values
-
-
-@dataclass
-class Pending:
-    """A collective in flight. It owns the buffers it was given until `wait` has returned."""
-
-    works: list[Any]
-    keeps: Sequence[Any] = ()
-    finish: Callable[[], None] | None = None
-    """Called once, when the traffic is done."""
-
-    def wait(self) -> None:
-        """Block the host (gloo) or the current stream (NCCL) until the collective is done. Repeatable."""
-        for work in self.works:
-            work.wait()
-        if self.finish is not None:
-            self.finish()
-        self.works, self.keeps, self.finish = [], (), None
 
 
 @dataclass
@@ -181,6 +50,8 @@ class Exchange:
     factor: float = 1.0
     pending: Pending = field(default_factory=lambda: Pending([]))
     received: list[Tensor] = field(default_factory=list)
+    laid: list[Laid] = field(default_factory=list)
+    """What each other rank has laid out for this one to read."""
 
 
 class Reduction(ABC):
@@ -202,7 +73,8 @@ class Reduction(ABC):
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         """Sum this rank's chunks of all contributions and copy them (or `add` them) to `into`, one tensor a part.
 
-        `into` may be this rank's own chunks of the parts themselves.
+        `into` may be this rank's own chunks of the parts themselves. Peers may still have to take what the parts hold
+        for them; `exchange.pending` tells when they have.
         """
 
     def spread(self, exchange: Exchange, whole: Part) -> Pending:
@@ -217,11 +89,14 @@ class Reduction(ABC):
 
 
 class PeerReduction(Reduction):
-    """Own exchange by send and receive, summed in rank order; see [Note: Own exchange]. For gloo."""
+    """Own exchange by messages or reads, summed in rank order; see [Note: Own exchange]. For gloo."""
 
     def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         comm = self.comm
         exchange = Exchange(parts, label, factor)
+        if comm.reads(parts):
+            self._lay_out(exchange)
+            return exchange
         if worth_packing(parts):
             exchange.parts = [packed(parts, range(comm.size))]
         with labels.begin(label):
@@ -230,10 +105,23 @@ class PeerReduction(Reduction):
                 peer = (comm.rank + step) % comm.size
                 for part in exchange.parts:
                     for piece in self._pieces(part.chunk(peer)):
-                        exchange.pending.works += comm.send(piece, peer, tag)
+                        exchange.pending.outgoing += comm.send(piece, peer, tag)
         return exchange
 
+    def _lay_out(self, exchange: Exchange) -> None:
+        comm, parts = self.comm, exchange.parts
+        exchange.pending = Pending([], parts)
+        with labels.begin(exchange.label):
+            tag = comm.tag(exchange.label)
+            for peer in comm.others:
+                chunks = [part.chunk(peer) for part in parts]
+                exchange.pending.outgoing += lay_out(comm.group, chunks, peer, tag)
+            exchange.laid = [comm.laid_by(peer, len(parts), tag) for peer in comm.others]
+
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+        if exchange.laid:
+            self._fold_reads(exchange, into, add=add)
+            return
         if len(exchange.parts) == len(into):
             self._fold(exchange, into, exchange.factor, add=add)
             return
@@ -261,7 +149,21 @@ class PeerReduction(Reduction):
                 ahead[index] = ([], [])
                 if index + 2 < len(todo):
                     ahead.append(self._post(todo[index + 2][0], tag, index))
-        exchange.pending.wait()
+
+    def _fold_reads(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+        """Fetch a block from every peer and sum while all of them are in cache."""
+        comm = self.comm
+        for index, (part, target) in enumerate(zip(exchange.parts, into, strict=True)):
+            own = part.chunk(comm.rank)
+            for begin in range(0, own.numel(), FOLD_BLOCK):
+                blocks = [own[begin : begin + FOLD_BLOCK]] * comm.size
+                for laid in exchange.laid:
+                    block = blocks[laid.peer] = comm.scratch((0, laid.peer), blocks[comm.rank])
+                    laid.read(index, block, begin * own.itemsize)
+                summed = target[begin : begin + FOLD_BLOCK]
+                _sum_in_order(blocks, summed, self.dtypes.accum, add=add, factor=exchange.factor)
+        for laid in exchange.laid:
+            laid.finish()
 
     def _post(self, own: Tensor, tag: int, index: int) -> tuple[list[Tensor], list[Any]]:
         """Start receiving every peer's contribution to one piece; pieces of even and odd index share buffers."""
@@ -291,7 +193,7 @@ class ExchangeReduction(Reduction):
                 sent = part.tensor[: part.bounds[-1]]
                 work = comm.group.alltoall_base(received, sent, [own] * comm.size, part.sizes)
                 exchange.received.append(received)
-                exchange.pending.works.append(work)
+                exchange.pending.incoming.append(work)
         return exchange
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
@@ -315,11 +217,11 @@ class NativeReduction(Reduction):
             return exchange
         with labels.begin(label):
             if label.kind == "all_reduce":
-                exchange.pending.works = [comm.group.allreduce([part.tensor]) for part in parts]
+                exchange.pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
             else:
                 outputs = [part.chunk(comm.rank) for part in parts]
                 inputs = [part.tensor for part in parts]
-                exchange.pending.works = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
+                exchange.pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
         return exchange
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.fsdp import labels
-from harness.fsdp.collectives import Communicator, Pending
+from harness.fsdp.communicator import Communicator, Pending
 from harness.fsdp.device import DeviceRuntime, Event
 from harness.fsdp.labels import Label
 from harness.fsdp.units import Unit
@@ -33,7 +33,8 @@ class GatherPipeline:
         self.prefetch = prefetch
         self.order = [unit for unit in units if any(not bucket.resident for bucket in unit.buckets)]
         self._in_flight: dict[str, list[tuple[Pending, Event]]] = {}
-        self._held: set[str] = set()
+        self._held: dict[str, list[Pending]] = {}
+        """Units whose weights are here, and gathers that others may not have finished."""
         self._sweep: list[Unit] = []
         self._next = 0
         self._ran: list[Unit] = []
@@ -87,12 +88,18 @@ class GatherPipeline:
             self._drop(unit)
 
     def release_all(self) -> None:
-        """Land what is in flight and drop everything, the root too."""
+        """Land what is in flight and drop everything, the root too; a sweep that was under way is over."""
+        self._begin([])
         for unit in self.order:
             if unit.name in self._in_flight:
                 self._land(unit)
             if unit.name in self._held:
                 self._drop(unit)
+
+    def pass_turn(self, unit: Unit) -> None:
+        """Bring the sweep past a unit that this rank is done with; others may still want its part of the weights."""
+        if unit in self._sweep:
+            self._take_turns(self._sweep.index(unit) + 1)
 
     def _begin(self, sweep: list[Unit]) -> None:
         self._sweep, self._next = sweep, 0
@@ -134,7 +141,7 @@ class GatherPipeline:
             bucket.allocate_weights()
             with self.runtime.stream("gather"):
                 bucket.fill_own()
-                pending = self.comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name))
+                pending = self.comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name), ahead=True)
                 handles.append((pending, self.runtime.record()))
         self._in_flight[unit.name] = handles
         alive = sum(not u.is_root and (u.name in self._in_flight or u.name in self._held) for u in self.order)
@@ -142,15 +149,18 @@ class GatherPipeline:
 
     def _land(self, unit: Unit) -> None:
         with labels.waiting():
-            for pending, cast in self._in_flight.pop(unit.name, []):
+            landing = self._in_flight.pop(unit.name, [])
+            for pending, cast in landing:
                 cast.wait()
-                pending.wait()
+                pending.receive()
         for bucket in unit.buckets:
             bucket.point_at_weights()
-        self._held.add(unit.name)
+        self._held[unit.name] = [pending for pending, _ in landing]
 
     def _drop(self, unit: Unit) -> None:
-        self._held.discard(unit.name)
+        with labels.waiting():
+            for pending in self._held.pop(unit.name, []):
+                pending.wait()
         for bucket in unit.buckets:
             bucket.release_weights()
 

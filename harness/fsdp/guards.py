@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.buffer import Bucket
-from harness.fsdp.collectives import Communicator
+from harness.fsdp.communicator import Communicator
 
 MAX_TOLD = 8
 """Findings spelled out in an error; one a rank at most exists."""

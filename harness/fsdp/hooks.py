@@ -181,7 +181,7 @@ class HookDriver:
             unit.readiness.begin_backward()
         self.gather.begin_backward()
         self.gather.request(self.units[0])
-        self.reduce.prepare(self.units[0])
+        self.reduce.expect(self.units[0])
         for unit in self.units:
             if unit.readiness.is_unused:
                 self._end_unit(unit)
@@ -206,7 +206,7 @@ class HookDriver:
         self._begin_backward()
         self.gather.request(unit)
         if not self.reduce.is_done_with(unit):
-            self.reduce.prepare(unit)
+            self.reduce.expect(unit)
 
     def _passed_inputs(self, unit: Unit, node: Any) -> None:
         self._begin_backward()

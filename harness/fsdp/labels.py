@@ -24,8 +24,12 @@ class Label(NamedTuple):
     bucket: str
 
 
+CONTROL = Label("control", "")
+"""Of messages about where data lies: nobody counts them, for the data itself is announced by `offer`."""
+
 _local = threading.local()
 _listeners: list[Callable[[Label], None]] = []
+_offer_listeners: list[Callable[[Label | None, int], None]] = []
 _wait_listeners: list[Callable[[float], None]] = []
 
 
@@ -58,6 +62,18 @@ def resume(label: Label) -> Iterator[None]:
         yield
     finally:
         _local.label = before
+
+
+def on_offer(listener: Callable[[Label | None, int], None]) -> Callable[[], None]:
+    """Call `listener` with label and bytes of all that peers read from this process; returns a function to end it."""
+    _offer_listeners.append(listener)
+    return lambda: _offer_listeners.remove(listener)
+
+
+def offer(num_bytes: int) -> None:
+    """Announce bytes of the current collective that a peer fetches from here: sent, though by no operation of torch."""
+    for listener in _offer_listeners:
+        listener(current(), num_bytes)
 
 
 def on_wait(listener: Callable[[float], None]) -> Callable[[], None]:

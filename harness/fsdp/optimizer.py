@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness.fsdp import exact, labels
 from harness.fsdp.buffer import Bucket
-from harness.fsdp.collectives import Communicator, Pending
+from harness.fsdp.communicator import Communicator, Pending
 from harness.fsdp.labels import Label
 from harness.fsdp.layout import Run
 from harness.fsdp.norm import sum_of_squares
@@ -28,12 +28,16 @@ ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adadelta", "Adamax", "NAdam", 
 
 @dataclass
 class FlatRun:
-    """Elements of one bucket that one parameter group updates: a view of main weights and one of main gradients."""
+    """Elements of one bucket that one parameter group updates: a view of main weights, and one of main gradients."""
 
     bucket: Bucket
     run: Run
     weight: Tensor
-    grad: Tensor
+
+    @property
+    def grad(self) -> Tensor:
+        """Its main gradients, while there are any."""
+        return self.bucket.grad_pieces[self.run.segment][self.run.start : self.run.end]
 
     @property
     def param_numel(self) -> int:
@@ -81,7 +85,7 @@ class ShardedOptimizer:
     def attach(self) -> None:
         """Give every run its main gradient as `.grad`, in the main weights' dtype."""
         for flat in self.runs:
-            flat.weight.grad = flat.grad if flat.grad.dtype == flat.weight.dtype else flat.grad.to(flat.weight.dtype)
+            flat.weight.grad = flat.grad.to(flat.weight.dtype)
 
     def detach(self) -> None:
         """Take the gradients away again."""
@@ -155,7 +159,7 @@ def _flat_runs(bucket: Bucket, groups: Mapping[str, int]) -> list[FlatRun]:
     flats = []
     for run in bucket.layout.runs(bucket.rank, groups):
         weight = bucket.main_pieces[run.segment][run.start : run.end].detach().requires_grad_()
-        flats.append(FlatRun(bucket, run, weight, bucket.grad_pieces[run.segment][run.start : run.end]))
+        flats.append(FlatRun(bucket, run, weight))
     return flats
 
 
@@ -163,8 +167,11 @@ def _all_fusable(buckets: Sequence[Bucket]) -> bool:
     return all(segment.fusable for bucket in buckets for segment in bucket.layout.segments)
 
 
-def install_weights(buckets: Sequence[Bucket], comm: Communicator) -> None:
-    """After an update: bring main weights into compute weights that are kept whole (others are cast when gathered)."""
+def install_weights(buckets: Sequence[Bucket], comm: Communicator) -> list[Pending]:
+    """After an update: bring main weights into compute weights that are kept whole (others are cast when gathered).
+
+    Returns what must be waited for before this rank changes them again: others may still take them from it.
+    """
     pending: list[Pending] = []
     for bucket in buckets:
         if not bucket.resident or not bucket.trainable:
@@ -174,7 +181,8 @@ def install_weights(buckets: Sequence[Bucket], comm: Communicator) -> None:
             pending.append(comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name)))
     with labels.waiting():
         for each in pending:
-            each.wait()
+            each.receive()
+    return pending
 
 
 def gradient_norm(buckets: Sequence[Bucket], comm: Communicator, numerics: Numerics) -> float:

@@ -1,4 +1,4 @@
-"""The reduce pipeline: gradients leave in one static order, at most two units of them at a time.
+"""The reduce pipeline: gradients leave in one static order, one or two units of them at a time.
 
 Under `no_shard` and `optim`, microbatches add up in the whole main-gradient buffer and only the step's last backward
 reduces. Under `optim_grads` and `optim_grads_params`, every backward reduces a temporary bucket and the shard adds up.
@@ -7,14 +7,19 @@ A reduced gradient is *copied* over a buffer that held the unreduced one, and *a
 [Note: Issue order] Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its
 turn; a unit that this rank did not use contributes zeros, as soon as that is known.
 
+[Note: Who waits for whom] A reduction lands when all ranks have come to it, and to come to it they need the weights of
+every unit up to it, of which this rank holds a part. A rank that did not use the unit is done with it early; before it
+waits, it takes its turn in the gathers up to that unit. No rank then waits for one that waits for it.
+
 [Note: Folding beside compute] On gloo the host must sum what arrives. One thread does that, in issue order, while the
-backward goes on; its result is waited for like any collective. On CUDA the same work is queued on a side stream.
+backward goes on; its result is waited for like any collective. Where no core is to spare for that thread, the sum is
+made when it is waited for (see [Note: Spare cores]). On CUDA the same work is queued on a side stream.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -22,7 +27,8 @@ from torch import Tensor
 
 from harness.fsdp import labels
 from harness.fsdp.buffer import Bucket
-from harness.fsdp.collectives import Communicator, Exchange, Reduction
+from harness.fsdp.collectives import Exchange, Reduction
+from harness.fsdp.communicator import Communicator, Pending
 from harness.fsdp.device import DeviceRuntime, Event
 from harness.fsdp.guards import GradientGuard
 from harness.fsdp.labels import Label
@@ -30,8 +36,11 @@ from harness.fsdp.memory import BucketMemory
 from harness.fsdp.parts import Part
 from harness.fsdp.units import Unit
 
-MAX_UNITS_IN_FLIGHT = 2
-"""Units whose unreduced gradients may exist at once, the one being written included."""
+MAX_UNITS = 2
+"""Units whose unreduced gradients may exist at once, the one being written included, where one is summed beside it.
+
+A unit's storage is found when its first gradient arrives, not when its backward begins.
+"""
 
 
 class ReducePipeline:
@@ -43,6 +52,7 @@ class ReducePipeline:
         factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
             sums are in cache; where it has one a microbatch, by `finish`.
         guard: looks at gradients before they are reduced; None looks at nothing.
+        before_wait: called with a unit before its reduction is waited for; see [Note: Who waits for whom].
     """
 
     def __init__(
@@ -55,26 +65,41 @@ class ReducePipeline:
         *,
         factor: float,
         guard: GradientGuard | None = None,
+        before_wait: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
         self.guard = guard
+        self.before_wait = before_wait
         self.order = [unit for unit in reversed(units) if unit.trainable]
         self.reductions = reductions
         self.comm = comm
         self.runtime = runtime
         self.memory = memory
         self.factor = factor
+        beside = runtime.has_streams or comm.threads_help
+        self.max_units = MAX_UNITS if beside else 1
         self._ready: set[str] = set()
         self._issued = 0
         self._in_flight: deque[tuple[Unit, list[Job]]] = deque()
-        self._folder = None if runtime.has_streams else ThreadPoolExecutor(1, thread_name_prefix="fsdp-fold")
+        self._sending: list[Pending] = []
+        self._folder = (
+            ThreadPoolExecutor(1, thread_name_prefix="fsdp-fold") if beside and not runtime.has_streams else None
+        )
+
+    def expect(self, unit: Unit) -> None:
+        """A unit's backward begins: its gradients will come, in the dtype they are sent in."""
+        for bucket in unit.trainable:
+            bucket.expect_gradients()
 
     def prepare(self, unit: Unit) -> None:
-        """Give a unit's parameters flat gradient storage for the backward, waiting while two units are in flight."""
+        """Give a unit's parameters flat gradient storage, waiting while too many units have theirs."""
         for bucket in unit.trainable:
             if bucket.grad_bucket is None:
-                while len(self._in_flight) >= MAX_UNITS_IN_FLIGHT:
-                    self._land()
+                self._make_room()
             bucket.prepare_gradients()
+
+    def _make_room(self) -> None:
+        while len(self._in_flight) >= self.max_units:
+            self._land()
 
     def mark_ready(self, unit: Unit) -> None:
         """All gradients of a unit are in; reduce it and whatever waited behind it as soon as its turn comes."""
@@ -115,7 +140,16 @@ class ReducePipeline:
         while self._in_flight:
             with suppress(Exception):
                 self._land()
+        with suppress(Exception):
+            self._wait_until_sent()
         self._release()
+
+    def _wait_until_sent(self) -> None:
+        """Wait until other ranks have taken what whole gradient buffers held for them, so that these may be reused."""
+        sending, self._sending = self._sending, []
+        with labels.waiting():
+            for each in sending:
+                each.wait()
 
     def _release(self) -> None:
         """Free what is only kept between one reduction and the next."""
@@ -131,8 +165,8 @@ class ReducePipeline:
         self._issued += 1
         if any(bucket.grad_bucket is None for bucket in unit.trainable):  # not used: it contributes zeros
             self.prepare(unit)
-        while len(self._in_flight) >= MAX_UNITS_IN_FLIGHT and not unit.buckets[0].accumulates_whole:
-            self._land()
+        if not unit.buckets[0].accumulates_whole:
+            self._make_room()
         self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
 
     def _look(self, unit: Unit, guard: GradientGuard) -> None:
@@ -146,16 +180,18 @@ class ReducePipeline:
         job = Job(bucket, self.reductions[bucket.name], self.comm.size, factor, self.guard)
         with self.runtime.stream("reduce"):
             job.exchange()
-            if self._folder is None:
+            if self.runtime.has_streams:
                 job.fold()
                 job.done = self.runtime.record()
-            else:
+            elif self._folder is not None:
                 job.future = self._folder.submit(job.fold)
         return job
 
     def _land(self) -> None:
         """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
-        _, jobs = self._in_flight.popleft()
+        unit, jobs = self._in_flight.popleft()
+        if unit.name in self._ready:  # not one of the backward before, whose gathers are over
+            self.before_wait(unit)
         failures = []
         with labels.waiting():
             for job in jobs:
@@ -164,6 +200,7 @@ class ReducePipeline:
                 except Exception as error:
                     failures.append(error)
                 job.free()
+        self._sending += [job.sending for job in jobs if job.sending is not None]
         if failures:
             raise failures[0]
 
@@ -183,8 +220,9 @@ class Job:
         self.done: Event | None = None
         self.future: Future[None] | None = None
         self._exchange: Exchange | None = None
-        self._add = bucket.holds_sums and not bucket.accumulates_whole
-        bucket.holds_sums = True
+        self._stays = False
+        """Whether what others take lies in whole main gradients, which stay as they are until they are forgotten."""
+        self._add = bucket.claim_main_grads()
 
     @property
     def _splits(self) -> bool:
@@ -194,6 +232,7 @@ class Job:
     def exchange(self) -> None:
         """Encode the gradients and send every contribution to its owner."""
         wire = self.reduction.encode(self.source)
+        self._stays = self.bucket.accumulates_whole and wire is self.source
         if self.guard is not None:
             self.guard.look(self.bucket, wire, None if wire is self.source else self.source)
         if self._splits:
@@ -213,14 +252,22 @@ class Job:
             whole = Part.evenly(self.source, self.num_ranks)
             self.reduction.fold(exchange, [whole.chunk(self.reduction.comm.rank)], add=False)
             self.reduction.spread(exchange, whole).wait()
-        self._exchange = None
 
     def wait(self) -> None:
         """Block the host or the current stream until the main gradients hold the sum; raises what the fold raised."""
         if self.future is not None:
             self.future.result()
+        elif self.done is None:
+            self.fold()
+        if self._exchange is not None and not self._stays:
+            self._exchange.pending.wait()
         if self.done is not None:
             self.done.wait()
+
+    @property
+    def sending(self) -> Pending | None:
+        """What other ranks may still take from the unreduced gradients after `wait`."""
+        return self._exchange.pending if self._exchange is not None and self._stays else None
 
     def free(self) -> None:
         """Free the temporary bucket, where there was one."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.buffer import Bucket
-from harness.fsdp.collectives import Communicator
+from harness.fsdp.communicator import Communicator
 from harness.fsdp.labels import Label
 from harness.fsdp.optimizer import ShardedOptimizer
 

@@ -9,6 +9,12 @@ from harness.config.schema import Config, Device, Numerics
 from harness.store.placement import FOREIGN, START
 from harness.store.provenance import PACKAGE
 
+HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+"""Bytes from which on glibc maps a block by itself, and hands free memory back to the kernel.
+
+Engines free and take buckets all the time; with glibc's own thresholds each of them may cost its pages anew.
+"""
+
 
 def run_environment(config: Config) -> dict[str, str]:
     """Variables every rank of a cell gets, wherever it runs."""
@@ -18,6 +24,7 @@ def run_environment(config: Config) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
+        **HEAP,
     }
     if config.cluster.device is Device.cuda and config.numerics.mode is not Numerics.fast:
         variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reruns alike only with a fixed workspace

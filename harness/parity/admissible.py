@@ -26,9 +26,10 @@ WITHOUT_EFFECT = (
     "model.name",
     "dtype.name",
     "engine.prefetch",
+    "engine.eager_limit_bytes",
 )
-"""Prefixes of settings that change no sum: what is saved, looked at or called; and how far gathers run ahead, because
-reductions are issued in static order and a gather does no arithmetic."""
+"""Prefixes of settings that change no sum: what is saved, looked at or called; how far gathers run ahead, because
+reductions are issued in static order and a gather does no arithmetic; and whether data is sent or read."""
 
 REPEATABLE = ("deterministic", "ordered")
 

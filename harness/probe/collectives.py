@@ -15,7 +15,8 @@ Bytes are what this rank has to send, whatever the algorithm, N being the size o
     broadcast        S (N - 1) at the root, 0 elsewhere; scatter, gather and reduce alike at whoever sends
 
 A collective that an engine builds of several operations is announced through `harness.fsdp.labels`: its operations'
-bytes then belong to the announced kind and bucket, and it counts once.
+bytes then belong to the announced kind and bucket, and it counts once. What a peer reads from this process's memory
+passes no operation; the engine announces it too, by the tensors it lays out, and it counts as sent.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class CollectiveMeter:
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._paused = False
         self._end_labels = labels.on_begin(lambda label: self.add(label.kind, label.bucket, 1, 0))
+        self._end_offers = labels.on_offer(self._offered)
         _active = self
 
     def close(self) -> None:
@@ -73,6 +75,7 @@ class CollectiveMeter:
         global _active
         if _active is self:
             self._end_labels()
+            self._end_offers()
             _active = None
 
     def add(self, kind: str, bucket: str, count: int, num_bytes: int) -> None:
@@ -83,6 +86,12 @@ class CollectiveMeter:
             entry = self._counts.setdefault((kind, bucket), [0, 0])
             entry[0] += count
             entry[1] += num_bytes
+
+    def _offered(self, label: labels.Label | None, num_bytes: int) -> None:
+        if label is not None:
+            self.add(label.kind, label.bucket, 0, num_bytes)
+        else:
+            self.add("send", UNLABELLED, 1, num_bytes)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -251,5 +260,5 @@ def _count(meter: CollectiveMeter, kind: str, num_bytes: int) -> None:
     label = labels.current()
     if label is None:
         meter.add(kind, UNLABELLED, 1, num_bytes)
-    else:
+    elif label is not labels.CONTROL:
         meter.add(label.kind, label.bucket, 0, num_bytes)

@@ -67,6 +67,8 @@ def _cost(summary: dict[str, Any]) -> list[str]:
     lines = (
         [_field("memory", ", ".join(f"{role} {count:,}" for role, count in kept.items()) + " bytes")] if kept else []
     )
+    if summary.get("engine"):
+        lines.append(_field("engine", ", ".join(f"{name}: {value}" for name, value in summary["engine"].items())))
     rows = summary.get("collectives") or []
     total = sum(row["bytes"] for row in rows)
     if rows:

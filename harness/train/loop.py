@@ -241,6 +241,7 @@ class Loop:
             "initial_weights": self.initial_weights,
             "final_weights": final_weights,
             "accounted_bytes": self.accounted_bytes,
+            "engine": self.session.engine.facts(),
             "wall_s": wall_s,
             **benched,
         }

@@ -23,7 +23,7 @@ from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter, Row
-from tests.fsdp.trial import Case, batches
+from tests.fsdp.trial import Case, batches, way_of
 from tests.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -48,7 +48,11 @@ class Traffic:
 
 
 def measure(rank: int, cases: list[Case]) -> list[Traffic]:
-    return [_measure(rank, case) for case in cases]
+    found = []
+    for case in cases:
+        with way_of(case).taken():
+            found.append(_measure(rank, case))
+    return found
 
 
 def _measure(rank: int, case: Case) -> Traffic:

@@ -38,6 +38,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.min_lr_ratio": (0, 1),
     "train.param_norm_every": (0, _COUNT),
     "engine.prefetch": (0, 1_024),
+    "engine.eager_limit_bytes": (0, 1 << 40),
     "mesh.world_size": (1, 2**20),
     "mesh.dp_outer": (1, 2**20),
     "ckpt.every": (0, _COUNT),
@@ -72,7 +73,8 @@ def check(request: Request) -> dict[str, Violation]:
     """Violations by the setting that is out of range."""
     found = {}
     for path, (low, high) in RANGES.items():
-        if not _within(request.value(path), low, high):
+        value = request.value(path)
+        if value is not None and not _within(value, low, high):
             found[path] = Violation(request.show(path), "is out of range", f"{low:,} to {high:,}", _nearest(path, low))
     for path, high in POSITIVE.items():
         value = request.value(path)

@@ -1,0 +1,146 @@
+"""Reading another rank's memory: the same bits and bytes as messages, and what happens where it is not possible."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.fsdp import peer_memory
+from harness.fsdp.collectives import Exchange, make_reduction
+from harness.fsdp.communicator import Communicator
+from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.labels import Label
+from harness.fsdp.parts import Part
+from harness.fsdp.policy import MixedPrecisionPolicy, Numerics
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.trial import WAYS
+from tests.spawn import run_ranks
+
+CPU = torch.device("cpu")
+LENGTHS = (0, 1, 3, 65_536 * 3 + 5)
+POLICIES = {
+    "fp32": MixedPrecisionPolicy(),
+    "bf16 wire": MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16),
+}
+
+
+def communicator(eager_limit: int | None) -> Communicator:
+    return Communicator(None, DeviceRuntime(CPU), eager_limit)
+
+
+def values(rank: int, length: int, seed: int) -> Tensor:
+    return torch.randn(length, generator=torch.Generator().manual_seed(100 * seed + rank))
+
+
+def exchange_everything(rank: int, eager_limit: int | None) -> tuple[list[Tensor], list[object], int]:
+    """A gather and a reduction of several parts of several lengths, in two dtype policies."""
+    comm = communicator(eager_limit)
+    assert (comm.memory is None) == (eager_limit is None), comm.why_messages
+    meter = CollectiveMeter()
+    results = []
+    for name, policy in POLICIES.items():
+        reduction = make_reduction(comm, policy.resolve(torch.float32), Numerics.fast)
+        wholes = [Part.evenly(values(rank, n, seed), comm.size) for seed, n in enumerate(LENGTHS)]
+        sums = [torch.ones_like(part.chunk(rank)) for part in wholes]
+        wires = [Part(reduction.encode(part.tensor), part.bounds) for part in wholes]
+        folded: Exchange = reduction.exchange(wires, Label("reduce_scatter", name), 0.5)
+        reduction.fold(folded, sums, add=True)
+        folded.pending.wait()
+        results += sums
+        for ahead in (False, True):
+            copies = [Part(part.tensor.clone(), part.bounds) for part in wholes]
+            comm.all_gather(copies, Label("all_gather", name), ahead=ahead).wait()
+            results += [part.tensor for part in copies]
+    rows: list[object] = [*meter.take()]
+    meter.close()
+    comm.close()
+    return results, rows, 0 if comm.memory is None else comm.memory.bytes_read
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_reads_give_the_bits_of_messages_and_count_their_bytes(world_size: int) -> None:
+    read, sent = (run_ranks(exchange_everything, world_size, limit) for limit in (0, None))
+    for (left, left_rows, _), (right, right_rows, _) in zip(read, sent, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+        assert left_rows == right_rows
+    announced = sum(row.bytes for _, rows, _ in read for row in rows)
+    assert announced == sum(num_bytes for _, _, num_bytes in read) > 0
+
+
+def refused_on_one_rank(rank: int) -> str:
+    if rank == 1:
+        peer_memory._READV = lambda *_: -1
+    comm = communicator(0)
+    assert comm.memory is None
+    part = Part.evenly(torch.full((8,), float(rank)), comm.size)
+    comm.all_gather([part], Label("all_gather", "x")).wait()
+    assert part.tensor.tolist() == [0.0] * 4 + [1.0] * 4
+    return comm.why_messages
+
+
+def test_where_one_rank_may_not_read_all_send_and_say_why() -> None:
+    assert run_ranks(refused_on_one_rank, 2) == ["process_vm_readv: Function not implemented"] * 2
+
+
+def another_namespace(rank: int) -> str:
+    peer_memory._host = lambda: rank
+    return communicator(0).why_messages
+
+
+def test_ranks_that_cannot_name_each_other_send() -> None:
+    assert all("several hosts" in reason for reason in run_ranks(another_namespace, 2))
+
+
+def wrong_bytes(rank: int) -> str:
+    if rank == 0:
+        peer_memory.CANARY += 1
+    return communicator(0).why_messages
+
+
+def test_a_read_that_gives_something_else_is_not_trusted() -> None:
+    assert all("other bytes" in reason for reason in run_ranks(wrong_bytes, 2))
+
+
+def read_a_dead_rank(rank: int) -> str:
+    comm = communicator(0)
+    assert comm.memory is not None
+    child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    comm.memory.pids[1 - rank] = child
+    with pytest.raises(RuntimeError) as caught:
+        comm.memory.read(1 - rank, torch.zeros(1).data_ptr(), torch.zeros(1))
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_has_ended_is_named() -> None:
+    messages = run_ranks(read_a_dead_rank, 2)
+    assert "rank 1 of the group" in messages[0]
+    assert "No such process" in messages[0]
+    assert "rank 0 of the group" in messages[1]
+
+
+def gather_beside_work(rank: int) -> bool:
+    """With `ahead` the data arrives although nobody waits for it."""
+    with WAYS[2].taken():
+        comm = communicator(0)
+    part = Part.evenly(torch.full((1 << 20,), float(rank)), 2)
+    pending = comm.all_gather([part], Label("all_gather", "x"), ahead=True)
+    deadline = time.monotonic() + 20
+    while part.tensor[(1 - rank) << 19] != 1 - rank and time.monotonic() < deadline:
+        time.sleep(0.01)
+    arrived = bool(part.tensor[(1 - rank) << 19] == 1 - rank)
+    pending.wait()
+    comm.close()
+    return arrived
+
+
+def test_a_gather_ahead_needs_no_waiting() -> None:
+    assert run_ranks(gather_beside_work, 2) == [True, True]
