@@ -146,6 +146,11 @@ class Bucket:
         self.context.memory.free(self.compute)
         self.point_at_weights()
 
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes that every rank gives to a gather of the weights."""
+        return sum(segment.shard_numel for segment in self.layout.segments) * self.dtypes.compute.itemsize
+
     def weight_parts(self) -> list[Part]:
         """The compute bucket cut for an all-gather."""
         return self.segment_parts(self.compute)

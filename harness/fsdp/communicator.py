@@ -126,18 +126,34 @@ class Communicator:
             return False
         return sum(max(part.sizes) * part.tensor.itemsize for part in parts) > self.eager_limit
 
+    def reads_when_wanted(self, num_bytes: int) -> bool:
+        """Whether a gather to which every rank gives so many bytes is best made in two halves, by `lay_out`."""
+        if self.memory is None or self.eager_limit is None or self.threads_help:
+            return False
+        return num_bytes > self.eager_limit
+
+    def lay_out(self, own: Sequence[Tensor], label: Label) -> tuple[Pending, list[Laid]]:
+        """Begin an all-gather with this rank's part alone: what it gives, and what the others lay out for it."""
+        with labels.begin(label):
+            return self._lay_out(own, self.tag(label))
+
+    def _lay_out(self, own: Sequence[Tensor], tag: int) -> tuple[Pending, list[Laid]]:
+        receipts = [work for peer in self.others for work in lay_out(self.group, own, peer, tag)]
+        laid = [self.laid_by(peer, len(own), tag) for peer in self.others]
+        return Pending([], own, outgoing=receipts), laid
+
     @property
     def others(self) -> list[int]:
         """The other ranks, each rank beginning with its next one, so that not all turn to one."""
         return [(self.rank + step) % self.size for step in range(1, self.size)]
 
     def _gather_by_reads(self, parts: Sequence[Part], tag: int, *, ahead: bool) -> Pending:
-        own = [part.chunk(self.rank) for part in parts]
-        receipts = [work for peer in self.others for work in lay_out(self.group, own, peer, tag)]
-        reads = _Reads([self.laid_by(peer, len(parts), tag) for peer in self.others], parts)
+        pending, laid = self._lay_out([part.chunk(self.rank) for part in parts], tag)
+        reads = _Reads(laid, parts)
         if ahead and self.threads_help:
             self._ahead().submit(reads.wait)
-        return Pending([reads], parts, outgoing=receipts)
+        pending.incoming, pending.keeps = [reads], parts
+        return pending
 
     def _ahead(self) -> ThreadPoolExecutor:
         if self._reader is None:
@@ -247,8 +263,13 @@ class _Reads:
         with self._guard:
             if self._done:
                 return
-            for each in self._laid:
-                for index, part in enumerate(self._parts):
-                    each.read(index, part.chunk(each.peer))
-                each.finish()
+            read_parts(self._laid, self._parts)
             self._done = True
+
+
+def read_parts(laid: Sequence[Laid], parts: Sequence[Part]) -> None:
+    """Read what every peer has laid out into its chunk of each part, and tell it."""
+    for each in laid:
+        for index, part in enumerate(parts):
+            each.read(index, part.chunk(each.peer))
+        each.finish()

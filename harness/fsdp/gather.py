@@ -13,10 +13,40 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.fsdp import labels
-from harness.fsdp.communicator import Communicator, Pending
+from harness.fsdp.buffer import Bucket
+from harness.fsdp.communicator import Communicator, Pending, read_parts
 from harness.fsdp.device import DeviceRuntime, Event
 from harness.fsdp.labels import Label
 from harness.fsdp.units import Unit
+
+
+class LateGather:
+    """A gather of which this rank's part is laid out at once, and the others' read when the unit is wanted.
+
+    For ranks without a core to spare (see [Note: Spare cores]): no storage is taken before its time. Where weights are
+    computed with as they are stored, the others read the main weights themselves; laying these out costs nothing, so a
+    sweep lays out all of its units at once, and no rank waits for one that comes late to a unit. `has_copies` tells
+    where that is not so. Other ranks may use `Communicator.all_gather` meanwhile.
+    """
+
+    def __init__(self, bucket: Bucket, comm: Communicator, label: Label) -> None:
+        self._bucket = bucket
+        self._own = [piece.detach().to(bucket.dtypes.compute) for piece in bucket.main_pieces]
+        self.has_copies = bucket.dtypes.compute != bucket.dtypes.main
+        self._pending, self._laid = comm.lay_out(self._own, label)
+
+    def receive(self) -> None:
+        """Take storage for the whole bucket and fill it. Once."""
+        self._bucket.allocate_weights()
+        parts = self._bucket.weight_parts()
+        for target, own in zip(self._bucket.own_pieces(self._bucket.compute), self._own, strict=True):
+            target.copy_(own)
+        read_parts(self._laid, parts)
+
+    def wait(self) -> None:
+        """Block until the other ranks have this one's part. Repeatable."""
+        self._pending.wait()
+        self._own = []
 
 
 class GatherPipeline:
@@ -32,9 +62,10 @@ class GatherPipeline:
         self.runtime = runtime
         self.prefetch = prefetch
         self.order = [unit for unit in units if any(not bucket.resident for bucket in unit.buckets)]
-        self._in_flight: dict[str, list[tuple[Pending, Event]]] = {}
-        self._held: dict[str, list[Pending]] = {}
+        self._in_flight: dict[str, list[tuple[Pending | LateGather, Event]]] = {}
+        self._held: dict[str, list[Pending | LateGather]] = {}
         """Units whose weights are here, and gathers that others may not have finished."""
+        self._outgoing: list[LateGather] = []
         self._sweep: list[Unit] = []
         self._next = 0
         self._ran: list[Unit] = []
@@ -95,6 +126,9 @@ class GatherPipeline:
                 self._land(unit)
             if unit.name in self._held:
                 self._drop(unit)
+        with labels.waiting():
+            while self._outgoing:
+                self._outgoing.pop().wait()
 
     def pass_turn(self, unit: Unit) -> None:
         """Bring the sweep past a unit that this rank is done with; others may still want its part of the weights."""
@@ -126,25 +160,33 @@ class GatherPipeline:
 
     def _fetch_ahead(self) -> None:
         while self._next < len(self._sweep):
-            busy = sum(not unit.is_root and unit.name in self._in_flight for unit in self.order)
-            if busy >= self.prefetch:
+            if sum(map(self._takes_storage, self.order)) >= self.prefetch:
                 return
             self._next += 1
             self._issue(self._sweep[self._next - 1])
+
+    def _takes_storage(self, unit: Unit) -> bool:
+        """Whether a unit on its way, not the root, has memory for that already."""
+        handles = () if unit.is_root else self._in_flight.get(unit.name, ())
+        return any(not isinstance(each, LateGather) or each.has_copies for each, _ in handles)
 
     def _issue(self, unit: Unit) -> None:
         """Start gathering a unit, unless it is on its way or here."""
         if unit.name in self._in_flight or unit.name in self._held:
             return
-        handles = []
+        handles: list[tuple[Pending | LateGather, Event]] = []
         for bucket in unit.buckets:
+            label = Label("all_gather", bucket.name)
+            if self.comm.reads_when_wanted(bucket.gathered_bytes):
+                handles.append((LateGather(bucket, self.comm, label), self.runtime.record()))
+                continue
             bucket.allocate_weights()
             with self.runtime.stream("gather"):
                 bucket.fill_own()
-                pending = self.comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name), ahead=True)
+                pending = self.comm.all_gather(bucket.weight_parts(), label, ahead=True)
                 handles.append((pending, self.runtime.record()))
         self._in_flight[unit.name] = handles
-        alive = sum(not u.is_root and (u.name in self._in_flight or u.name in self._held) for u in self.order)
+        alive = sum(not u.is_root and (self._takes_storage(u) or u.name in self._held) for u in self.order)
         self.num_alive_peak = max(self.num_alive_peak, alive)
 
     def _land(self, unit: Unit) -> None:
@@ -160,7 +202,10 @@ class GatherPipeline:
     def _drop(self, unit: Unit) -> None:
         with labels.waiting():
             for pending in self._held.pop(unit.name, []):
-                pending.wait()
+                if isinstance(pending, LateGather):  # others take from the main weights, which stay
+                    self._outgoing.append(pending)
+                else:
+                    pending.wait()
         for bucket in unit.buckets:
             bucket.release_weights()
 
