@@ -63,7 +63,7 @@ class Communicator:
         self.eager_limit = eager_limit
         self.memory: PeerMemory | None = None
         self.why_messages = "one rank" if self.size == 1 else "no eager limit is set"
-        if self.by_peers and eager_limit is not None and self.size > 1:
+        if self.by_peers and runtime.device.type == "cpu" and eager_limit is not None and self.size > 1:
             self.memory, self.why_messages = meet(self.group, self.rank, self.size)
         self.threads_help = self.memory is None or _has_spare_cores(self.size)
         self._reader: ThreadPoolExecutor | None = None
