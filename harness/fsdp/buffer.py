@@ -316,7 +316,7 @@ class Bucket:
         return [(slot.spec.name, self._view(bucket, slot)) for slot in self.layout.slots]
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Bytes this rank keeps between steps, by role; padding is counted apart."""
+        """Bytes this rank keeps until a step's gradients are forgotten, by role; padding is counted apart."""
         layout = self.layout
         whole, shard = layout.param_numel, layout.param_numel_on(self.rank)
         padding = 0

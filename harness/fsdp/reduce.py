@@ -1,4 +1,4 @@
-"""The reduce pipeline: gradients leave in one static order, one or two units of them at a time.
+"""The reduce pipeline: gradients leave in one static order, at most two units of them at a time.
 
 Under `no_shard` and `optim`, microbatches add up in the whole main-gradient buffer and only the step's last backward
 reduces. Under `optim_grads` and `optim_grads_params`, every backward reduces a temporary bucket and the shard adds up.
@@ -19,7 +19,7 @@ made when it is waited for (see [Note: Spare cores]). On CUDA the same work is q
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
@@ -37,7 +37,7 @@ from harness.fsdp.parts import Part
 from harness.fsdp.units import Unit
 
 MAX_UNITS = 2
-"""Units whose unreduced gradients may exist at once, the one being written included, where one is summed beside it.
+"""Units whose unreduced gradients may exist at once, the one being written included: a rank may be so far ahead.
 
 A unit's storage is found when its first gradient arrives, not when its backward begins.
 """
@@ -76,7 +76,7 @@ class ReducePipeline:
         self.memory = memory
         self.factor = factor
         beside = runtime.has_streams or comm.threads_help
-        self.max_units = MAX_UNITS if beside else 1
+        self.sums_when_wanted = not beside
         self._ready: set[str] = set()
         self._issued = 0
         self._in_flight: deque[tuple[Unit, list[Job]]] = deque()
@@ -98,7 +98,7 @@ class ReducePipeline:
             bucket.prepare_gradients()
 
     def _make_room(self) -> None:
-        while len(self._in_flight) >= self.max_units:
+        while len(self._in_flight) >= MAX_UNITS:
             self._land()
 
     def mark_ready(self, unit: Unit) -> None:
@@ -123,9 +123,14 @@ class ReducePipeline:
 
     def drain(self) -> None:
         """Wait until every issued reduction has landed in the main gradients."""
+        if self.sums_when_wanted and all(bucket.accumulates_whole for bucket in self._buckets_in_flight()):
+            self._sum_all()
         while self._in_flight:
             self._land()
         self._release()
+
+    def _buckets_in_flight(self) -> Iterator[Bucket]:
+        return (job.bucket for _, jobs in self._in_flight for job in jobs)
 
     def finish(self) -> None:
         """Wait for the step's reductions and scale what they left unscaled."""
@@ -181,11 +186,18 @@ class ReducePipeline:
         with self.runtime.stream("reduce"):
             job.exchange()
             if self.runtime.has_streams:
-                job.fold()
+                job.reduce()
                 job.done = self.runtime.record()
             elif self._folder is not None:
-                job.future = self._folder.submit(job.fold)
+                job.future = self._folder.submit(job.reduce)
         return job
+
+    def _sum_all(self) -> None:
+        """Sum every bucket that nobody sums beside the backward, before waiting for what others make of the sums."""
+        with labels.waiting():
+            for _, jobs in self._in_flight:
+                for job in jobs:
+                    job.sum_now()
 
     def _land(self) -> None:
         """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
@@ -220,9 +232,10 @@ class Job:
         self.done: Event | None = None
         self.future: Future[None] | None = None
         self._exchange: Exchange | None = None
+        self._spread = Pending([])
+        self._summed = False
         self._stays = False
         """Whether what others take lies in whole main gradients, which stay as they are until they are forgotten."""
-        self._add = bucket.claim_main_grads()
 
     @property
     def _splits(self) -> bool:
@@ -241,28 +254,37 @@ class Job:
             parts, kind = [Part.evenly(wire, self.num_ranks)], "all_reduce"
         self._exchange = self.reduction.exchange(parts, Label(kind, self.bucket.name), self.factor)
 
-    def fold(self) -> None:
-        """Sum what this rank owns into the main gradients; an all-reduce then spreads the sums."""
+    def reduce(self) -> None:
+        """Sum what this rank owns, and wait for what others sum."""
+        self.sum_now()
+        self._spread.wait()
+
+    def sum_now(self) -> None:
+        """Sum what this rank owns into the main gradients, once; an all-reduce then begins to spread the sums."""
         exchange = self._exchange
+        if self._summed:
+            return
         if exchange is None:
-            raise RuntimeError(f"bucket {self.bucket.name} was folded before it was exchanged")
+            raise RuntimeError(f"bucket {self.bucket.name} was summed before it was exchanged")
+        self._summed = True
+        add = self.bucket.claim_main_grads()
         if self._splits:
-            self.reduction.fold(exchange, self.bucket.grad_pieces, add=self._add)
+            self.reduction.fold(exchange, self.bucket.grad_pieces, add=add)
         else:
             whole = Part.evenly(self.source, self.num_ranks)
             self.reduction.fold(exchange, [whole.chunk(self.reduction.comm.rank)], add=False)
-            self.reduction.spread(exchange, whole).wait()
+            self._spread = self.reduction.spread(exchange, whole)
 
     def wait(self) -> None:
-        """Block the host or the current stream until the main gradients hold the sum; raises what the fold raised."""
-        if self.future is not None:
-            self.future.result()
-        elif self.done is None:
-            self.fold()
-        if self._exchange is not None and not self._stays:
-            self._exchange.pending.wait()
+        """Block the host or the current stream until the main gradients hold the sum; raises what the sum raised."""
         if self.done is not None:
             self.done.wait()
+        elif self.future is not None:
+            self.future.result()
+        else:
+            self.reduce()
+        if self._exchange is not None and not self._stays:
+            self._exchange.pending.wait()
 
     @property
     def sending(self) -> Pending | None:

@@ -87,6 +87,8 @@ def test_tensors_of_two_ranks_are_what_engines_account_for(engine: str, strategy
     tensors, accounted = facts["tensor_bytes"], sum(facts["accounted_bytes"].values())
     assert len(tensors["persistent"]) == len(tensors["peak"]) == 2
     assert all(abs(growth) < 256 for growth in tensors["growth"])
+    if strategy == "optim_grads_params":  # shards of gradients are given back between steps
+        accounted -= facts["accounted_bytes"]["main_grads"]
     assert tensors["persistent"][0] == pytest.approx(accounted, abs=4096 + 0.01 * accounted)
     assert all(peak > kept for peak, kept in zip(tensors["peak"], tensors["persistent"], strict=True))
 
