@@ -12,7 +12,8 @@ from harness.config.schema import Config
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.replicated import TORCH_DTYPES
-from harness.fsdp.api import ShardedModel, fully_shard_optimizer
+from harness.fsdp.api import fully_shard_optimizer
+from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import MixedPrecisionPolicy, Numerics
 
 

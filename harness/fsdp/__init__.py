@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 _EXPORTS = {
-    "ShardedModel": "api",
+    "ShardedModel": "model",
     "fully_shard": "api",
     "fully_shard_model": "api",
     "fully_shard_optimizer": "api",
