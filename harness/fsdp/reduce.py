@@ -7,9 +7,10 @@ A reduced gradient is *copied* over a buffer that held the unreduced one, and *a
 [Note: Issue order] Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its
 turn; a unit that this rank did not use contributes zeros, as soon as that is known.
 
-[Note: Who waits for whom] A reduction lands when all ranks have come to it, and to come to it they need the weights of
-every unit up to it, of which this rank holds a part. A rank that did not use the unit is done with it early; before it
-waits, it takes its turn in the gathers up to that unit. No rank then waits for one that waits for it.
+[Note: Who waits for whom] A reduction lands when all ranks have come to it and have taken what they get, at the latest
+when they make room two units on; for that they need the weights of every unit so far, of which this rank holds a part.
+A rank that did not use these units is done with them early; before it waits, it takes its turn in the gathers up to
+the unit it makes room for. No rank then waits for one that waits for it.
 
 [Note: Folding beside compute] On gloo the host must sum what arrives. One thread does that, in issue order, while the
 backward goes on; its result is waited for like any collective. Where no core is to spare for that thread, the sum is
@@ -52,7 +53,7 @@ class ReducePipeline:
         factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
             sums are in cache; where it has one a microbatch, by `finish`.
         guard: looks at gradients before they are reduced; None looks at nothing.
-        before_wait: called with a unit before its reduction is waited for; see [Note: Who waits for whom].
+        before_wait: called with a unit before others are waited for to make room for it; see [Note: Who waits for whom].
     """
 
     def __init__(
@@ -94,10 +95,12 @@ class ReducePipeline:
         """Give a unit's parameters flat gradient storage, waiting while too many units have theirs."""
         for bucket in unit.trainable:
             if bucket.grad_bucket is None:
-                self._make_room()
+                self._make_room(unit)
             bucket.prepare_gradients()
 
-    def _make_room(self) -> None:
+    def _make_room(self, unit: Unit) -> None:
+        if len(self._in_flight) >= MAX_UNITS and not unit.is_root:
+            self.before_wait(unit)
         while len(self._in_flight) >= MAX_UNITS:
             self._land()
 
@@ -141,12 +144,19 @@ class ReducePipeline:
                     self.reductions[bucket.name].finish(bucket.grad_pieces, self.factor)
 
     def discard(self) -> None:
-        """Wait until nothing is in flight any more, for gradients that nobody wants: what failed does not matter."""
+        """Wait until nothing is in flight any more, for gradients that nobody wants.
+
+        What failed in a reduction does not matter then. Sums that landed do: raises where others could not take theirs.
+        """
+        unfinished = bool(self._in_flight)
         while self._in_flight:
             with suppress(Exception):
                 self._land()
-        with suppress(Exception):
+        try:
             self._wait_until_sent()
+        except RuntimeError:
+            if not unfinished:
+                raise
         self._release()
 
     def _wait_until_sent(self) -> None:
@@ -171,7 +181,7 @@ class ReducePipeline:
         if any(bucket.grad_bucket is None for bucket in unit.trainable):  # not used: it contributes zeros
             self.prepare(unit)
         if not unit.buckets[0].accumulates_whole:
-            self._make_room()
+            self._make_room(unit)
         self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
 
     def _look(self, unit: Unit, guard: GradientGuard) -> None:
@@ -201,9 +211,7 @@ class ReducePipeline:
 
     def _land(self) -> None:
         """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
-        unit, jobs = self._in_flight.popleft()
-        if unit.name in self._ready:  # not one of the backward before, whose gathers are over
-            self.before_wait(unit)
+        _, jobs = self._in_flight.popleft()
         failures = []
         with labels.waiting():
             for job in jobs:

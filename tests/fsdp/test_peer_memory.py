@@ -8,11 +8,11 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from harness.fsdp import peer_memory
+from harness.fsdp import fully_shard_model, peer_memory
 from harness.fsdp.collectives import Exchange, make_reduction
-from harness.fsdp.communicator import Communicator
+from harness.fsdp.communicator import Communicator, _has_spare_cores
 from harness.fsdp.device import DeviceRuntime
 from harness.fsdp.labels import Label
 from harness.fsdp.parts import Part
@@ -144,3 +144,57 @@ def gather_beside_work(rank: int) -> bool:
 
 def test_a_gather_ahead_needs_no_waiting() -> None:
     assert run_ranks(gather_beside_work, 2) == [True, True]
+
+
+@pytest.mark.parametrize(("cores", "ranks", "threads", "spare"), [(2, 2, 1, False), (4, 2, 1, True), (5, 3, 1, False)])
+def test_threads_are_for_cores_that_are_to_spare(
+    cores: int, ranks: int, threads: int, spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    assert _has_spare_cores(ranks) is spare
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.linear(x)
+        return out
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+
+    def forward(self, x: Tensor, num_blocks: int) -> Tensor:
+        for block in self.blocks[:num_blocks]:
+            x = block(x)
+        return x
+
+
+def use_few_of_many(rank: int, way: int) -> list[float]:
+    """Rank 0 uses one unit of eight: done with the others before rank 1 has their weights."""
+    torch.manual_seed(3)
+    with WAYS[way].taken():
+        model = fully_shard_model(
+            Chain(), fsdp_unit_modules=[Block], zero_dp_strategy=3, eager_limit_bytes=WAYS[way].eager_limit
+        )
+    losses = []
+    for _ in range(2):
+        loss = model(torch.full((2, 8), rank + 1.0), 1 if rank == 0 else 8).square().mean()
+        loss.backward()
+        losses += [loss.item(), model.grad_norm()]
+        model.zero_grad()
+    model.close()
+    return losses
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
+def test_no_rank_waits_for_one_that_waits_for_it(way: int) -> None:
+    one, other = run_ranks(use_few_of_many, 2, way)
+    assert one[1] == other[1] == one[3] == other[3]
+    assert one[0] != other[0]
