@@ -53,7 +53,8 @@ class ReducePipeline:
         factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
             sums are in cache; where it has one a microbatch, by `finish`.
         guard: looks at gradients before they are reduced; None looks at nothing.
-        before_wait: called with a unit before others are waited for to make room for it; see [Note: Who waits for whom].
+        before_wait: called with a unit before others are waited for to make room for it;
+            see [Note: Who waits for whom].
     """
 
     def __init__(
