@@ -104,7 +104,7 @@ def test_record_of_a_run(tmp_path: Path) -> None:
     facts = summary(tmp_path)
     assert list(facts) == [
         "status", "step", "steps", "tokens", "loss", "grad_norm", "parameters", "initial_weights", "final_weights",
-        "accounted_bytes", "wall_s", "collectives", "step_time_s",
+        "accounted_bytes", "engine", "wall_s", "collectives", "step_time_s",
     ]  # fmt: skip
     assert (facts["status"], facts["step"], facts["tokens"]) == ("done", 4, 4 * 128)
     assert facts["loss"] == records[-1]["loss"]
