@@ -33,7 +33,7 @@ class Process:
     """Hash of the configuration without the repetition: the same for all blocks of an arm."""
     block: int
     config: Mapping[str, Any]
-    started: str
+    ended: str
     """UTC, ISO 8601."""
     step_s: tuple[float, ...]
     """Timed steps, warm-up left out."""
@@ -102,7 +102,7 @@ def load(path: Path) -> Process | str:
         arm=arm_of(config),
         block=config["train"]["replicate"],
         config=config,
-        started=provenance.read(path).get("created", ""),
+        ended=state.updated,
         step_s=tuple(line["step_time_s"] for line in timed),
         parts={part: _median_or_none([line["time"][part] for line in timed]) for part in PARTS},
         tokens=timed[-1]["tokens"],

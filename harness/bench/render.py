@@ -150,7 +150,8 @@ def _machine_lines(report: Report) -> Iterator[str]:
         facts["device"]
     )
     yield f"- {versions}; commit {str(facts['commit'])[:12]}{dirty}, sources {str(facts['sources_digest'])[:12]}"
-    yield f"- run from {facts['first_run']} to {facts['last_run']}; order seed {report.order_seed}"
+    ended = f"{facts['first_run_ended']}, the last one {facts['last_run_ended']}"
+    yield f"- the first run ended {ended}; order seed {report.order_seed}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

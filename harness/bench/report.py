@@ -302,12 +302,12 @@ def _notes(processes: Sequence[Process]) -> Iterable[str]:
 
 
 def _late(processes: Sequence[Process]) -> Iterable[str]:
-    """Runs that were made after a later block had begun: they did not share their block's minutes."""
+    """Runs that ended after the first one of a later block: they did not share their block's minutes."""
     begun: dict[int, str] = {}
     for process in processes:
-        begun[process.block] = min(begun.get(process.block, process.started), process.started)
+        begun[process.block] = min(begun.get(process.block, process.ended), process.ended)
     for process in processes:
-        later = [block for block, start in begun.items() if block > process.block and start < process.started]
+        later = [block for block, end in begun.items() if block > process.block and end < process.ended]
         if later:
             yield f"block {process.block}: {process.run} ran after block {min(later)} had begun"
 
@@ -332,8 +332,8 @@ def machine(processes: Sequence[Process]) -> dict[str, Any]:
         "commit": git.get("sha"),
         "dirty": git.get("dirty"),
         "sources_digest": origin.get("sources_digest"),
-        "first_run": min(process.started for process in processes),
-        "last_run": max(process.started for process in processes),
+        "first_run_ended": min(process.ended for process in processes),
+        "last_run_ended": max(process.ended for process in processes),
     }
 
 

@@ -77,6 +77,7 @@ def write(
     *,
     load: Mapping[str, float] = {"at_start": 1.0, "at_end": 2.0, "others_cores": 0.0, "timed_s": 1.0},
     tensors: Mapping[str, Any] | None = None,
+    ended: str = "2026-01-01T00:00:00+00:00",
     **origin: Any,
 ) -> Path:
     """Write one run with these timed steps; returns its path."""
@@ -91,7 +92,7 @@ def write(
     provenance = {"sources_digest": sources_digest(), "versions": {"torch": "2.13.0"}, "cpu_model": "a processor"}
     run.provenance.write_text(json.dumps(provenance | origin))
     (run.path / "status.json").write_text(
-        json.dumps({"state": "done", "reason": "", "attempt": 0, "keeper": "process"})
+        json.dumps({"state": "done", "reason": "", "attempt": 0, "keeper": "process", "updated": ended})
     )
     return run.path
 
@@ -110,7 +111,7 @@ def study(
         engine, strategy, block = values["engine"]["name"], values["sharding"]["strategy"], values["train"]["replicate"]
         seconds = engines[engine, strategy] * factor(engine, strategy, block)
         steps = [seconds * (1.0 + 0.001 * number) for number in range(TIMED)]
-        write(root, values, steps, **({"created": f"2026-01-01T00:{place:02}:00+00:00"} | change(values)))
+        write(root, values, steps, **({"ended": f"2026-01-01T00:{place:02}:00+00:00"} | change(values)))
     return configs
 
 

@@ -121,7 +121,7 @@ def test_disturbed_blocks_are_flagged_and_kept(tmp_path: Path) -> None:
 def test_arms_run_after_a_later_block_are_flagged(tmp_path: Path) -> None:
     def late(values: dict[str, Any]) -> dict[str, Any]:
         first = values["train"]["replicate"] == 0 and values["engine"]["name"] == "fsdp2"
-        return {"created": "2026-01-02T00:00:00+00:00"} if first else {}
+        return {"ended": "2026-01-02T00:00:00+00:00"} if first else {}
 
     lab.record(tmp_path, lab.study(tmp_path, change=late))
     (note,) = report(tmp_path, "lab").notes
@@ -163,7 +163,7 @@ def test_arms_of_one_engine_are_told_apart_by_what_differs(tmp_path: Path) -> No
     for values in [c for c in configs if c["engine"]["name"] == "native"]:
         other = json.loads(json.dumps(values))
         other["engine"]["prefetch"] = 3
-        lab.write(tmp_path, other, [0.2] * lab.TIMED, created="2026-01-01T00:00:00+00:00")
+        lab.write(tmp_path, other, [0.2] * lab.TIMED, ended="2026-01-01T00:00:00+00:00")
         more.append(other)
     lab.record(tmp_path, [*configs, *more])
     (regime,) = report(tmp_path, "lab").regimes
