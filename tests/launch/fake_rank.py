@@ -38,13 +38,11 @@ def wait_for_stop() -> None:
 
 def hold_the_interpreter() -> None:
     """Sleep in C without ever letting another thread run, deaf to every signal but SIGKILL."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ctypes.PyDLL(None).sleep(600)
 
 
 def act(what: str) -> int:
     """Do as told; the exit code."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     Path(run, f"pid{place.rank}").write_text(str(os.getpid()))
     step(1)
     match what:
@@ -87,6 +85,9 @@ def main() -> int:
 
 run, attempt = Path(sys.argv[1]), int(sys.argv[3])
 place = placement(os.environ)
+# Before any thread starts, for threads inherit the mask: one that lacked it would take the signal, and die of it,
+# whenever the main thread is not inside sigwait yet.
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 lifeline.hold_on(os.environ)
 reporter = Reporter(run, attempt, place)
 dump_on_request(reporter.folder, place.rank)
