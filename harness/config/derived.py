@@ -111,8 +111,11 @@ def persistent_bytes_per_rank(cfg: Config) -> int:
 
 
 def captured_bytes(cfg: Config) -> int:
-    """Bytes of all captured gradients and updates: none where one step of gradients passes the limit."""
+    """Bytes of all captured gradients, their witnesses (fp64), updates, and the weights before step 1 with its update:
+    none where one step of gradients passes the limit."""
     count = parameter_count(cfg)
     gradients, updates = (count * DTYPE_BYTES[dtype] for dtype in (cfg.dtype.main_grads, cfg.dtype.main_params))
-    kept = gradients <= cfg.measure.capture_limit_mib * 2**20
-    return gradients * len(cfg.measure.capture_steps) + updates * len(cfg.measure.update_steps) if kept else 0
+    if gradients > cfg.measure.capture_limit_mib * 2**20:
+        return 0
+    changes = len(cfg.measure.update_steps) + (1 in cfg.measure.update_steps)
+    return (gradients + 8 * count) * len(cfg.measure.capture_steps) + updates * changes

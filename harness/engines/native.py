@@ -10,7 +10,7 @@ from torch import Tensor
 from harness.config.derived import accumulate_dtype, global_microbatches
 from harness.config.schema import Config
 from harness.engines import optim
-from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
+from harness.engines.protocol import Engine, Microbatch, Ranks, Seen, Workload
 from harness.engines.replicated import TORCH_DTYPES
 from harness.fsdp.api import fully_shard_optimizer
 from harness.fsdp.model import ShardedModel
@@ -94,6 +94,10 @@ class NativeEngine(Engine):
     def accounted_bytes(self) -> dict[str, int]:
         """Persistent bytes by role; main weights that are the compute weights are counted once, as compute weights."""
         return self.model.persistent_bytes()
+
+    def seen(self) -> Seen:
+        """The user's module; its losses are unscaled."""
+        return Seen(self.model.module, global_microbatches(self.config), TORCH_DTYPES[self.config.dtype.compute])
 
     def facts(self) -> dict[str, str]:
         """How data moves between ranks, and whether work beside the backward has cores of its own."""

@@ -34,6 +34,17 @@ class Ranks:
     device: torch.device
 
 
+class Seen(NamedTuple):
+    """Where an engine can be looked at from outside; see `harness.probe.witness`."""
+
+    module: nn.Module
+    """Whose own parameters autograd hands local gradients to, and whose modules look their weights up."""
+    divisor: int
+    """What the sum of those gradients over all microbatches and ranks must be divided by to give the step's."""
+    compute: torch.dtype
+    """Of the weights in the forward."""
+
+
 class Workload(Protocol):
     """What is trained, apart from how: all an engine may know of the model."""
 
@@ -115,6 +126,10 @@ class Engine(ABC):
     @abstractmethod
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes kept on this rank by role: compute_weights, main_weights, main_grads, optimizer, padding, buffers."""
+
+    def seen(self) -> Seen | None:
+        """Where local gradients and the weights of the forward can be seen; None where they cannot."""
+        return None
 
     def facts(self) -> dict[str, str]:
         """What the record should tell that no setting does: choices that depend on the machine, with their reasons."""

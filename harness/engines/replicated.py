@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harness.config.schema import Config, Dtype
 from harness.engines import optim
-from harness.engines.protocol import Engine, Ranks, Workload
+from harness.engines.protocol import Engine, Ranks, Seen, Workload
 
 TORCH_DTYPES = {
     Dtype.fp32: torch.float32,
@@ -96,6 +96,10 @@ class ReplicatedEngine(Engine):
     def weight_norm(self) -> float:
         """Norm of the main weights, where they lie."""
         return optim.global_norm(self.weights.values())
+
+    def seen(self) -> Seen:
+        """The user's module; its losses are scaled by 1 / k, which leaves the division by the ranks."""
+        return Seen(self.model, self.ranks.world_size, self.compute_dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Main weights and optimizer state by parameter name; not copied."""

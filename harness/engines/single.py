@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from harness.config.derived import global_microbatches
 from harness.config.schema import Config
-from harness.engines.protocol import Microbatch, Ranks, Workload
+from harness.engines.protocol import Microbatch, Ranks, Seen, Workload
 from harness.engines.replicated import ReplicatedEngine
 
 
@@ -22,6 +23,10 @@ class SingleEngine(ReplicatedEngine):
             raise ValueError(f"engine=single is one process, mesh.world_size={ranks.world_size}: set mesh.world_size=1")
         super().__init__(workload, config, ranks, fused=False)
         self.num_microbatches = 0
+
+    def seen(self) -> Seen:
+        """The user's module; its losses are unscaled."""
+        return Seen(self.model, global_microbatches(self.config), self.compute_dtype)
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         """Add one microbatch's gradients; after the step's last one they are the mean."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -43,15 +45,64 @@ def write_update(folder: Path, step: int, before: Mapping[str, Tensor], after: I
     )
 
 
+def write_weights(folder: Path, step: int, weights: Mapping[str, Tensor]) -> None:
+    """Write the main weights that a step begins with, as `weights-000001.safetensors`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    _write(folder / f"weights-{step:06d}", {"step": step, "content": "main weights before the step"}, weights.items())
+
+
+def write_rounding(folder: Path, step: int, draws: int, moves: Mapping[str, object]) -> None:
+    """Write how far roundings move a step's gradients, as `rounding-000001.json`; see `harness.probe.rounding.moves`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / f"rounding-{step:06d}.json", {"step": step, "draws": draws, "moves": moves})
+
+
+def write_witness(
+    folder: Path,
+    step: int,
+    expected: Mapping[str, tuple[Tensor, float]],
+    kept: Mapping[str, int],
+    wrong: Sequence[Mapping[str, object]],
+) -> None:
+    """Write what the harness saw of a step beside the engine, as `witness-000001.safetensors`.
+
+    Args:
+        expected: by parameter: the gradient that the reduction must give, and the norm of its terms.
+        kept: by parameter: CRC-32 of the first rank's main weights before the step, in the compute dtype.
+        wrong: of every parameter that a rank's forward did not see as the first rank keeps it: rank, tensor, what.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    facts = {
+        "step": step,
+        "content": "local gradients as autograd gave them, averaged over the global microbatches in fp64",
+        "terms": {name: _json_number(norm) for name, (_, norm) in expected.items()},
+        "kept": dict(kept),
+        "wrong_weights": list(wrong),
+    }
+    _write(folder / f"witness-{step:06d}", facts, ((name, tensor) for name, (tensor, _) in expected.items()))
+
+
 def _write(stem: Path, facts: Mapping[str, object], named: Iterable[tuple[str, Tensor]]) -> None:
     stem.parent.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.contiguous() for name, tensor in named}
     path = stem.with_suffix(".safetensors")
-    temporary = path.with_suffix(".tmp")
-    save_file(tensors, temporary)
-    temporary.chmod(0o644)  # safetensors makes files only their owner reads
-    os.replace(temporary, path)
-    write_json(path.with_suffix(".json"), {**facts, "tensors": {name: _facts(each) for name, each in tensors.items()}})
+    temporary, description = path.with_suffix(".tmp"), path.with_suffix(".json")
+    with ThreadPoolExecutor(2, "capture") as beside:  # the other ranks wait meanwhile: their cores are free to hash on
+        described = beside.map(_facts, tensors.values())
+        save_file(tensors, temporary)
+        temporary.chmod(0o644)  # safetensors makes files only their owner reads
+        description.unlink(missing_ok=True)  # of a step that is done again: it does not describe what comes now
+        os.replace(temporary, path)
+        write_json(description, {**facts, "tensors": dict(zip(tensors, described, strict=True))})
 
 
 def tensor_sha256(tensor: Tensor) -> str:
@@ -65,10 +116,14 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 
 
 def _facts(tensor: Tensor) -> dict[str, object]:
-    norm = torch.linalg.vector_norm(tensor, dtype=torch.float64).item()
     return {
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "norm": repr(norm) if norm != norm or norm in (float("inf"), float("-inf")) else norm,
+        "norm": _json_number(torch.linalg.vector_norm(tensor, dtype=torch.float64).item()),
         "sha256": tensor_sha256(tensor),
     }
+
+
+def _json_number(value: float) -> float | str:
+    """JSON has no non-finite numbers: those are spelled as in the record."""
+    return value if math.isfinite(value) else repr(value)

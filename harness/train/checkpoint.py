@@ -39,6 +39,8 @@ class Checkpoint:
     step: int
     initial_weights: str
     """SHA-256 of the weights the run began with."""
+    wrong: tuple[str, ...] = ()
+    """What an engine holds after loading that is not what was loaded, by rank."""
 
 
 class Checkpoints:
@@ -115,7 +117,15 @@ class Checkpoints:
                 state = load_file(self._path(step) / _rank_file(self.ranks.rank))
                 engine.load_state_dict(_below(ENGINE, state))
                 _restore_rng(_below(RNG, state), self.ranks.device)
-                return Checkpoint(step, meta["initial_weights"])
+                return Checkpoint(step, meta["initial_weights"], self._told_wrong(engine, _below(ENGINE, state)))
+
+    def _told_wrong(self, engine: Engine, loaded: Mapping[str, Tensor]) -> tuple[str, ...]:
+        """An engine is not believed to have loaded what it was given: what it holds now is held against that."""
+        held = engine.state_dict()
+        wrong = sorted(key for key in held.keys() | loaded.keys() if not _same(held.get(key), loaded.get(key)))
+        counts = [row[0] for row in self.control.gather([len(wrong)])]
+        others = [f"{n} tensors on rank {rank}" for rank, n in enumerate(counts) if n and rank != self.ranks.rank]
+        return (*wrong, *others)
 
     def _intact(self, step: int, meta: Mapping[str, Any]) -> bool:
         path, entry = self._path(step) / _rank_file(self.ranks.rank), meta["files"][self.ranks.rank]
@@ -208,3 +218,7 @@ def _words(digest: bytes) -> list[int]:
 
 def _from_words(words: list[int]) -> bytes:
     return b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+
+
+def _same(held: Tensor | None, loaded: Tensor | None) -> bool:
+    return held is not None and loaded is not None and torch.equal(held.detach().cpu(), loaded.to(held.dtype))

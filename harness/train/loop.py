@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.derived import captured_bytes, global_microbatches
 from harness.config.schema import CkptPolicy, MeasureMode
 from harness.data.loader import RankBatch
 from harness.engines.protocol import Microbatch
-from harness.probe.capture import write_capture, write_update
 from harness.probe.collectives import Row
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.bench import Bench
+from harness.train.captures import Captures
 from harness.train.checkpoint import Checkpoints
 from harness.train.control import Control
 from harness.train.mirror import Mirror
@@ -71,11 +70,12 @@ class Loop:
         self.checkpoints = Checkpoints(session.run_dir / "ckpt", session.config, session.ranks, self.control)
         self.keeps_checkpoints = session.config.ckpt.policy is not CkptPolicy.none
         self.records = StepRecords(session.config, session.ranks)
-        self.capture_steps = set(session.config.measure.capture_steps if captured_bytes(session.config) else ())
+        self.captures = Captures(session, self.control)
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
-        self.update_steps = set(session.config.measure.update_steps if captured_bytes(session.config) else ())
         self.ahead: Fetched | None = None
         self.initial_weights = ""
+        self.structure: dict[str, Any] | None = None
+        self.restored: dict[str, Any] | None = None
         self.saved_step = -1
         self.last_rows: list[Row] = []
         self.accounted_bytes = session.engine.accounted_bytes()
@@ -105,10 +105,13 @@ class Loop:
 
     def _begin(self) -> int:
         """Restore, or note the weights a new run begins with; returns the steps already done."""
+        with self.session.meters.paused():
+            self.structure = self.captures.structure()
         if self.keeps_checkpoints:
             loaded = self.checkpoints.load_newest(self.session.engine)
             if loaded is not None:
                 self.initial_weights, self.saved_step = loaded.initial_weights, loaded.step
+                self.restored = {"step": loaded.step, "wrong": list(loaded.wrong)}
                 return loaded.step
         with self.session.meters.paused():
             self.initial_weights = weights_digest(self.session.engine.named_weights(), torch.float32)
@@ -124,11 +127,11 @@ class Loop:
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One update: its record, and whether to stop after it."""
         session = self.session
-        before = self._weights() if step in self.update_steps else None
+        before = self.captures.before(step)
         with nullcontext() if self.bench is None else self.bench.step(step):
             batch, losses, measured = self._update(step)
         if before is not None:
-            self._capture_update(step, before)
+            self.captures.update(step, before)
         self.last_rows = measured.rows
         exchange = self.control.begin_report([loss.item() for loss in losses], batch.digest, session.should_stop())
         if step < self.config.train.steps:
@@ -147,12 +150,15 @@ class Loop:
         fetched, self.ahead = self.ahead or self._fetch(step), None
         batch, microbatches = fetched.take()
         began = time.perf_counter()
-        with meters.timers.span("forward_backward"):
+        witness = self.captures.witness(step)
+        with meters.timers.span("forward_backward"), witness or nullcontext():
             losses = [
                 session.engine.forward_backward(microbatch, last=number == len(microbatches))
                 for number, microbatch in enumerate(microbatches, start=1)
             ]
-        aside = self._outside(lambda: self._capture(step)) if step in self.capture_steps else 0.0
+        aside = 0.0
+        if step in self.captures.steps:
+            aside = self._outside(lambda: self.captures.gradients(step, witness, microbatches))
         with meters.timers.span("optimizer"):
             grad_norm = session.engine.step(lr)
         spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
@@ -182,24 +188,6 @@ class Loop:
         with self.session.meters.paused():
             work()
         return time.perf_counter() - began
-
-    def _capture(self, step: int) -> None:
-        gradients = self.session.engine.named_gradients()
-        if self.is_first_rank:
-            write_capture(self.session.run_dir / "capture", step, global_microbatches(self.config), gradients)
-        else:
-            for _ in gradients:  # gathering is collective: every rank takes part in every parameter
-                pass
-
-    def _weights(self) -> dict[str, Tensor]:
-        """All main weights on the first rank, nothing on the others; gathering is collective."""
-        with self.session.meters.paused():
-            return {name: weight for name, weight in self.session.engine.named_weights() if self.is_first_rank}
-
-    def _capture_update(self, step: int, before: dict[str, Tensor]) -> None:
-        after = self._weights()
-        if self.is_first_rank:
-            write_update(self.session.run_dir / "capture", step, before, after.items())
 
     def _param_norm(self, step: int) -> float | None:
         every = self.config.train.param_norm_every
@@ -235,6 +223,7 @@ class Loop:
         benched = {} if self.bench is None or status != "done" else self.bench.facts()
         with self.session.meters.paused():
             final_weights = weights_digest(self.session.engine.named_weights())
+            own = self.control.gather([int(final_weights[:15], 16)])
         if not self.is_first_rank:
             return
         facts = {
@@ -242,6 +231,9 @@ class Loop:
             "final_weights": final_weights,
             "accounted_bytes": self.accounted_bytes,
             "engine": self.session.engine.facts(),
+            "other_replicas": [rank for rank, row in enumerate(own) if row != own[0]],
+            **({} if self.structure is None else {"structure": self.structure}),
+            **({} if self.restored is None else {"restored": self.restored}),
             "wall_s": wall_s,
             **benched,
         }

@@ -100,3 +100,17 @@ def test_capture_round_trips_with_its_description(tmp_path: Path) -> None:
     assert {facts["tensors"]["nan"]["norm"], facts["tensors"]["inf"]["norm"]} <= set(NON_FINITE)
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
     assert {file.name for file in path.parent.iterdir()} == {path.name, "step-000007.json"}
+
+
+def test_a_capture_that_breaks_off_does_not_look_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the step was captured before: the old description must not stand beside new tensors."""
+    folder = tmp_path / "capture"
+    write_capture(folder, 1, 1, [("a", torch.zeros(2))])
+
+    def full(*_: object) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr("harness.probe.capture.write_json", full)
+    with pytest.raises(OSError, match="no space"):
+        write_capture(folder, 1, 1, [("a", torch.ones(2))])
+    assert not (folder / "step-000001.json").exists()

@@ -95,7 +95,10 @@ def test_record_of_a_run(tmp_path: Path) -> None:
         assert all(value > 0 for value in record["time"].values())
     assert [(p.step, p.loss, p.steps, p.rank) for p in seen] == [(r["step"], r["loss"], 4, 0) for r in records]
     assert {path.name for path in (tmp_path / "capture").iterdir()} == {
-        f"step-00000{step}.{end}" for step in (1, 3) for end in ("json", "safetensors")
+        f"{kind}-00000{step}.{end}"
+        for kind in ("step", "witness")
+        for step in (1, 3)
+        for end in ("json", "safetensors")
     }
     gradients = load_file(tmp_path / "capture" / "step-000001.safetensors")
     norm = torch.cat([gradient.double().flatten() for gradient in gradients.values()]).norm().item()
@@ -104,11 +107,13 @@ def test_record_of_a_run(tmp_path: Path) -> None:
     facts = summary(tmp_path)
     assert list(facts) == [
         "status", "step", "steps", "tokens", "loss", "grad_norm", "parameters", "initial_weights", "final_weights",
-        "accounted_bytes", "engine", "wall_s", "collectives", "step_time_s",
+        "accounted_bytes", "engine", "other_replicas", "structure", "wall_s", "collectives", "step_time_s",
     ]  # fmt: skip
     assert (facts["status"], facts["step"], facts["tokens"]) == ("done", 4, 4 * 128)
     assert facts["loss"] == records[-1]["loss"]
     assert facts["initial_weights"] != facts["final_weights"]
+    assert facts["other_replicas"] == []
+    assert facts["structure"] == {"aliases": [], "untied": [], "elsewhere": []}
     assert facts["step_time_s"]["median"] == statistics.median(record["step_time_s"] for record in records[1:])
 
 
@@ -309,6 +314,51 @@ def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == before
 
 
+HOOKS = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_post_accumulate_grad_hooks")
+
+
+def hooks_of(model: torch.nn.Module) -> int:
+    return sum(
+        len(getattr(each, kind, None) or ()) for each in [*model.modules(), *model.parameters()] for kind in HOOKS
+    )
+
+
+def test_a_step_that_is_not_captured_pays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No hook, no look at the engine, no file; in a run that captures a step, only that step has any."""
+    counts: dict[bool, list[int]] = {True: [], False: []}
+    asked: list[str] = []
+    captures = False
+
+    def watch(engine: Any) -> Any:
+        inner, seen, gradients = engine.forward_backward, engine.seen, engine.named_gradients
+
+        def forward_backward(batch: Microbatch, *, last: bool) -> Tensor:
+            counts[captures].append(hooks_of(engine.model))
+            loss: Tensor = inner(batch, last=last)
+            return loss
+
+        monkeypatch.setattr(engine, "forward_backward", forward_backward)
+        monkeypatch.setattr(engine, "seen", lambda: asked.append("seen") or seen())
+        monkeypatch.setattr(engine, "named_gradients", lambda: asked.append("gradients") or gradients())
+        return engine
+
+    base = small_config(measure__capture_steps=[], train__global_batch_size=2)
+    train(base, tmp_path / "off", wrap_engine=watch)
+    assert asked == []
+    assert not (tmp_path / "off" / "capture").exists()
+    captures = True
+    base.measure.capture_steps = [2]
+    train(base, tmp_path / "on", wrap_engine=watch)
+    assert asked == ["seen", "seen", "gradients"], "its tensors at the start, then the step"
+    first, second, third = counts[True]
+    assert first == third == counts[False][0]
+    assert counts[False] == [first] * 3
+    assert second > first
+    on, off = (read_metrics(tmp_path / which / "metrics.jsonl") for which in ("on", "off"))
+    assert [list(record) for record in on] == [list(record) for record in off]
+    assert [record["loss"] for record in on] == [record["loss"] for record in off]
+
+
 def test_captures_beyond_the_limit_are_left_out(tmp_path: Path) -> None:
     train(small_config(train__steps=1, measure__capture_limit_mib=0), tmp_path)
     assert not (tmp_path / "capture").exists()
@@ -359,6 +409,23 @@ class Diverging(Wrapped):
         if self.steps == 2:
             self.inner.weights["head.norm.weight"].grad.fill_(math.nan)  # type: ignore[attr-defined]
         return super().step(lr)
+
+
+def poisoned(gradient: Tensor) -> Tensor:
+    return gradient * math.nan
+
+
+def test_a_witness_of_a_diverged_step_is_written(tmp_path: Path) -> None:
+    """An engine that can be looked at, and a local gradient that is nan."""
+
+    def poison(engine: Any) -> Any:
+        engine.weights["head.norm.weight"].register_hook(poisoned)
+        return engine
+
+    train(small_config(measure__capture_steps=[1], train__steps=1), tmp_path, wrap_engine=poison)
+    facts = json.loads((tmp_path / "capture/witness-000001.json").read_text())
+    assert facts["terms"]["head.norm.weight"] == "nan"
+    assert math.isfinite(facts["terms"]["embedding.weight"])
 
 
 def test_divergence_is_recorded_not_crashed_on(tmp_path: Path) -> None:

@@ -1,0 +1,15 @@
+"""What one rounding does, for those who bound it and for those who imitate it. The unit roundoff u of a dtype is half
+the gap between 1 and the next number; rounding to nearest errs by at most u."""
+
+from __future__ import annotations
+
+import math
+
+UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+"""Unit roundoff by dtype: bf16 has 8 significant bits, fp16 11, fp32 24, fp64 53."""
+
+RMS = math.sqrt(0.375 / math.log(2) / 3)
+"""0.425: root-mean-square relative error of one rounding over u. Uniform within a gap (1/3), over a mantissa m whose
+density is 1/(m ln 2) on [1, 2): the mean of 1/m^2 is 3/(8 ln 2)."""
+
+SIXTEEN_BITS = ("bf16", "fp16")

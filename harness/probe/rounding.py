@@ -1,0 +1,202 @@
+"""How far a dtype's roundings move the gradients: a pass in double precision, with an error put behind every operation.
+
+[Note: Perturbed reference] A bound on what rounding does is a fact of a model and its data, and it can be observed: run
+the reference's forward and backward again, and multiply the result of every arithmetic operation by 1 + e, e drawn with
+the size that one rounding of the dtype has. Where a tensor's sums cancel it moves far, where they do not it moves
+little; a comparison then knows each tensor's own reach instead of one count for all. Weights are perturbed too where
+the dtype is narrower than fp32, in which all runs begin alike. Sums, those inside a matrix product too, are made in
+fp32 one term after the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.config.roundoff import RMS, UNIT
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""The mean loss of one microbatch."""
+
+EXACT = frozenset(
+    {
+        *("embedding", "index", "index_select", "gather", "cat", "stack", "clone", "copy", "_to_copy", "where", "neg"),
+        *(
+            "abs",
+            "relu",
+            "maximum",
+            "minimum",
+            "max",
+            "min",
+            "sort",
+            "topk",
+            "argmax",
+            "scatter",
+            "masked_fill",
+            "flip",
+        ),
+        *("zeros", "ones", "full", "empty", "zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "roll"),
+        *(
+            "new_empty",
+            "new_full",
+            "arange",
+            "select_backward",
+            "slice_backward",
+            "index_put",
+            "repeat",
+            "tril",
+            "triu",
+        ),
+        *("nll_loss_backward", "threshold_backward", "_unsafe_view", "one_hot", "constant_pad_nd"),
+    }
+)
+"""Operations that move or choose values and round none."""
+
+PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
+"""Whose last two arguments are multiplied as matrices."""
+
+SUMS = frozenset({"sum", "mean"})
+"""Of their first argument's elements."""
+
+COMPUTED = ("bf16", "fp16", "fp32")
+"""Dtypes whose roundings are imitated: all that a run may compute in, short of the reference's own."""
+
+
+class Roundings(TorchDispatchMode):
+    """Puts an error behind every operation that runs inside it.
+
+    Args:
+        dtype: whose roundings they are, as the configuration names it.
+        generator: where they are drawn.
+    """
+
+    def __init__(self, dtype: str, generator: torch.Generator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unit = UNIT[dtype]
+        self.inner = UNIT["fp32"]
+        self.generator = generator
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if name in EXACT or any(each.alias_info is not None for each in func._schema.returns):
+            return result
+        if name in PRODUCTS:
+            left, right = args[-2:]
+            return self._sum(result, torch.matmul(left * left, right * right), left.shape[-1])
+        if name in SUMS and isinstance(result, Tensor) and result.is_floating_point():
+            terms = args[0].numel() // max(1, result.numel())
+            squares = func(args[0] * args[0], *args[1:], **(kwargs or {}))
+            return self._sum(result, squares / terms if name == "mean" else squares, terms)
+        if isinstance(result, tuple | list):
+            return type(result)(self._rounded(each) for each in result)
+        return self._rounded(result)
+
+    def _rounded(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
+            return value
+        return value * (1.0 + self.unit * RMS * self._normal(value))  # a mask's infinity stays what it is
+
+    def _sum(self, result: Tensor, squares: Tensor, terms: int) -> Tensor:
+        """A sum of K terms made one after the other, then rounded.
+
+        After j terms the partial sum is about j / K of the result, and a walk of length sqrt(j) about it. Each is
+        rounded once: the squares of all errors are u^2 times K / 3 of the result's square and K / 2 of the sum of the
+        terms'.
+        """
+        size = (squares * (terms / 2) + result * result * (terms / 3)).sqrt()
+        moved: Tensor = self._rounded(result) + self.inner * RMS * size * self._normal(size)
+        return moved
+
+    def _normal(self, like: Tensor) -> Tensor:
+        return torch.randn(like.shape, generator=self.generator, dtype=torch.float64)
+
+
+def moves(
+    loss: Loss, model: nn.Module, batches: Sequence[Any], dtypes: Sequence[str], draws: int, seed: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """By dtype and parameter: how far roundings move its gradient of one step, in the mean square of several draws.
+
+    `distance` is relative to the gradient's norm, `scale` the spread of b in g' = (1 + b) g + r; of the parameter ""
+    they tell the same of all gradients, and `loss` of the mean loss. The model is left as it was.
+
+    Args:
+        loss: of a model and a microbatch.
+        model: in fp64, on the CPU; weights as the step begins with.
+        batches: of the whole step.
+        dtypes: names of compute dtypes.
+        draws: passes a dtype.
+        seed: of the draws.
+    """
+    exact, reference = _gradients(loss, model, batches)
+    found = {}
+    for dtype in dtypes:
+        sums: dict[str, dict[str, float]] = {}
+        for draw in range(draws):
+            generator = torch.Generator().manual_seed(seed + draw)
+            with _weights(model, dtype, generator), Roundings(dtype, generator):
+                moved, found_loss = _gradients(loss, model, batches)
+            for name, values in _facts(exact, moved).items():
+                for key, value in values.items():
+                    held = sums.setdefault(name, {})
+                    held[key] = held.get(key, 0.0) + value * value
+            sums[""]["loss"] = sums[""].get("loss", 0.0) + (found_loss / reference - 1.0) ** 2
+        found[dtype] = {
+            name: {key: math.sqrt(value / draws) for key, value in held.items()} for name, held in sums.items()
+        }
+    return found
+
+
+def _gradients(loss: Loss, model: nn.Module, batches: Sequence[Any]) -> tuple[dict[str, Tensor], float]:
+    """Of the mean loss, by name; `.grad` is not touched."""
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    total = {name: torch.zeros_like(param) for name, param in named.items()}
+    mean = 0.0
+    for batch in batches:
+        with sdpa_kernel(SDPBackend.MATH):
+            one = loss(model, batch)
+            grads = torch.autograd.grad(one, list(named.values()), allow_unused=True)
+        mean += one.item() / len(batches)
+        for name, grad in zip(named, grads, strict=True):
+            if grad is not None:
+                total[name] += grad / len(batches)
+    return total, mean
+
+
+@contextmanager
+def _weights(model: nn.Module, dtype: str, generator: torch.Generator) -> Iterator[None]:
+    """Weights as a forward in a dtype narrower than fp32 sees them."""
+    if UNIT[dtype] <= UNIT["fp32"]:
+        yield
+        return
+    kept = [param.detach().clone() for param in model.parameters()]
+    try:
+        with torch.no_grad():
+            for param in model.parameters():
+                noise = torch.randn(param.shape, generator=generator, dtype=torch.float64)
+                param.mul_(1.0 + UNIT[dtype] * RMS * noise)
+        yield
+    finally:
+        with torch.no_grad():
+            for param, before in zip(model.parameters(), kept, strict=True):
+                param.copy_(before)
+
+
+def _facts(exact: Mapping[str, Tensor], moved: Mapping[str, Tensor]) -> dict[str, dict[str, float]]:
+    squares, products, offs = 0.0, 0.0, 0.0
+    facts = {}
+    for name, grad in exact.items():
+        off = moved[name] - grad
+        square, product, far = (float((x * y).sum()) for x, y in ((grad, grad), (off, grad), (off, off)))
+        squares, products, offs = squares + square, products + product, offs + far
+        if square > 0.0:
+            facts[name] = {"distance": math.sqrt(far / square), "scale": product / square}
+    facts[""] = {"distance": math.sqrt(offs / squares), "scale": products / squares} if squares else {}
+    return facts

@@ -1,0 +1,69 @@
+"""Which tensors stand in the same memory: two that should not, or one name too many for a weight that is used twice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+Range = tuple[int, int, str]
+"""First byte, one past the last, name."""
+
+
+def overlaps(state: Mapping[str, Tensor]) -> list[tuple[str, str]]:
+    """Pairs of an engine's own tensors, of more than one element each, that share bytes; neighbours in memory only.
+
+    Step counts are left out: one counter may serve many tensors.
+    """
+    ranges: dict[str, list[Range]] = {}
+    for name, tensor in state.items():
+        if tensor.numel() > 1 and tensor.is_contiguous():
+            start = tensor.data_ptr()
+            ranges.setdefault(str(tensor.device), []).append(
+                (start, start + tensor.numel() * tensor.element_size(), name)
+            )
+    return [pair for held in ranges.values() for pair in _neighbours(sorted(held))]
+
+
+def _neighbours(held: list[Range]) -> list[tuple[str, str]]:
+    found = []
+    end, owner = 0, ""
+    for start, stop, name in held:
+        if start < end:
+            found.append((owner, name))
+        if stop > end:
+            end, owner = stop, name
+    return found
+
+
+def untied(fresh: nn.Module, module: nn.Module) -> list[str]:
+    """Names under which a fresh model finds a weight that it also has elsewhere, and this module does not.
+
+    Args:
+        fresh: as no engine has touched it; meta will do.
+        module: the same model after an engine took it.
+    """
+    return [name for name, first in _ties(fresh).items() if _at(module, name) is not _at(module, first)]
+
+
+def _ties(fresh: nn.Module) -> dict[str, str]:
+    """Second names of parameters, with their first."""
+    first: dict[int, str] = {}
+    found = {}
+    for name, param in fresh.named_parameters(remove_duplicate=False):
+        if id(param) in first:
+            found[name] = first[id(param)]
+        first.setdefault(id(param), name)
+    return found
+
+
+def _at(module: nn.Module, name: str) -> object:
+    """The parameter registered under a dotted name; something of its own where there is none."""
+    *path, slot = name.split(".")
+    for step in path:
+        child = module._modules.get(step)
+        if child is None:
+            return object()
+        module = child
+    param = module._parameters.get(slot)
+    return object() if param is None else param

@@ -1,0 +1,164 @@
+"""What autograd and the forward saw in a captured step, taken down outside the engine.
+
+[Note: Witnesses] An engine cannot be asked whether it is right. Two things can be seen beside it: the gradient that
+autograd hands to a trained parameter, before the engine touches it, and the weights that a module computes with. The
+first, added in fp64 over microbatches and ranks on the harness's own group, is what the engine's reduction must give.
+The second must be the main weights, cast to the compute dtype, on every rank. So a run can be found wrong on its own,
+and a fault has a place: weights that are not the main ones (gather), a sum that is not the witnesses' (reduction);
+what the witnesses of two runs disagree about happened before (forward and backward).
+
+Hooks are there during captured steps only. What they cost there is memory traffic: nothing is copied that need not be,
+a sum has memory of its own (a step has freed pieces of that size; a large new one costs more than the adding does), and
+sums go to the first rank only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+UNSEEN = -1
+"""Instead of a checksum, where a rank's forward did not use a parameter."""
+SEVERAL = -2
+"""Instead of a checksum, where the forwards of one step used different values of a parameter."""
+
+
+@dataclass
+class _Sum:
+    """Local gradients of one parameter: their sum in fp64 and the sum of their squares."""
+
+    total: Tensor | None = None
+    squares: float = 0.0
+
+    def add(self, gradient: Tensor) -> None:
+        wide = gradient.detach().to("cpu", torch.float64, copy=True, memory_format=torch.contiguous_format)
+        self.squares += float(torch.linalg.vector_norm(wide)) ** 2
+        self.total = wide if self.total is None else self.total.add_(wide)
+
+
+@dataclass
+class Witness:
+    """Watches one step. A context manager around its forwards and backwards; the rest is asked afterwards.
+
+    Args:
+        module: whose own parameters autograd hands local gradients to, and whose modules look their weights up.
+        divisor: what the sum of those gradients over all microbatches and ranks must be divided by.
+        compute: dtype of the weights in the forward.
+    """
+
+    module: nn.Module
+    divisor: int
+    compute: torch.dtype
+    checksums: dict[str, set[int]] = field(default_factory=dict)
+    """By parameter: of every value a forward used."""
+    _sums: dict[str, _Sum] = field(default_factory=dict)
+    _handles: list[Any] = field(default_factory=list)
+
+    def __enter__(self) -> Witness:
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        for name, param in self.module.named_parameters():
+            self.checksums[name] = set()
+            if param.requires_grad:
+                self._sums[name] = _Sum()
+                self._handles.append(param.register_hook(self._sums[name].add))
+        for module in self.module.modules():
+            own = {slot: names[id(param)] for slot, param in module._parameters.items() if param is not None}
+            if own:
+                self._handles.append(module.register_forward_pre_hook(partial(self._forward, own)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _forward(self, own: dict[str, str], module: nn.Module, _args: object) -> None:
+        for slot, name in own.items():  # looked up as the module does: a cast copy may stand before the parameter
+            self.checksums[name].add(checksum(getattr(module, slot)))
+
+    @property
+    def saw_gradients(self) -> bool:
+        """Whether autograd handed this rank any gradient where it was expected."""
+        return any(each.total is not None for each in self._sums.values())
+
+    def gradients(self, group: dist.ProcessGroup | None) -> list[tuple[str, Tensor, float]]:
+        """What the reduction must give, on the first rank: name, fp64 tensor, and the root of the sum of the squared
+        norms of all terms, both over the divisor. *Collective* over `group`; None with one rank. Elsewhere nothing.
+
+        Call it once: the sums are used up.
+        """
+        shapes = {name: param.shape for name, param in self.module.named_parameters()}
+        totals = {
+            name: torch.zeros(shapes[name], dtype=torch.float64) if held.total is None else held.total
+            for name, held in self._sums.items()
+        }
+        squares = torch.tensor([held.squares for held in self._sums.values()], dtype=torch.float64)
+        self._sums.clear()
+        if group is not None:
+            for work in [dist.reduce(each, 0, group=group, async_op=True) for each in (*totals.values(), squares)]:
+                work.wait()
+            if dist.get_rank(group) != 0:
+                return []
+        terms = (squares.sqrt() / self.divisor).tolist()
+        return [
+            (name, total.div_(self.divisor), term) for (name, total), term in zip(totals.items(), terms, strict=True)
+        ]
+
+    def kept(self, weights: Iterable[tuple[str, Tensor]]) -> list[int]:
+        """A checksum a parameter: of the main weights as a forward should see them."""
+        return [checksum(weight.to(self.compute)) for _, weight in weights]
+
+    def used(self) -> list[int]:
+        """A checksum a parameter: of the one value all forwards of this rank used; `UNSEEN`, or `SEVERAL`."""
+        return [
+            UNSEEN if not found else next(iter(found)) if len(found) == 1 else SEVERAL
+            for found in self.checksums.values()
+        ]
+
+
+def checksum(tensor: Tensor) -> int:
+    """CRC-32 of a tensor's bytes, read where they lie if that is contiguous memory of the CPU.
+
+    Not through numpy: storage that numpy has seen cannot be resized any more, and engines resize theirs.
+    """
+    held = tensor.detach().to("cpu").contiguous()
+    return zlib.crc32((ctypes.c_ubyte * held.nbytes).from_address(held.data_ptr()))
+
+
+@dataclass(frozen=True)
+class WrongWeights:
+    """A parameter that a rank's forward did not see as the first rank keeps it."""
+
+    rank: int
+    tensor: str
+    what: str
+
+
+def wrong_weights(names: list[str], rows: list[list[int]]) -> list[WrongWeights]:
+    """What the forwards used against what the first rank keeps.
+
+    Args:
+        names: parameters in model order.
+        rows: by rank: for each parameter the checksum of the main weights as that rank gives them, cast to the compute
+            dtype, then for each the checksum of what its forwards used (`Witness.used`).
+    """
+    kept = rows[0][: len(names)]
+    found = []
+    for rank, row in enumerate(rows):
+        for index, name in enumerate(names):
+            main, used = row[index], row[len(names) + index]
+            if main != kept[index]:
+                found.append(WrongWeights(rank, name, "keeps other main weights than rank 0"))
+            if used == SEVERAL:
+                found.append(WrongWeights(rank, name, "computed with several values in one step"))
+            elif used not in (UNSEEN, kept[index]):
+                found.append(WrongWeights(rank, name, "computed with other weights than the main ones"))
+    return found

@@ -1,0 +1,105 @@
+"""What is taken down in full at chosen steps: gradients, what was seen of them beside the engine, updates, the reach of
+rounding. Nothing of it is there in any other step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.derived import captured_bytes, global_microbatches
+from harness.engines.protocol import Microbatch
+from harness.engines.single import SingleEngine
+from harness.models.registry import workload_for
+from harness.probe import structure
+from harness.probe.capture import write_capture, write_rounding, write_update, write_weights, write_witness
+from harness.probe.rounding import COMPUTED, moves
+from harness.probe.witness import Witness, wrong_weights
+from harness.train.control import Control
+from harness.train.session import Session
+
+
+class Captures:
+    """The captures of one run. What is collective is called by all ranks together.
+
+    Args:
+        session: of the run.
+        control: for the ranks' own few numbers.
+    """
+
+    def __init__(self, session: Session, control: Control) -> None:
+        config = session.config
+        self.session = session
+        self.control = control
+        self.config = config
+        self.folder = session.run_dir / "capture"
+        self.is_first_rank = session.ranks.rank == 0
+        any_fit = captured_bytes(config)
+        self.steps = set(config.measure.capture_steps if any_fit else ())
+        self.update_steps = set(config.measure.update_steps if any_fit else ())
+
+    def structure(self) -> dict[str, Any] | None:
+        """What of the engine's tensors stands in the same memory and should not, or the other way round; *collective*.
+        None where nothing is captured."""
+        seen = self.session.engine.seen() if self.steps else None
+        if seen is None:
+            return None
+        aliases = structure.overlaps(self.session.engine.state_dict())
+        untied = structure.untied(workload_for(self.config).build("meta", torch.float32), seen.module)
+        rows = self.control.gather([len(aliases), len(untied)])
+        others = [f"rank {rank}" for rank, row in enumerate(rows) if any(row) and rank != self.session.ranks.rank]
+        return {"aliases": [list(pair) for pair in aliases], "untied": untied, "elsewhere": others}
+
+    def witness(self, step: int) -> Witness | None:
+        """Who watches this step; None where nobody does."""
+        seen = self.session.engine.seen() if step in self.steps else None
+        return None if seen is None else Witness(*seen)
+
+    def gradients(self, step: int, witness: Witness | None, microbatches: Sequence[Microbatch]) -> None:
+        """Write a captured step's gradients and what its witness saw; *collective*."""
+        if step == 1 and self.config.measure.rounding_draws:
+            self._rounding(step, microbatches)
+        if witness is not None:
+            self._testimony(step, witness)
+        gradients = self.session.engine.named_gradients()
+        if self.is_first_rank:
+            write_capture(self.folder, step, global_microbatches(self.config), gradients)
+        else:
+            for _ in gradients:  # gathering is collective: every rank takes part in every parameter
+                pass
+
+    def _testimony(self, step: int, witness: Witness) -> None:
+        kept = witness.kept(self.session.engine.named_weights())
+        rows = self.control.gather([*kept, *witness.used(), int(witness.saw_gradients)])
+        expected = {name: (tensor, terms) for name, tensor, terms in witness.gradients(self.session.control)}
+        if self.is_first_rank and any(row[-1] for row in rows):
+            names = list(witness.checksums)
+            wrong = [asdict(each) for each in wrong_weights(names, [row[:-1] for row in rows])]
+            write_witness(self.folder, step, expected, dict(zip(names, kept, strict=True)), wrong)
+
+    def _rounding(self, step: int, microbatches: Sequence[Microbatch]) -> None:
+        """The rules let only one process in fp64 ask for this."""
+        engine, draws = self.session.engine, self.config.measure.rounding_draws
+        assert isinstance(engine, SingleEngine)
+        found = moves(engine.workload.loss, engine.model, microbatches, COMPUTED, draws, self.config.train.seed)
+        write_rounding(self.folder, step, draws, found)
+
+    def before(self, step: int) -> dict[str, Tensor] | None:
+        """Main weights before a step whose update is wanted, on the first rank; *collective*."""
+        return self._weights() if step in self.update_steps else None
+
+    def update(self, step: int, before: dict[str, Tensor]) -> None:
+        """Write what a step changed; *collective*."""
+        after = self._weights()
+        if self.is_first_rank:
+            write_update(self.folder, step, before, after.items())
+            if step == 1:  # later ones follow from these and the updates
+                write_weights(self.folder, step, before)
+
+    def _weights(self) -> dict[str, Tensor]:
+        """All main weights on the first rank, nothing on the others; gathering is collective."""
+        with self.session.meters.paused():
+            return {name: weight for name, weight in self.session.engine.named_weights() if self.is_first_rank}
