@@ -54,6 +54,7 @@ _WORDS: dict[Any, str] = {
     list[int]: "a list of whole numbers, like [1,10]",
     list[float]: "a list of numbers, like [0.9,0.95]",
     list[str]: "a list of texts",
+    dict[str, float]: "pairs, like {loss: 0.001}",
     dict[str, str]: "pairs, like {name: value}",
     dict[str, list[str]]: "axes, like {key: [value, value]}",
 }

@@ -8,7 +8,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from harness.config.schema import Config
 
-OPEN_DICTS = ("cluster.additional", "study.control", "study.base", "study.grid", "study.zip")
+OPEN_DICTS = ("cluster.additional", "study.control", "study.base", "study.grid", "study.zip", "study.margins")
 """Settings whose keys the user names; every other key is fixed by the schema."""
 
 

@@ -19,6 +19,14 @@ class ModelFamily(Enum):
     odd = "odd"
 
 
+class FaultStrength(Enum):
+    """How much of a fault is put in."""
+
+    full = "full"
+    middle = "middle"
+    weak = "weak"
+
+
 class DataKind(Enum):
     """Where tokens come from."""
 
@@ -314,6 +322,16 @@ class MeshConfig:
 
 
 @dataclass
+class FaultConfig:
+    """A mistake made on purpose, to learn whether a verdict finds it."""
+
+    name: str = "none"
+    """Which one; none is a normal run."""
+    strength: FaultStrength = FaultStrength.full
+    """full, middle or weak: the fault as reported, a tenth or a hundredth of it; 8, 11 or 16 bits kept."""
+
+
+@dataclass
 class CkptConfig:
     """What is saved for resuming."""
 
@@ -335,6 +353,9 @@ class MeasureConfig:
     """Steps at which every full gradient is written to `capture/` (before clipping)."""
     update_steps: list[int] = field(default_factory=list)
     """Steps whose whole update (main weights after minus before) is written to `capture/`: Adam cannot hide in it."""
+    rounding_draws: int = 0
+    """Times the fp64 reference's first step is run again with an error behind every operation, for each dtype: how far
+    rounding moves every gradient, which a verdict against this run then knows. 0: bounds are counted."""
     capture_limit_mib: int = 1024
     """No gradients are captured where one step of them would take more."""
 
@@ -391,6 +412,10 @@ class LaunchConfig:
     """Seconds without a step after which every rank's stack is dumped and the run ends."""
     stop_grace_s: float = 20.0
     """Seconds ranks get to save after a request to stop, before they are killed."""
+    fork: bool = False
+    """Fork ranks from a process that has imported torch already; for studies of many short runs."""
+    preempt_at: int = 0
+    """Save and end as preempted after this step, once, to rehearse an interruption; 0 does not."""
 
 
 @dataclass
@@ -425,6 +450,10 @@ class StudyConfig:
     """Space-separated overrides; a cell that has all of a line is left out."""
     replicates: int = 1
     """Repetitions of every cell (train.replicate 0 .. n-1); under measure=bench a repetition is a block."""
+    margins: dict[str, float] = field(default_factory=dict)
+    """Largest mean difference over seeds that does not matter: loss (relative), grad_norm (logarithm of the ratio)."""
+    window: int = 0
+    """Last steps of a run that the margins are about; 0 is its later half."""
     order_seed: int = 0
     """Seed of the order in which the arms of a block run, drawn anew for each block (bench)."""
 
@@ -442,6 +471,7 @@ class Config:
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    fault: FaultConfig = field(default_factory=FaultConfig)
     ckpt: CkptConfig = field(default_factory=CkptConfig)
     measure: MeasureConfig = field(default_factory=MeasureConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

@@ -54,6 +54,8 @@ def run_name(config: dict[str, Any]) -> str:
         f"dp{world_size}",
         f"k{microbatches}",
     ]
+    if config["fault"]["name"] != "none":
+        parts.append(f"{config['fault']['name']}-{config['fault']['strength']}")
     if config["numerics"]["mode"] != "fast":
         parts.append(config["numerics"]["mode"])
     if train["seed"]:

@@ -14,6 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.config.faults import NONE
 from harness.config.schema import Config, MeasureMode
 from harness.store.placement import Placement, placement
 from harness.store.rundir import RunDir
@@ -120,12 +121,19 @@ def _train(run: RunDir, config: Config, ranks: Ranks, stop: StopFlag, progress: 
     from harness.worker import origin
 
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
-    origin.record(run.path, ranks, control, resuming=any(run.ckpt.glob("*")))
+    resuming = any(run.ckpt.glob("*"))
+    origin.record(run.path, ranks, control, resuming=resuming)
+    if config.launch.preempt_at and not resuming:
+        stop.rehearse(config.launch.preempt_at)
     origin.find_adapter(run.path)
     timed = config.measure.mode is MeasureMode.bench
     with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
         workload = TimedWorkload(workload_for(config), meters.timers)
         engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
+        if config.fault.name != NONE:
+            from harness.probe.faults import inject
+
+            inject(config, engine, ranks.rank, ranks.world_size)
         loader = Loader(config, ranks.rank)
         try:
             return train(Session(config, ranks, engine, loader, meters, control, run.path, stop, progress))

@@ -22,10 +22,19 @@ class StopFlag:
         self.first: signal.Signals | None = None
         """The signal that came first."""
         self.cancelled = False
+        self._rehearsed_after = 0
+        self._asked = 0
         self._before: dict[signal.Signals, Any] = {}
 
     def __call__(self) -> bool:
+        self._asked += 1
+        if self._asked == self._rehearsed_after:
+            self.reason = self.reason or "rehearsed (launch.preempt_at)"
         return bool(self.reason)
+
+    def rehearse(self, steps: int) -> None:
+        """Ask this rank to stop after so many steps: the loop asks this flag once a step."""
+        self._rehearsed_after = steps
 
     def listen(self) -> None:
         """Turn the stop signals into this flag, also those that came before (the starter may have blocked them)."""

@@ -15,6 +15,7 @@ from harness.config.compose import compose, compose_cell, composed, load_config
 from harness.config.derived import global_microbatches, microbatches_per_rank, parameter_count
 from harness.config.doc import guide, settings
 from harness.config.errors import BadRequest
+from harness.config.faults import CORPUS
 from harness.config.schema import Config, EngineName, Strategy
 
 DRY = "launch.dry_run=true"
@@ -31,7 +32,9 @@ NEEDS = {
 
 def _needs(choice: str) -> list[str]:
     odd = str(Path(__file__).stat().st_size % 2)
-    needed = [text.replace("{odd}", odd) for text in NEEDS.get(choice, [])]
+    group, _, option = choice.partition("=")
+    acts = list(CORPUS[option].cell) if group == "fault" and option in CORPUS else []
+    needed = [*(text.replace("{odd}", odd) for text in NEEDS.get(choice, [])), *acts]
     return [text for text in needed if text != "data.header_bytes=0"]
 
 
@@ -46,6 +49,24 @@ def test_every_option_composes(leaf: str) -> None:
     if group in ("model", "dtype", "engine", "optimizer"):
         assert cell.config[group]["name"] == option
     assert cell.overrides[0] == leaf
+
+
+def test_every_fault_is_an_option_and_every_option_a_fault() -> None:
+    assert set(load_catalog().options["fault"]) == {*CORPUS, "none"}
+
+
+@pytest.mark.parametrize(
+    ("request_", "said"),
+    [
+        ("fault=F05_no_sync_without_effect", "sharding=optim_grads_params"),
+        ("fault=F01_duplicated_gradient engine=ddp", "engine=ddp is another"),
+        ("fault.name=F01_duplicated", "F01_duplicated_gradient"),
+        ("fault=F24_not_divided_by_k train.global_batch_size=8", "needs 2 microbatches"),
+    ],
+)
+def test_a_fault_that_would_do_nothing_is_refused(request_: str, said: str) -> None:
+    with pytest.raises(BadRequest, match=said):
+        compose([*request_.split(), DRY])
 
 
 def test_the_default_cell() -> None:

@@ -10,7 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from harness.config.errors import Violation
-from harness.config.rules import adapter, batch, data, effect, engine, environment, launch, measure, model, numbers
+from harness.config.rules import (
+    adapter,
+    batch,
+    data,
+    effect,
+    engine,
+    environment,
+    fault,
+    launch,
+    measure,
+    model,
+    numbers,
+)
 from harness.config.rules.request import Request, Rule
 from harness.config.schema import Config
 
@@ -19,6 +31,7 @@ RULES: tuple[Rule, ...] = (
     *batch.RULES,
     *adapter.RULES,
     *engine.RULES,
+    *fault.RULES,
     *effect.RULES,
     *launch.RULES,
     *measure.RULES,

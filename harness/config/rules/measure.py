@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import CkptPolicy, MeasureMode, WandbMode
+from harness.config.schema import CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
 
 LEAST_WARM_UP = 3
 """Memory is read in the last warm-up step, and in the one before to see that it has settled; the first makes what is
@@ -63,4 +63,27 @@ def warm_up_leaves_steps_to_time(request: Request) -> Iterator[Violation]:
         )
 
 
-RULES: tuple[Rule, ...] = (timed_runs_do_nothing_else, warm_up_leaves_steps_to_time)
+@rule("measure.rounding_draws", "measure.capture_steps")
+def only_the_reference_is_perturbed(request: Request) -> Iterator[Violation]:
+    """Errors are put behind the operations of one process in fp64, at the step whose gradients it captures."""
+    config = request.config
+    if config.measure.rounding_draws == 0:
+        return
+    exact = config.dtype.compute is Dtype.fp64 and config.dtype.main_grads is Dtype.fp64
+    if config.engine.name is not EngineName.single or not exact:
+        yield Violation(
+            request.show("measure.rounding_draws"),
+            f"perturbs the fp64 reference; this is engine={config.engine.name.name} with "
+            f"dtype.compute={config.dtype.compute.name}",
+            "0, or any number with engine=single dtype=fp64 mesh=one",
+            "measure.rounding_draws=0",
+        )
+    elif 1 not in config.measure.capture_steps or config.cluster.device is not Device.cpu:
+        yield Violation(
+            request.show("measure.rounding_draws"),
+            "needs the gradients of step 1 on cluster.device=cpu",
+            fix="measure.capture_steps=[1] cluster.device=cpu",
+        )
+
+
+RULES: tuple[Rule, ...] = (timed_runs_do_nothing_else, warm_up_leaves_steps_to_time, only_the_reference_is_perturbed)

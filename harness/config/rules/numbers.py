@@ -44,6 +44,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "ckpt.every": (0, _COUNT),
     "measure.warmup_steps": (0, _COUNT),
     "measure.capture_limit_mib": (0, 2**30),
+    "measure.rounding_draws": (0, 1_000),
     "cluster.nodes": (1, 2**16),
     "cluster.threads_per_rank": (1, 4_096),
     "cluster.slots": (1, 2**16),
@@ -51,6 +52,8 @@ RANGES: dict[str, tuple[float, float]] = {
     "cluster.grace_s": (0, 86_400),
     "cluster.gpus_per_node": (0, 1_024),
     "launch.stop_grace_s": (0, 86_400),
+    "launch.preempt_at": (0, _COUNT),
+    "study.window": (0, _COUNT),
     "study.replicates": (1, 9_999),
     "study.order_seed": (0, _SEED),
 }
@@ -65,6 +68,9 @@ POSITIVE: dict[str, float] = {
     "launch.hang_timeout_s": 1e7,
 }
 """Largest value of a setting that must be above zero; null, where it is allowed, is fine."""
+
+T3_MEASURES = ("loss", "grad_norm")
+"""What paired seeds are compared by."""
 
 _STUDY_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,98}[a-z0-9_])?")
 
@@ -103,6 +109,12 @@ def _lists(request: Request) -> dict[str, Violation]:
     if not (math.isfinite(momentum) and 0 <= momentum < 1):
         path = "optimizer.momentum"
         found[path] = Violation(request.show(path), "is out of range", "at least 0 and below 1", f"{path}=0.9")
+    for measure, margin in request.config.study.margins.items():
+        path = f"study.margins.{measure}"
+        if measure not in T3_MEASURES:
+            found[path] = Violation(path, "is no measure that pairs of seeds are judged by", ", ".join(T3_MEASURES))
+        elif not 0 < margin < math.inf:
+            found[path] = Violation(f"{path}={margin}", "is out of range", "above 0", f"{path}=0.001 is 0.1 %")
     for path in ("measure.capture_steps", "measure.update_steps"):
         steps = request.value(path)
         if any(step < 1 for step in steps) or len(set(steps)) != len(steps):

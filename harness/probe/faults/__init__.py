@@ -1,0 +1,25 @@
+"""Faults on purpose: what `fault=NAME` does to the engine, through hooks that no normal run has. One function a fault,
+a file a part of the step; `harness.config.faults` says what each is about.
+
+`inject` is called by the worker after the engine is built, and only where a fault is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from harness.config.schema import Config
+from harness.probe.faults import forward, resume, summed, sums, update, weights
+from harness.probe.faults.site import INJECTORS, Site
+
+
+def inject(config: Config, engine: Any, rank: int, size: int) -> None:
+    """Put the configured fault into an engine that was just built.
+
+    Raises:
+        KeyError: there is no such fault.
+    """
+    INJECTORS[config.fault.name](Site(config, engine, rank, size))
+
+
+__all__ = ["INJECTORS", "Site", "forward", "inject", "resume", "summed", "sums", "update", "weights"]

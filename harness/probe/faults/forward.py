@@ -1,0 +1,117 @@
+"""Faults of what is fed and computed, before any gradient is reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.probe.faults.site import Site, fault
+
+
+@fault("same_batch")
+def same_batch(site: Site) -> None:
+    """A share of this rank's rows, one at least, is the first rank's."""
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(batch: Any, *, last: bool) -> Any:
+            rows = max(1, round(site.amount * batch.tokens.shape[0]))
+            fed = []
+            for tensor in batch:
+                first = tensor.clone()
+                torch.distributed.broadcast(first, src=0)
+                fed.append(torch.cat([first[:rows], tensor[rows:]]))
+            return method(type(batch)(*fed), last=last)
+
+        return wrapped
+
+    site.around(site.engine, "forward_backward", wrap)
+
+
+def _weigh(site: Site, weight: Callable[[int], float]) -> None:
+    """Give each microbatch a weight in the gradient that does not show in its loss."""
+    number = [0]
+
+    def wrap(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(model: nn.Module, batch: Any) -> Tensor:
+            number[0] = number[0] % site.k + 1
+            loss = method(model, batch)
+            return loss + (weight(number[0]) - 1.0) * (loss - loss.detach())
+
+        return wrapped
+
+    site.around(site.engine.workload, "loss", wrap)
+
+
+@fault("repeat_microbatch")
+def repeat_microbatch(site: Site) -> None:
+    _weigh(site, lambda number: 1.0 + site.amount * (number == site.k))
+
+
+@fault("unequal_microbatches")
+def unequal_microbatches(site: Site) -> None:
+    _weigh(site, lambda number: 1.0 + site.amount * (0.5 if number % 2 else -0.5))
+
+
+@fault("logged_loss")
+def logged_loss(site: Site) -> None:
+    def wrap(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda batch, *, last: method(batch, last=last) * (1.0 + site.amount / 100)
+
+    site.around(site.engine, "forward_backward", wrap)
+
+
+@fault("F15_untied_embedding")
+def untied_embedding(site: Site) -> None:
+    """The embedding's part of the tied gradient is lost."""
+    embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
+    embedding.register_forward_hook(lambda _m, _a, output: torch.lerp(output, output.detach(), site.amount))
+
+
+@fault("F26_second_use_lost")
+def second_use_lost(site: Site) -> None:
+    """A module's second call in a forward computes with weights that take a part of no gradient."""
+    for module in site.model.module.modules():
+        own = [name for name, param in module._parameters.items() if param is not None and param.requires_grad]
+        if own:
+            _only_first_use(site, module, own)
+    site.model.module.register_forward_pre_hook(lambda *_: _CALLS.clear())
+
+
+_CALLS: dict[int, int] = {}
+
+
+def _only_first_use(site: Site, module: nn.Module, own: list[str]) -> None:
+    def enter(_module: nn.Module, _args: object) -> None:
+        _CALLS[id(module)] = _CALLS.get(id(module), 0) + 1
+        if _CALLS[id(module)] > 1:
+            for name in own:
+                weight = module._parameters[name]
+                assert weight is not None
+                module.__dict__[name] = torch.lerp(weight, weight.detach(), site.amount)
+
+    def leave(_module: nn.Module, _args: object, _output: object) -> None:
+        for name in own:
+            module.__dict__.pop(name, None)
+
+    module.register_forward_pre_hook(enter)
+    module.register_forward_hook(leave)
+
+
+@fault("wrong_targets")
+def wrong_targets(site: Site) -> None:
+    """On the last rank a share of the rows, one at least, is held against the tokens themselves."""
+    if site.rank != site.size - 1:
+        return
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(batch: Any, *, last: bool) -> Any:
+            rows = max(1, round(site.amount * batch.tokens.shape[0]))
+            targets = torch.cat([batch.tokens[:rows], batch.targets[rows:]])
+            return method(type(batch)(batch.tokens, targets), last=last)
+
+        return wrapped
+
+    site.around(site.engine, "forward_backward", wrap)

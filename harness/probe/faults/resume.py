@@ -1,0 +1,62 @@
+"""Faults of resuming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.probe.faults.site import Site, blend, fault, share
+
+
+def _on_load(site: Site, chosen: Callable[[str], bool], change: Callable[[Tensor, Tensor], object]) -> None:
+    """After a checkpoint is loaded, change tensors of its state, given what they were before."""
+
+    def wrap(load: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(state: Any) -> None:
+            before = {key: tensor.clone() for key, tensor in site.engine.state_dict().items()}
+            load(state)
+            with torch.no_grad():
+                for key, tensor in site.engine.state_dict().items():
+                    if chosen(key):
+                        change(tensor, before[key])
+            site.model.install_weights()
+
+        return wrapped
+
+    site.around(site.engine, "load_state_dict", wrap)
+
+
+def _is_weight(key: str) -> bool:
+    return not key.startswith("optimizer")
+
+
+@fault("F16_tail_lost_on_resume")
+def tail_lost_on_resume(site: Site) -> None:
+    def change(tensor: Tensor, old: Tensor) -> None:
+        share(tensor.view(-1), site.amount / 16).copy_(share(old.view(-1), site.amount / 16))
+
+    _on_load(site, _is_weight, change)
+
+
+@fault("F17_shards_not_refreshed")
+def shards_not_refreshed(site: Site) -> None:
+    _on_load(site, _is_weight, lambda tensor, old: blend(tensor, old, site.amount))
+
+
+@fault("F18_absent_weights_skipped")
+def absent_weights_skipped(site: Site) -> None:
+    first = next(key for key in site.engine.state_dict() if _is_weight(key))
+    _on_load(site, lambda key: key == first, lambda tensor, old: blend(tensor, old, site.amount))
+
+
+@fault("optimizer_step_lost_on_resume")
+def optimizer_step_lost_on_resume(site: Site) -> None:
+    _on_load(site, lambda key: key.endswith("step"), lambda tensor, old: blend(tensor, 0.0, site.amount))
+
+
+@fault("moments_lost_on_resume")
+def moments_lost_on_resume(site: Site) -> None:
+    _on_load(site, lambda key: "exp_avg" in key, lambda tensor, old: blend(tensor, 0.0, site.amount))

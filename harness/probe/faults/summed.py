@@ -1,0 +1,130 @@
+"""Faults of gradients that are summed already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from harness.fsdp.buffer import Bucket
+from harness.probe.faults.site import Site, blend, fault, rounded, share
+
+
+def _late(
+    site: Site, due: Callable[[int], bool], change: Callable[[Tensor, Tensor], None], which: list[Bucket]
+) -> None:
+    """In the steps that are due, change the pieces of some buckets, given what they were a step ago."""
+    step = [0]
+    past: dict[tuple[str, int], Tensor] = {}
+
+    def then(_buckets: list[Bucket]) -> None:
+        step[0] += 1
+        for bucket in which:
+            for index, piece in enumerate(bucket.grad_pieces):
+                fresh, key = piece.clone(), (bucket.name, index)
+                if due(step[0]) and key in past:
+                    change(piece, past[key])
+                past[key] = fresh
+
+    site.on_reduced(then)
+
+
+@fault("F06_gradient_memory_reused")
+def gradient_memory_reused(site: Site) -> None:
+    """In every third step, from the second on, a share of one shard is what lay there before."""
+    victim = max(site.buckets, key=lambda bucket: bucket.layout.param_numel)
+
+    def change(piece: Tensor, old: Tensor) -> None:
+        if site.rank == 0:
+            share(piece, site.amount).copy_(share(old, site.amount))
+
+    _late(site, lambda step: step % 3 == 2, change, [victim])
+
+
+@fault("F07_copied_too_early")
+def copied_too_early(site: Site) -> None:
+    _late(site, lambda step: step % 2 == 0, lambda piece, old: blend(piece, old, site.amount), site.buckets)
+
+
+@fault("stale_gradient")
+def stale_gradient(site: Site) -> None:
+    _late(site, lambda step: step > 1, lambda piece, old: blend(piece, old, site.amount), site.buckets[-2:-1])
+
+
+def _collapse(site: Site, targets: list[Bucket], source: Bucket) -> None:
+    def then(_buckets: list[Bucket]) -> None:
+        for bucket in targets:
+            for piece, other in zip(bucket.grad_pieces, source.grad_pieces, strict=False):
+                count = min(piece.numel(), other.numel())
+                blend(piece[:count], other[:count], site.amount)
+
+    site.on_reduced(then)
+
+
+def _alike(site: Site) -> list[Bucket]:
+    """Buckets of the blocks, which have one layout."""
+    sizes = [bucket.layout.bucket_numel for bucket in site.buckets]
+    usual = max(sizes, key=sizes.count)
+    return [bucket for bucket in site.buckets if bucket.layout.bucket_numel == usual]
+
+
+@fault("F08_layers_collapse")
+def layers_collapse(site: Site) -> None:
+    *others, last = _alike(site)
+    _collapse(site, others, last)
+
+
+@fault("alias_buckets")
+def alias_buckets(site: Site) -> None:
+    first, second, *_ = _alike(site)
+    _collapse(site, [first], second)
+
+
+@fault("drop_bucket")
+def drop_bucket(site: Site) -> None:
+    victim = _alike(site)[0]
+
+    def then(_buckets: list[Bucket]) -> None:
+        for piece in victim.grad_pieces:
+            piece.mul_(1.0 - site.amount)
+
+    site.on_reduced(then)
+
+
+@fault("drop_tail")
+def drop_tail(site: Site) -> None:
+    """The last sixteenth of the last rank's piece, of every bucket."""
+
+    def then(buckets: list[Bucket]) -> None:
+        if site.rank == site.size - 1:
+            for bucket in buckets:
+                share(bucket.grad_pieces[-1], 1 / 16).mul_(1.0 - site.amount)
+
+    site.on_reduced(then)
+
+
+@fault("round_gradient")
+def round_gradient(site: Site) -> None:
+    def then(buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            for piece in bucket.grad_pieces:
+                piece.copy_(rounded(piece, site.bits))
+
+    site.on_reduced(then)
+
+
+@fault("scale_one_bucket")
+def scale_one_bucket(site: Site) -> None:
+    def then(_buckets: list[Bucket]) -> None:
+        for piece in site.buckets[-2].grad_pieces:
+            piece.mul_(1.0 + site.amount)
+
+    site.on_reduced(then)
+
+
+@fault("leaks_into_next_step")
+def leaks_into_next_step(site: Site) -> None:
+    def change(piece: Tensor, old: Tensor) -> None:
+        piece.add_(old, alpha=site.amount)
+
+    _late(site, lambda step: step > 1, change, site.buckets[-2:-1])

@@ -1,0 +1,219 @@
+"""Faults of sums: over microbatches, over ranks, and of what they are divided by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.buffer import Bucket
+from harness.probe.faults.site import Site, fault, rounded
+
+
+def _accumulated(site: Site) -> list[Tensor]:
+    return [b.main_grads for b in site.buckets if b.accumulates_whole and b.main_grads is not None]
+
+
+def _between_microbatches(site: Site, change: Callable[[Tensor], object]) -> None:
+    def then(number: int) -> None:
+        if number > 1:
+            for gradients in _accumulated(site):
+                change(gradients)
+
+    site.each_microbatch(then)
+
+
+@fault("F02_doubled_each_microbatch")
+def doubled_each_microbatch(site: Site) -> None:
+    _between_microbatches(site, lambda gradients: gradients.mul_(1.0 + site.amount))
+    site.reduce.factor *= 1.0 + site.amount
+
+
+@fault("F05_no_sync_without_effect")
+def no_sync_without_effect(site: Site) -> None:
+    _between_microbatches(site, lambda gradients: gradients.mul_(1.0 - site.amount))
+
+
+@fault("F11_microbatches_added_in_bf16")
+def microbatches_added_in_bf16(site: Site) -> None:
+    _between_microbatches(site, lambda gradients: gradients.copy_(rounded(gradients, site.bits)))
+    _on_taken(site, lambda bucket, source: source.copy_(rounded(source, site.bits)))
+
+
+def _on_taken(site: Site, change: Callable[[Bucket, Tensor], object]) -> None:
+    """Change unreduced gradients when a bucket is handed over."""
+    for bucket in site.buckets:
+
+        def wrap(take: Callable[[], Tensor], bucket: Bucket = bucket) -> Callable[[], Tensor]:
+            def wrapped() -> Tensor:
+                source = take()
+                with torch.no_grad():
+                    change(bucket, source)
+                return source
+
+            return wrapped
+
+        site.around(bucket, "take_gradients", wrap)
+
+
+@fault("F13_reduced_before_ready")
+def reduced_before_ready(site: Site) -> None:
+    """The largest parameter's gradient is not in the last microbatch's bucket."""
+    last = [False]
+    site.each_microbatch(lambda number: last.__setitem__(0, number == site.k))
+    victim = max(site.buckets, key=lambda bucket: bucket.layout.param_numel)
+
+    def change(bucket: Bucket, source: Tensor) -> None:
+        if last[0] and bucket is victim:
+            _name, view = max(bucket.named_slices(source), key=lambda item: item[1].numel())
+            view.mul_(1.0 - site.amount)
+
+    _on_taken(site, change)
+
+
+@fault("garbage_in_padding")
+def garbage_in_padding(site: Site) -> None:
+    """Shards are summed as they are, what pads them included."""
+
+    def change(bucket: Bucket, source: Tensor) -> None:
+        for begin, end in bucket.layout.gaps:
+            source[begin:end].fill_(site.amount)
+
+    _on_taken(site, change)
+
+
+def _scaled(index: int, factor: float) -> Callable[[list[Tensor]], list[Tensor]]:
+    def change(contributions: list[Tensor]) -> list[Tensor]:
+        contributions[index] = contributions[index] * factor
+        return contributions
+
+    return change
+
+
+@fault("drop_rank")
+def drop_rank(site: Site) -> None:
+    site.on_contributions(_scaled(site.size - 1, 1.0 - site.amount))
+
+
+@fault("repeat_rank")
+def repeat_rank(site: Site) -> None:
+    site.on_contributions(_scaled(0, 1.0 + site.amount))
+
+
+def _within(site: Site, inside: float, outside: float) -> None:
+    """Weigh contributions of this rank's half of the ranks, and of the other half."""
+    half = site.rank * 2 // site.size
+
+    def change(contributions: list[Tensor]) -> list[Tensor]:
+        weights = [inside if rank * 2 // site.size == half else outside for rank in range(site.size)]
+        return [each * weight for each, weight in zip(contributions, weights, strict=True)]
+
+    site.on_contributions(change)
+
+
+@fault("F22_one_node_only")
+def one_node_only(site: Site) -> None:
+    """Each half of the ranks has the mean of its own gradients."""
+    _within(site, 1.0 + site.amount, 1.0 - site.amount)
+
+
+@fault("inner_group_only")
+def inner_group_only(site: Site) -> None:
+    """The sum is the half's, the divisor is everybody's."""
+    _within(site, 1.0, 1.0 - site.amount)
+
+
+@fault("F09_half_reduced_in_bf16")
+def half_reduced_in_bf16(site: Site) -> None:
+    def change(contributions: list[Tensor]) -> list[Tensor]:
+        half = len(contributions) // 2
+        return contributions[:half] + [rounded(each, site.bits) for each in contributions[half:]]
+
+    site.on_contributions(change)
+
+
+@fault("round_contributions")
+def round_contributions(site: Site) -> None:
+    site.on_contributions(lambda contributions: [rounded(each, site.bits) for each in contributions])
+
+
+@fault("F10_ranks_added_in_bf16")
+def ranks_added_in_bf16(site: Site) -> None:
+    """Every partial sum is rounded."""
+
+    def change(contributions: list[Tensor]) -> list[Tensor]:
+        total = rounded(contributions[0], site.bits)
+        for each in contributions[1:]:
+            total = rounded(total + each, site.bits)
+        return [total] + [torch.zeros_like(total) for _ in contributions[1:]]
+
+    site.on_contributions(change)
+
+
+def _around_folds(site: Site, wrap: Callable[[Any, Callable[..., None]], Callable[..., None]]) -> None:
+    for reduction in {id(each): each for each in site.reduce.reductions.values()}.values():
+        site.around(reduction, "fold", partial(wrap, reduction))
+
+
+@fault("F01_duplicated_gradient")
+def duplicated_gradient(site: Site) -> None:
+    """This rank's own contribution is added to its shard of the sum."""
+
+    def wrap(reduction: Any, fold: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(exchange: Any, into: list[Tensor], *, add: bool) -> None:
+            own = torch.cat([part.chunk(site.rank) for part in exchange.parts])
+            fold(exchange, into, add=add)
+            for target, mine in zip(into, own.split([each.numel() for each in into]), strict=True):
+                target.add_(mine.to(target.dtype), alpha=site.amount * exchange.factor)
+
+        return wrapped
+
+    _around_folds(site, wrap)
+
+
+def _before_adding(site: Site, factor: float) -> None:
+    """Scale what a shard has accumulated whenever a microbatch is added to it."""
+
+    def wrap(reduction: Any, fold: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(exchange: Any, into: list[Tensor], *, add: bool) -> None:
+            if add:
+                for target in into:
+                    target.mul_(factor)
+            fold(exchange, into, add=add)
+
+        return wrapped
+
+    _around_folds(site, wrap)
+
+
+@fault("F12_boundary_resets")
+def boundary_resets(site: Site) -> None:
+    _before_adding(site, 1.0 - site.amount)
+
+
+@fault("F03_nested_division")
+def nested_division(site: Site) -> None:
+    _before_adding(site, 1.0 - site.amount * (1.0 - 1.0 / site.size))
+
+
+@fault("F24_not_divided_by_k")
+def not_divided_by_k(site: Site) -> None:
+    site.reduce.factor *= 1.0 + site.amount * (site.k - 1)
+
+
+@fault("scale_by_two")
+def scale_by_two(site: Site) -> None:
+    site.reduce.factor *= 1.0 + site.amount
+
+
+@fault("scale_by_ranks")
+def scale_by_ranks(site: Site) -> None:
+    site.reduce.factor *= 1.0 + site.amount * (site.size - 1)
+
+
+@fault("scale_over_ranks")
+def scale_over_ranks(site: Site) -> None:
+    site.reduce.factor *= 1.0 - site.amount * (1.0 - 1.0 / site.size)

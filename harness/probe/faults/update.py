@@ -1,0 +1,187 @@
+"""Faults of norm, clipping and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from harness.fsdp import optimizer as engine_optimizer
+from harness.fsdp.buffer import Bucket
+from harness.probe.faults.site import Site, blend, fault, rounded
+
+
+def _on_norm(site: Site, factor: float) -> None:
+    def wrap(norm: Callable[..., float]) -> Callable[..., float]:
+        return lambda *args, **kwargs: norm(*args, **kwargs) * factor
+
+    site.around(engine_optimizer, "gradient_norm", wrap)
+
+
+@fault("F20_norm_counts_replicas")
+def norm_counts_replicas(site: Site) -> None:
+    _on_norm(site, 1.0 + site.amount * (site.size**0.5 - 1.0))
+
+
+@fault("F21_norm_of_one_rank")
+def norm_of_one_rank(site: Site) -> None:
+    def wrap(step: Callable[..., float]) -> Callable[..., float]:
+        return lambda lr: step(lr) * (1.0 - site.amount * (1.0 - site.size**-0.5))
+
+    site.around(site.engine, "step", wrap)
+
+
+def _on_clip(site: Site, power: float) -> None:
+    """Multiply gradients by the clipping coefficient once more, to this power."""
+
+    def wrap(clip: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(buckets: list[Bucket], norm: float, max_norm: float) -> None:
+            clip(buckets, norm, max_norm)
+            coefficient = min(1.0, max_norm / (norm + 1e-6)) ** power
+            for bucket in buckets:
+                for piece in bucket.grad_pieces:
+                    piece.mul_(coefficient)
+
+        return wrapped
+
+    site.around(engine_optimizer, "clip_gradients", wrap)
+
+
+@fault("F23_clipped_on_one_rank")
+def clipped_on_one_rank(site: Site) -> None:
+    if site.rank == site.size - 1:
+        _on_clip(site, -site.amount)
+
+
+@fault("clipped_twice")
+def clipped_twice(site: Site) -> None:
+    _on_clip(site, site.amount)
+
+
+@fault("clip_bound")
+def clip_bound(site: Site) -> None:
+    def wrap(clip: Callable[..., None]) -> Callable[..., None]:
+        return lambda buckets, norm, max_norm: clip(buckets, norm, max_norm * (1.0 + site.amount))
+
+    site.around(engine_optimizer, "clip_gradients", wrap)
+
+
+def _runs(site: Site) -> list[Any]:
+    """Runs of the optimizer: all, one bucket's, or the smallest alone, by strength."""
+    runs = site.model._sharded_optimizer.runs
+    if site.amount == 1.0:
+        return list(runs)
+    if site.amount == 0.1:
+        return [run for run in runs if run.bucket is site.buckets[-1]]
+    return [min(runs, key=lambda run: run.weight.numel())]
+
+
+@fault("F04_extra_adam_step")
+def extra_adam_step(site: Site) -> None:
+    for run in _runs(site):
+        site.engine.optimizer.state[run.weight]["step"].add_(1)
+
+
+def _undone(site: Site, runs: list[Any], change: Callable[[Tensor, Tensor], None]) -> None:
+    """After each optimizer step, change some weights, given what they were before it."""
+    held: list[Tensor] = []
+    site.before(site.engine.optimizer, "step", lambda: held.extend(run.weight.detach().clone() for run in runs))
+
+    def then() -> None:
+        for run, old in zip(runs, held, strict=True):
+            change(run.weight, old)
+        held.clear()
+        site.model.install_weights()
+
+    site.after(site.engine.optimizer, "step", then)
+
+
+@fault("F14_stale_parameters")
+def stale_parameters(site: Site) -> None:
+    runs = [run for run in site.model._sharded_optimizer.runs if run.bucket is site.buckets[0]]
+    _undone(site, runs, lambda weight, old: blend(weight, old, site.amount))
+
+
+@fault("rank_not_stepped")
+def rank_not_stepped(site: Site) -> None:
+    runs = list(site.model._sharded_optimizer.runs) if site.rank == site.size - 1 else []
+    _undone(site, runs, lambda weight, old: blend(weight, old, site.amount))
+
+
+@fault("round_weights")
+def round_weights(site: Site) -> None:
+    runs = list(site.model._sharded_optimizer.runs)
+    _undone(site, runs, lambda weight, old: blend(weight, rounded(weight, site.bits), 1.0))
+
+
+def _on_state(site: Site, key: str, change: Callable[[Tensor], object]) -> None:
+    def then() -> None:
+        for run in site.model._sharded_optimizer.runs:
+            change(site.engine.optimizer.state[run.weight][key])
+
+    site.after(site.engine.optimizer, "step", then)
+
+
+@fault("round_moments")
+def round_moments(site: Site) -> None:
+    _on_state(site, "exp_avg_sq", lambda moment: moment.copy_(rounded(moment, site.bits)))
+
+
+@fault("moments_forgotten")
+def moments_forgotten(site: Site) -> None:
+    _on_state(site, "exp_avg", lambda moment: moment.mul_(1.0 - site.amount))
+
+
+@fault("decay_on_vectors")
+def decay_on_vectors(site: Site) -> None:
+    groups = site.engine.optimizer.param_groups
+    decay = max(group["weight_decay"] for group in groups)
+    for group in groups:
+        if not group["weight_decay"]:
+            group["weight_decay"] = decay * site.amount
+
+
+@fault("lr_of_a_group")
+def lr_of_a_group(site: Site) -> None:
+    """The last group's is double."""
+
+    def first() -> None:
+        site.engine.optimizer.param_groups[-1]["lr"] *= 1.0 + site.amount
+
+    site.before(site.engine.optimizer, "step", first)
+
+
+@fault("beta_of_a_group")
+def beta_of_a_group(site: Site) -> None:
+    group = site.engine.optimizer.param_groups[0]
+    first, second = group["betas"]
+    group["betas"] = (first, 1.0 - (1.0 - second) * (1.0 + site.amount))
+
+
+@fault("stale_lr")
+def stale_lr(site: Site) -> None:
+    """The optimizer steps with the learning rate of the step before."""
+    past: list[float] = []
+
+    def wrap(step: Callable[[float], float]) -> Callable[[float], float]:
+        def wrapped(lr: float) -> float:
+            past.append(lr)
+            return step(lr + site.amount * (past[-2] - lr) if len(past) > 1 else lr)
+
+        return wrapped
+
+    site.around(site.engine, "step", wrap)
+
+
+@fault("skipped_step")
+def skipped_step(site: Site) -> None:
+    """The second step leaves a share of what it changes undone, as if it had overflowed."""
+    number = [0]
+
+    def change(weight: Tensor, old: Tensor) -> None:
+        if number[0] == 2:
+            blend(weight, old, site.amount)
+
+    site.before(site.engine.optimizer, "step", lambda: number.__setitem__(0, number[0] + 1))
+    _undone(site, list(site.model._sharded_optimizer.runs), change)

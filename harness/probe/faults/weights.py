@@ -1,0 +1,122 @@
+"""Faults of weights on their way into a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.buffer import Bucket
+from harness.probe.faults.site import Site, blend, fault, rounded, share
+
+
+@fault("F19_permuted_shards")
+def permuted_shards(site: Site) -> None:
+    """A share of the first bucket's main weights lies one row of 64 further on."""
+    piece = share(site.buckets[0].main_pieces[0], site.amount)
+    with torch.no_grad():
+        piece.copy_(piece.roll(64))
+    site.model.install_weights()
+
+
+def _others(bucket: Bucket) -> list[Tensor]:
+    """The parts of a whole bucket of weights that other ranks own."""
+    parts = bucket.segment_parts(bucket.compute)
+    return [part.chunk(rank) for part in parts for rank in range(len(part.sizes)) if rank != bucket.rank]
+
+
+@fault("F25_read_before_ready")
+def read_before_ready(site: Site) -> None:
+    """What other ranks own is what it was a step ago, whenever a unit's weights come."""
+    before: dict[str, list[Tensor]] = {}
+    now: dict[str, list[Tensor]] = {}
+
+    def wrap(land: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(unit: Any) -> None:
+            land(unit)
+            with torch.no_grad():
+                for bucket in unit.buckets:
+                    if bucket.resident or not bucket.trainable:
+                        continue
+                    others = _others(bucket)
+                    now.setdefault(bucket.name, [each.clone() for each in others])
+                    for target, old in zip(others, before.get(bucket.name, ()), strict=False):
+                        blend(target, old, site.amount)
+
+        return wrapped
+
+    def turn() -> None:
+        before.clear()
+        before.update(now)
+        now.clear()
+
+    site.around(site.model._gather, "_land", wrap)
+    site.after(site.engine, "step", turn)
+
+
+@fault("unwritten_gather")
+def unwritten_gather(site: Site) -> None:
+    """In every third gather of a bucket the end of what another rank owns is not there yet."""
+    seen = [0]
+
+    def wrap(land: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(unit: Any) -> None:
+            land(unit)
+            for bucket in unit.buckets:
+                seen[0] += 1
+                if not bucket.resident and bucket.trainable and seen[0] % 3 == 0:
+                    for target in _others(bucket)[-1:]:
+                        share(target, site.amount).zero_()
+
+        return wrapped
+
+    site.around(site.model._gather, "_land", wrap)
+
+
+@fault("stale_weights")
+def stale_weights(site: Site) -> None:
+    """What other ranks own of the first bucket is not installed after a step."""
+    bucket = site.buckets[0]
+    held = [each.clone() for each in _others(bucket)]
+
+    def revert() -> None:
+        for target, old in zip(_others(bucket), held, strict=True):
+            fresh = target.clone()
+            blend(target, old, site.amount)
+            old.copy_(fresh)
+
+    site.after(site.model, "install_weights", revert)
+
+
+@fault("round_gather")
+def round_gather(site: Site) -> None:
+    """What arrives from other ranks was rounded on the way."""
+
+    def wrap(land: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(unit: Any) -> None:
+            land(unit)
+            with torch.no_grad():
+                for bucket in unit.buckets:
+                    for target in () if bucket.resident or not bucket.trainable else _others(bucket):
+                        target.copy_(rounded(target, site.bits))
+
+        return wrapped
+
+    site.around(site.model._gather, "_land", wrap)
+
+
+@fault("replica_drift")
+def replica_drift(site: Site) -> None:
+    """The last replica's weights come out of every step a little larger."""
+    if site.rank != site.size - 1:
+        return
+
+    def then() -> None:
+        for bucket in site.buckets:
+            for piece in bucket.main_pieces:
+                piece.mul_(1.0 + site.amount / 1_000)
+        site.model.install_weights()
+
+    site.after(site.engine.optimizer, "step", then)
