@@ -16,7 +16,8 @@ from typing import IO, Any
 import psutil
 
 from harness.config.schema import Config
-from harness.launch.environment import child_environment, rank_environment
+from harness.launch.environment import child_environment, rank_environment, run_environment
+from harness.launch.forking import Adopted, fork_server
 from harness.store import failure
 from harness.store.failure import Failure
 from harness.store.placement import LEASH, PROGRESS
@@ -27,7 +28,9 @@ TAIL_BYTES = 2000
 class Rank:
     """One rank's process."""
 
-    def __init__(self, number: int, process: subprocess.Popen[bytes], pipe: int, leash: int, log: Path) -> None:
+    def __init__(
+        self, number: int, process: subprocess.Popen[bytes] | Adopted, pipe: int, leash: int, log: Path
+    ) -> None:
         self.number = number
         self.log = log
         self.text = ""
@@ -153,7 +156,8 @@ def start_ranks(
     try:
         for number in range(config.mesh.world_size):
             variables = rank_environment(config, number, start=start, devices=tuple(devices))
-            ranks.append(_start_rank(run, attempt, number, variables, lock))
+            imports = run_environment(config) if config.launch.fork else None
+            ranks.append(_start_rank(run, attempt, number, variables, lock, imports))
     except BaseException:
         for rank in ranks:
             rank.close()
@@ -161,22 +165,31 @@ def start_ranks(
     return ranks
 
 
-def _start_rank(run: Path, attempt: int, number: int, variables: dict[str, str], lock: int) -> Rank:
+def _start_rank(
+    run: Path, attempt: int, number: int, variables: dict[str, str], lock: int, imports: dict[str, str] | None
+) -> Rank:
+    """`imports`: variables under which a fork server imports; None starts a process of its own."""
     log = run / "attempts" / str(attempt) / f"rank{number}.log"
     listening, telling = os.pipe()
     held, leash = os.pipe()
-    tied = variables | {LEASH: str(held), PROGRESS: str(telling)}
+    descriptors = (held, telling, lock)
+    environment = child_environment(variables | {LEASH: str(held), PROGRESS: str(telling)}, os.environ)
+    process: subprocess.Popen[bytes] | Adopted
     try:
         with log.open("ab") as output:
-            process = subprocess.Popen(
-                worker_command(run, attempt),
-                env=child_environment(tied, os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                pass_fds=(held, telling, lock),
-                process_group=0,  # a terminal's Ctrl-C reaches the launcher alone, and one kill reaches all of a rank
-            )
+            if imports is not None:
+                server = fork_server(child_environment(imports, os.environ))
+                process = server.start(run, attempt, environment, descriptors, output.fileno())
+            else:
+                process = subprocess.Popen(
+                    worker_command(run, attempt),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=descriptors,
+                    process_group=0,  # a terminal's Ctrl-C is the launcher's, and one kill reaches all of a rank
+                )
     except BaseException:
         os.close(listening)
         os.close(leash)

@@ -12,6 +12,8 @@ PROGRESS = "HARNESS_PROGRESS_FD"
 """Descriptor a rank writes its progress to, a JSON object a line."""
 START = "HARNESS_START"
 """Token of one start of one attempt: tells this start's rendezvous from an older one's."""
+FORK_FDS = (LEASH, PROGRESS, "")
+"""Variables that name the descriptors a forked rank is given, in their order; the last, the run's lock, has none."""
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not leak into ranks we start."""
 

@@ -156,8 +156,10 @@ def test_gc_finds_leftovers_and_no_record(store):
     submission.mkdir(parents=True)
     half = store.root / "adhoc" / "half-made"
     half.mkdir()
+    version = store.root / ".code" / "0123456789abcdef"
+    (version / "files").mkdir(parents=True)
     assert garbage(store) == [], "all of it is young"
-    for path in (temporary, submission, half):
+    for path in (temporary, submission, half, version):
         age(path)
     with Lock.acquire(living.path / ".lock"):
         assert {item.path for item in garbage(store)} == {temporary, submission, half}

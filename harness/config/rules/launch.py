@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Backend, Device
+from harness.config.schema import Backend, Device, MeasureMode
 
 
 @rule("mesh.world_size")
@@ -79,10 +79,29 @@ def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
         )
 
 
+@rule()
+def forks_on_one_machine_untimed(request: Request) -> Iterator[Violation]:
+    """A fork of a process that has touched a device is broken; one that shares pages is not what a benchmark times."""
+    config = request.config
+    if not config.launch.fork:
+        return
+    against = {
+        "cluster=slurm": config.cluster.backend is Backend.slurm,
+        "cluster.device=cuda": config.cluster.device is Device.cuda,
+        "measure=bench": config.measure.mode is MeasureMode.bench,
+        "launch.inline=true": config.launch.inline,
+    }
+    for setting in (name for name, given in against.items() if given):
+        yield Violation(
+            "launch.fork=true", f"is for untimed CPU runs on this machine, not for {setting}", fix="launch.fork=false"
+        )
+
+
 RULES: tuple[Rule, ...] = (
     inline_is_one_local_rank,
     one_machine_without_a_scheduler,
     grace_is_within_the_limit,
     every_cuda_rank_gets_a_device,
     root_survives_scripts_and_logs,
+    forks_on_one_machine_untimed,
 )

@@ -1,0 +1,127 @@
+"""Ranks that are forked from a process which has imported torch already (`launch.fork=true`): for studies of many short
+runs, where the imports of a rank take longer than its training.
+
+A server a set of imports: its environment (threads, allocator) must be the rank's, because libraries read it when they
+are loaded, and its sources must be those that the run's digest tells. It lives as long as this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from harness.store.provenance import sources_digest
+
+PR_SET_CHILD_SUBREAPER = 36
+"""prctl(2): descendants whose parents ended become this process's children."""
+
+REPLY_BYTES = 1 << 12
+
+
+class Adopted:
+    """A process that became this one's child; what `subprocess.Popen` offers, as far as a launcher needs it."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def wait(self) -> int:
+        """Its exit code, negative for a signal; blocks until it has ended."""
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it is still there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+class ForkServer:
+    """One `harness.worker.forkserver`, started on the first request."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """
+        Args:
+            environment: what the server imports under.
+
+        Raises:
+            OSError: it cannot be started.
+        """
+        ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._connection = ours
+        with its:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "harness.worker.forkserver", str(its.fileno())],
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                pass_fds=(its.fileno(),),
+                process_group=0,  # a terminal's Ctrl-C is the launcher's
+            )
+
+    def start(
+        self, run: Path, attempt: int, environment: Mapping[str, str], descriptors: Sequence[int], log: int
+    ) -> Adopted:
+        """Fork a rank.
+
+        Args:
+            run, attempt: what it is to be a rank of.
+            environment: all its variables, but those of `FORK_FDS`.
+            descriptors: given to it, in the order of `FORK_FDS`.
+            log: where it writes what it prints.
+
+        Raises:
+            RuntimeError: the server is gone, or cannot fork.
+        """
+        request = {"run": str(run.resolve()), "attempt": attempt, "environment": environment, "folder": os.getcwd()}
+        try:
+            socket.send_fds(self._connection, [json.dumps(request).encode()], [*descriptors, log])
+            reply = json.loads(self._connection.recv(REPLY_BYTES) or b"{}")
+        except OSError as error:
+            raise RuntimeError(f"the fork server is gone: {error}") from error
+        if "pid" not in reply:
+            raise RuntimeError(f"launch.fork=true: {reply.get('error', 'the fork server is gone')}; set it to false")
+        return Adopted(reply["pid"])
+
+    def close(self) -> None:
+        """End the server; ranks go on."""
+        self._connection.close()
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait()
+
+
+_SERVERS: dict[tuple[object, ...], ForkServer] = {}
+
+
+def fork_server(environment: Mapping[str, str]) -> ForkServer:
+    """The server of this environment and of the sources as they are now; made where there is none.
+
+    Raises:
+        OSError: it cannot be started, or this is no Linux.
+    """
+    key = (sources_digest(), *sorted(environment.items()))
+    if key not in _SERVERS:
+        _adopt_orphans()
+        _SERVERS[key] = ForkServer(environment)
+    return _SERVERS[key]
+
+
+def close_servers() -> None:
+    """End every server of this process."""
+    while _SERVERS:
+        _SERVERS.popitem()[1].close()
+
+
+def _adopt_orphans() -> None:
+    if sys.platform != "linux":
+        raise OSError("launch.fork=true needs Linux: only there can a launcher adopt what another process forked")
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "cannot adopt orphans")

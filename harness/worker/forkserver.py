@@ -1,0 +1,119 @@
+"""A process that has imported torch once and forks ranks from there: what costs a rank seconds costs it milliseconds.
+
+`python -P -m harness.worker.forkserver FD` reads requests from the socket FD, a JSON message each with descriptors
+beside it, and answers with the new rank's process id. It runs no torch operation and starts no thread, so that a fork
+copies a process in which nothing is under way; `harness.launch.forking` is the other end.
+
+A rank is forked twice, and the process between ends at once: the rank then belongs to the launcher, which declared
+itself the reaper of such orphans, and is watched and buried there like a rank that was started the usual way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.store.placement import FORK_FDS
+
+MESSAGE_BYTES = 1 << 20
+"""Longest request: an environment."""
+
+USED_BY_ALL = (
+    "torch",
+    "torch.distributed",
+    "safetensors.torch",
+    "harness.worker.connect",
+    "harness.worker.origin",
+    "harness.data.loader",
+    "harness.engines.registry",
+    "harness.engines.native",
+    "harness.engines.ddp",
+    "harness.engines.single",
+    "harness.models.registry",
+    "harness.probe.meters",
+    "harness.train",
+)
+"""What every rank imports sooner or later."""
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork a rank for every request, until the launcher is gone."""
+    for module in USED_BY_ALL:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # what is imported stays where it is: a rank's collections must not copy its pages
+    while True:
+        message, descriptors, *_ = socket.recv_fds(connection, MESSAGE_BYTES, len(FORK_FDS) + 1)
+        if not message:
+            return
+        try:
+            reply: dict[str, Any] = {"pid": _fork(connection, json.loads(message), descriptors)}
+        except Exception as error:
+            reply = {"error": f"{type(error).__name__}: {error}"}
+        for descriptor in descriptors:
+            os.close(descriptor)
+        connection.sendall(json.dumps(reply).encode())
+
+
+def _fork(connection: socket.socket, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
+    """The process id of a new rank that is nobody's child but the reaper's.
+
+    Raises:
+        RuntimeError: an import has started a thread, and a fork would copy a process in the middle of something.
+    """
+    threads = len(os.listdir("/proc/self/task"))
+    if threads > 1:
+        raise RuntimeError(f"{threads} threads run here")
+    reading, writing = os.pipe()
+    between = os.fork()
+    if between == 0:
+        rank = os.fork()
+        if rank == 0:
+            os.close(reading)
+            os.close(writing)
+            connection.close()
+            _be_rank(request, descriptors)
+        os.write(writing, str(rank).encode())
+        os._exit(0)
+    os.close(writing)
+    os.waitpid(between, 0)  # from here on the rank has its new parent
+    with os.fdopen(reading, "rb") as told:
+        return int(told.read())
+
+
+def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
+    """Never returns."""
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        *passed, log = descriptors
+        for target in (1, 2):
+            os.dup2(log, target)
+        os.environ.clear()
+        os.environ.update(request["environment"])
+        os.environ.update({name: str(number) for name, number in zip(FORK_FDS, passed, strict=True) if name})
+        os.chdir(request["folder"])
+        from harness.worker.rank import main
+
+        code = main(Path(request["run"]), request["attempt"])
+    except BaseException:
+        traceback.print_exc()
+    with contextlib.suppress(OSError):  # a log on a full disk must not change the exit code
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,0 +1,121 @@
+"""Forked ranks are ranks like others: the same bits, watched, ended and buried by the launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.config.compose import compose
+from harness.config.errors import BadRequest
+from harness.launch.forking import Adopted
+from harness.store import status
+from harness.store.metrics import read_metrics
+from harness.store.status import State
+from harness.worker import forkserver
+from tests.launch.test_kills import LIMIT_S, Launched
+
+SHORT = ("train.steps=4", "measure.capture_steps=[1,2]")
+ENDLESS = ("train.steps=100000",)
+
+
+def recorded(root: Path, *overrides: str) -> tuple[list[tuple[float, float]], str]:
+    launched = Launched(root, *SHORT, *overrides)
+    said = launched.end()
+    assert launched.process.returncode == 0, said
+    run = launched.run()
+    lines = [(line["loss"], line["grad_norm"]) for line in read_metrics(run.metrics)]
+    return lines, json.loads(run.summary.read_text())["final_weights"]
+
+
+def test_a_forked_run_has_the_bits_of_a_spawned_one(tmp_path: Path) -> None:
+    assert recorded(tmp_path / "forked", "launch.fork=true") == recorded(tmp_path / "spawned")
+
+
+def test_a_killed_rank_is_noticed_and_named_and_nothing_stays(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "launch.fork=true", *ENDLESS)
+    run = launched.await_steps(2)
+    everybody = launched.ranks()
+    ranks = [each for each in everybody if each.pid in _leaders(run.path)]
+    assert len(everybody) == 3, "two ranks and the server that forked them"
+    random.choice(ranks).send_signal(signal.SIGKILL)
+    began = time.monotonic()
+    said = launched.end()
+    assert time.monotonic() - began < LIMIT_S
+    found = status.read(run.path)
+    assert found is not None
+    assert found.state is State.failed
+    assert "killed by SIGKILL" in said
+    gone(everybody)
+
+
+def test_with_the_launcher_everything_goes(tmp_path: Path) -> None:
+    launched = Launched(tmp_path, "launch.fork=true", *ENDLESS)
+    launched.await_steps(2)
+    everybody = launched.ranks()
+    launched.process.kill()
+    launched.end()
+    gone(everybody)
+
+
+def _leaders(run: Path) -> set[int]:
+    """Process ids of ranks, as their own status files and pipes would tell: those that lead a group and run torch."""
+    found = set()
+    for process in psutil.process_iter():
+        try:
+            is_rank = any(str(run) in each.path for each in process.open_files())
+        except psutil.Error:
+            continue
+        if is_rank and os.getpgid(process.pid) == process.pid:
+            found.add(process.pid)
+    return found
+
+
+def gone(processes: list[psutil.Process]) -> None:
+    _, left = psutil.wait_procs(processes, timeout=LIMIT_S)
+    assert [each for each in left if each.status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_it_forks_from_no_process_in_which_something_runs() -> None:
+    running = threading.Event()
+    thread = threading.Thread(target=running.wait)
+    thread.start()
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with ours, its, pytest.raises(RuntimeError, match="threads run here"):
+            forkserver._fork(its, {}, [])
+    finally:
+        running.set()
+        thread.join()
+
+
+def test_an_adopted_process_is_waited_for_like_a_child() -> None:
+    pid = os.fork()
+    if pid == 0:
+        os._exit(7)
+    adopted = Adopted(pid)
+    assert adopted.returncode is None
+    assert adopted.wait() == adopted.wait() == adopted.returncode == 7
+    adopted.send_signal(signal.SIGTERM)  # nobody is there, and nothing happens
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("measure=bench",), "measure=bench"),
+        (("cluster=slurm",), "cluster=slurm"),
+        (("launch.inline=true", "mesh=one"), "launch.inline=true"),
+    ],
+)
+def test_where_it_may_not_be_it_is_refused(overrides: tuple[str, ...], named: str) -> None:
+    with pytest.raises(BadRequest, match=r"launch\.fork=true") as refused:
+        compose(["launch.fork=true", "launch.dry_run=true", *overrides])
+    assert named in str(refused.value)
