@@ -60,7 +60,7 @@ def admissible(arm: Mapping[str, Any], control: Mapping[str, Any], *, resumed: b
         control: the other.
         resumed: whether either run was interrupted and resumed; only for the wording.
     """
-    differing = sorted(key for key in arm.keys() | control.keys() if _matters(key) and arm.get(key) != control.get(key))
+    differing = sorted(key for key in arm.keys() | control.keys() if matters(key) and arm.get(key) != control.get(key))
     mode = arm["numerics.mode"]
     if "numerics.mode" in differing:
         return Admission("T2", f"one arm is numerics={mode}, the other {control['numerics.mode']}")
@@ -84,7 +84,8 @@ def _across_strategies(arm: Mapping[str, Any], control: Mapping[str, Any]) -> Ad
     return Admission("T2", f"with k = {k} one strategy adds {left}, the other {right}")
 
 
-def _matters(key: str) -> bool:
+def matters(key: str) -> bool:
+    """Whether a dotted setting can change a sum, or what is summed."""
     return key.split(".")[0] not in EXCLUDED and not key.startswith(WITHOUT_EFFECT)
 
 

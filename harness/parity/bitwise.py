@@ -9,7 +9,7 @@ from harness.parity.gradients import Mismatch, TensorPair
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
 
-LOGGED = (("loss", Stage.forward), ("grad_norm", Stage.norm), ("param_norm", Stage.optimizer))
+LOGGED = (("loss", Stage.forward), ("grad_norm", Stage.clipping), ("param_norm", Stage.optimizer))
 """Logged numbers in the order in which a step makes them; gradients come between the first two."""
 
 

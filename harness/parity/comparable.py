@@ -18,6 +18,7 @@ AXES = (
     "dtype",
     "numerics",
     "mesh",
+    "fault",
     "ckpt",
     "measure",
     "launch",
@@ -74,7 +75,8 @@ def _problems(run: Record) -> list[Finding]:
     ]
 
 
-def _finding(check: str, stage: Stage, left: object, right: object, step: int | None = None, note: str = "") -> Finding:
+def finding(check: str, stage: Stage, left: object, right: object, step: int | None = None, note: str = "") -> Finding:
+    """What a fact of the two runs comes to: `ok` if both have the same."""
     verdict = Grade.ok if left == right else Grade.bad
     return Finding("T0", check, stage, verdict, _short(left), _short(right), step=step, note=note)
 
@@ -85,7 +87,7 @@ def _short(value: object) -> str:
 
 
 def _same(check: str, stage: Stage, arm: Record, control: Record, fact: Callable[[Record], object]) -> Finding:
-    return _finding(check, stage, fact(arm), fact(control))
+    return finding(check, stage, fact(arm), fact(control))
 
 
 def _config(arm: Record, control: Record) -> list[Finding]:
@@ -93,7 +95,7 @@ def _config(arm: Record, control: Record) -> list[Finding]:
     differing = [key for key in held if arm.config.get(key) != control.config.get(key)]
     if not differing:
         return [Finding("T0", "configuration", Stage.record, Grade.ok, "equal", "equal", count=len(held))]
-    return [_finding(key, Stage.record, arm.config.get(key), control.config.get(key)) for key in differing]
+    return [finding(key, Stage.record, arm.config.get(key), control.config.get(key)) for key in differing]
 
 
 def must_agree(key: str) -> bool:
@@ -105,7 +107,7 @@ def must_agree(key: str) -> bool:
 
 def _origin(arm: Record, control: Record) -> list[Finding]:
     left, right = _facts(arm.provenance), _facts(control.provenance)
-    findings = [_finding(key, Stage.record, left[key], right[key]) for key in left]
+    findings = [finding(key, Stage.record, left[key], right[key]) for key in left]
     unknown = [key for key in NEEDED if left[key] is None]
     return findings + [
         Finding("T0", key, Stage.record, Grade.bad, "absent", "known", note="provenance.json does not say")
@@ -127,5 +129,5 @@ def _steps(key: str, arm: Record, control: Record) -> Finding:
     for left, right in zip(arm.steps, control.steps, strict=False):  # of another length: train.steps says so
         if left[key] != right[key]:
             note = "the two runs were not fed the same tokens" if key == "data_digest" else ""
-            return _finding(key, stage, left[key], right[key], step=int(left["step"]), note=note)
+            return finding(key, stage, left[key], right[key], step=int(left["step"]), note=note)
     return Finding("T0", key, stage, Grade.ok, "equal", "equal", count=len(arm.steps))

@@ -10,17 +10,29 @@ within what rounding does?  (T2) refuted -> DIFFERENT; in doubt, or too blind to
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from harness.config.errors import refuse
-from harness.parity import bitwise, comparable, finite, numeric, trajectory, updates, wording
+from harness.parity import (
+    bitwise,
+    comparable,
+    finite,
+    numeric,
+    optimizer,
+    structure,
+    trajectory,
+    updates,
+    witness,
+    wording,
+)
 from harness.parity.admissible import Admission, admissible
 from harness.parity.envelope import Arithmetic, Envelope
 from harness.parity.gradients import Mismatch, TensorPair, compare_tensor, names, pool
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record, load
+from harness.parity.trajectory import Kick
 from harness.store.provenance import sources_digest
 
 CHECKOUT = "checkout"
@@ -61,13 +73,27 @@ def loss_bounds(arm: Path, control: Path) -> list[Finding]:
     return [finding for kind in kinds for finding in kind if finding.check == "loss"]
 
 
-def judge(arm: Record, control: Record) -> Verdict:
-    """The verdict on two runs that were read."""
-    facts = comparable.check(arm, control)
+def judge(
+    arm: Record, control: Record, *, facts: list[Finding] | None = None, admission: Admission | None = None
+) -> Verdict:
+    """The verdict on two runs that were read; `facts` and `admission` where other rules decide on T0 and T1."""
+    facts = comparable.check(arm, control) if facts is None else facts
     differing = [fact for fact in facts if fact.grade is not Grade.ok]
     if differing:
         return wording.not_comparable(arm, control, differing)
-    return _Judgement(arm, control, facts).verdict()
+    return _Judgement(arm, control, facts, admission).verdict()
+
+
+@lru_cache(maxsize=64)
+def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> tuple[Finding, ...]:
+    """What one run says of itself; kept, because a study holds many arms against one control."""
+    seen = sorted(run.witnesses.keys() & run.captures.keys())
+    return (
+        *witness.restored(run),
+        *structure.check(run),
+        *optimizer.check(run),
+        *(finding for step in seen for finding in witness.check(run, step, arithmetic, factors)),
+    )
 
 
 @dataclass(frozen=True)
@@ -77,16 +103,18 @@ class _Judgement:
     arm: Record
     control: Record
     facts: list[Finding]
+    ruled: Admission | None = None
 
     @cached_property
     def admission(self) -> Admission:
+        if self.ruled is not None:
+            return self.ruled
         resumed = self.arm.attempts > 1 or self.control.attempts > 1
         return admissible(self.arm.config, self.control.config, resumed=resumed)
 
     @cached_property
     def envelope(self) -> Envelope:
-        first = [run.series("loss")[0] for run in (self.arm, self.control)]
-        return Envelope(Arithmetic.of(self.arm.config), Arithmetic.of(self.control.config), first[0] == first[1])
+        return Envelope.of(self.arm, self.control)
 
     @cached_property
     def steps(self) -> list[int]:
@@ -113,6 +141,29 @@ class _Judgement:
             left, right = self.arm.updates[step], self.control.updates[step]
             found[step] = [compare_tensor(name, left, right) for name in names(left, right)[0]]
         return found
+
+    @cached_property
+    def testimony(self) -> list[list[Finding]]:
+        """What each run's own witnesses say of it, a list a kind."""
+        factors = tuple(numeric.suspects(self.envelope))
+        kinds: dict[str, list[Finding]] = {}
+        for run, arithmetic in ((self.arm, self.envelope.arm), (self.control, self.envelope.control)):
+            for finding in _alone(run, arithmetic, factors):
+                kinds.setdefault(finding.check, []).append(finding)
+        return list(kinds.values())
+
+    def _locally_equal(self, step: int, push: Kick) -> bool:
+        """Whether the witnesses of both runs saw the same gradients at a step: what differs then came after them."""
+        left, right = self.arm.witnesses.get(step), self.control.witnesses.get(step)
+        if left is None or right is None:
+            return False
+        pairs = [compare_tensor(name, left.capture, right.capture) for name in names(left.capture, right.capture)[0]]
+        if step > 1:
+            found = numeric.later_step(step, pairs, self.envelope, push)
+        else:
+            kinds = numeric.first_step(pairs, [], self.envelope, numeric.suspects(self.envelope))
+            found = [finding for kind in kinds for finding in kind]
+        return bool(pairs) and all(finding.grade is Grade.ok for finding in found)
 
     @cached_property
     def broken(self) -> list[Finding]:
@@ -143,7 +194,27 @@ class _Judgement:
             if last is None or step <= last:
                 kinds += [updates.check(step, pairs, self.envelope, (self.arm, self.control), first)]
         kinds += trajectory.check(self.arm, self.control, self.envelope, observed, last)
-        return [kind for kind in kinds if kind]
+        return self._placed([kind for kind in kinds if kind], push)
+
+    def _placed(self, kinds: list[list[Finding]], push: Kick) -> list[list[Finding]]:
+        """Differences of gradients where they arose: in the reduction where the local gradients agree, and in what
+        follows where the captured ones do and only their norm does not."""
+        wrong = [
+            (f.step, f.check)
+            for kind in kinds
+            for f in kind
+            if f.stage is Stage.gradient and f.grade is not Grade.ok and f.step in self.pairs
+        ]
+        summed = {step for step, check in wrong if check != trajectory.NORM}
+        steps = {step for step, _ in wrong}
+        places = {step: self._place(step, push) if step in summed else Stage.clipping for step in steps}
+        return [
+            [replace(f, stage=places.get(f.step, f.stage)) if f.stage is Stage.gradient else f for f in kind]
+            for kind in kinds
+        ]
+
+    def _place(self, step: int | None, push: Kick) -> Stage:
+        return Stage.reduction if step is not None and self._locally_equal(step, push) else Stage.gradient
 
     def _logged_norms(self, usable: Sequence[int]) -> list[Finding]:
         found = []
@@ -190,7 +261,8 @@ class _Judgement:
     def verdict(self) -> Verdict:
         """By the order in the module's docstring."""
         bits = [finding for finding in self.bits if finding.grade is not Grade.ok]
-        failed = sorted([*self.broken, *self.one_sided, *(self._failures(bits) if bits else [])], key=_order)
+        own = [finding for kind in self.testimony for finding in kind if finding.grade is not Grade.ok]
+        failed = sorted([*self.broken, *self.one_sided, *own, *(self._failures(bits) if bits else [])], key=_order)
         outcome = self._outcome(bits, failed)
         resolution = numeric.resolution(self.pairs[1], self.envelope) if 1 in self.steps and not self.broken else None
         return wording.verdict(
@@ -220,7 +292,7 @@ class _Judgement:
         count = sum(fact.count for fact in self.facts)
         comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
         rows = [comparable_row, *self.broken, *self.one_sided, *self.bits]
-        for kind in self.numbers:
+        for kind in [*self.testimony, *self.numbers]:
             found = worst(kind)
             if found is not None:
                 rows.append(wording.standing_for(found, len(kind)))

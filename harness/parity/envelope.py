@@ -17,8 +17,11 @@ sum, always downwards, so there the worst case n * u is the honest bound.
     gradient   three times as many: the forward, the backward, and the forward's activations again where the backward
                multiplies by them
     products   an inner sum of K terms is made in fp32 (fp64 for fp64): sqrt(K) * RMS * u(fp32), for each product
-    reduction  k microbatches are added in the main-gradient dtype, N ranks in the accumulate dtype: a walk over partial
-               sums, sqrt(n / 2) * RMS * u; the wire rounds each contribution once, the result is rounded once
+    reduction  k microbatches are added in the main-gradient dtype, N ranks in the accumulate dtype, in an order that a
+               library chooses: all orders are simulated, and the one that errs most counts (`orders`)
+
+    reach      where the control is a perturbed reference, each tensor's gradient has a bound of its own, observed
+               instead of counted (`Envelope.tensor`, see [Note: Perturbed reference] in harness/probe/rounding.py)
 
     routes     a router's choice is discontinuous: where rounding swaps two experts of nearly equal score, a token's
                whole contribution moves (`Envelope.flips`). What that explains is in doubt, never fine and never refuted
@@ -32,21 +35,19 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from statistics import NormalDist
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.capabilities import ENGINES
 from harness.config.derived import ODD_KERNEL, model_parameters
+from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.config.schema import EngineName, ModelConfig, ModelFamily
 from harness.parity.admissible import global_microbatches, microbatches_per_rank
+from harness.parity.orders import noise
 
-UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
-"""Unit roundoff by dtype: bf16 has 8 significant bits, fp16 11, fp32 24, fp64 53."""
-
-RMS = math.sqrt(0.375 / math.log(2) / 3)
-"""0.425: root-mean-square relative error of one rounding over u. Uniform within a gap (1/3), over a mantissa m whose
-density is 1/(m ln 2) on [1, 2): the mean of 1/m^2 is 3/(8 ln 2)."""
+if TYPE_CHECKING:
+    from harness.parity.record import Record
 
 SAFETY = 4.0
 """Allowed over expected. Tensors whose sums cancel (attention's queries and keys) and those that few values feed (rare
@@ -64,13 +65,15 @@ PRODUCTS_BLOCK = 7
 PRODUCTS_ENDS = 1
 GRADIENT_FACTOR = 3
 
-SIXTEEN_BITS = ("bf16", "fp16")
-
 FEW = 7
 """From this many elements on, SAFETY covers how much smaller than its terms a gradient may happen to be."""
 
 RARE = 1e-4
 """Probability with which a gradient of fewer elements is taken to be smaller than its terms."""
+
+
+MANY = 32
+"""From this many elements on, SAFETY covers the few draws of the perturbed reference."""
 
 
 class Depth(NamedTuple):
@@ -163,14 +166,8 @@ class Arithmetic:
 
     @property
     def reduction(self) -> float:
-        """Of adding k microbatches and N ranks, and of the wire."""
-        wire = UNIT[self.wire] if self.ranks > 1 else 0.0
-        walk = math.hypot(
-            wire,
-            UNIT[self.accumulate] * math.sqrt(self.ranks / 2),
-            UNIT[self.main] * math.sqrt(self.microbatches / 2 + 1),
-        )
-        return RMS * walk + self.stagnation
+        """Of adding k microbatches and N ranks, wire and division included, in the order that errs most (`orders`)."""
+        return noise(self.ranks, self.microbatches, self.wire, self.accumulate, self.main)
 
     @property
     def logged_norm(self) -> float:
@@ -234,6 +231,18 @@ class Envelope:
     control: Arithmetic
     same_forward: bool = False
     """Whether the losses of step 1 agree in every bit, as no pair's do in which a token took another route."""
+    reach: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """What the perturbed reference shows: by compute dtype and parameter, how far its roundings move the gradient."""
+    draws: int = 0
+    """Of which that is the mean square."""
+
+    @classmethod
+    def of(cls, arm: Record, control: Record) -> Envelope:
+        """Of two runs that were read."""
+        known = control if control.moves else arm  # of one model, one batch and the same weights, so whose is no matter
+        left, right = (run.series("loss")[:1] for run in (arm, control))
+        same = bool(left) and left == right
+        return cls(Arithmetic.of(arm.config), Arithmetic.of(control.config), same, known.moves, known.draws)
 
     @property
     def flips(self) -> int:
@@ -283,6 +292,29 @@ class Envelope:
         """Largest relative distance of one tensor's gradient at step 1."""
         return SAFETY * math.hypot(self.arm.gradient, self.control.gradient)
 
+    def tensor(self, name: str, numel: int) -> float:
+        """Largest relative distance of this tensor's gradient at step 1: from how far the perturbed reference moves it,
+        else from the count."""
+        moved = [self._moved(run, name) for run in (self.arm, self.control)]
+        if None in moved:
+            return self.few(numel) * self.distance
+        return self._margin(numel) * math.hypot(*(each for each in moved if each is not None))
+
+    def _moved(self, run: Arithmetic, name: str) -> float | None:
+        if run.compute == "fp64":
+            return run.gradient
+        found = self.reach.get(run.compute, {}).get(name)
+        return None if found is None else math.hypot(found["distance"], run.reduction)
+
+    def _margin(self, numel: int) -> float:
+        """SAFETY; of few elements more, because one error's square is then held against few draws of it: twice the root
+        of what F with n and n * draws degrees of freedom exceeds once in 10^5."""
+        if numel >= MANY:
+            return SAFETY
+        from scipy.special import fdtri
+
+        return max(SAFETY, 2.0 * math.sqrt(float(fdtri(numel, numel * self.draws, 1 - RARE / 10))))
+
     def floor(self, name: str) -> float:
         """Distance that reductions alone explain, of a single element too: what tells kernels that agree from equal
         bits.
@@ -295,10 +327,11 @@ class Envelope:
             sums += [RMS * UNIT[run.compute] for run in (self.arm, self.control)]
         return SAFETY * SIGMAS * math.hypot(*sums)
 
-    def piece(self, numel: int) -> float:
-        """Largest distance of a piece of a tensor: over a half of its own mean square it may lie sqrt(2) farther off,
-        and the mean square of n independent errors scatters by a factor 1 + sqrt(2 / n) a standard deviation."""
-        return math.sqrt(2) * self.distance * math.sqrt(1 + SIGMAS * math.sqrt(2 / numel))
+    def piece(self, whole: float, numel: int) -> float:
+        """Largest distance of a piece of a tensor that as a whole may lie so far off: over a half of its own mean
+        square it may lie sqrt(2) farther, and the mean square of n independent errors scatters by a factor
+        1 + sqrt(2 / n) a standard deviation."""
+        return math.sqrt(2) * whole * math.sqrt(1 + SIGMAS * math.sqrt(2 / numel))
 
     @property
     def loss(self) -> float:

@@ -85,13 +85,15 @@ def later_step(step: int, pairs: Sequence[TensorPair], envelope: Envelope, push:
 
     Where routes may differ, none is refuted.
     """
-    allowed = envelope.distance + push.weights * growth(EXPECTED_GROWTH, step)
-    if allowed > CEILING:
-        return []
-    refuted = REFUTED * (envelope.distance + push.weights * growth(MOST_GROWTH, step))
-    if envelope.flips:  # how many routes differ by now depends on how far the weights have come apart
-        refuted = math.inf
-    return [_distance(pair, allowed, refuted, step) for pair in pairs]
+    drift, worst = (push.weights * growth(rate, step) for rate in (EXPECTED_GROWTH, MOST_GROWTH))
+    found = []
+    for pair in pairs:
+        own = envelope.tensor(pair.name, pair.numel)
+        # How many routes differ by now depends on how far the weights have come apart.
+        refuted = math.inf if envelope.flips else REFUTED * (own + worst)
+        if own + drift <= CEILING:
+            found.append(_distance(pair, own + drift, refuted, step))
+    return found
 
 
 def resolution(pairs: Sequence[TensorPair], envelope: Envelope) -> float:
@@ -152,13 +154,13 @@ def _room(pair: TensorPair, rerouted: float) -> float:
 
 
 def _first_distance(pair: TensorPair, envelope: Envelope) -> Finding:
-    allowed = envelope.few(pair.numel) * envelope.distance
+    allowed = envelope.tensor(pair.name, pair.numel)
     return _distance(pair, allowed, REFUTED * math.hypot(allowed, _room(pair, envelope.rerouted)))
 
 
 def _block(pair: TensorPair, envelope: Envelope) -> Finding:
     block = pair.block
-    allowed = envelope.few(pair.numel) * envelope.piece(block.stop - block.start)
+    allowed = envelope.piece(envelope.tensor(pair.name, pair.numel), block.stop - block.start)
     verdict = grade(
         block.distance, allowed, REFUTED * math.hypot(allowed, math.sqrt(2) * _room(pair, envelope.rerouted))
     )
@@ -190,7 +192,7 @@ def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
 def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
     allowed = envelope.scale(pair.standard_error, pair.residual)
     if pair.numel < HANDFUL:
-        allowed = max(allowed, envelope.few(pair.numel) * envelope.distance)
+        allowed = max(allowed, envelope.tensor(pair.name, pair.numel))
     verdict = grade(abs(pair.b), allowed, REFUTED * (allowed + _room(pair, envelope.rerouted_scale)))
     note = "" if verdict is Grade.ok else explain(pair.b, allowed, factors)
     return Finding(
@@ -219,4 +221,4 @@ def logged_norm(run: Record, step: int, norms: Sequence[float], allowed: float) 
     off = abs(logged - gathered) / gathered if gathered else abs(logged)
     verdict = grade(off, allowed, REFUTED * allowed)
     note = "" if verdict is Grade.ok else f"{run.name} logged {logged:.6g}; what it captured has {gathered:.6g}"
-    return Finding("T2", "logged norm", Stage.norm, verdict, off, allowed, step=step, note=note)
+    return Finding("T2", "logged norm", Stage.clipping, verdict, off, allowed, step=step, note=note)

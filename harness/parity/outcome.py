@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
@@ -49,10 +49,13 @@ class Stage(Enum):
 
     record = "record"
     data = "data"
+    checkpoint = "checkpoint"
     weights = "weights"
+    gather = "gather"
     forward = "forward"
     gradient = "gradient"
-    norm = "norm"
+    reduction = "reduction"
+    clipping = "clipping"
     optimizer = "optimizer"
     trajectory = "trajectory"
 
@@ -130,6 +133,8 @@ class Verdict:
     """Smallest relative error in the scale of all gradients that this pair would have shown as DIFFERENT."""
     commands: tuple[str, ...] = ()
     """What to type next: the first shows the first bad tensor, or judges again."""
+    script: str = ""
+    """The command that makes the first bad finding again, alone (`script.write_script`); empty where there is none."""
 
     @property
     def exit_code(self) -> int:
@@ -143,17 +148,39 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class SeedVerdict:
+    """The answer of T3 for one arm over several seeds."""
+
+    outcome: Outcome
+    sentence: str
+    arms: tuple[str, ...]
+    """The runs it stands on."""
+    seeds: int
+    seeds_needed: int | None
+    """With which it would be decided, where it is not and that can be said."""
+    p_equivalent: float
+    p_different: float
+    """Adjusted for the number of arms and measures."""
+    tests: tuple[Mapping[str, Any], ...]
+    """A measure each: margin, mean, standard deviation, interval."""
+
+
+@dataclass(frozen=True)
 class StudyVerdict:
     """The answers for every arm of a study."""
 
     study: str
     question: str
     arms: tuple[Verdict, ...] = field(default=())
+    seeds: tuple[SeedVerdict, ...] = field(default=())
+    """T3, for arms that were run with several seeds, where the study fixes a margin."""
 
     @property
     def outcome(self) -> Outcome:
-        """The gravest answer among the arms; NOT_COMPARABLE where there is none."""
-        found = {arm.outcome for arm in self.arms}
+        """The gravest answer; what pairs leave undecided, their seeds together decide. NOT_COMPARABLE of none."""
+        together = {path for each in self.seeds for path in each.arms}
+        found = {arm.outcome for arm in self.arms if arm.outcome is not Outcome.UNDECIDED or arm.arm not in together}
+        found |= {each.outcome for each in self.seeds}
         return next((outcome for outcome in SEVERITY if outcome in found), Outcome.NOT_COMPARABLE)
 
     @property
@@ -169,6 +196,7 @@ class StudyVerdict:
             "outcome": self.outcome.value,
             "exit_code": self.exit_code,
             "arms": [arm.as_json() for arm in self.arms],
+            "seeds": [_plain(asdict(each)) for each in self.seeds],
         }
 
 

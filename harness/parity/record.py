@@ -22,8 +22,22 @@ WEIGHTS = ("initial_weights", "final_weights")
 
 
 @dataclass(frozen=True)
+class Testimony:
+    """What was seen of a captured step beside the engine."""
+
+    capture: Capture
+    """The sum of all local gradients, averaged, by parameter; fp64."""
+    terms: Mapping[str, float]
+    """Root of the sum of the squared norms of what was added, averaged alike."""
+    kept: Mapping[str, int]
+    """Checksum of each main weight before the step, in the compute dtype."""
+    wrong_weights: tuple[Mapping[str, Any], ...]
+    """Parameters that a rank's forward did not see as rank 0 keeps them: rank, tensor, what."""
+
+
+@dataclass(frozen=True, eq=False)
 class Record:
-    """One run as a verdict sees it. Immutable; captures are opened, not read."""
+    """One run as a verdict sees it. Immutable; captures are opened, not read. Equal to itself alone."""
 
     path: Path
     name: str
@@ -38,6 +52,15 @@ class Record:
     """Captured gradients by step."""
     updates: Mapping[int, Capture]
     """Captured updates of the main weights by step."""
+    weights: Capture | None
+    """Main weights before step 1, where its update was captured."""
+    witnesses: Mapping[int, Testimony]
+    """What was seen beside the engine, by captured step; nothing where an engine shows nothing."""
+    moves: Mapping[str, Mapping[str, Mapping[str, float]]]
+    """How far roundings move this run's gradients of step 1, by compute dtype and parameter ("" for all together), each
+    `distance`, `scale` and, of all, `loss`; nothing where it was not asked to find out."""
+    draws: int
+    """Of which that is the mean square."""
     attempts: int
     """How often the run was started; above one it was resumed."""
     problems: tuple[str, ...]
@@ -48,18 +71,19 @@ class Record:
         return [None if step.get(key) is None else float(step[key]) for step in self.steps]
 
 
-def load(path: Path, sources: str | None = None) -> Record:
+def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] | None = None) -> Record:
     """Read a run.
 
     Args:
         path: the run directory.
         sources: digest of the sources a run must have been made by; None accepts any.
+        assumed: values of settings that the version which made the run did not know, by dotted key.
 
     Raises:
         StoreError: there is no run there, or its configuration cannot be read; anything less is one of `problems`.
     """
     run = RunDir(Path(path))
-    config = flatten(run.config())
+    config = {**(assumed or {}), **flatten(run.config())}
     problems: list[str] = []
     problems += _state_problems(run)
     origin = _read(lambda: provenance.read(run.path), {}, problems)
@@ -79,6 +103,9 @@ def load(path: Path, sources: str | None = None) -> Record:
         steps,
         captures,
         updates,
+        _captures(run, "weights", [1] if 1 in updates else [], problems).get(1),
+        _testimonies(run, config["measure.capture_steps"], problems),
+        *_rounding(run, problems),
         len(run.attempts()),
         tuple(problems),
     )
@@ -160,3 +187,26 @@ def _captures(run: RunDir, kind: str, wanted: Sequence[int], problems: list[str]
         except (Unreadable, StoreError) as error:
             problems.append(str(error))
     return captures
+
+
+def _testimonies(run: RunDir, wanted: Sequence[int], problems: list[str]) -> dict[int, Testimony]:
+    found: dict[int, Testimony] = {}
+    for step, capture in _captures(run, "witness", wanted, problems).items():
+        try:
+            facts = read_json(capture.path.with_suffix(".json")) or {}
+            terms = {name: float(facts["terms"][name]) for name in capture.tensors}
+            found[step] = Testimony(capture, terms, facts["kept"], tuple(facts["wrong_weights"]))
+        except (StoreError, KeyError, TypeError, ValueError) as error:
+            problems.append(f"{capture.path.with_suffix('.json')} is damaged: {error!r}")
+    return found
+
+
+def _rounding(run: RunDir, problems: list[str]) -> tuple[Mapping[str, Any], int]:
+    path = run.capture / "rounding-000001.json"
+    facts = _read(lambda: read_json(path), None, problems)
+    if facts is None:
+        return {}, 0
+    if "moves" not in facts or not facts.get("draws"):
+        problems.append(f"{path} is damaged: it has no moves")
+        return {}, 0
+    return facts["moves"], int(facts["draws"])

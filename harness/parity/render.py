@@ -23,7 +23,8 @@ def text(verdict: Verdict) -> str:
     if failed and verdict.tier != "T0":
         lines += ["", f"first of {len(verdict.findings)} checks that did not pass:"]
         lines += table(HEAD, [_row(verdict, finding) for finding in verdict.findings[:LISTED]])
-    return "\n".join([*lines, "", *_next(verdict.commands)])
+    alone = [verdict.script] if verdict.script else []
+    return "\n".join([*lines, "", *_next([*verdict.commands, *alone])])
 
 
 def study_text(study: StudyVerdict) -> str:
@@ -35,8 +36,9 @@ def study_text(study: StudyVerdict) -> str:
         lines.append(study.question)
     rows = [(shown(arm.arm), shown(arm.control), arm.outcome.value, arm.tier, _farthest(arm)) for arm in study.arms]
     lines += ["", *table(("arm", "control", "verdict", "tier", "farthest out"), rows)]
+    lines += [line for each in study.seeds for line in ("", each.sentence)]
     failed = [arm for arm in study.arms if arm.exit_code != 0]
-    lines += [line for arm in failed for line in ("", arm.sentence)]
+    lines += [line for arm in failed for line in ("", arm.sentence, *_next([arm.script] if arm.script else []))]
     return "\n".join([*lines, "", *_next(_study_commands(study, failed))])
 
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from harness.config.errors import refuse
 from harness.parity.compare import CHECKOUT, judge
-from harness.parity.outcome import StudyVerdict
+from harness.parity.outcome import Outcome, StudyVerdict
 from harness.parity.record import Record, load
+from harness.parity.seeds import over_seeds
 from harness.store.provenance import sources_digest
 from harness.store.rundir import Store
 from harness.store.study import read_study
@@ -46,7 +47,12 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
     runs = {cell["signature"]: load(folder / cell["directory"], digest) for cell in cells}
     pairs = [(runs[cell["signature"]], runs[cell["control"]]) for cell in cells if cell["control"]]
     pairs += _repetitions([runs[cell["signature"]] for cell in cells if not cell["control"]])
-    return StudyVerdict(study, record["question"], tuple(judge(arm, control) for arm, control in pairs))
+    verdicts = tuple(judge(arm, control) for arm, control in pairs)
+    comparable = [
+        pair for pair, each in zip(pairs, verdicts, strict=True) if each.outcome is not Outcome.NOT_COMPARABLE
+    ]
+    margins, window = record.get("margins") or {}, int(record.get("window") or 0)
+    return StudyVerdict(study, record["question"], verdicts, tuple(over_seeds(comparable, margins, window)))
 
 
 def _repetitions(controls: list[Record]) -> list[tuple[Record, Record]]:

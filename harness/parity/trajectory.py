@@ -12,6 +12,8 @@ noise. The early steps carry the information, and the bounds say where it ends:
     growth     EXPECTED_GROWTH a step is what stable training shows (measured: 1.0 to 1.7). MOST_GROWTH is the most a
                step can do while training stays stable at all: an update multiplies a difference along a curvature h by
                |1 - lr * h|, and curvature beyond 2 / lr in size makes the run itself diverge.
+    stability  where the control's own gradient norm bursts, no growth is bounded: from two steps before it on, single
+               steps are not judged (`stable_until`)
     ceiling    once the expected drift passes LOSS_CEILING, a single pair knows nothing more about single steps: what
                lies above is in doubt, and only what even MOST_GROWTH cannot explain is refuted. A persistent gap of the
                later half is in doubt beyond LOSS_MARGIN; paired seeds decide that, not a bound.
@@ -24,7 +26,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from harness.parity.envelope import REFUTED, RMS, UNIT, Arithmetic, Envelope
+from harness.config.roundoff import RMS, UNIT
+from harness.parity.envelope import REFUTED, Arithmetic, Envelope
 from harness.parity.outcome import Finding, Stage, grade
 from harness.parity.record import Record
 
@@ -36,6 +39,11 @@ NORM_CEILING = 0.1
 LOSS_MARGIN = 1e-3
 """Relative, of a mean over the later half: the usual margin of an equivalence test over seeds."""
 NORM_MARGIN = 0.05
+UNSTABLE = 2.0
+"""A gradient norm so many times the largest before it is that of a run which leaves stability, and differences with it:
+one of SGD with momentum grew ninefold a step then."""
+LEAD = 2
+"""Steps by which differences grow before the norm does: they begin along the sharp direction as rounding."""
 TAIL = 20
 """Runs shorter than this have no later half worth a mean."""
 
@@ -73,6 +81,10 @@ def _walk(run: Arithmetic) -> float:
     return run.reduction + RMS * UNIT[run.main] * math.sqrt(run.global_microbatches)
 
 
+NORM = "gradient norm"
+"""Name of the check of the logged norm against the control's."""
+
+
 def check(
     arm: Record, control: Record, envelope: Envelope, observed: float | None, last: int | None = None
 ) -> list[list[Finding]]:
@@ -86,13 +98,27 @@ def check(
         last: the last step to look at (before a value that is not finite); all where None.
     """
     push = kick(envelope, str(control.config["optimizer.name"]), observed)
+    steady = stable_until(control.series("grad_norm"))
+    bounded = steady if last is None else min(last, steady)
     kinds = [
-        _losses(arm, control, envelope, push, last),
-        _norms(arm, control, envelope, push, last),
-        _weights(arm, control, envelope, push, last),
+        _losses(arm, control, envelope, push, bounded),
+        _norms(arm, control, envelope, push, bounded),
+        _weights(arm, control, envelope, push, bounded),
         *([finding] for finding in _tail(arm, control, envelope) if last is None),
     ]
     return [findings for findings in kinds if findings]
+
+
+def stable_until(norms: Sequence[float | None]) -> int:
+    """The last step for which bounds on growth hold, from a control's gradient norms: two steps before the first that
+    is more than `UNSTABLE` times all before it; else the last step there is."""
+    largest = math.inf
+    for step, norm in enumerate(norms, start=1):
+        if norm is not None and norm > UNSTABLE * largest:
+            return max(1, step - LEAD)
+        if norm is not None:
+            largest = norm if math.isinf(largest) else max(largest, norm)
+    return len(norms)
 
 
 def _pairs(key: str, arm: Record, control: Record, last: int | None) -> list[tuple[int, float, float]]:
@@ -139,9 +165,7 @@ def _norms(arm: Record, control: Record, envelope: Envelope, push: Kick, last: i
         if drift > NORM_CEILING:
             break
         refuted = REFUTED * (envelope.norm + envelope.rerouted_norm + push.weights * growth(MOST_GROWTH, step))
-        findings.append(
-            _finding("gradient norm", Stage.gradient, step, relative(left, right), envelope.norm + drift, refuted)
-        )
+        findings.append(_finding(NORM, Stage.gradient, step, relative(left, right), envelope.norm + drift, refuted))
     return findings
 
 

@@ -11,8 +11,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from harness.parity.envelope import REFUTED, UNIT, Envelope
+from harness.config.roundoff import UNIT
+from harness.parity.envelope import REFUTED, Envelope
 from harness.parity.gradients import TensorPair
+from harness.parity.optimizer import Rule
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
 from harness.parity.trajectory import EXPECTED_GROWTH, MOST_GROWTH, growth, kick
@@ -66,14 +68,9 @@ def _size(step: int, pair: TensorPair, allowed: float, refuted: float, control: 
 
 def _explain(ratio: float, step: int, allowed: float, control: Record) -> str:
     said = f"{ratio:.4g} x the control's"
-    if not str(control.config["optimizer.name"]).startswith("adam"):
+    rule = Rule.of(control.config)
+    if rule.name == "sgd":
         return said
-    ahead = _corrected(control, step + 1) / _corrected(control, step)
+    ahead = rule.corrected(step + 1) / rule.corrected(step)
     close = abs(ratio - ahead) <= max(allowed, 0.02 * ahead)
     return f"{said}: the bias correction of step {step + 1}, as if one step had been taken before" if close else said
-
-
-def _corrected(control: Record, step: int) -> float:
-    """What Adam's bias corrections multiply an update with at a step."""
-    beta1, beta2 = (float(beta) for beta in control.config["optimizer.betas"])
-    return math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.config.errors import refuse
-from harness.parity.envelope import REFUTED, Arithmetic, Envelope
+from harness.parity.envelope import REFUTED, Envelope
 from harness.parity.gradients import BLOCKS, Block, compare_tensor
 from harness.parity.outcome import Grade, grade, percent
 from harness.parity.record import Record, load
@@ -32,15 +32,16 @@ def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
     for run in (left, right):
         _require(run, tensor, step)
     pair = compare_tensor(tensor, left.captures[step], right.captures[step])
-    envelope = Envelope(Arithmetic.of(left.config), Arithmetic.of(right.config))
+    envelope = Envelope.of(left, right)
+    whole = envelope.tensor(tensor, pair.numel)
     allowed = envelope.scale(pair.standard_error, pair.residual)
     lines = [
         f"{tensor} at step {step}, {pair.numel} elements, norm {pair.norm:.6g} in the control",
-        f"distance  {percent(pair.distance)} of the norm; rounding explains {percent(envelope.distance)} at step 1",
+        f"distance  {percent(pair.distance)} of the norm; rounding explains {percent(whole)} at step 1",
         f"factor    {1 + pair.b:.6g}, give or take {allowed:.1e}; what no factor explains: {percent(pair.residual)}",
         "",
     ]
-    return "\n".join([*lines, *_pieces(left, right, tensor, step, envelope)])
+    return "\n".join([*lines, *_pieces(left, right, tensor, step, envelope, whole)])
 
 
 def _require(run: Record, tensor: str, step: int) -> None:
@@ -53,7 +54,7 @@ def _require(run: Record, tensor: str, step: int) -> None:
         raise refuse(f"--tensor {tensor}", f"{run.name} has no such tensor at step {step}", choices=choices)
 
 
-def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envelope) -> list[str]:
+def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envelope, whole: float) -> list[str]:
     """The worst of consecutive pieces, worst first."""
     import numpy as np
 
@@ -68,7 +69,7 @@ def _pieces(left: Record, right: Record, tensor: str, step: int, envelope: Envel
     pieces.sort(key=lambda piece: -piece.distance)
     rows = []
     for piece in pieces[:PIECES]:
-        allowed = envelope.piece(piece.stop - piece.start)
+        allowed = envelope.piece(whole, piece.stop - piece.start)
         verdict = grade(piece.distance, allowed, REFUTED * allowed)
         rows.append(
             (

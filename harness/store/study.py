@@ -38,6 +38,8 @@ def study_record(cells: Sequence[CellLike], controls: Mapping[str, str]) -> dict
         "name": study["name"],
         "question": study["question"],
         "order_seed": study["order_seed"],
+        "margins": study["margins"],
+        "window": study["window"],
         "cells": [
             {
                 "signature": (own := signature(cell.config)),

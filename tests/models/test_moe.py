@@ -112,7 +112,8 @@ def test_routes_flip_as_often_as_the_envelope_says() -> None:
     """Score errors of a known size: the share of tokens whose set of experts changes, and its bound over many draws."""
     from dataclasses import replace
 
-    from harness.parity.envelope import UNIT, Arithmetic, Envelope, _most
+    from harness.config.roundoff import UNIT
+    from harness.parity.envelope import Arithmetic, Envelope, _most
 
     n, k, tokens = 8, 2, 200_000
     generator = torch.Generator().manual_seed(0)

@@ -107,6 +107,8 @@ SGD = replace(FP32, optimizer="sgd", lr=0.1)
 BF16 = Arm(engine="ddp", strategy="no_shard", compute="bf16", batch=16, seq_len=32, steps=4)
 OURS = replace(FP32, engine="native", strategy="optim")
 OURS_SGD = replace(SGD, engine="native", strategy="optim")
+UPDATED = replace(OURS, captures=())
+"""Without gradients no update can be worked out; it can still be held against the control's."""
 UNSEEN = replace(OURS, updates=())
 UNSEEN_SGD = replace(OURS_SGD, updates=())
 """No updates were captured: what is wrong with them shows a step later, in the loss."""
@@ -172,11 +174,12 @@ FAULTS = [
     _fault("logged norm of one shard", OURS, FP32, logged_norm_factor=0.7),
     _fault("norm counted twice", OURS, FP32, norm_factor=1.41),
     _fault("optimizer one step ahead", OURS, FP32, adam_steps_ahead=1, says="bias correction of step 2"),
-    _fault("no weight decay", OURS, FP32, no_decay=True, says="update size"),
+    _fault("no weight decay", OURS, FP32, no_decay=True, says="update by the rule"),
     _fault("wrong learning rate", OURS_SGD, SGD, lr_factor=1.1, says="1.1 x the control's"),
     _fault("optimizer one step ahead, unseen", UNSEEN, FP32, step=2, adam_steps_ahead=1),
-    _fault("optimizer one step ahead, bf16", OURS_BF16, WIDE, step=2, adam_steps_ahead=1),
+    _fault("optimizer one step ahead, bf16", OURS_BF16, WIDE, adam_steps_ahead=1),
     _fault("weights of a unit never refreshed", OURS, FP32, step=2, frozen="blocks.0"),
+    _fault("optimizer one step ahead, no gradients", UPDATED, FP32, adam_steps_ahead=1, says="update size"),
     _fault("no weight decay, unseen", UNSEEN, FP32, step=2, no_decay=True),
     _fault("wrong learning rate, unseen", UNSEEN_SGD, SGD, step=2, lr_factor=1.1),
     _fault("unreduced from step 2", OURS_SGD, SGD, step=2, reduced=unreduced(""), reduced_from=2),

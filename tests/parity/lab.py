@@ -81,6 +81,8 @@ class Arm:
     replicate: int = 0
     captures: tuple[int, ...] = (1,)
     updates: tuple[int, ...] = (1, 2, 3)
+    witnessed: bool = False
+    """Whether local gradients are seen beside the engine in captured steps."""
     batch: int = 16
     seq_len: int = 16
     fault: Fault = field(default_factory=Fault)
@@ -110,6 +112,8 @@ class Arm:
             grad_accum=accumulate,
         )
         plain["optimizer"].update(name=self.optimizer, lr=self.lr, clip_norm=self.clip)
+        if self.optimizer == "sgd":
+            plain["optimizer"].update(momentum=0.0, weight_decay=0.0)
         plain["sharding"]["strategy"] = self.strategy
         plain["numerics"]["mode"] = self.numerics
         plain["engine"]["name"] = self.engine
@@ -262,6 +266,16 @@ class Outcome:
     captures: dict[int, Params]
     updates: dict[int, Params]
     summary: dict[str, Any]
+    witnesses: dict[int, tuple[Params, dict[str, float]]] = field(default_factory=dict)
+    """By step: the mean of all local gradients in fp64, and the norms of their terms."""
+
+
+def witness(grads: list[list[Params]]) -> tuple[Params, dict[str, float]]:
+    """What autograd handed out, before the engine touched it."""
+    each = [{name: value.astype(np.float64) for name, value in micro.items()} for one in grads for micro in one]
+    mean = {name: value / len(each) for name, value in add(each).items()}
+    squares = {name: sum(float(np.vdot(one[name], one[name])) for one in each) for name in mean}
+    return mean, {name: float(np.sqrt(square)) / len(each) for name, square in squares.items()}
 
 
 def train(arm: Arm) -> Outcome:
@@ -272,6 +286,7 @@ def train(arm: Arm) -> Outcome:
     weights = {name: main(value).copy() for name, value in weights.items()}
     compute = {name: rounder(arm.compute)(value) for name, value in weights.items()}
     optimizer, lines, captures, updates = Optimizer(arm, weights), [], {}, {}
+    witnesses: dict[int, tuple[Params, dict[str, float]]] = {}
     for step in range(1, arm.steps + 1):
         x, y = batch(arm, step)
         parts = np.split(np.arange(arm.batch), arm.ranks)
@@ -284,6 +299,8 @@ def train(arm: Arm) -> Outcome:
         mean = reduce(arm, grads, step)
         if step in arm.captures:
             captures[step] = mean
+            if arm.witnessed:
+                witnesses[step] = witness(grads)
         norm = float(np.sqrt(sum(float(np.vdot(g.astype(np.float64), g)) for g in mean.values()))) * fault.norm_factor
         scale = 1.0 if arm.clip is None else min(1.0, arm.clip / (norm + 1e-6))
         lr = arm.lr * min(1.0, step / 2)
@@ -311,9 +328,8 @@ def train(arm: Arm) -> Outcome:
                 "comm": {"reduce_scatter": {"count": 4, "bytes": 1000}},
             }
         )
-    return Outcome(
-        lines, captures, updates, {"initial_weights": first, "final_weights": digest(weights), "step": arm.steps}
-    )
+    summary = {"initial_weights": first, "final_weights": digest(weights), "step": arm.steps}
+    return Outcome(lines, captures, updates, summary, witnesses)
 
 
 @dataclass(frozen=True)
@@ -349,15 +365,19 @@ def write(root: Path, arm: Arm, overrides: tuple[str, ...] = ()) -> Path:
         write_capture(run.path, step, grads)
     for step, changes in outcome.updates.items():
         write_capture(run.path, step, changes, "update")
+    if 1 in outcome.updates:
+        write_capture(run.path, 1, initial(arm.seed), "weights")
+    for step, (mean, terms) in outcome.witnesses.items():
+        write_capture(run.path, step, mean, "witness", terms=terms, kept={}, wrong_weights=[])
     return run.path
 
 
-def write_capture(run: Path, step: int, grads: Params, kind: str = "step") -> None:
+def write_capture(run: Path, step: int, grads: Params, kind: str = "step", **facts: Any) -> None:
     """Gradients or updates of a step, as the harness stores them."""
     (run / "capture").mkdir(exist_ok=True)
     path = run / f"capture/{kind}-{step:06d}.safetensors"
     save_file({name: np.ascontiguousarray(g) for name, g in grads.items()}, path)
-    path.with_suffix(".json").write_text(json.dumps({"step": step, "tensors": {}}))
+    path.with_suffix(".json").write_text(json.dumps({"step": step, "tensors": {}, **facts}))
 
 
 def edit_json(path: Path, **changes: Any) -> None:

@@ -48,6 +48,8 @@ CHECKS = {
     "gradient norm",
     "weight norm",
     "update size",
+    "update by the rule",
+    "update by the rule, worst piece",
     "loss, mean of the later half",
     "gradient norm, mean of the later half",
 }

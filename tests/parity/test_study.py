@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from harness.config.errors import BadRequest
 from harness.parity import Outcome, compare, study_text, text, verdict, zoom
+from harness.parity.outcome import Stage
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, duplicated
 from tests.parity.lab import CLEAN, as_study, broken, edit_config, edit_json, edit_lines, write
@@ -149,3 +151,13 @@ def test_a_thousand_steps_are_judged_in_less_than_two_seconds(bench: Bench, tmp_
     began = time.process_time()
     assert compare(runs[0], runs[1], sources=CLEAN).exit_code == 0
     assert time.process_time() - began < 2.0
+
+
+def test_a_step_is_placed_once_however_many_of_its_tensors_are_wrong(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placed: list[int | None] = []
+    judgement = import_module("harness.parity.compare")._Judgement  # `harness.parity.compare` alone is the function
+    monkeypatch.setattr(judgement, "_place", lambda _, step, push: placed.append(step) or Stage.gradient)
+    assert compare(bench.run(broken(OURS, reduced=duplicated)), bench.run(FP32), sources=CLEAN).exit_code == 1
+    assert placed == [1]

@@ -1,0 +1,128 @@
+"""T3 on simulated pairs: what it states about itself is held against what it does."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from harness.parity.equivalence import ALPHA, POWER, decide, holm, paired_test
+from harness.parity.outcome import Outcome
+
+MARGIN = 1.0
+LOSS = {"loss": MARGIN}
+TRIALS = 1_500
+
+
+def outcomes(mean: float, sd: float, pairs: int, arms: int = 1, trials: int = TRIALS) -> list[set[Outcome]]:
+    """Outcomes of all arms, trial by trial."""
+    draws = np.random.default_rng(7).normal(mean, sd, size=(trials, arms, pairs))
+    return [
+        {d.outcome for d in decide({str(i): {"loss": list(a)} for i, a in enumerate(t)}, LOSS).values()} for t in draws
+    ]
+
+
+def share(found: list[set[Outcome]], outcome: Outcome) -> float:
+    """Share of trials in which any arm has it."""
+    return sum(outcome in each for each in found) / len(found)
+
+
+def at_most(rate: float, trials: int = TRIALS) -> float:
+    """What a rate may be seen as in so many trials: four standard errors above."""
+    return rate + 4 * (rate * (1 - rate) / trials) ** 0.5
+
+
+@pytest.mark.parametrize("sd", [0.1, 0.5, 2.0])
+@pytest.mark.parametrize("pairs", [3, 8, 30])
+def test_an_arm_at_the_margin_is_seldom_called_either(sd: float, pairs: int) -> None:
+    found = outcomes(MARGIN, sd, pairs)
+    assert share(found, Outcome.EQUIVALENT) <= at_most(ALPHA)
+    assert share(found, Outcome.DIFFERENT) <= at_most(ALPHA)
+
+
+def test_the_stated_error_is_reached_where_noise_is_small() -> None:
+    """Not conservative for its own sake: at the margin 5 % are called equivalent and 5 % different."""
+    found = outcomes(MARGIN, 0.2, 10)
+    assert share(found, Outcome.EQUIVALENT) == pytest.approx(ALPHA, abs=0.02)
+    assert share(found, Outcome.DIFFERENT) == pytest.approx(ALPHA, abs=0.02)
+
+
+def test_the_interval_covers_what_it_states() -> None:
+    draws = np.random.default_rng(3).normal(0.4, 1.0, size=(TRIALS, 6))
+    covered = [(t := paired_test("loss", list(row), MARGIN)).low <= 0.4 <= t.high for row in draws]
+    assert np.mean(covered) == pytest.approx(1 - 2 * ALPHA, abs=0.03)
+
+
+@pytest.mark.parametrize("arms", [4, 12])
+def test_holm_keeps_the_error_of_a_whole_study(arms: int) -> None:
+    found = outcomes(MARGIN, 0.3, 8, arms)
+    assert share(found, Outcome.EQUIVALENT) <= at_most(ALPHA)
+    assert share(found, Outcome.DIFFERENT) <= at_most(ALPHA)
+
+
+def test_without_holm_a_study_of_twelve_arms_would_be_wrong_too_often() -> None:
+    """The test above can fail: uncorrected, some arm of twelve passes in 46 % of studies."""
+    draws = np.random.default_rng(7).normal(MARGIN, 0.3, size=(400, 12, 8))
+    any_passes = [any(paired_test("loss", list(a), MARGIN).p_equivalent <= ALPHA for a in t) for t in draws]
+    assert np.mean(any_passes) > 0.3
+
+
+def test_equal_arms_and_far_ones_are_told_apart() -> None:
+    assert share(outcomes(0.0, 0.2, 6), Outcome.EQUIVALENT) > 0.99
+    assert share(outcomes(3.0, 0.2, 6), Outcome.DIFFERENT) > 0.99
+
+
+def test_a_significant_difference_within_the_margin_is_equivalent() -> None:
+    assert share(outcomes(0.5, 0.05, 6), Outcome.EQUIVALENT) > 0.99
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.4, 1.8, 3.0])
+@pytest.mark.parametrize("arms", [1, 5])
+def test_the_number_of_seeds_it_names_decides(mean: float, arms: int) -> None:
+    """First too few seeds; then as many as were named, drawn anew, for every arm."""
+    generator = np.random.default_rng(11)
+    decided = []
+    for _ in range(300):
+        first = {str(i): {"loss": list(generator.normal(mean, 1.0, 4))} for i in range(arms)}
+        named = [d.seeds_needed for d in decide(first, LOSS).values() if d.outcome is Outcome.UNDECIDED]
+        if not named or None in named:
+            continue
+        again = {str(i): {"loss": list(generator.normal(mean, 1.0, max(n for n in named if n)))} for i in range(arms)}
+        found = decide(again, LOSS)["0"].outcome
+        decided.append(found is (Outcome.EQUIVALENT if mean < MARGIN else Outcome.DIFFERENT))
+    assert len(decided) > 30
+    assert np.mean(decided) >= POWER - 0.05
+
+
+def test_too_few_seeds_are_undecided_and_more_are_named() -> None:
+    found = decide({"a": {"loss": [0.9, -0.6, 0.1]}}, LOSS)["a"]
+    assert found.outcome is Outcome.UNDECIDED
+    assert found.seeds_needed is not None
+    assert found.seeds_needed > 3
+
+
+@pytest.mark.parametrize("differences", [[], [0.0], [0.0, float("nan")]])
+def test_what_allows_no_test_is_undecided(differences: list[float]) -> None:
+    found = decide({"a": {"loss": differences}}, LOSS)["a"]
+    assert found.outcome is Outcome.UNDECIDED
+    assert found.seeds_needed is None
+
+
+def test_equal_runs_have_no_noise_and_are_equivalent() -> None:
+    assert decide({"a": {"loss": [0.0, 0.0]}}, LOSS)["a"].outcome is Outcome.EQUIVALENT
+
+
+def test_every_measure_must_be_equivalent_and_any_may_differ() -> None:
+    calm, off = [0.0, 0.01, -0.01, 0.02], [3.0, 3.01, 2.99, 3.02]
+    margins = {"loss": MARGIN, "grad_norm": MARGIN}
+    assert decide({"a": {"loss": calm, "grad_norm": off}}, margins)["a"].outcome is Outcome.DIFFERENT
+    wide = [1.2, -0.9, 0.3, 0.4]
+    assert decide({"a": {"loss": calm, "grad_norm": wide}}, margins)["a"].outcome is Outcome.UNDECIDED
+
+
+def test_holm_by_hand() -> None:
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03}) == pytest.approx({"a": 0.03, "c": 0.06, "b": 0.06})
+
+
+def test_a_margin_of_zero_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be above 0"):
+        decide({"a": {"loss": [0.0, 0.1]}}, {"loss": 0.0})

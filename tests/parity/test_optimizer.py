@@ -1,0 +1,170 @@
+"""The update oracle: what clean updates leave, what wrong ones show, without a control that could share the fault."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from harness.parity import compare, optimizer
+from harness.parity.outcome import Finding, Grade, Outcome, Stage
+from harness.parity.record import load
+from tests.parity.conftest import Bench
+from tests.parity.lab import CLEAN, Arm, broken, edit_json, write_capture
+
+THREE = Arm(captures=(1, 2, 3), updates=(1, 2, 3))
+WIDE = Arm(captures=(1, 2, 3), updates=(1, 2, 3), compute="fp64", main="fp64", ranks=1, k=4)
+KINDS = {"update by the rule", "update by the rule, worst piece"}
+
+
+def judged(path: Path) -> list[Finding]:
+    return optimizer.check(load(path))
+
+
+def wrong(findings: list[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.grade is not Grade.ok]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("clip", [None, 0.1, 1e9])
+@pytest.mark.parametrize("base", [THREE, WIDE, replace(THREE, compute="bf16"), replace(THREE, ranks=4, k=1)])
+def test_a_clean_update_lies_within_half_of_what_is_allowed(bench: Bench, name: str, clip: float | None, base: Arm):
+    found = judged(bench.run(replace(base, optimizer=name, clip=clip)))
+    assert {finding.step for finding in found} == {1, 2, 3}
+    assert {finding.check for finding in found} == KINDS
+    assert max(finding.ratio for finding in found) < 0.75
+    assert max(finding.ratio for finding in found) > 0.01  # a bound that says something
+
+
+FAULTS: dict[str, tuple[Arm, int, str]] = {
+    "one step ahead": (broken(THREE, adam_steps_ahead=1), 1, "bias correction of step 2"),
+    "no decay": (broken(THREE, no_decay=True), 1, ""),
+    "learning rate 1.001": (broken(THREE, lr_factor=1.001), 1, "1.001 x the rule's"),
+    "SGD's learning rate 1.001": (
+        broken(replace(THREE, optimizer="sgd", lr=0.1), lr_factor=1.001),
+        1,
+        "1.001 x the rule's",
+    ),
+    "clipped by a wrong norm": (
+        broken(replace(THREE, optimizer="sgd", clip=0.1, lr=0.1), norm_factor=1.01, logged_norm_factor=1 / 1.01),
+        1,
+        "x the rule's",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_wrong_update_shows_in_a_pair_that_shares_it(bench: Bench, name: str) -> None:
+    arm, step, says = FAULTS[name]
+    first, second = bench.run(arm), bench.run(replace(arm, replicate=1))
+    verdict = compare(first, second, sources=CLEAN)
+    assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
+    assert verdict.findings[0].step == step
+    assert "update by the rule" in verdict.sentence
+    assert says in verdict.sentence
+
+
+def test_one_factor_on_all_clipped_gradients_is_clipping(bench: Bench) -> None:
+    arm = broken(replace(THREE, optimizer="sgd", clip=0.1, lr=0.1), norm_factor=1.01, logged_norm_factor=1 / 1.01)
+    assert {finding.stage for finding in wrong(judged(bench.run(arm)))} == {Stage.clipping}
+    unclipped = broken(replace(THREE, optimizer="sgd", clip=None, lr=0.1), lr_factor=1.01)
+    assert {finding.stage for finding in wrong(judged(bench.run(unclipped)))} == {Stage.optimizer}
+
+
+def test_a_lost_tail_of_an_update_shows_in_its_piece(bench: Bench, tmp_path: Path) -> None:
+    run = copied(bench, tmp_path)
+    changes = load_file(run / "capture/update-000002.safetensors")
+    changes["blocks.0.w_up.weight"].ravel()[-2:] = 0.0
+    write_capture(run, 2, changes, "update")
+    found = wrong(judged(run))
+    assert {finding.step for finding in found} == {2, 3}  # and then other weights are decayed
+    assert found[0].tensor == "blocks.0.w_up.weight"
+    assert any("elements" in finding.note for finding in found)
+
+
+def test_nothing_was_changed_is_said(bench: Bench, tmp_path: Path) -> None:
+    run = copied(bench, tmp_path)
+    changes = load_file(run / "capture/update-000001.safetensors")
+    changes["embedding.weight"][...] = 0.0
+    write_capture(run, 1, changes, "update")
+    assert "nothing was changed" in wrong(judged(run))[0].note
+
+
+def test_what_has_no_gradient_must_not_move(bench: Bench, tmp_path: Path) -> None:
+    run = copied(bench, tmp_path)
+    for step in (1, 2, 3):
+        grads = load_file(run / f"capture/step-{step:06d}.safetensors")
+        write_capture(run, step, {name: value for name, value in grads.items() if name != "embedding.weight"})
+    assert "update without a gradient" in {finding.check for finding in wrong(judged(run))}
+
+
+def test_where_it_cannot_be_worked_out_nothing_is_said(bench: Bench, tmp_path: Path) -> None:
+    run = copied(bench, tmp_path)
+    (run / "capture/step-000002.safetensors").unlink()
+    assert {finding.step for finding in judged_whole(run)} == {1}
+    assert judged(bench.run(replace(THREE, updates=(2, 3)))) == []
+    assert judged(bench.run(replace(THREE, compute="bf16", main="bf16"))) == []
+
+
+def judged_whole(run: Path) -> list[Finding]:
+    """Of a run whose second capture is gone on purpose, not by damage."""
+    from tests.parity.lab import edit_config
+
+    edit_config(run, "measure", capture_steps=[1, 3])
+    return judged(run)
+
+
+def copied(bench: Bench, tmp_path: Path) -> Path:
+    run = tmp_path / "lab" / "run"
+    shutil.copytree(bench.run(THREE), run)
+    edit_json(run / "provenance.json")
+    return run
+
+
+OPTIMIZERS = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+    "adam": lambda params: torch.optim.Adam(params, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1),
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_rule_is_torchs(name: str) -> None:
+    """In fp64, over five steps: the same updates to a few parts in 1e15."""
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(7, 5, generator=generator, dtype=torch.float64).requires_grad_()
+    stepper = OPTIMIZERS[name]([weight])
+    rule = optimizer.Rule(name, (0.9, 0.95), 1e-8, 0.9, 0.1)
+    state = optimizer._State(weight.detach().numpy().copy())
+    for step in range(1, 6):
+        gradient = torch.randn(7, 5, generator=generator, dtype=torch.float64)
+        before = weight.detach().clone()
+        weight.grad = gradient
+        stepper.step()
+        update = (weight.detach() - before).numpy()
+        predicted = rule.update(state, gradient.numpy(), step, 0.01)
+        state.weights = state.weights + update
+        torch.testing.assert_close(torch.from_numpy(predicted), torch.from_numpy(update), rtol=1e-10, atol=1e-16)
+
+
+MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "bounds ten times as wide": ("SAFETY", lambda value: value * 10),
+    "blind": ("check", lambda _: lambda run: []),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    """A learning rate off by 5e-6, in both runs."""
+    arm = broken(replace(THREE, captures=(1,), updates=(1,), optimizer="sgd", lr=1.0, clip=None), lr_factor=1 + 5e-6)
+    pair = bench.run(arm), bench.run(replace(arm, replicate=1))
+    assert compare(*pair, sources=CLEAN).outcome is not Outcome.EQUAL
+    name, change = MUTANTS[mutant]
+    monkeypatch.setattr(optimizer, name, change(getattr(optimizer, name)))
+    assert compare(*pair, sources=CLEAN).outcome is Outcome.EQUAL

@@ -1,0 +1,154 @@
+"""A run's own witnesses: a fault is found without another run, and placed by what it comes after."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.parity import Grade, Outcome, Verdict, compare, witness
+from harness.parity.envelope import Arithmetic
+from harness.parity.outcome import Stage
+from tests.parity.conftest import Bench
+from tests.parity.corpus import (
+    BF16,
+    FP32,
+    OURS,
+    OURS_BF16,
+    OURS_SGD,
+    ROUNDINGS,
+    accumulated_in_bf16,
+    bf16,
+    duplicated,
+    eleven_bits,
+    last_only,
+    one_rank_missing,
+    scaled,
+    stored_as,
+    tail_lost,
+    unreduced,
+)
+from tests.parity.lab import CLEAN, Arm, Array, broken, edit_json
+
+CONTROL = replace(FP32, witnessed=True)
+SEEN = replace(OURS, witnessed=True)
+SEEN_BF16 = replace(OURS_BF16, witnessed=True)
+CONTROL_BF16 = replace(BF16, witnessed=True)
+CHECKS = {"sum of local gradients", "sum, worst piece", "scale of the sum", "weights of the forward"}
+
+REDUCTIONS: dict[str, dict[str, Any]] = {
+    "scale 1.00001": {"reduced": scaled(1.00001)},
+    "duplicated": {"reduced": duplicated},
+    "one rank missing": {"reduced": one_rank_missing},
+    "unreduced": {"reduced": unreduced("blocks.1")},
+    "tail lost": {"reduced": tail_lost("blocks.1.w_up")},
+    "11 bits": {"reduced": stored_as(eleven_bits)},
+    "bf16": {"reduced": stored_as(bf16)},
+    "last microbatch only": {"microbatches": last_only},
+    "bf16 accumulation": {"microbatches": accumulated_in_bf16},
+}
+
+
+def held(bench: Bench, arm: Arm, control: Arm) -> Verdict:
+    """The verdict on two arms."""
+    return compare_paths(bench.run(arm), bench.run(control))
+
+
+def compare_paths(arm: Path, control: Path) -> Verdict:
+    """The verdict on two run directories."""
+    return compare(arm, control, sources=CLEAN)
+
+
+def own(verdict: Verdict) -> list[Any]:
+    """Evidence that witnesses gave."""
+    return [row for row in verdict.evidence if row.check in CHECKS]
+
+
+@pytest.mark.parametrize("change", ROUNDINGS, ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_rounding_does_passes_with_room(bench: Bench, change: dict[str, Any], seed: int) -> None:
+    verdict = held(bench, replace(SEEN, seed=seed, **change), replace(CONTROL, seed=seed))
+    assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
+    assert {row.check for row in own(verdict)} == CHECKS
+    assert max(row.ratio for row in own(verdict)) < 0.8
+
+
+@pytest.mark.parametrize("arm", [SEEN, SEEN_BF16, replace(OURS_SGD, witnessed=True)], ids=["fp32", "bf16", "sgd"])
+@pytest.mark.parametrize("name", REDUCTIONS)
+def test_a_wrong_sum_is_found_in_the_reduction_whatever_it_is_held_against(bench: Bench, arm: Arm, name: str) -> None:
+    wrong = broken(arm, **REDUCTIONS[name])
+    verdict = held(bench, wrong, replace(arm, engine="ddp", strategy="no_shard"))
+    assert verdict.outcome is Outcome.DIFFERENT
+    first = next(finding for finding in verdict.findings if finding.grade is not Grade.ok)
+    assert (first.step, first.stage) == (1, Stage.reduction)
+
+
+def test_two_runs_with_the_same_fault_are_different_too(bench: Bench) -> None:
+    """Equal bits prove nothing where both are wrong."""
+    wrong = broken(SEEN, reduced=duplicated)
+    verdict = held(bench, replace(wrong, replicate=1), wrong)
+    assert verdict.outcome is Outcome.DIFFERENT
+    assert "sum of local gradients (reduction" in verdict.sentence
+
+
+def test_without_witnesses_the_stage_is_the_gradient(bench: Bench) -> None:
+    verdict = held(bench, broken(OURS, reduced=duplicated), FP32)
+    assert next(f for f in verdict.findings if f.grade is not Grade.ok).stage is Stage.gradient
+
+
+def test_wrong_weights_come_first(bench: Bench, tmp_path: Path) -> None:
+    run = tmp_path / "lab" / "run"
+    shutil.copytree(bench.run(SEEN), run)
+    wrong = {"rank": 1, "tensor": "head.output.weight", "what": "computed with other weights than the main ones"}
+    edit_json(run / "capture" / "witness-000001.json", wrong_weights=[wrong])
+    verdict = compare_paths(run, bench.run(CONTROL))
+    assert verdict.outcome is Outcome.DIFFERENT
+    assert "weights of the forward (gather, first in head.output.weight)" in verdict.sentence
+
+
+@pytest.mark.parametrize("missing", ["terms", "wrong_weights"])
+def test_a_damaged_testimony_is_named(bench: Bench, tmp_path: Path, missing: str) -> None:
+    run = tmp_path / "lab" / "run"
+    shutil.copytree(bench.run(SEEN), run)
+    path = run / "capture" / "witness-000001.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != missing}))
+    assert "witness-000001.json is damaged" in compare_paths(run, bench.run(CONTROL)).sentence
+
+
+def twenty_one_bits(values: Array) -> Array:
+    """Rounded to 21 significant bits: three fewer than fp32 has."""
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + np.uint32(0x4)) & np.uint32(0xFFFFFFF8)).view(np.float32)
+
+
+MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "bounds ten times as wide": ("SAFETY", lambda value: value * 10),
+    "blind": ("check", lambda _: lambda *a: []),
+    "no distance, no piece": ("_allowed", lambda _: lambda *a: 1.0),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    """Three bits fewer than fp32 has: in doubt, and no matter to ten times the bound or to the envelope of a pair."""
+    arm = broken(SEEN, reduced=stored_as(twenty_one_bits))
+    assert held(bench, arm, CONTROL).outcome is Outcome.UNDECIDED
+    name, change = MUTANTS[mutant]
+    monkeypatch.setattr(witness, name, change(getattr(witness, name)))
+    assert held(bench, arm, CONTROL).outcome is Outcome.EQUIVALENT
+
+
+def test_a_scale_ten_times_as_wide_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    arm = broken(SEEN_BF16, reduced=scaled(1 + 2e-6))
+    scales = [row for row in held(bench, arm, CONTROL_BF16).evidence if row.check == "scale of the sum"]
+    assert scales[0].grade is not Grade.ok
+    monkeypatch.setattr(witness, "SIGMAS", 40.0)
+    monkeypatch.setattr(Arithmetic, "scaling", 1e-4)
+    scales = [row for row in held(bench, arm, CONTROL_BF16).evidence if row.check == "scale of the sum"]
+    assert scales[0].grade is Grade.ok
