@@ -1,0 +1,270 @@
+"""The minimal script beside a verdict finds the same wrong number from overrides alone, and none once it is gone."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.cli.main import main
+from harness.config.catalog import ROOT
+from harness.config.compose import compose
+from harness.parity import Outcome, Verdict, compare
+from harness.parity.looks import LOOKS
+from harness.parity.script import first_shown, overrides, script, scripted, write_script
+from harness.store.identity import signature
+from harness.store.rundir import RunDir, flatten
+from tests.parity.conftest import Bench
+from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, duplicated, stored_as
+from tests.parity.lab import CLEAN, Arm, broken, edit_config, edit_json
+from tests.parity.test_witness import CONTROL, SEEN, twenty_one_bits
+
+WITHOUT = {"comparable", "resolution", "gradients captured"}
+"""Checks that say how much evidence there is: nothing can be shown of them."""
+
+Played = Callable[[str, Mapping[str, Path]], tuple[int, str, list[list[str]]]]
+
+
+@pytest.fixture
+def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Played:
+    """Carry out a script with given runs in place of those it would make: exit code, what it printed, its commands."""
+
+    def carried_out(text: str, runs: Mapping[str, Path]) -> tuple[int, str, list[list[str]]]:
+        commands: list[list[str]] = []
+
+        def run(command: list[str], **_: Any) -> SimpleNamespace:
+            commands.append(command)
+            root = Path(command[-1].removeprefix("launch.root="))
+            if not root.exists():
+                shutil.copytree(runs[root.name], root / "lab" / "run")
+            return SimpleNamespace(returncode=75, stdout="")
+
+        path = tmp_path / "script.py"
+        path.write_text(text)
+        monkeypatch.setattr(subprocess, "run", run)
+        monkeypatch.setattr(sys, "argv", [str(path)])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(path), run_name="__main__")
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, "".join(capsys.readouterr()), commands
+
+    return carried_out
+
+
+def judged(arm: Path, control: Path) -> Verdict:
+    return compare(arm, control, sources=CLEAN)
+
+
+def text_of(verdict: Verdict) -> str:
+    found = script(verdict)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FAULTS])
+def test_a_script_finds_what_the_verdict_found(bench: Bench, play: Played, case: Case) -> None:
+    arm, control = bench.paths(case)
+    verdict = bench.judge(case)
+    finding, text = first_shown(verdict), text_of(verdict)
+    assert finding is not None
+    assert len(text.splitlines()) <= 110
+    assert max(map(len, text.splitlines())) <= 120
+    assert " ".join(verdict.sentence.replace('"', "'").split()) in " ".join(
+        str(ast.get_docstring(ast.parse(text))).split()
+    )
+    code, said, _ = play(text, {"arm": arm, "control": control})
+    assert code == 1, said
+    if isinstance(finding.observed, float) and finding.tensor:
+        measured = float(said.rpartition(f"{finding.check}: ")[2].partition(",")[0])
+        assert measured == pytest.approx(finding.observed, rel=1e-3)
+    code, said, _ = play(text, {"arm": control, "control": control})
+    assert code == 0, said
+
+
+def test_every_check_is_shown_or_known_to_show_nothing(bench: Bench) -> None:
+    """A check that is added must be given a look, or be said to have none."""
+    seen: set[str] = set()
+    for verdict in [bench.judge(case) for case in FAULTS] + [judged(bench.run(SEEN), bench.run(CONTROL))]:
+        seen |= {finding.check for finding in (*verdict.evidence, *verdict.findings)}
+    assert seen - WITHOUT <= set(LOOKS)
+
+
+def test_nothing_is_written_for_what_passes_or_cannot_be_compared(bench: Bench, tmp_path: Path) -> None:
+    verdicts = [bench.judge(case) for case in TWINS[:4]]
+    verdicts.append(judged(bench.run(replace(OURS, replicate=1)), bench.run(OURS)))
+    verdicts.append(judged(bench.run(replace(OURS, seed=1)), bench.run(OURS)))
+    outcomes = {verdict.outcome for verdict in verdicts}
+    assert outcomes == {Outcome.EQUIVALENT, Outcome.EQUAL, Outcome.NOT_COMPARABLE}
+    assert [write_script(verdict) for verdict in verdicts] == [None] * len(verdicts)
+    assert not list(bench.root.rglob("verdict"))
+
+
+def test_where_only_evidence_is_missing_there_is_nothing_to_show(bench: Bench) -> None:
+    verdict = judged(
+        bench.run(replace(OURS, strategy="optim_grads", captures=())), bench.run(replace(FP32, captures=()))
+    )
+    assert verdict.outcome is Outcome.UNDECIDED
+    assert script(verdict) is None
+
+
+def test_a_doubt_has_a_script(bench: Bench, play: Played) -> None:
+    arm = bench.run(broken(SEEN, reduced=stored_as(twenty_one_bits)))
+    verdict = judged(arm, bench.run(CONTROL))
+    assert verdict.outcome is Outcome.UNDECIDED
+    assert play(text_of(verdict), {"arm": arm})[0] == 1
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_what_a_run_says_of_itself_needs_that_run_alone(bench: Bench, play: Played, swapped: bool) -> None:
+    pair = [bench.run(broken(SEEN, reduced=duplicated)), bench.run(CONTROL)]
+    verdict = judged(*(pair[::-1] if swapped else pair))
+    code, said, commands = play(text_of(verdict), {"control" if swapped else "arm": pair[0]})
+    assert code == 1
+    assert len(commands) == 1
+    assert "step and " in said
+    assert "witness: [" in said
+
+
+def copied(run: Path, tmp_path: Path) -> Path:
+    shutil.copytree(run, tmp_path / "lab" / run.name)
+    return tmp_path / "lab" / run.name
+
+
+def test_wrong_weights_are_listed(bench: Bench, play: Played, tmp_path: Path) -> None:
+    run = copied(bench.run(SEEN), tmp_path)
+    wrong = {"rank": 1, "tensor": "head.output.weight", "what": "computed with other weights than the main ones"}
+    edit_json(run / "capture" / "witness-000001.json", wrong_weights=[wrong])
+    text = text_of(judged(run, bench.run(CONTROL)))
+    code, said, _ = play(text, {"arm": run})
+    assert (code, "head.output.weight" in said) == (1, True)
+    assert play(text, {"arm": bench.run(SEEN)})[0] == 0
+
+
+def test_a_resumed_run_is_interrupted_where_it_was(bench: Bench, play: Played, tmp_path: Path) -> None:
+    run, twin = copied(bench.run(SEEN), tmp_path), bench.run(SEEN)
+    edit_json(run / "summary.json", restored={"step": 4, "wrong": ["head.output.weight"]})
+    text = text_of(judged(run, bench.run(CONTROL)))
+    code, said, commands = play(text, {"arm": run})
+    assert (code, "head.output.weight" in said, len(commands)) == (1, True, 2)
+    assert commands[0] == commands[1]
+    assert {"ckpt.policy=last", "launch.preempt_at=4", "train.steps=12"} <= set(commands[0])
+    shutil.copytree(twin, tmp_path / "twin")
+    edit_json(tmp_path / "twin" / "summary.json", restored={"step": 4, "wrong": []})
+    assert play(text, {"arm": tmp_path / "twin"})[0] == 0
+
+
+def commands_of(bench: Bench, play: Played, arm: Arm, control: Arm = FP32) -> dict[str, set[str]]:
+    paths = {"arm": bench.run(arm), "control": bench.run(control)}
+    commands = play(text_of(judged(*paths.values())), paths)[2]
+    return {Path(command[-1]).name: set(command) for command in commands}
+
+
+def test_runs_are_cut_without_another_learning_rate(bench: Bench, play: Played) -> None:
+    late = broken(OURS, reduced=duplicated, reduced_from=3)
+    words = commands_of(bench, play, late)["arm"]
+    assert {"train.steps=12", "launch.preempt_at=3", "ckpt.policy=none"} <= words  # steps fix the schedule
+    first = commands_of(bench, play, broken(OURS, reduced=duplicated))
+    assert {"launch.preempt_at=2", "measure.capture_steps=[1,2]"} <= first["arm"] & first["control"]
+    assert "engine.name=ddp" in first["control"] - first["arm"]
+
+
+@pytest.mark.parametrize(("captures", "kept"), [((1,), True), ((), False)])
+def test_the_limit_of_captures_is_kept_where_something_is_captured(
+    bench: Bench, tmp_path: Path, captures: tuple[int, ...], kept: bool
+) -> None:
+    """Where nothing is, `run.py` would refuse the setting as one without effect."""
+    arm = broken(replace(OURS, captures=captures, updates=()), reduced=duplicated)
+    run = copied(bench.run(arm), tmp_path)
+    edit_config(run, "measure", capture_limit_mib=7)
+    verdict = judged(run, bench.run(replace(FP32, captures=captures, updates=())))
+    assert verdict.outcome is Outcome.DIFFERENT
+    assert ("measure.capture_limit_mib=7" in text_of(verdict)) is kept
+
+
+def test_a_script_that_cannot_run_says_nothing_about_the_fault(bench: Bench, tmp_path: Path) -> None:
+    """125: git bisect skips it."""
+    verdict = judged(bench.run(broken(OURS, reduced=duplicated)), bench.run(FP32))
+    (tmp_path / "script.py").write_text(text_of(verdict))
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 125
+    assert "run.py" in done.stderr
+
+
+def test_two_runs_of_one_configuration_have_no_script(bench: Bench, tmp_path: Path) -> None:
+    """What differs is not in their settings (other code?), so overrides do not make it."""
+    wrong, run = bench.run(broken(OURS, reduced=duplicated)), bench.run(OURS)
+    verdict = judged(wrong, run)
+    assert verdict.outcome is Outcome.DIFFERENT
+    assert script(verdict) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model=odd", "engine=ddp", "dtype=bf16"),
+        ("model=moe", "optimizer=sgd", "optimizer.clip_norm=null", "train.replicate=2"),
+        ("data=text", "data.path='/a b/ü,c=d'", "numerics=ordered", "engine.eager_limit_bytes=null"),
+        (
+            "fault=F20_norm_counts_replicas",
+            "sharding=no_shard",
+            "optimizer.betas=[0.8,0.99]",
+            "cluster.threads_per_rank=2",
+        ),
+        ("mesh=two_by_two", "engine=fsdp2", "ckpt=none", "train.warmup_steps=0"),
+    ],
+)
+def test_overrides_make_the_same_run(words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.config.rules.check", lambda *_: [])  # whether there is such a file does not matter
+    config = compose(words).config
+    found = overrides(flatten(config))
+    again = compose([*found, *(word for word in words if word.startswith("ckpt"))]).config
+    assert signature(again) == signature(config)
+    assert again["cluster"]["threads_per_rank"] == config["cluster"]["threads_per_rank"]
+    assert len(found) < 16
+
+
+def test_a_store_that_takes_no_script_is_told_once(bench: Bench, tmp_path: Path) -> None:
+    arm = copied(bench.run(broken(OURS, reduced=duplicated)), tmp_path)
+    (arm / "verdict").touch()  # in the way, as a read-only file system is
+    verdict = judged(arm, bench.run(FP32))
+    found, complaint = scripted(verdict, verdict)
+    assert complaint.count("no minimal script was written") == 1
+    assert found == (verdict, verdict)
+    (arm / "verdict").unlink()
+    (written,), complaint = scripted(verdict)
+    assert complaint == ""
+    assert (arm / "verdict" / f"{bench.run(FP32).name}.py").is_file()
+    assert written.script.startswith("python ")
+
+
+def test_it_really_finds_a_fault_of_the_engine_and_passes_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cell = ["sharding=optim", "train.global_batch_size=8", "train.microbatch_size=2", "train.steps=3"]
+    cell += ["data.seq_len=16", "model.num_layers=1", "ckpt=none", f"launch.root={tmp_path}", "study.name=s"]
+    monkeypatch.chdir(ROOT)
+    for fault in ("fault=F01_duplicated_gradient", "fault=none"):
+        subprocess.run([sys.executable, "run.py", *cell, fault], check=True, capture_output=True)
+    control, arm = sorted((tmp_path / "s").glob("tiny*"), key=lambda path: "f01" in path.name)
+    assert main(["compare", str(arm), str(control)]) == 1
+    path = arm / "verdict" / f"{control.name}.py"
+    assert f"next: python {path}\n" in capsys.readouterr().out
+    shutil.rmtree(control)  # the script needs neither run
+    text = path.read_text()
+    again = subprocess.run([sys.executable, str(path), str(tmp_path)], capture_output=True, text=True)
+    assert again.returncode == 1, again.stdout + again.stderr
+    assert "BEYOND" in again.stdout
+    (made,) = tmp_path.glob("again-*/arm/*/*/config.yaml")
+    assert RunDir(made.parent).config()["train"]["steps"] == 3
+    path.write_text(text.replace('"fault.name=F01_duplicated_gradient"', '"fault.name=none"'))
+    mended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    assert mended.returncode == 0, mended.stdout + mended.stderr
