@@ -1,32 +1,88 @@
-"""Verdicts: `compare RUN RUN` and `verdict STUDY`."""
+"""Verdicts: `compare RUN RUN`, `compare --code OLD NEW` and `verdict STUDY`."""
 
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, Namespace
+from dataclasses import replace
 
 from harness.cli.verb import Verb
-from harness.parity import compare, study_text, text, verdict, zoom
+from harness.config.errors import refuse
+from harness.parity import Verdict, compare, scripted, study_text, text, verdict, zoom
 from harness.store.rundir import Store
+from harness.study.history import compare_code
+from harness.study.trials import Request
 
 
 def _compare_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("arm", metavar="RUN", help="a path, a prefix of a signature (4 digits or more) or @last")
-    parser.add_argument("control", metavar="RUN", help="the run it is held against")
+    parser.add_argument(
+        "words",
+        metavar="RUN RUN",
+        nargs="*",
+        help="a run and the run it is held against: a path, a prefix of a signature (4 digits or more) or @last; "
+        "with --code KEY=VALUE ..., what both versions are asked, as after run.py",
+    )
+    parser.add_argument(
+        "--code",
+        nargs=2,
+        metavar=("OLD", "NEW"),
+        help="run and compare two versions of the code: revisions, or WORKTREE for the files as they are",
+    )
+    parser.add_argument(
+        "--bitwise", action="store_true", help="with --code: demand equal bits (deterministic numerics)"
+    )
     parser.add_argument("--json", action="store_true", help="the whole verdict as JSON")
     parser.add_argument("--tensor", metavar="NAME", help="look at one parameter's gradient instead")
     parser.add_argument("--step", type=int, default=1, help="the captured step to look at (default: 1)")
 
 
 def _compare(arguments: Namespace) -> int:
+    if arguments.code is not None:
+        return _compare_code(arguments)
     store = Store(arguments.root)
-    arm, control = store.find(arguments.arm).path, store.find(arguments.control).path
+    arm, control = (store.find(word).path for word in _two_runs(arguments))
     if arguments.tensor is not None:
         print(zoom(arm, control, arguments.tensor, step=arguments.step))
         return 0
-    found = compare(arm, control)
+    return _say(compare(arm, control), arguments)
+
+
+def _two_runs(arguments: Namespace) -> list[str]:
+    words: list[str] = arguments.words
+    if arguments.bitwise:
+        raise refuse("--bitwise", "goes with --code: one code owes bits by itself", fix="leave it out")
+    if len(words) != 2:
+        problem = (
+            "the following arguments are required: RUN RUN" if len(words) < 2 else f"takes 2 runs, not {len(words)}"
+        )
+        fix = "python -m harness compare RUN RUN, or compare --code OLD NEW KEY=VALUE ..."
+        raise refuse(" ".join(["compare", *words]), problem, fix=fix)
+    return words
+
+
+def _compare_code(arguments: Namespace) -> int:
+    request = Request(tuple(arguments.words), arguments.root, arguments.bitwise)
+    old, new = arguments.code
+    found = compare_code(request, old, new, lambda line: print(line, file=sys.stderr, flush=True))
+    if arguments.tensor is not None:
+        print(zoom(found.arm, found.control, arguments.tensor, step=arguments.step))
+        return 0
+    return _say(found.verdict, arguments)
+
+
+def _say(found: Verdict, arguments: Namespace) -> int:
+    (found,) = _scripted(found)
     print(json.dumps(found.as_json(), indent=2) if arguments.json else text(found))
     return found.exit_code
+
+
+def _scripted(*verdicts: Verdict) -> tuple[Verdict, ...]:
+    """With the script beside each that found something; a store that takes none is told once."""
+    found, complaint = scripted(*verdicts)
+    if complaint:
+        print(complaint, file=sys.stderr)
+    return found
 
 
 def _verdict_arguments(parser: ArgumentParser) -> None:
@@ -36,9 +92,15 @@ def _verdict_arguments(parser: ArgumentParser) -> None:
 
 def _verdict(arguments: Namespace) -> int:
     found = verdict(arguments.root, arguments.study)
+    found = replace(found, arms=_scripted(*found.arms))
     print(json.dumps(found.as_json(), indent=2) if arguments.json else study_text(found))
     return found.exit_code
 
 
-COMPARE = Verb("compare", "is a run still the same training run as another?", _compare_arguments, _compare)
+COMPARE = Verb(
+    "compare",
+    "is a run, or a version of the code, still the same training run as another?",
+    _compare_arguments,
+    _compare,
+)
 VERDICT = Verb("verdict", "every arm of a study against its control", _verdict_arguments, _verdict)

@@ -4,6 +4,7 @@
     verdict(ROOT, STUDY)   every arm of a study against its control
     zoom(RUN, RUN, name)   one tensor of the two, close up
     loss_bounds(RUN, RUN)  each step's loss and its bound, for a picture
+    scripted(*verdicts)    write the minimal script of each that found something, beside the arm's record
     text, study_text       a verdict for the terminal; `.as_json()` and `.exit_code` are its methods
 
 Readers load numpy inside functions and torch never. docs/verdicts.md says what each tier demands and where every bound
@@ -11,8 +12,9 @@ comes from.
 """
 
 from harness.parity.compare import CHECKOUT, compare, loss_bounds
-from harness.parity.outcome import Finding, Grade, Outcome, StudyVerdict, Verdict
+from harness.parity.outcome import Finding, Grade, Outcome, Stage, StudyVerdict, Verdict
 from harness.parity.render import study_text, text
+from harness.parity.script import scripted
 from harness.parity.study import verdict
 from harness.parity.zoom import zoom
 
@@ -21,10 +23,12 @@ __all__ = [
     "Finding",
     "Grade",
     "Outcome",
+    "Stage",
     "StudyVerdict",
     "Verdict",
     "compare",
     "loss_bounds",
+    "scripted",
     "study_text",
     "text",
     "verdict",

@@ -80,7 +80,8 @@ def _temporary(root: Path) -> Iterator[Item]:
 
 def _half_made(root: Path) -> Iterator[Item]:
     for path in sorted(root.glob("*/*/")):
-        if not path.name.startswith(".") and not (path / CONFIG).exists() and _old(path):
+        hidden = path.name.startswith(".") or path.parent.name.startswith(".")
+        if not hidden and not (path / CONFIG).exists() and _old(path):
             yield _item(path, f"a run without {CONFIG}, left by a crash")
 
 

@@ -1,0 +1,68 @@
+"""`bisect`: the commit, or the smallest set of settings, that makes a run differ."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, Namespace
+
+from harness.cli.verb import Verb
+from harness.config.errors import refuse
+from harness.study.history import Bisection, Culprit
+from harness.study.keys import KeySearch
+from harness.study.trials import Request
+
+EXIT_UNDECIDED = 3
+
+
+def _arguments(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "good", metavar="GOOD", help="a revision; with --keys a run: path, prefix of a signature, @last"
+    )
+    parser.add_argument("bad", metavar="BAD", help="a revision built on it, or WORKTREE; with --keys a run")
+    parser.add_argument("overrides", metavar="KEY=VALUE", nargs="*", help="what every trial is asked, as after run.py")
+    parser.add_argument(
+        "--keys", action="store_true", help="GOOD and BAD are runs: which settings make the difference?"
+    )
+    parser.add_argument(
+        "--bitwise", action="store_true", help="any unequal bit is a difference (deterministic numerics)"
+    )
+
+
+def _bisect(arguments: Namespace) -> int:
+    request = Request(tuple(arguments.overrides), arguments.root, arguments.bitwise)
+    search = _keys if arguments.keys else _commits
+    try:
+        return search(request, arguments.good, arguments.bad)
+    except KeyboardInterrupt:
+        _tell("\ninterrupted; asked again, runs that are done are used again")
+        raise
+
+
+def _tell(line: str) -> None:
+    print(line, flush=True)
+
+
+def _commits(request: Request, good: str, bad: str) -> int:
+    found = Bisection(request, good, bad, _tell).find()
+    _tell(f"\n{found.sentence}")
+    _tell_skipped(found)
+    for command in found.next:
+        _tell(f"next: {command}")
+    return EXIT_UNDECIDED if found.skipped else 0
+
+
+def _tell_skipped(found: Culprit) -> None:
+    for each in found.skipped:
+        _tell(f"not tried: {each.version.title}: {each.why}")
+
+
+def _keys(request: Request, good: str, bad: str) -> int:
+    if request.bitwise:
+        raise refuse("--bitwise", "is for versions of the code: one code owes bits by itself", fix="leave it out")
+    found = KeySearch(request, good, bad, _tell).find()
+    _tell(f"\n{found.sentence}")
+    for command in found.next:
+        _tell(f"next: {command}")
+    return 0
+
+
+BISECT = Verb("bisect", "the first commit, or the fewest settings, that make a run differ", _arguments, _bisect)

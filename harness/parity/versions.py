@@ -1,0 +1,136 @@
+"""The verdict on two versions of the code: the sources are what differs, and all else is asked as of any pair.
+
+Both versions composed the same words. So a setting that only one of them knows was not typed, and what it is set to is
+that version's way to do what the other does without: part of the code, and no difference of the request. A setting that
+both know and set differently is a changed default: two configurations, which must be made one before code is judged.
+
+Bits are owed where the sources that can change a number are the same, by the rules for one code; elsewhere only on
+demand, because a version may add in another order and be right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from harness.config.doc import as_typed, settings
+from harness.config.errors import refuse
+from harness.parity import comparable
+from harness.parity.admissible import Admission, admissible, matters
+from harness.parity.compare import judge
+from harness.parity.outcome import Finding, Grade, Stage, Verdict
+from harness.parity.record import Record, load
+from harness.store.rundir import RunDir, flatten
+
+SOURCES = "sources"
+ONE_VERSION = "settings of one version"
+
+
+@dataclass(frozen=True)
+class Side:
+    """A run, and what the version that made it is called."""
+
+    run: Path
+    label: str
+
+
+def compare_versions(arm: Side, control: Side, *, bitwise: bool = False) -> Verdict:
+    """Is `arm` still the same training run as `control`, made by another version of the code?
+
+    Args:
+        arm: a run of the one version.
+        control: a run of the version it is held against, asked the same.
+        bitwise: whether bits are owed wherever one code run twice would owe them.
+
+    Raises:
+        BadRequest: a run's record is too old, or too new, to be read here.
+        StoreError: one of them is no run.
+    """
+    left, right = (flatten(RunDir(side.run).config()) for side in (arm, control))
+    one_sided = sorted(key for key in left.keys() ^ right.keys() if matters(key))
+    try:
+        tried, held = _load(arm, right), _load(control, left)
+        fault = own_fault(held)
+        if fault:
+            tried, held = _unwitnessed(tried), _unwitnessed(held)
+        verdict = judge(tried, held, facts=_facts(tried, held), admission=_admission(tried, held, bitwise))
+    except KeyError as error:
+        problem = f"left records that this version cannot read (no {error})"
+        fix = f"compare from a checkout of {arm.label}, or a version nearer to the present one"
+        raise refuse(f"{arm.label} or {control.label}", problem, fix=fix) from error
+    if fault:
+        verdict = replace(verdict, sentence=f"{verdict.sentence} By itself {control.label} is wrong already: {fault}.")
+    if not one_sided:
+        return verdict
+    named = one_sided[0] if len(one_sided) == 1 else f"{one_sided[0]}, ..."
+    note = f"{', '.join(one_sided)}: part of the code"
+    known = Finding("T0", ONE_VERSION, Stage.record, Grade.ok, named, "any", count=len(one_sided), note=note)
+    return replace(verdict, evidence=(*verdict.evidence, known))
+
+
+def own_fault(run: Record) -> str:
+    """What a run's own witnesses say against it, in a clause; empty where they say nothing.
+
+    A fault that the control has is no difference, and must not be taken for one in whatever is held against it.
+    """
+    if run.problems:
+        return ""
+    alone = judge(run, run, facts=[], admission=Admission("T2", "one run"))
+    if not alone.findings:
+        return ""
+    first = alone.findings[0]
+    where = f" in {first.tensor}" if first.tensor else ""
+    return f"{first.check}{f' at step {first.step}' if first.step else ''} ({first.stage.value}{where})"
+
+
+def _unwitnessed(run: Record) -> Record:
+    return replace(run, witnesses={}, summary={key: run.summary[key] for key in run.summary if key != "restored"})
+
+
+def _load(side: Side, other: Mapping[str, Any]) -> Record:
+    """A run under its version's name; what its version did not know is as in the other, or as it is here."""
+    return replace(load(side.run, assumed={**_defaults(), **other}), name=side.label)
+
+
+def changed_defaults(arm: Path, control: Path) -> dict[str, Any]:
+    """Settings that both versions know and set differently by themselves, with the control's value.
+
+    Raises:
+        StoreError: one of them is no run.
+    """
+    left, right = (flatten(RunDir(run).config()) for run in (arm, control))
+    shared = sorted(key for key in left.keys() & right.keys() if _is_held(key))
+    return {key: right[key] for key in shared if left[key] != right[key]}
+
+
+def _facts(arm: Record, control: Record) -> list[Finding]:
+    """T0 without the sources, and with the axes of other studies held."""
+    facts = [fact for fact in comparable.check(arm, control) if fact.check != SOURCES]
+    if any(fact.check == "whole record" for fact in facts):
+        return facts
+    axes = sorted(key for key in arm.config if _is_held(key) and not comparable.must_agree(key))
+    values = ((key, as_typed(arm.config[key]), as_typed(control.config[key])) for key in axes)
+    same = [comparable.finding(key, Stage.record, left, right) for key, left, right in values]
+    return [*(fact for fact in same if fact.grade is not Grade.ok), *facts]
+
+
+def _is_held(key: str) -> bool:
+    """Whether a setting must be the same in both: the axes of other studies too, since the code alone may differ."""
+    return matters(key) or comparable.must_agree(key)
+
+
+def _admission(arm: Record, control: Record, bitwise: bool) -> Admission:
+    same = arm.provenance.get("sources_digest") == control.provenance.get("sources_digest")
+    if same or bitwise:
+        found = admissible(arm.config, control.config, resumed=arm.attempts > 1 or control.attempts > 1)
+        why = "no source that can change a number differs" if same else "--bitwise demands what one code owes"
+        return replace(found, reason=f"{why}; {found.reason}")
+    return Admission("T2", "two versions of the code: one may add in another order (--bitwise demands bits)")
+
+
+def _defaults() -> Mapping[str, Any]:
+    """What settings that neither version knew are here, as a frozen configuration has them."""
+    return {path: value.name if isinstance(value := each.default, Enum) else value for path, each in settings().items()}

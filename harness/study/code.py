@@ -1,0 +1,251 @@
+"""Versions of the code as an axis: a revision of this repository becomes files of its own that a run can be made from.
+
+[Note: Nothing of the user's is touched] Files are written through an index of our own, and what only the working tree
+holds goes into an object store of our own. Neither the user's index nor branches, stashes or files change.
+
+    <root>/.code/objects             contents that no commit holds (WORKTREE)
+    <root>/.code/<tree>/files        the version, read-only; named by its git tree, so equal versions are one
+    <root>/.code/<tree>/runs/<words> a store for each request: runs of two versions may bear one name
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.config.errors import refuse
+from harness.store.errors import StoreError
+from harness.store.provenance import PACKAGE
+
+
+class GitError(StoreError):
+    """What git said when it refused."""
+
+
+WORKTREE = "WORKTREE"
+"""Stands for the files as they lie there: changed ones, and new ones that git does not ignore."""
+FOLDER = ".code"
+SHORT = 7
+LISTED = 8
+FIELDS = "%H%x09%T%x09%s"
+OUTER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
+"""Variables git sets for its hooks and aliases; they would turn our questions to another repository."""
+
+
+@dataclass(frozen=True)
+class Version:
+    """One version of the code.
+
+    asked: the revision as typed. commit: its commit, 40 digits; of WORKTREE the one it is based on. tree: its git tree.
+    subject: first line of the commit's message.
+    """
+
+    asked: str
+    commit: str
+    tree: str
+    subject: str
+
+    @property
+    def label(self) -> str:
+        """What it is called in a sentence: `main (1a2b3c4)`, or the commit alone."""
+        if self.asked == WORKTREE:
+            return f"{WORKTREE} (on {self.commit[:SHORT]})"
+        return self.word if self.commit.startswith(self.asked) else f"{self.asked} ({self.commit[:SHORT]})"
+
+    @property
+    def word(self) -> str:
+        """What to type for it, whatever branches do in the meantime."""
+        return WORKTREE if self.asked == WORKTREE else self.commit[:SHORT]
+
+    @property
+    def title(self) -> str:
+        """The commit and its subject."""
+        return WORKTREE if self.asked == WORKTREE else f"{self.word} {self.subject!r}"
+
+
+class Repository:
+    """The git repository this package lies in."""
+
+    def __init__(self, top: Path, cache: Path) -> None:
+        """
+        Args:
+            top: the checkout.
+            cache: `<root>/.code`; made when something is written.
+        """
+        self.top, self.cache = top, cache
+
+    @classmethod
+    def own(cls, root: Path | str) -> Repository:
+        """The repository of the code that runs here, with its versions kept under the store's `root`.
+
+        Raises:
+            BadRequest: there is none, as where the package was installed from a wheel.
+        """
+        home = PACKAGE.parent
+        cache = Path(root).expanduser().absolute() / FOLDER
+        try:
+            top, why = cls(home, cache)._git("rev-parse", "--show-toplevel").strip(), ""
+        except GitError as error:
+            top, why = "", f" ({error})"
+        if not top or Path(top).resolve() != home.resolve():
+            fix = "git clone the project, pip install -e . there, and ask from inside the clone"
+            raise refuse(f"the code in {home}", f"is no git checkout of its own: it has one version{why}", fix=fix)
+        return cls(home, cache)
+
+    def version(self, revision: str) -> Version:
+        """What a revision stands for now.
+
+        Raises:
+            BadRequest: git knows no such commit.
+        """
+        if revision == WORKTREE:
+            return self._worktree()
+        try:
+            commit = self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
+        except GitError:
+            names = self._git("for-each-ref", "--format=%(refname:short)", "--sort=-committerdate", "refs/heads")
+            heads = names.split()
+            branches = ", ".join(heads[:LISTED]) + (", ..." if len(heads) > LISTED else "")
+            choices = f"a commit, a tag, or a branch ({branches or 'none'}); {WORKTREE} for the files as they are"
+            fix = "git log --oneline; git fetch --unshallow where a clone has no history"
+            raise refuse(repr(revision), "is no commit of this repository", choices=choices, fix=fix) from None
+        return self._described(revision, commit)
+
+    def _described(self, asked: str, commit: str) -> Version:
+        line = self._git("rev-list", "--max-count=1", f"--format={FIELDS}", commit).splitlines()[-1]
+        found, tree, subject = line.split("\t", 2)
+        return Version(asked, found, tree, subject)
+
+    def _worktree(self) -> Version:
+        head = self._described(WORKTREE, self._git("rev-parse", "HEAD").strip())
+        inside = self.cache.parent.is_relative_to(self.top) and self.cache.parent != self.top
+        hidden = [f"--exclude=/{self.cache.parent.relative_to(self.top)}/"] if inside else []
+        with self._own_index() as index:
+            self._git("read-tree", "HEAD", variables=index)
+            self._git("add", "--update", variables=index)
+            new = self._git("ls-files", "-z", "--others", "--exclude-standard", *hidden, variables=index)
+            self._git("update-index", "-z", "--add", "--stdin", variables=index, given=new)
+            tree = self._git("write-tree", variables=index).strip()
+        return Version(WORKTREE, head.commit, tree, "the files as they are")
+
+    def is_dirty(self) -> bool:
+        """Whether tracked files differ from HEAD."""
+        return bool(self._git("status", "--porcelain", "--untracked-files=no").strip())
+
+    def is_ancestor(self, old: Version, new: Version) -> bool:
+        """Whether `new` was built on `old`."""
+        try:
+            self._git("merge-base", "--is-ancestor", old.commit, new.commit)
+        except GitError:
+            return False
+        return True
+
+    def fork(self, one: str, other: str) -> str:
+        """The commit at which two histories part, short; empty where they share none."""
+        try:
+            return self._git("merge-base", one, other).strip()[:SHORT]
+        except GitError:
+            return ""
+
+    def parents(self, version: Version) -> list[str]:
+        """Commits a commit was made from, short; two or more for a merge."""
+        return [each[:SHORT] for each in self._git("rev-parse", f"{version.commit}^@").split()]
+
+    def between(self, good: Version, bad: Version) -> list[Version]:
+        """`good` to `bad`, both included, oldest first: first parents of `bad` that were built on `good`.
+
+        A branch that was merged is one step, its merge: what people worked on elsewhere, on states that were never
+        this branch's, is not tried.
+        """
+        span = f"{good.commit}..{bad.commit}"
+        built_on_good = set(self._git("rev-list", "--ancestry-path", span).split())
+        lines = self._git("rev-list", "--first-parent", "--reverse", f"--format={FIELDS}", span).splitlines()
+        found = [line.split("\t", 2) for line in lines if "\t" in line]
+        chain = [Version(c[:SHORT], c, tree, subject) for c, tree, subject in found if c in built_on_good]
+        return [good, *chain, bad] if bad.asked == WORKTREE else [good, *chain[:-1], bad]
+
+    def files(self, version: Version) -> Path:
+        """The folder that holds a version's files; made whole or not at all, and used again.
+
+        Raises:
+            BadRequest: git cannot write them.
+            OSError: the store cannot be written.
+        """
+        target = self.folder(version) / "files"
+        if target.is_dir():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = target.with_name(f".files.{secrets.token_hex(6)}.tmp")
+        try:
+            with self._own_index() as index:
+                self._git("read-tree", version.tree, variables=index)
+                self._git("checkout-index", "--all", f"--prefix={draft}/", variables=index)
+            _protect(draft)
+            with contextlib.suppress(FileExistsError):
+                _rename(draft, target)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        return target
+
+    def folder(self, version: Version) -> Path:
+        """Where all that belongs to a version's tree lies."""
+        return self.cache / version.tree[:16]
+
+    @contextlib.contextmanager
+    def _own_index(self) -> Iterator[dict[str, str]]:
+        """Variables under which git neither reads nor writes the user's index, and writes no object of theirs."""
+        objects = self.cache / "objects"
+        objects.mkdir(parents=True, exist_ok=True)
+        theirs = self._git("rev-parse", "--path-format=absolute", "--git-path", "objects").strip()
+        with tempfile.TemporaryDirectory(dir=self.cache, prefix=".index.") as folder:
+            yield {
+                "GIT_INDEX_FILE": str(Path(folder) / "index"),
+                "GIT_OBJECT_DIRECTORY": str(objects),
+                "GIT_ALTERNATE_OBJECT_DIRECTORIES": theirs,
+            }
+
+    def _git(self, *arguments: str, variables: Mapping[str, str] | None = None, given: str = "") -> str:
+        outer = {name: value for name, value in os.environ.items() if name not in OUTER}
+        command = ["git", "--no-optional-locks", "-C", str(self.top), *arguments]
+        try:
+            done = subprocess.run(
+                command,
+                env=outer | dict(variables or {}),
+                input=given.encode(errors="surrogateescape"),
+                capture_output=True,
+                check=False,
+            )
+        except OSError as error:
+            raise GitError(f"git cannot be started: {error.strerror}") from error
+        if done.returncode:
+            told = done.stderr.decode(errors="replace").strip().splitlines()
+            raise GitError(told[-1] if told else f"git {arguments[0]} ended with {done.returncode}")
+        return done.stdout.decode(errors="surrogateescape")
+
+
+def _protect(folder: Path) -> None:
+    """Files become read-only; folders stay open, for Python keeps its compiled modules there."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(path.stat().st_mode & ~0o222)
+
+
+def _rename(draft: Path, target: Path) -> None:
+    """Put a folder in its place.
+
+    Raises:
+        FileExistsError: another request was faster.
+    """
+    try:
+        os.rename(draft, target)
+    except OSError as error:
+        if target.is_dir():
+            raise FileExistsError(target) from error
+        raise

@@ -1,0 +1,132 @@
+"""Two versions of the code: what may differ, what is owed, and whose fault is nobody's difference."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from harness.parity import Outcome, Verdict
+from harness.parity.versions import ONE_VERSION, Side, changed_defaults, compare_versions
+from tests.parity.conftest import Bench
+from tests.parity.lab import Arm, broken, edit_config, edit_json
+
+PLAIN = Arm(numerics="ordered", witnessed=True)
+DOUBLED = broken(PLAIN, reduced=lambda mean, own, arm: {name: 2 * value for name, value in mean.items()})
+Edit = Callable[[Path], None]
+
+
+def version(bench: Bench, target: Path, arm: Arm, *edits: Edit) -> Path:
+    """A run of an arm by other sources than every other one's."""
+    shutil.copytree(bench.run(arm), target)
+    edit_json(target / "provenance.json", sources_digest=target.name.ljust(64, "0"))
+    for edit in edits:
+        edit(target)
+    return target
+
+
+def judged(
+    bench: Bench, tmp_path: Path, arm: Arm, *edits: Edit, control: Arm = PLAIN, bitwise: bool = False
+) -> Verdict:
+    new = version(bench, tmp_path / "lab" / "new", arm, *edits)
+    old = version(bench, tmp_path / "lab" / "old", control)
+    return compare_versions(Side(new, "HEAD (1a)"), Side(old, "main (2b)"), bitwise=bitwise)
+
+
+def forget(group: str, key: str) -> Edit:
+    """As if a version had never known a setting."""
+
+    def edit(run: Path) -> None:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        del config[group][key]
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+    return edit
+
+
+def test_equal_bits_of_other_sources_are_equal(bench: Bench, tmp_path: Path) -> None:
+    found = judged(bench, tmp_path, PLAIN)
+    assert found.outcome is Outcome.EQUAL
+    assert found.sentence.startswith("EQUAL: HEAD (1a) against main (2b) agrees")
+
+
+def test_other_bits_are_owed_on_demand_alone(bench: Bench, tmp_path: Path) -> None:
+    """Sums made in another order, as a rewritten reduction may make them."""
+    other = Arm(numerics="ordered", witnessed=True, strategy="optim")
+    same = lambda run: edit_config(run, "sharding", strategy="optim_grads_params")  # noqa: E731
+    free = judged(bench, tmp_path / "free", other, same)
+    assert free.outcome is Outcome.EQUIVALENT
+    assert free.admissible.startswith("T2: two versions of the code")
+    owed = judged(bench, tmp_path / "owed", other, same, bitwise=True)
+    assert owed.outcome is Outcome.DIFFERENT
+    assert owed.admissible.startswith("T1: --bitwise")
+
+
+def test_sources_that_are_the_same_owe_what_one_code_owes(bench: Bench, tmp_path: Path) -> None:
+    other = Arm(numerics="ordered", witnessed=True, strategy="optim")
+    same = lambda run: edit_config(run, "sharding", strategy="optim_grads_params")  # noqa: E731
+    one_code = lambda run: edit_json(run / "provenance.json", sources_digest="old".ljust(64, "0"))  # noqa: E731
+    found = judged(bench, tmp_path, other, same, one_code)
+    assert found.outcome is Outcome.DIFFERENT
+    assert "no source that can change a number differs" in found.admissible
+
+
+def test_a_fault_of_the_new_version_is_named(bench: Bench, tmp_path: Path) -> None:
+    found = judged(bench, tmp_path, DOUBLED)
+    assert found.outcome is Outcome.DIFFERENT
+    assert "in HEAD (1a)" in found.sentence
+
+
+def test_a_fault_that_both_have_is_no_difference_and_is_told(bench: Bench, tmp_path: Path) -> None:
+    found = judged(bench, tmp_path, DOUBLED, control=DOUBLED)
+    assert found.outcome is Outcome.EQUAL
+    assert "By itself main (2b) is wrong already" in found.sentence
+    repaired = judged(bench, tmp_path / "repaired", PLAIN, control=DOUBLED)
+    assert repaired.outcome is Outcome.DIFFERENT
+
+
+@pytest.mark.parametrize(
+    ("group", "key"), [("train", "warmup_steps"), ("measure", "update_steps"), ("dtype", "compute")]
+)
+def test_a_setting_of_one_version_is_a_part_of_the_code(bench: Bench, tmp_path: Path, group: str, key: str) -> None:
+    found = judged(bench, tmp_path, PLAIN, forget(group, key))
+    assert found.outcome is Outcome.EQUAL
+    told = [row.note for row in found.evidence if row.check == ONE_VERSION]
+    assert told == ([] if group == "measure" else [f"{group}.{key}: part of the code"])
+
+
+@pytest.mark.parametrize(("group", "key", "value"), [("optimizer", "lr", 0.5), ("dtype", "grad_comm", "bf16")])
+def test_a_changed_default_is_another_configuration(
+    bench: Bench, tmp_path: Path, group: str, key: str, value: object
+) -> None:
+    """Axes of other studies too: here the code alone may differ."""
+    change = lambda run: edit_config(run, group, **{key: value})  # noqa: E731
+    found = judged(bench, tmp_path, PLAIN, change)
+    assert found.outcome is Outcome.NOT_COMPARABLE
+    assert f"{group}.{key} is {value}" in found.sentence
+    assert list(changed_defaults(Path(found.arm), Path(found.control))) == [f"{group}.{key}"]
+
+
+def test_what_changes_no_sum_may_have_another_default(bench: Bench, tmp_path: Path) -> None:
+    change = lambda run: edit_config(run, "engine", prefetch=7)  # noqa: E731
+    assert judged(bench, tmp_path, PLAIN, change).outcome is Outcome.EQUAL
+
+
+def test_a_run_that_failed_in_one_version_is_named(bench: Bench, tmp_path: Path) -> None:
+    def fail(run: Path) -> None:
+        edit_json(run / "status.json", state="failed", reason="ValueError: no luck")
+
+    found = judged(bench, tmp_path, PLAIN, fail)
+    assert found.outcome is Outcome.NOT_COMPARABLE
+    assert "HEAD (1a): it is failed, not done (ValueError: no luck)" in found.sentence
+
+
+def test_other_data_is_not_comparable(bench: Bench, tmp_path: Path) -> None:
+    found = judged(bench, tmp_path, broken(PLAIN, same_data=True))
+    assert found.outcome is Outcome.NOT_COMPARABLE
+    assert "data_digest" in found.sentence
+    assert json.dumps(found.as_json())

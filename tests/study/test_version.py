@@ -1,0 +1,151 @@
+"""A version at work: whose files run, what is made of its refusals, and that one run serves all who ask."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.config.errors import BadRequest
+from harness.store import provenance
+from harness.study.code import FOLDER, Repository
+from harness.study.version import Snapshot
+from tests.study.test_code import commit, git
+
+RUN = """
+import json, os, pathlib, subprocess, sys, time
+import harness
+words = dict(word.split("=", 1) for word in sys.argv[1:])
+if words.get("say") == "refused":
+    print("noise\\nbad request:\\n  say=refused: is not said")
+    sys.exit(2)
+if words.get("say") == "broken":
+    raise ImportError("no such thing")
+if words.get("launch.dry_run") == "true":
+    sys.exit(0)
+run = pathlib.Path(words["launch.root"].strip("'")) / "adhoc" / "a-12345678"
+run.mkdir(parents=True, exist_ok=True)
+with open(run / "starts", "a") as starts:
+    starts.write(pathlib.Path(harness.__file__).parent.parent.name + "\\n")
+time.sleep(float(words.get("sleep", 0)))
+head = subprocess.run(["git", "-C", os.path.dirname(__file__), "rev-parse", "HEAD"], capture_output=True, text=True)
+(run / "config.yaml").write_text("study: {name: adhoc}\\n")
+(run / "provenance.json").write_text(json.dumps({"git": None, "seen": head.stdout, "rank": os.environ.get("RANK")}))
+state = "failed" if words.get("say") == "failed" else "done"
+(run / "status.json").write_text(json.dumps({"state": state, "reason": "", "attempt": 0, "keeper": "process"}))
+sys.exit(state == "failed")
+"""
+
+
+@pytest.fixture
+def top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with a harness of its own, whose store lies inside it."""
+    folder = tmp_path / "project"
+    (folder / "harness").mkdir(parents=True)
+    (folder / "harness" / "__init__.py").touch()
+    git(folder, "init", "--quiet", "--initial-branch=main")
+    (folder / ".gitignore").write_text("/runs/\n")
+    commit(folder, "", "Before run.py")
+    (folder / "run.py").write_text(RUN)
+    commit(folder, "", "With run.py")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK", "3")
+    return folder
+
+
+def snapshot(top: Path, revision: str = "main") -> Snapshot:
+    repository = Repository(top, top / "runs" / FOLDER)
+    return Snapshot(repository, repository.version(revision))
+
+
+def starts(run: Path) -> list[str]:
+    return (run / "starts").read_text().split()
+
+
+def test_its_own_files_run_once_and_know_their_commit(top: Path) -> None:
+    version = snapshot(top)
+    version.check(["a=b"])
+    run = version.run(["a=b"])
+    assert starts(run) == ["files"]
+    assert version.run(["a=b"]) == run
+    assert starts(run) == ["files"], "done before"
+    origin = provenance.read(run)
+    assert origin["git"]["sha"] == git(top, "rev-parse", "HEAD")
+    assert origin["seen"] == "", "the repository around the store is not the version's"
+    assert origin["rank"] is None
+    assert version.run(["a=c"]) != run
+
+
+def test_a_run_that_failed_is_handed_back_and_tried_again(top: Path) -> None:
+    run = snapshot(top).run(["say=failed"])
+    assert snapshot(top).run(["say=failed"]) == run
+    assert starts(run) == ["files", "files"]
+
+
+@pytest.mark.parametrize(
+    ("say", "told"),
+    [
+        (
+            "refused",
+            "main \\(\\w{7}\\): cannot do what is asked. Its own words:\n *bad request:\n *say=refused: is not",
+        ),
+        ("broken", "It ends with: ImportError: no such thing \\(/.*log\\)"),
+    ],
+)
+def test_refusals_speak_in_the_versions_own_words(top: Path, say: str, told: str) -> None:
+    with pytest.raises(BadRequest, match=told):
+        snapshot(top).run([f"say={say}"])
+    with pytest.raises(BadRequest, match=told):
+        snapshot(top).check([f"say={say}"])
+
+
+def test_a_revision_older_than_run_py_is_named(top: Path) -> None:
+    with pytest.raises(BadRequest, match=r"main~1 \(\w{7}\): has no run.py"):
+        snapshot(top, "main~1")
+
+
+def test_a_package_that_python_takes_from_elsewhere_is_refused(top: Path) -> None:
+    git(top, "rm", "--quiet", "-r", "harness")
+    commit(top, "", "Without a package")
+    with pytest.raises(BadRequest, match="is not what Python imports from its own files"):
+        snapshot(top)
+
+
+def test_two_requests_at_once_make_one_run(top: Path) -> None:
+    version = snapshot(top)
+    found: list[Path] = []
+    threads = [threading.Thread(target=lambda: found.append(version.run(["sleep=0.5"]))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert found[0] == found[1]
+    assert starts(found[0]) == ["files"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_who_stops_us_stops_the_run(top: Path, number: signal.Signals) -> None:
+    version = snapshot(top)
+    begun = top / "runs" / FOLDER
+
+    def stop() -> None:
+        wait(lambda: any(begun.glob("*/runs/*/adhoc/*/starts")))
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=stop, daemon=True).start()
+    before = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        version.run(["sleep=60"])
+    assert time.monotonic() - before < 30
+
+
+def wait(until: Callable[[], bool]) -> None:
+    """Poll for something that a process does."""
+    deadline = time.monotonic() + 30
+    while not until() and time.monotonic() < deadline:
+        time.sleep(0.02)
