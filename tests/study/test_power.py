@@ -1,0 +1,80 @@
+"""The power study in short: every fault at full strength must be found where it is, and every clean twin must pass.
+
+A hundred real runs, forked, so that they take about two minutes; the whole study is docs/power.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from harness.cli.main import main
+from harness.config.faults import AMOUNTS, CORPUS
+from harness.parity.power import Judged
+from harness.study.power import Kind, pairs
+
+FAULTY = [pair.name for pair in pairs(short=True) if pair.kind is Kind.faulty]
+TWINS = [pair.name for pair in pairs(short=True) if pair.kind is Kind.clean]
+
+
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Judged]:
+    folder = tmp_path_factory.mktemp("power")
+    main(["power", "--short", "--root", str(folder / "runs"), "--out", str(folder / "power.json")])
+    found = json.loads((folder / "power.json").read_text())
+    return {each["fault"]: Judged(**each) for each in found["pairs"]}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", FAULTY)
+def test_a_fault_is_found_and_placed(judged: Mapping[str, Judged], fault: str) -> None:
+    found = judged[fault]
+    assert found.caught, found.sentence
+    assert found.named == CORPUS[fault].stage, found.sentence
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_its_twin_passes(judged: Mapping[str, Judged], twin: str) -> None:
+    assert not judged[twin].caught, judged[twin].sentence
+
+
+def test_the_duplicated_gradient_is_different_at_step_1_and_two_published_rules_pass_it(
+    judged: Mapping[str, Judged],
+) -> None:
+    found = judged["F01_duplicated_gradient"]
+    assert (found.outcome, found.step) == ("DIFFERENT", 1)
+    assert found.published["Megatron-Bridge"]
+    assert found.published["Megatron-LM, approximate"]
+
+
+def test_the_study_is_as_large_as_it_says() -> None:
+    every = pairs()
+    assert len(CORPUS) == 63
+    assert sum(name[0] == "F" and name[1:3].isdigit() for name in CORPUS) == 26
+    faulty = Counter((pair.strength, pair.against) for pair in every if pair.kind is Kind.faulty)
+    assert faulty == {(strength, against): 63 for strength in AMOUNTS for against in ("twin", "reference")}
+    clean = [pair for pair in every if pair.kind is Kind.clean]
+    assert len(clean) >= 1000
+    assert sum(pair.held_out for pair in clean) >= 300
+    assert all(pair.arm != pair.control for pair in every)
+
+
+def test_no_run_is_in_both_parts() -> None:
+    """But what runs are held against: twins, DDP, the perturbed reference."""
+    parts: dict[bool, set[tuple[str, ...]]] = {True: set(), False: set()}
+    for pair in pairs():
+        runs = {pair.arm, *([pair.control] if pair.against in ("control", "arm") else [])}
+        parts[pair.held_out] |= runs
+    assert not parts[True] & parts[False]
+
+
+def test_the_page_is_of_the_data(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "power.md").read_text()
+    data = json.loads((Path(__file__).parents[2] / "benchmarks" / "data" / "power.json").read_text())
+    assert len(data["pairs"]) == len(pairs())
+    assert data["sources"][:8] in page
+    assert all(fault in page for fault in CORPUS)
