@@ -8,7 +8,17 @@ from pathlib import Path
 
 from harness.cli.verb import Verb
 from harness.config.faults import CORPUS
-from harness.parity.power import Judged, Rate, as_json, caught, false_alarms, judge_pair, placed, published_rates
+from harness.parity.power import (
+    Judged,
+    Rate,
+    as_json,
+    caught,
+    caught_unwitnessed,
+    false_alarms,
+    judge_pair,
+    placed,
+    published_rates,
+)
 from harness.parity.render import table
 from harness.store.files import write_json
 from harness.store.identity import directory_name
@@ -67,6 +77,7 @@ def text(judged: list[Judged]) -> str:
     head = ("fault", "strength", "against", "verdict", "tier", "step", "named", "is in")
     lines = table(head, rows)
     lines += ["", f"faults found: {_rate(caught(judged))}", f"stage right: {_rate(placed(judged))}"]
+    lines += [f"found where runs say nothing of themselves: {_rate(caught_unwitnessed(judged))}"]
     lines += [f"false alarms: {_rate(false_alarms(judged))}"]
     for name, rate in published_rates(judged, "faulty").items():
         lines.append(f"{name}: found {_rate(rate)}, alarms {_rate(published_rates(judged, 'clean')[name])}")

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from harness.parity.compare import compare
-from harness.parity.outcome import Grade, Outcome, Verdict
-from harness.parity.published import RULES, judge
+from harness.parity.compare import judge
+from harness.parity.outcome import Grade, Outcome
+from harness.parity.published import RULES
+from harness.parity.published import judge as published
 from harness.parity.record import load
+from harness.store.provenance import sources_digest
 
 PASSES = (Outcome.EQUAL, Outcome.EQUIVALENT)
 
@@ -36,6 +38,8 @@ class Judged:
     sentence: str
     published: dict[str, bool]
     """Whether each published rule passes the pair."""
+    unwitnessed: str = ""
+    """The outcome where neither run says anything of itself, as engines without witnesses cannot."""
 
     @property
     def caught(self) -> bool:
@@ -56,9 +60,10 @@ def judge_pair(
     Raises:
         StoreError: one of them is no run.
     """
-    verdict = compare(arm, control)
+    left, right = (load(path, sources_digest()) for path in (arm, control))
+    verdict, blind = judge(left, right), judge(left.unwitnessed(), right.unwitnessed())
     first = next((f for f in verdict.findings if f.grade is not Grade.ok), None)
-    losses = [load(path).series("loss") for path in (arm, control)]
+    losses = [run.series("loss") for run in (left, right)]
     return Judged(
         kind=kind,
         fault=fault,
@@ -71,15 +76,16 @@ def judge_pair(
         named="" if first is None else first.stage.value,
         stage=stage,
         sentence=verdict.sentence,
-        published=_published(losses, verdict),
+        published=_published(losses),
+        unwitnessed=blind.outcome.value,
     )
 
 
-def _published(losses: Sequence[Sequence[float | None]], verdict: Verdict) -> dict[str, bool]:
+def _published(losses: Sequence[Sequence[float | None]]) -> dict[str, bool]:
     arm, control = ([float("nan") if value is None else value for value in series] for series in losses)
     if len(arm) != len(control) or not arm:
         return {rule.name: False for rule in RULES}
-    return judge(arm, control)
+    return published(arm, control)
 
 
 @dataclass(frozen=True)
@@ -112,6 +118,12 @@ class Rate:
 def caught(judged: Iterable[Judged]) -> Rate:
     """Faulty pairs that did not pass."""
     found = [each.caught for each in judged if each.kind == "faulty"]
+    return Rate(sum(found), len(found))
+
+
+def caught_unwitnessed(judged: Iterable[Judged]) -> Rate:
+    """Faulty pairs that did not pass where neither run says anything of itself."""
+    found = [each.unwitnessed not in {outcome.value for outcome in PASSES} for each in judged if each.kind == "faulty"]
     return Rate(sum(found), len(found))
 
 

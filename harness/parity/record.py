@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 
 WEIGHTS = ("initial_weights", "final_weights")
 """Digests in `summary.json`."""
+
+OF_ITSELF = ("restored", "structure", "other_replicas")
+"""Facts of `summary.json` that say whether a run was sound."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class Record:
     """How often the run was started; above one it was resumed."""
     problems: tuple[str, ...]
     """Why no verdict can stand on this run; empty for a whole one."""
+
+    def unwitnessed(self) -> Record:
+        """The same run without what it says of itself: all that is left is what it can be held against another by."""
+        summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
+        return replace(self, witnesses={}, weights=None, summary=summary)
 
     def series(self, key: str) -> list[float | None]:
         """One field over the steps; None where a step has none."""

@@ -55,7 +55,7 @@ def compare_versions(arm: Side, control: Side, *, bitwise: bool = False) -> Verd
         tried, held = _load(arm, right), _load(control, left)
         fault = own_fault(held)
         if fault:
-            tried, held = _unwitnessed(tried), _unwitnessed(held)
+            tried, held = tried.unwitnessed(), held.unwitnessed()
         verdict = judge(tried, held, facts=_facts(tried, held), admission=_admission(tried, held, bitwise))
     except KeyError as error:
         problem = f"left records that this version cannot read (no {error})"
@@ -84,10 +84,6 @@ def own_fault(run: Record) -> str:
     first = alone.findings[0]
     where = f" in {first.tensor}" if first.tensor else ""
     return f"{first.check}{f' at step {first.step}' if first.step else ''} ({first.stage.value}{where})"
-
-
-def _unwitnessed(run: Record) -> Record:
-    return replace(run, witnesses={}, summary={key: run.summary[key] for key in run.summary if key != "restored"})
 
 
 def _load(side: Side, other: Mapping[str, Any]) -> Record:
