@@ -46,9 +46,9 @@ A third of the faults and of the clean pairs was held out, by a hash, and run af
 commit `{frozen}`). All runs are of one set of sources. The published rules are written from the thresholds their
 projects state (`harness/parity/published.py`) and judge the same pairs by the same losses.
 
-*Made by `python -m harness power --part all --out benchmarks/data/power.json && python benchmarks/power_table.py`;
-{made}.* A fault is *found* where the verdict is anything but EQUAL or EQUIVALENT; *stage right* where the first
-finding is in the part of the step where the fault is. Bounds are one-sided, 95 % (Clopper and Pearson).
+*Made by `python -m harness power --part all --out benchmarks/data/power.json && python benchmarks/power_table.py
+--frozen {frozen}`; {made}.* A fault is *found* where the verdict is anything but EQUAL or EQUIVALENT; *stage right*
+where the first finding is in the part of the step where the fault is. Bounds are one-sided, 95 % (Clopper and Pearson).
 """
 
 
