@@ -65,6 +65,12 @@ PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
 SUMS = frozenset({"sum", "mean"})
 """Of their first argument's elements."""
 
+SUMS_INSIDE = frozenset({"embedding_dense_backward", "convolution_backward"})
+"""Which keep long sums in ways of their own. An embedding's gradient adds all occurrences of a token in the dtype
+itself: in 16 bits a frequent token's row stagnates, which no walk of roundings imitates."""
+
+TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
 COMPUTED = ("bf16", "fp16", "fp32")
 """Dtypes whose roundings are imitated: all that a run may compute in, short of the reference's own."""
 
@@ -79,13 +85,16 @@ class Roundings(TorchDispatchMode):
 
     def __init__(self, dtype: str, generator: torch.Generator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype = dtype
         self.unit = UNIT[dtype]
         self.inner = UNIT["fp32"]
         self.generator = generator
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         name = func._schema.name.split("::")[1]
+        if name in SUMS_INSIDE:
+            return self._as_it_is(func, args, kwargs or {})
+        result = func(*args, **(kwargs or {}))
         if name in EXACT or any(each.alias_info is not None for each in func._schema.returns):
             return result
         if name in PRODUCTS:
@@ -103,6 +112,15 @@ class Roundings(TorchDispatchMode):
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
         return value * (1.0 + self.unit * RMS * self._normal(value))  # a mask's infinity stays what it is
+
+    def _as_it_is(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The operation in the dtype itself: its own errors on inputs that are perturbed already."""
+        dtype = getattr(torch, TORCH_NAMES[self.dtype])
+        narrow = [each.to(dtype) if isinstance(each, Tensor) and each.is_floating_point() else each for each in args]
+        result = func(*narrow, **kwargs)
+        if isinstance(result, Tensor):
+            return result.to(torch.float64)
+        return type(result)(None if each is None else each.to(torch.float64) for each in result)
 
     def _sum(self, result: Tensor, squares: Tensor, terms: int) -> Tensor:
         """A sum of K terms made one after the other, then rounded.
