@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=ROOT, help="repository whose docs/ and README.md are written")
     arguments = parser.parse_args(argv)
     try:
-        study = verdict(arguments.root, arguments.study)
+        study = verdict(Path(arguments.root).absolute(), arguments.study)  # as the store names runs
         refuse_unfit(study)
     except BadRequest as error:
         print(error, file=sys.stderr)
