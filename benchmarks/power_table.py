@@ -43,7 +43,10 @@ are families of mistakes. At `full` strength a fault is as reported; at `middle`
 it, or, for a fault of precision, 8, 11 and 16 significant bits.
 
 A third of the faults and of the clean pairs was held out, by a hash, and run after the tolerances were fixed (at
-commit `{frozen}`). All runs are of one set of sources. The published rules are written from the thresholds their
+commit `{frozen}`). One thing was changed after that, because a study with longer sequences asked for it: the perturbed
+reference lets an embedding's gradient err as it does in the dtype itself, which allows more there. It concerns the 168
+clean pairs held against that reference, whose twelve references were made again; no other judgement changed. All runs
+are of one set of sources. The published rules are written from the thresholds their
 projects state (`harness/parity/published.py`) and judge the same pairs by the same losses.
 
 *Made by `python -m harness power --part all --out benchmarks/data/power.json && python benchmarks/power_table.py
