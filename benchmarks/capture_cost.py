@@ -39,7 +39,7 @@ import torch
 from harness.bench.stats import Interval, median_ratio
 from harness.config.schema import CkptPolicy, Config, EngineName, Strategy
 from harness.probe import capture, witness
-from harness.train import loop
+from harness.train import captures
 from tests.factory import small_config, train
 from tests.spawn import run_ranks
 
@@ -106,9 +106,9 @@ class Parts:
         self._around(witness.Witness, "gradients", "local gradients added over ranks")
         self._around(capture, "save_file", "writing")
         self._around(capture, "_facts", "hashing, beside writing", beside=True)
-        self._around(loop.Loop, "_weights", "main weights gathered, before and after")
-        self._around(loop.Loop, "_capture_update", "main weights after, update written")
-        self._around(loop.Loop, "_capture", "all but hooks and updates")
+        self._around(captures.Captures, "_weights", "main weights gathered, before and after")
+        self._around(captures.Captures, "update", "main weights after, update written")
+        self._around(captures.Captures, "gradients", "all but hooks and updates")
         self.inside = False
         """Whether a clock for the whole runs."""
 
