@@ -84,7 +84,7 @@ class Roundings(TorchDispatchMode):
     """
 
     def __init__(self, dtype: str, generator: torch.Generator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves the mode's constructor unannotated
         self.dtype = dtype
         self.unit = UNIT[dtype]
         self.inner = UNIT["fp32"]

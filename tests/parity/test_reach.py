@@ -12,13 +12,15 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.envelope import SAFETY, Envelope
+from harness.parity.envelope import SAFETY, Arithmetic, Envelope
+from harness.store.rundir import flatten
 from tests.parity.conftest import Bench
 from tests.parity.lab import CLEAN, Arm, write_capture
 
 ARM = Arm(engine="native", strategy="optim", updates=())
 EXACT = Arm(engine="single", strategy="no_shard", compute="fp64", main="fp64", ranks=1, k=4, updates=())
 TENSOR = "blocks.0.w_up.weight"
+RUN = Arithmetic.of(flatten(ARM.config()))
 
 
 def knowing(bench: Bench, tmp_path: Path, **moves: float) -> Path:
@@ -74,7 +76,7 @@ def test_a_damaged_reach_is_named(bench: Bench, tmp_path: Path) -> None:
 
 
 def test_few_elements_are_given_more_room_by_what_few_draws_can_tell() -> None:
-    envelope = Envelope(arm=None, control=None, draws=8)  # type: ignore[arg-type]
+    envelope = Envelope(RUN, RUN, draws=8)
     rooms = [envelope._margin(numel) for numel in (1, 2, 4, 16, 32, 1000)]
     assert rooms == sorted(rooms, reverse=True)
     assert rooms[-2:] == [SAFETY, SAFETY]
@@ -86,7 +88,7 @@ def test_few_elements_are_given_more_room_by_what_few_draws_can_tell() -> None:
 @pytest.mark.parametrize("numel", [1, 3, 32])
 def test_the_room_holds_for_errors_drawn_alike(numel: int) -> None:
     """A hundred thousand times: an error as large as the draws were, beyond a bound once in ten thousand at most."""
-    envelope = Envelope(arm=None, control=None, draws=8)  # type: ignore[arg-type]
+    envelope = Envelope(RUN, RUN, draws=8)
     rng = np.random.default_rng(numel)
     squares = rng.chisquare(numel, 100_000), rng.chisquare(8 * numel, 100_000) / 8
     assert np.mean(np.sqrt(squares[0]) > envelope._margin(numel) * np.sqrt(squares[1])) <= 1e-4
