@@ -59,15 +59,28 @@ class Capabilities:
         return f"pip install {flags}{self.package}"
 
 
+_ALL_PAIRS = tuple((inner, outer) for inner in Strategy for outer in OuterStrategy)
 _HYBRID = tuple((inner, OuterStrategy.no_shard) for inner in Strategy if inner is not Strategy.no_shard)
 
 ENGINES: dict[EngineName, Capabilities] = {
     EngineName.native: Capabilities(
         strategies=tuple(Strategy),
+        hybrid=_ALL_PAIRS,
         numerics=tuple(Numerics),
         equal_dtypes=(),
         sums_itself=True,
-        settings=("engine.prefetch", "engine.eager_limit_bytes", "engine.report_nan_in_param_grad"),
+        settings=(
+            "engine.prefetch",
+            "engine.prefetch_limit_bytes",
+            "engine.double_buffer",
+            "engine.unit_min_elements",
+            "engine.accumulate_unsharded",
+            "engine.grad_buffer",
+            "engine.offload_optimizer",
+            "engine.separate_gather_group",
+            "engine.eager_limit_bytes",
+            "engine.report_nan_in_param_grad",
+        ),
     ),
     EngineName.fsdp2: Capabilities(
         strategies=(Strategy.optim_grads, Strategy.optim_grads_params),

@@ -43,7 +43,7 @@ OPTION_SYNONYMS = {
     "cluster": {"cpu": "local", "workstation": "local", "sbatch": "slurm", "submitit": "slurm"},
     "wandb": {"off": "disabled", "false": "disabled", "none": "disabled", "on": "online", "true": "online"},
     "ckpt": {"off": "none", "latest": "last", "newest": "last"},
-    "numerics": {"free": "fast", "bitwise": "ordered", "exact": "ordered"},
+    "numerics": {"free": "fast", "bitwise": "ordered", "integer": "exact", "fixed_point": "exact"},
     "mesh": {"1": "one", "2": "two"},
 }
 """What people call an option elsewhere -> its name here."""

@@ -98,11 +98,20 @@ class Dtype(Enum):
 
 
 class Numerics(Enum):
-    """Promised order of arithmetic: fast (none), deterministic (re-runs), ordered (rank order, across strategies)."""
+    """Promised order of arithmetic: fast (none), deterministic (re-runs), ordered (rank order, across strategies),
+    exact (sums of integers: across strategies, numbers of ranks and hybrid shapes, and with one process)."""
 
     fast = "fast"
     deterministic = "deterministic"
     ordered = "ordered"
+    exact = "exact"
+
+
+class GradBuffer(Enum):
+    """How a backward's gradients come to lie in one flat tensor: written there, or copied together."""
+
+    flat = "flat"
+    concat = "concat"
 
 
 class CkptPolicy(Enum):
@@ -266,6 +275,23 @@ class EngineConfig:
     """A class of your own that implements `harness.engines.protocol.Engine`, as `package.module:Class` (ext)."""
     prefetch: int = 1
     """Units gathered ahead of the one in use (native)."""
+    prefetch_limit_bytes: int | None = None
+    """Most bytes of weights gathered ahead of the unit in use; null: whatever prefetch allows (native)."""
+    double_buffer: bool = False
+    """Two fixed buffers for gathered weights and two for unreduced gradients: nothing is allocated after the first
+    step, and more than two units alive are an error (native)."""
+    unit_min_elements: int = 0
+    """Neighbouring units are joined until they have so many elements; 0 joins none (native)."""
+    accumulate_unsharded: bool = False
+    """Under ZeRO-2 and 3, all microbatches but the last wait unreduced: one reduction a step, for a whole gradient in
+    memory (native)."""
+    grad_buffer: GradBuffer = GradBuffer.flat
+    """flat: autograd writes gradients where they are sent from. concat: it allocates one each, which are copied
+    together when they are reduced, and exist twice for that time (native)."""
+    offload_optimizer: bool = False
+    """Main weights, main gradients and optimizer state lie in host memory, where they are stepped (native)."""
+    separate_gather_group: bool | None = None
+    """Whether gathers have a communicator of their own; null: on CUDA (native)."""
     eager_limit_bytes: int | None = 262_144
     """Bytes a peer up to which gloo sends; longer data is read from the memory of a rank on this host. null: always
     sends (native)."""
@@ -308,7 +334,10 @@ class NumericsConfig:
     """Promise about the order of arithmetic."""
 
     mode: Numerics = Numerics.fast
-    """fast, deterministic or ordered."""
+    """fast, deterministic, ordered or exact."""
+    exact_bits: int = 44
+    """Resolution of the integers that gradients become, 2^-exact_bits (exact); one element of a microbatch stays below
+    2^(62 - exact_bits) over the number of global microbatches."""
 
 
 @dataclass

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from enum import Enum
+from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.derived import accumulate_dtype, global_microbatches
@@ -12,9 +15,12 @@ from harness.config.schema import Config
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Seen, Workload
 from harness.engines.replicated import TORCH_DTYPES
+from harness.engines.sharded import data_parallel_mesh
 from harness.fsdp.api import fully_shard_optimizer
+from harness.fsdp.mesh import Groups
 from harness.fsdp.model import ShardedModel
-from harness.fsdp.policy import MixedPrecisionPolicy, Numerics
+from harness.fsdp.options import OPTIONS
+from harness.fsdp.policy import MixedPrecisionPolicy
 
 
 class NativeEngine(Engine):
@@ -28,8 +34,10 @@ class NativeEngine(Engine):
         workload.materialise_buffers(module, ranks.device)
         self.model = ShardedModel(
             module,
+            groups=_groups(config, ranks),
             unit_modules=workload.unit_classes,
             strategy=config.sharding.strategy.name,
+            outer_strategy=config.sharding.outer.name,
             mixed_precision_policy=MixedPrecisionPolicy(
                 main_params_dtype=TORCH_DTYPES[dtype.main_params],
                 main_grads_dtype=TORCH_DTYPES[dtype.main_grads],
@@ -39,11 +47,11 @@ class NativeEngine(Engine):
             ),
             device=ranks.device,
             grad_divisor=global_microbatches(config),
-            numerics=Numerics(config.numerics.mode.value),
-            prefetch=config.engine.prefetch,
             initial_value=workload.initial_weight,
-            eager_limit_bytes=config.engine.eager_limit_bytes,
-            report_nan_in_param_grad=config.engine.report_nan_in_param_grad,
+            numerics=config.numerics.mode.value,
+            exact_bits=config.numerics.exact_bits,
+            exact_terms=global_microbatches(config),
+            **_options(config),
         )
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in module.named_parameters():
@@ -106,3 +114,16 @@ class NativeEngine(Engine):
     def close(self) -> None:
         """Take hooks off and end threads."""
         self.model.close()
+
+
+def _groups(config: Config, ranks: Ranks) -> Groups:
+    if config.mesh.dp_outer == 1:
+        return Groups()
+    mesh = data_parallel_mesh(config, ranks)
+    return Groups(mesh.get_group("dp_shard"), mesh.get_group("dp_outer"), dist.group.WORLD)
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """Settings of the group `engine` that are the engine's own options, under the same names."""
+    chosen = {name: getattr(config.engine, name) for name in OPTIONS if hasattr(config.engine, name)}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in chosen.items()}

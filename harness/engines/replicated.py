@@ -7,7 +7,7 @@ parameters; autograd brings their gradients back, each cast to the main dtype be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,7 @@ class ReplicatedEngine(Engine):
     def step(self, lr: float) -> float:
         """Clip, update, drop the gradients; returns the norm before clipping."""
         gradients = [gradient for _, gradient in self._gradients()]
-        norm = optim.global_norm(gradients)
+        norm = self._norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
         if coefficient != 1.0:
             for gradient in gradients:
@@ -95,7 +95,11 @@ class ReplicatedEngine(Engine):
 
     def weight_norm(self) -> float:
         """Norm of the main weights, where they lie."""
-        return optim.global_norm(self.weights.values())
+        return self._norm(list(self.weights.values()))
+
+    def _norm(self, tensors: Sequence[Tensor]) -> float:
+        """Euclidean norm over all elements."""
+        return optim.global_norm(tensors)
 
     def seen(self) -> Seen:
         """The user's module; its losses are scaled by 1 / k, which leaves the division by the ranks."""

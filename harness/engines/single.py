@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
 from torch import Tensor
 
 from harness.config.derived import global_microbatches
-from harness.config.schema import Config
+from harness.config.schema import Config, Numerics
 from harness.engines.protocol import Microbatch, Ranks, Seen, Workload
 from harness.engines.replicated import ReplicatedEngine
+from harness.fsdp import exact
+from harness.fsdp.fixed_point import FixedPoint, beyond_message
 
 
 class SingleEngine(ReplicatedEngine):
@@ -23,6 +28,7 @@ class SingleEngine(ReplicatedEngine):
             raise ValueError(f"engine=single is one process, mesh.world_size={ranks.world_size}: set mesh.world_size=1")
         super().__init__(workload, config, ranks, fused=False)
         self.num_microbatches = 0
+        self.sums = IntegerSums(config, self.trained) if config.numerics.mode is Numerics.exact else None
 
     def seen(self) -> Seen:
         """The user's module; its losses are unscaled."""
@@ -34,8 +40,55 @@ class SingleEngine(ReplicatedEngine):
         loss.backward()
         self.num_microbatches += 1
         self.reduced = last
+        if self.sums is not None:
+            self.sums.absorb()
         if last:
-            for _, gradient in self._gradients():
-                gradient.div_(self.num_microbatches)
+            self._average()
             self.num_microbatches = 0
         return loss.detach()
+
+    def _average(self) -> None:
+        if self.sums is not None:
+            self.sums.finish(self.num_microbatches)
+            return
+        for _, gradient in self._gradients():
+            gradient.div_(self.num_microbatches)
+
+    def _norm(self, tensors: Sequence[Tensor]) -> float:
+        if self.sums is None:
+            return super()._norm(tensors)
+        return exact.norm_from_counters(exact.square_counters(tensors, self.ranks.device))
+
+
+class IntegerSums:
+    """Gradients of a step as integers: what numerics=exact makes of them on any number of ranks.
+
+    Raises:
+        OverflowError: at the end of a step, if a gradient could not be written as an integer.
+    """
+
+    def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
+        self.fixed = FixedPoint(config.numerics.exact_bits, global_microbatches(config))
+        self.weights = list(weights.values())
+        device = self.weights[0].device
+        self.sums = [torch.zeros(weight.numel(), dtype=torch.int64, device=device) for weight in self.weights]
+        self.beyond = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Add one microbatch's gradients and drop them."""
+        for weight, total in zip(self.weights, self.sums, strict=True):
+            if weight.grad is not None:
+                self.fixed.encode(weight.grad.reshape(-1), total, self.beyond, add=True)
+                weight.grad = None
+
+    @torch.no_grad()
+    def finish(self, divisor: float) -> None:
+        """Give every weight its averaged gradient, and begin again."""
+        count, _ = int(self.beyond), self.beyond.zero_()
+        for weight, total in zip(self.weights, self.sums, strict=True):
+            weight.grad = torch.empty_like(weight)
+            self.fixed.decode(total, divisor, weight.grad.view(-1))
+            total.zero_()
+        if count:
+            raise OverflowError(beyond_message(count, self.fixed))

@@ -14,7 +14,10 @@ _EXPORTS = {
     "fully_shard_model": "api",
     "fully_shard_optimizer": "api",
     "MixedPrecisionPolicy": "policy",
+    "Groups": "mesh",
     "Numerics": "policy",
+    "Options": "options",
+    "OuterStrategy": "policy",
     "Strategy": "policy",
 }
 

@@ -11,15 +11,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp import optimizer as optim
-from harness.fsdp.arguments import group_of, refuse_unbuilt
+from harness.fsdp.arguments import groups_of, refuse_unbuilt
 from harness.fsdp.buffer import InitialValue
-from harness.fsdp.communicator import EAGER_LIMIT_BYTES
 from harness.fsdp.model import ShardedModel, refuse_state_dict
-from harness.fsdp.policy import MixedPrecisionPolicy, Numerics, Strategy
+from harness.fsdp.options import OPTIONS
+from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
 
 
 def fully_shard_model(
@@ -27,48 +28,66 @@ def fully_shard_model(
     *,
     device_mesh: DeviceMesh | None = None,
     dp_shard_dim: str | None = None,
+    dp_outer_dim: str | None = None,
+    hybrid_fsdp_group: dist.ProcessGroup | None = None,
+    expt_device_mesh: DeviceMesh | None = None,
+    hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
+    fsdp_group_ag: dist.ProcessGroup | None = None,
+    expt_fsdp_group_ag: dist.ProcessGroup | None = None,
     fsdp_unit_modules: Sequence[type[nn.Module] | str] | None = None,
     zero_dp_strategy: Strategy | str | int = 3,
+    outer_dp_sharding_strategy: OuterStrategy | str | int = 0,
     device: torch.device | None = None,
+    init_model_with_meta_device: bool = False,
     mixed_precision_policy: MixedPrecisionPolicy | None = None,
+    sync_model_each_microbatch: bool = True,
     calculate_per_token_loss: bool = False,
     grad_divisor: float | None = None,
-    numerics: Numerics | str = Numerics.fast,
-    prefetch: int = 1,
+    fsdp_double_buffer: bool = False,
     initial_value: InitialValue | None = None,
-    report_nan_in_param_grad: bool = False,
-    eager_limit_bytes: int | None = EAGER_LIMIT_BYTES,
-    **unbuilt: Any,
+    **others: Any,
 ) -> ShardedModel:
-    """Shard a module over one dimension of a device mesh (or over all ranks).
+    """Shard a module over one or two dimensions of a device mesh (or over all ranks).
 
-    Arguments are those of `ShardedModel` under megatron-fsdp's names. `calculate_per_token_loss` sums gradients without
-    dividing them.
+    Arguments are those of `ShardedModel` under megatron-fsdp's names; its options (`harness.fsdp.options.Options`) are
+    taken too. `hybrid_fsdp_group`: all ranks of both dimensions, for which `device_mesh` may have a flattened one; it
+    is made here if it is None. `calculate_per_token_loss` sums gradients without dividing them.
+    `sync_model_each_microbatch` is what `set_model_auto_sync` sets.
 
     Raises:
         NotImplementedError: an argument of megatron-fsdp that is not built asks for something.
         TypeError: an argument neither engine knows.
         ValueError: a value is wrong.
     """
-    refuse_unbuilt(unbuilt)
+    options = {name: others.pop(name) for name in list(others) if name in OPTIONS}
+    refuse_unbuilt(others)
     if calculate_per_token_loss:
         if grad_divisor is not None:
             raise ValueError(f"calculate_per_token_loss=True divides by nothing; drop grad_divisor={grad_divisor}")
         grad_divisor = 1.0
-    return ShardedModel(
+    groups = groups_of(device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, fsdp_group_ag)
+    expert_groups = None
+    if expt_device_mesh is not None:
+        expert_groups = groups_of(
+            expt_device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_expt_group, expt_fsdp_group_ag
+        )
+    model = ShardedModel(
         module,
-        group=group_of(device_mesh, dp_shard_dim),
+        groups=groups,
+        expert_groups=expert_groups,
         unit_modules=fsdp_unit_modules,
         strategy=zero_dp_strategy,
+        outer_strategy=outer_dp_sharding_strategy,
         mixed_precision_policy=mixed_precision_policy,
         device=device,
         grad_divisor=grad_divisor,
-        numerics=numerics,
-        prefetch=prefetch,
         initial_value=initial_value,
-        report_nan_in_param_grad=report_nan_in_param_grad,
-        eager_limit_bytes=eager_limit_bytes,
+        init_on_meta=init_model_with_meta_device,
+        double_buffer=fsdp_double_buffer,
+        **options,
     )
+    model.set_model_auto_sync(sync_model_each_microbatch)
+    return model
 
 
 def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -82,7 +101,7 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer)
     """
     if model._sharded_optimizer is not None:
         raise ValueError("the model has an optimizer already; put all parameter groups into one")
-    sharded = optim.ShardedOptimizer(optimizer, model.buckets, model._comm, model.numerics)
+    sharded = optim.ShardedOptimizer(optimizer, model.buckets, model.numerics)
     model._sharded_optimizer = sharded
 
     def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

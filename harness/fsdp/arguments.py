@@ -10,27 +10,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.fsdp.mesh import Groups
 from harness.fsdp.policy import refuse_renamed
 
 UNBUILT = {
-    "dp_outer_dim": None,
     "tp_dim": None,
-    "hybrid_fsdp_group": None,
-    "hybrid_fsdp_expt_group": None,
-    "expt_device_mesh": None,
-    "fsdp_group_ag": None,
-    "expt_fsdp_group_ag": None,
-    "outer_dp_sharding_strategy": 0,
-    "init_model_with_meta_device": False,
     "overlap_grad_reduce": True,
     "overlap_param_gather": True,
-    "sync_model_each_microbatch": True,
     "preproc_state_dict_for_dcp_ckpt": True,
     "average_in_collective": False,
     "disable_bucketing": False,
     "keep_fp8_transpose_cache": False,
     "nccl_ub": False,
-    "fsdp_double_buffer": False,
     "fsdp_db_use_persist_buf_on_alloc_fail": False,
     "disable_symmetric_registration": False,
     "enable_fine_grained_param_gather": False,
@@ -76,19 +67,42 @@ def refuse_unbuilt(arguments: Mapping[str, Any]) -> None:
             raise NotImplementedError(f"{name}={value!r} is not built; only {name}={UNBUILT[name]!r} is accepted")
 
 
-def group_of(mesh: DeviceMesh | None, dim: str | None) -> dist.ProcessGroup | None:
-    """The process group of one dimension of a mesh; None, the default group, without a mesh.
+def groups_of(
+    mesh: DeviceMesh | None,
+    inner: str | None,
+    outer: str | None,
+    everyone: dist.ProcessGroup | None = None,
+    gather: dist.ProcessGroup | None = None,
+) -> Groups:
+    """The process groups of one or two dimensions of a mesh; the default group without a mesh.
+
+    Args:
+        inner, outer: names of dimensions. everyone: of all ranks of both; made where it is None (*collective*).
 
     Raises:
         ValueError: the mesh has no such dimension, or there is no mesh.
     """
     if mesh is None:
-        if dim is not None:
-            raise ValueError(f"dp_shard_dim={dim!r} names a mesh dimension, but device_mesh is None")
-        return None
+        for argument, name in (("dp_shard_dim", inner), ("dp_outer_dim", outer)):
+            if name is not None:
+                raise ValueError(f"{argument}={name!r} names a mesh dimension, but device_mesh is None")
+        if everyone is not None:
+            raise ValueError("hybrid_fsdp_group needs device_mesh and dp_outer_dim beside it")
+        return Groups(gather=gather)
+    shard = mesh.get_group() if inner is None and mesh.ndim == 1 else mesh.get_group(_dim(mesh, "dp_shard_dim", inner))
+    if outer is None:
+        if everyone is not None:
+            raise ValueError("hybrid_fsdp_group was given without dp_outer_dim; give both, or neither")
+        return Groups(shard, gather=gather)
+    replicas = mesh.get_group(_dim(mesh, "dp_outer_dim", outer))
+    if everyone is None:
+        flat = mesh[(outer, _dim(mesh, "dp_shard_dim", inner))]._flatten()
+        everyone = flat.get_group()
+    return Groups(shard, replicas, everyone, gather)
+
+
+def _dim(mesh: DeviceMesh, argument: str, name: str | None) -> str:
     names = mesh.mesh_dim_names or ()
-    if dim is None and mesh.ndim == 1:
-        return mesh.get_group()
-    if dim not in names:
-        raise ValueError(f"dp_shard_dim={dim!r} is not a dimension of the device mesh; it has {', '.join(names)}")
-    return mesh.get_group(dim)
+    if name is None or name not in names:
+        raise ValueError(f"{argument}={name!r} is not a dimension of the device mesh; it has {', '.join(names)}")
+    return name

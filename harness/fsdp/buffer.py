@@ -1,4 +1,4 @@
-"""One bucket's storage: flat tensors over a layout, and views of them. Nothing here copies behind the caller's back.
+"""One bucket's weights: flat tensors over a layout, and views of them. Nothing here copies behind the caller's back.
 
 [Note: Four roles] A bucket holds compute weights, main weights and main gradients, each whole or as this rank's shard:
 
@@ -9,28 +9,32 @@
 | optim_grads          | whole           | shard        | shard          |
 | optim_grads_params   | while in use    | shard        | shard          |
 
-Where main and compute dtype are one, the main weights *are* (a part of) the whole compute weights. Under
-optim_grads_params no compute shard is kept: a gather casts the main shard into this rank's place of the bucket.
-A frozen bucket has weights only, stored once in the compute dtype.
+A shard is one of the inner axis. Where the outer axis splits the optimizer state, main weights are 1/outer of what this
+table says, and under optim_grads_params the compute weights of the whole inner shard are kept beside them, so that only
+one gather a step goes over the outer axis (see [Note: Two axes]).
 
-[Note: First gradients] Flat gradient storage is not zeroed for autograd to add to: a parameter has no `.grad` until its
-first gradient of a bucket has arrived, which is copied over whatever its place held. Later ones are added in place.
-What never came is zeroed when the bucket is handed over. That saves a pass of writing and one of reading over all
-gradients.
+Where main and compute dtype are one, the main weights *are* (a part of) the compute weights that are kept. Under
+optim_grads_params without an outer split no compute shard is kept: a gather casts the main shard into this rank's place
+of the bucket. A frozen bucket has weights only, stored once in the compute dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.layout import BucketLayout, ParamSpec, Slot, plan_bucket
-from harness.fsdp.memory import BucketMemory, placeholder
+from harness.fsdp.communicator import Pending
+from harness.fsdp.cuts import Cuts
+from harness.fsdp.gradients import GradientPlan, Gradients, view_of
+from harness.fsdp.labels import OUTER, Label
+from harness.fsdp.layout import LocalSlice, ParamSpec, Slot, plan_bucket
+from harness.fsdp.memory import placeholder
+from harness.fsdp.mesh import Mesh
 from harness.fsdp.parts import Part
-from harness.fsdp.policy import Dtypes, Strategy
+from harness.fsdp.policy import Dtypes, OuterStrategy
 
 InitialValue = Callable[[str, torch.Size], Tensor]
 """Full value of the parameter with this name; any dtype and device, shape as asked."""
@@ -42,25 +46,39 @@ class BucketKey:
 
     dtype: torch.dtype
     trainable: bool
+    expert: bool = False
+
+    @property
+    def label(self) -> str:
+        """How it is told apart within its unit."""
+        marks = ("" if self.trainable else "/frozen") + ("/experts" if self.expert else "")
+        return str(self.dtype).removeprefix("torch.") + marks
 
 
 @dataclass(frozen=True)
 class BucketContext:
-    """What all buckets of a model share."""
+    """What all buckets of one mesh share.
 
-    strategy: Strategy
-    rank: int
-    num_ranks: int
-    memory: BucketMemory
+    plan: how gradients wait, and the inner strategy. outer: what the outer axis splits.
+    """
+
+    plan: GradientPlan
+    mesh: Mesh
+    outer: OuterStrategy = OuterStrategy.no_shard
+
+    @property
+    def main_device(self) -> torch.device:
+        """Where main weights, main gradients and optimizer state lie."""
+        return self.plan.offload or self.plan.memory.device
 
 
 class Bucket:
-    """Parameters of one unit with one compute dtype, all trained or all frozen.
+    """Parameters of one unit with one compute dtype, all trained or all frozen, all dense or all of experts.
 
     Args:
-        name: unit and dtype, used in labels and messages.
+        name: unit and key, used in labels and messages.
         params: first names and parameters; their data is replaced.
-        initial: full value of each parameter.
+        initial: full value of each parameter; None leaves zeros for `set_value`.
     """
 
     def __init__(
@@ -70,90 +88,182 @@ class Bucket:
         params: list[tuple[str, nn.Parameter]],
         dtypes: Dtypes,
         context: BucketContext,
-        initial: InitialValue,
+        initial: InitialValue | None,
     ) -> None:
         self.name = name
+        self.key = key
         self.dtypes = dtypes
         self.trainable = key.trainable
         self.params = params
         self.context = context
-        split = context.strategy.shards_optimizer and (self.trainable or context.strategy.shards_params)
-        specs = [ParamSpec(each, tuple(param.shape)) for each, param in params]
-        self.layout: BucketLayout = plan_bucket(specs, context.num_ranks if split else 1, dtypes.align_elements)
-        self.rank = context.rank if split else 0
-        self._build_weights(initial)
-        self._build_gradients()
+        self.strategy = context.plan.strategy
+        self.memory = context.plan.memory
+        self.cuts = self._cut()
+        self.layout = self.cuts.layout
+        self._build_weights()
+        self.gradients: Gradients | None = None
+        if self.trainable:
+            self.gradients = Gradients(name, [param for _, param in params], self.cuts, dtypes, context.plan)
+        for slot, (each, param) in zip(self.layout.slots, params, strict=True):
+            if initial is not None:
+                self.set_value(slot, initial(each, param.shape))
         self.point_at_weights()
-        self.drop_grads()
-        self._versions = [param._version for _, param in params]
+        self._versions: list[int] = []
+        self.forget_edits()
+
+    def _cut(self) -> Cuts:
+        place = self.context.mesh.place
+        inner = self.strategy.shards_optimizer and (self.trainable or self.strategy.shards_params)
+        outer = self.context.outer is OuterStrategy.optim and self.trainable
+        specs = [ParamSpec(each, tuple(param.shape)) for each, param in self.params]
+        num_outer = place.outer_size if outer else 1
+        num_ranks = (place.inner_size if inner else 1) * num_outer
+        layout = plan_bucket(specs, num_ranks, self.dtypes.align_elements, num_outer)
+        return Cuts(layout, place, splits_inner=inner, splits_outer=outer and place.outer_size > 1)
+
+    @property
+    def is_whole_everywhere(self) -> bool:
+        """Whether every rank of the model keeps all of its main weights."""
+        return not (self.cuts.splits_inner or self.cuts.splits_outer or self.key.expert)
 
     # -- weights -------------------------------------------------------------------------------------------------
 
-    def _build_weights(self, initial: InitialValue) -> None:
-        memory, layout = self.context.memory, self.layout
+    def _build_weights(self) -> None:
+        layout, memory, cuts = self.layout, self.memory, self.cuts
         stored = self.dtypes.main if self.trainable else self.dtypes.compute
-        make = torch.zeros if self.resident else torch.empty
-        self.compute = make(layout.bucket_numel, dtype=self.dtypes.compute, device=memory.device)
-        self._views = [self._view(self.compute, slot) for slot in layout.slots]
+        self.compute = memory.bucket(layout.bucket_numel, self.dtypes.compute, resident=self.resident)
+        self._views = [view_of(self.compute, layout.bucket_range(slot)[0], slot) for slot in layout.slots]
         if not self.resident:
-            self.compute.untyped_storage().resize_(0)
+            memory.empty(self.compute)
         self._placeholders = [placeholder(p.shape, self.dtypes.compute, memory.device) for _, p in self.params]
-        self.main_is_compute = stored == self.dtypes.compute and not self.context.strategy.shards_params
+        self.kept: Tensor | None = None
+        """Compute weights of this inner shard, where the outer axis splits the main weights and they are not whole."""
+        if cuts.splits_outer and not self.resident:
+            self.kept = memory.persistent(layout.inner_numel, self.dtypes.compute)
+        self.main_is_compute = (
+            stored == self.dtypes.compute
+            and (self.resident or self.kept is not None)
+            and (self.context.plan.offload is None or not self.trainable)
+        )
+        self.main_storage: Tensor | None = None
         if self.main_is_compute:
-            self.main_pieces = self.own_pieces(self.compute)
-            self.main_storage: Tensor | None = None
+            self.main_pieces = cuts.own(self.kept_pieces)
         else:
-            self.main_storage = torch.zeros(layout.shard_numel, dtype=stored, device=memory.device)
-            self.main_pieces = self.shard_pieces(self.main_storage)
-        for slot, (name, param) in zip(layout.slots, self.params, strict=True):
-            self._set_initial(slot, initial(name, param.shape))
+            device = self.context.main_device if self.trainable else memory.device
+            self.main_storage = torch.zeros(layout.shard_numel, dtype=stored, device=device)
+            self.main_pieces = cuts.pieces_of_own(self.main_storage)
 
-    def _set_initial(self, slot: Slot, value: Tensor) -> None:
-        """Put a parameter's full value into main and, where they are kept whole, compute weights."""
+    @property
+    def kept_pieces(self) -> list[Tensor]:
+        """Compute weights of this inner rank that are there between uses, a segment each."""
+        if self.kept is not None:
+            return self.cuts.pieces_of_inner(self.kept)
+        return self.cuts.inner_pieces(self.compute)
+
+    def set_value(self, slot: Slot, value: Tensor) -> None:
+        """Put a parameter's full value into main and, where they are kept, compute weights."""
         if tuple(value.shape) != slot.spec.shape:
             raise ValueError(f"initial value of {slot.spec.name} has shape {tuple(value.shape)}, not {slot.spec.shape}")
         flat = value.detach().reshape(-1)
-        local = self.layout.local_slice(slot, self.rank)
+        local = self.layout.local_slice(slot, self.cuts.position)
         piece = self.main_pieces[local.segment]
         piece[local.offset : local.offset + local.numel].copy_(flat[local.start : local.end])
-        if not self.context.strategy.shards_params:
+        through = flat.to(self.main_pieces[0].dtype)
+        if self.resident:
             begin, end = self.layout.bucket_range(slot)
-            self.compute[begin:end].copy_(flat.to(self.main_pieces[0].dtype))
+            self.compute[begin:end].copy_(through)
+        elif self.kept is not None:
+            pieces = self.kept_pieces
+            for local in self.inner_slices(slot):
+                pieces[local.segment][local.offset : local.offset + local.numel].copy_(through[local.start : local.end])
+
+    def inner_slices(self, slot: Slot) -> list[LocalSlice]:
+        """What this inner rank keeps of a parameter; offsets are within its inner piece."""
+        place, outer = self.cuts.place, self.layout.outer
+        first = (place.inner_rank if self.cuts.splits_inner else 0) * outer
+        found = []
+        for step in range(outer):
+            local = self.layout.local_slice(slot, first + step)
+            shift = step * self.layout.segments[local.segment].shard_numel
+            found.append(replace(local, offset=local.offset + shift))
+        return found
 
     @property
     def resident(self) -> bool:
         """Whether compute weights are kept whole between uses."""
-        return not self.context.strategy.shards_params
+        return not self.strategy.shards_params
+
+    def fill_kept(self) -> None:
+        """Cast this rank's main weights into the compute weights that are kept."""
+        if not self.main_is_compute and (self.resident or self.kept is not None):
+            for target, piece in zip(self.cuts.own(self.kept_pieces), self.main_pieces, strict=True):
+                target.copy_(piece)
+
+    def given(self) -> list[Tensor]:
+        """What this rank gives to a gather of the weights, in the compute dtype, a segment each."""
+        if self.kept is not None:
+            return self.kept_pieces
+        return [piece.detach().to(self.compute.device, self.dtypes.compute) for piece in self.main_pieces]
+
+    @property
+    def gives_copies(self) -> bool:
+        """Whether that takes memory of its own."""
+        return self.kept is None and (
+            self.dtypes.compute != self.dtypes.main or self.context.main_device != self.memory.device
+        )
 
     def fill_own(self) -> None:
-        """Cast this rank's main weights into its place of the compute bucket."""
-        if not self.main_is_compute:
-            for target, piece in zip(self.own_pieces(self.compute), self.main_pieces, strict=True):
-                target.copy_(piece)
+        """Put what this rank gives into its place of the whole compute weights."""
+        sources = self.main_pieces if self.kept is None else self.kept_pieces
+        for target, piece in zip(self.cuts.inner_pieces(self.compute), sources, strict=True):
+            target.copy_(piece)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the weights could be given storage now, and be told apart from those of other units."""
+        return self.memory.has_room(self.compute)
 
     def allocate_weights(self) -> None:
         """Give a released bucket storage; contents undefined until gathered."""
-        self.context.memory.refill(self.compute)
+        self.memory.refill(self.compute)
 
     def point_at_weights(self) -> None:
         """Let parameters be views of the compute bucket, or of one NaN while it has no storage."""
-        hollow = self.compute.untyped_storage().nbytes() == 0 and self.compute.numel() > 0
+        hollow = not self.memory.is_filled(self.compute)
         for (_, param), view, nothing in zip(self.params, self._views, self._placeholders, strict=True):
             param.data = nothing if hollow else view
 
     def release_weights(self) -> None:
         """Drop gathered weights; parameters become NaN placeholders."""
-        self.context.memory.free(self.compute)
+        self.memory.free(self.compute)
         self.point_at_weights()
 
     @property
     def gathered_bytes(self) -> int:
         """Bytes that every rank gives to a gather of the weights."""
-        return sum(segment.shard_numel for segment in self.layout.segments) * self.dtypes.compute.itemsize
+        return sum(segment.inner_numel for segment in self.layout.segments) * self.dtypes.compute.itemsize
+
+    def gather_pieces(self, whole: Tensor | None, inner: Sequence[Tensor], what: str = "") -> list[Pending]:
+        """Bring every rank's own pieces together: along the outer axis into `inner`, then the inner one into `whole`.
+
+        When this returns the first have come in and the second are under way. See [Note: Two axes]. *Collective.*
+
+        Args:
+            whole: None where the second is made later, unit by unit.
+            what: added to the bucket's name in the label.
+        """
+        mesh, name = self.context.mesh, f"{self.name} {what}".rstrip()
+        found: list[Pending] = []
+        if self.cuts.splits_outer and mesh.outer is not None:
+            found.append(mesh.outer.all_gather(self.cuts.outer(inner), Label("all_gather", name + OUTER)))
+            found[0].receive()
+        if whole is not None and (self.cuts.splits_inner or self.cuts.splits_outer):
+            found.append(mesh.gather.all_gather(self.cuts.inner(whole), Label("all_gather", name)))
+        return found
 
     def weight_parts(self) -> list[Part]:
-        """The compute bucket cut for an all-gather."""
-        return self.segment_parts(self.compute)
+        """The compute bucket cut for an all-gather of the inner axis."""
+        return self.cuts.inner(self.compute)
 
     def check_untouched(self) -> None:
         """Raise RuntimeError where somebody froze, unfroze, moved, cast or edited a parameter after it was sharded."""
@@ -166,6 +276,10 @@ class Bucket:
             else:
                 continue
             raise RuntimeError(f"parameter {name} was changed after sharding: {change}; change it before sharding")
+
+    def forget_edits(self) -> None:
+        """Take parameters as they are now for unedited: the engine itself has written to them."""
+        self._versions = [param._version for _, param in self.params]
 
     def check_unedited(self) -> None:
         """Raise RuntimeError where a parameter was edited in place and the next update would lose it.
@@ -180,176 +294,35 @@ class Bucket:
                     " know, and would overwrite it with the next update; edit it before sharding"
                 )
 
-    # -- gradients -----------------------------------------------------------------------------------------------
-
-    def _build_gradients(self) -> None:
-        self.grad_bucket: Tensor | None = None
-        self.holds_sums = False
-        self._unwritten: set[int] = set()
-        if not self.trainable:
-            self.grad_pieces: list[Tensor] = []
-            self.main_grads: Tensor | None = None
-            return
-        whole = not self.context.strategy.shards_grads
-        numel = self.layout.bucket_numel if whole else self.layout.shard_numel
-        make = torch.zeros if whole else torch.empty
-        self.main_grads = make(numel, dtype=self.dtypes.grads, device=self.context.memory.device)
-        self.grad_pieces = self.own_pieces(self.main_grads) if whole else self.shard_pieces(self.main_grads)
-        if whole:
-            self._view_gradients(self.main_grads)
-        else:
-            self.main_grads.untyped_storage().resize_(0)
-
-    def claim_main_grads(self) -> bool:
-        """Give the main gradients storage for the sums of a reduction; whether they hold sums to add to already."""
-        held, self.holds_sums = self.holds_sums, True
-        if not held and not self.accumulates_whole and self.main_grads is not None:
-            self.main_grads.untyped_storage().resize_(self.main_grads.numel() * self.main_grads.itemsize)
-        return held and not self.accumulates_whole
-
-    def settle_main_grads(self) -> None:
-        """Let the main gradients of a step without a backward be zeros."""
-        self.settle_gradients()
-        if self.trainable and not self.accumulates_whole and not self.holds_sums:
-            self.claim_main_grads()
-            for piece in self.grad_pieces:
-                piece.zero_()
-
-    def _view_gradients(self, bucket: Tensor) -> None:
-        """Let `bucket` take gradients, whatever it holds now; see [Note: First gradients]."""
-        self.grad_bucket = bucket
-        self._grad_views = [self._view(bucket, slot) for slot in self.layout.slots]
-        self._unwritten = set(range(len(self.params)))
-
     @property
-    def accumulates_whole(self) -> bool:
-        """Whether microbatches add up in a whole gradient buffer before anything is reduced."""
-        return self.trainable and not self.context.strategy.shards_grads
-
-    def expect_gradients(self) -> None:
-        """Have autograd bring gradients in the dtype they are kept in; storage is found when the first one arrives."""
-        dtype = self.dtypes.grads if self.accumulates_whole else self.dtypes.wire
-        for _, param in self.params:
-            if param.grad is None and param.grad_dtype != dtype:
-                param.grad_dtype = dtype
-
-    def prepare_gradients(self) -> None:
-        """Find flat storage for the gradients of this backward, and bring in those that are here already."""
-        if self.grad_bucket is None:
-            bucket = self.context.memory.take(self.layout.bucket_numel, self.dtypes.wire)
-            for begin, end in self.layout.gaps:
-                bucket[begin:end].zero_()
-            self._view_gradients(bucket)
-        for index, (_, param) in enumerate(self.params):
-            if param.grad is not None or index not in self._unwritten:
-                self.adopt_gradient(index)
-        self.expect_gradients()
-
-    def adopt_gradient(self, index: int) -> None:
-        """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket."""
-        _adopt(self.params[index][1], self._grad_views[index], fresh=index in self._unwritten)
-        self._unwritten.discard(index)
-
-    def take_gradients(self) -> Tensor:
-        """Hand over the unreduced gradients; parameters lose `.grad` unless that is the main gradient itself."""
-        bucket = self.grad_bucket
-        if bucket is None:
-            raise RuntimeError(f"bucket {self.name} has no gradients to reduce")
-        self.settle_gradients()
-        if not self.accumulates_whole:
-            self.grad_bucket = None
-            self._grad_views = []
-            self.drop_grads()
-        return bucket
-
-    def settle_gradients(self) -> None:
-        """Zero the places of parameters that no gradient came for."""
-        for index in self._unwritten:
-            self._grad_views[index].zero_()
-        self._unwritten = set()
-
-    def drop_grads(self) -> None:
-        """Set every parameter's `.grad` to None."""
-        for _, param in self.params:
-            param.grad = None
-
-    def zero_gradients(self) -> None:
-        """Forget all accumulated gradients; a shard of them gives its memory back."""
-        if self.main_grads is not None and self.accumulates_whole:
-            self._view_gradients(self.main_grads)
-        elif self.main_grads is not None:
-            self.main_grads.untyped_storage().resize_(0)
-        if self.trainable:
-            self.drop_grads()  # a backward that was refused may have left one; views come back with the next backward
-        self.holds_sums = False
-
-    def discard_unreduced(self) -> None:
-        """Drop what a backward that failed left in the temporary bucket."""
-        if self.trainable and not self.accumulates_whole and self.grad_bucket is not None:
-            self.context.memory.free(self.take_gradients())
+    def grad_pieces(self) -> list[Tensor]:
+        """This rank's main gradients, a segment each; none of a frozen bucket."""
+        return [] if self.gradients is None else self.gradients.main_pieces
 
     # -- views ---------------------------------------------------------------------------------------------------
 
-    def segment_parts(self, bucket: Tensor) -> list[Part]:
-        """A whole bucket cut by segment and owner."""
-        parts = []
-        for segment in self.layout.segments:
-            begin = segment.bucket_offset
-            bounds = tuple(rank * segment.shard_numel for rank in range(segment.num_ranks + 1))
-            parts.append(Part(bucket[begin : begin + segment.numel], bounds))
-        return parts
-
-    def own_pieces(self, bucket: Tensor) -> list[Tensor]:
-        """This rank's piece of each segment of a whole bucket."""
-        return [part.chunk(self.rank) for part in self.segment_parts(bucket)]
-
-    def shard_pieces(self, shard: Tensor) -> list[Tensor]:
-        """The pieces of each segment in a shard."""
-        return [shard[s.shard_offset : s.shard_offset + s.shard_numel] for s in self.layout.segments]
-
-    def _view(self, bucket: Tensor, slot: Slot) -> Tensor:
-        begin, _ = self.layout.bucket_range(slot)
-        return bucket.as_strided(slot.spec.shape, _contiguous(slot.spec.shape), begin)
-
     def named_slices(self, bucket: Tensor) -> list[tuple[str, Tensor]]:
         """Every parameter's name and its view of a whole bucket."""
-        return [(slot.spec.name, self._view(bucket, slot)) for slot in self.layout.slots]
+        return [
+            (slot.spec.name, view_of(bucket, self.layout.bucket_range(slot)[0], slot)) for slot in self.layout.slots
+        ]
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes this rank keeps until a step's gradients are forgotten, by role; padding is counted apart."""
         layout = self.layout
-        whole, shard = layout.param_numel, layout.param_numel_on(self.rank)
+        own = layout.param_numel_on(self.cuts.position)
+        inner = sum(local.numel for slot in layout.slots for local in self.inner_slices(slot))
         padding = 0
         roles = {"compute_weights": 0, "main_weights": 0, "main_grads": 0}
         for role, tensor, numel in (
-            ("compute_weights", self.compute if self.resident else None, whole),
-            ("main_weights", self.main_storage, shard),
-            ("main_grads", self.main_grads, whole if self.accumulates_whole else shard),
+            ("compute_weights", self.compute if self.resident else None, layout.param_numel),
+            ("compute_weights", self.kept, inner),
+            ("main_weights", self.main_storage, own),
         ):
             if tensor is not None:
-                roles[role] = numel * tensor.itemsize
+                roles[role] += numel * tensor.itemsize
                 padding += (tensor.numel() - numel) * tensor.itemsize
+        if self.gradients is not None:
+            roles["main_grads"], more = self.gradients.bytes_kept(own, inner)
+            padding += more
         return roles | {"padding": padding}
-
-
-def _adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
-    """Let `view` be the gradient of a parameter; one that autograd put elsewhere is moved there (`fresh`) or added."""
-    early = param.grad
-    if early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
-        return
-    if param.grad_dtype != view.dtype:
-        param.grad = None
-        param.grad_dtype = view.dtype
-    param.grad = view
-    if fresh:
-        view.zero_() if early is None else view.copy_(early.detach())
-    elif early is not None:
-        view.add_(early.detach())
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))

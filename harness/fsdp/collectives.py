@@ -1,9 +1,10 @@
 """Gather and reduce under a dtype policy, on any backend.
 
 [Note: Four verbs] A reduction turns the unreduced gradients of a bucket into this rank's share of their sum. It is one
-object with four verbs: *encode* (gradient to wire dtype), *exchange* (issue the traffic), *fold* (wire into the main
-gradient, summed in the accumulate dtype) and *finish* (scale, once). How sums are made differs between the classes
-below; the pipelines never ask which one they hold.
+object with four verbs: *encode* (gradient to wire), *exchange* (issue the traffic), *fold* (wire into the sums, made in
+the accumulate dtype) and *finish* (sums to main gradients, scaled once). What a gradient is on the way (a
+floating-point number or an integer) is said in `harness.fsdp.numbers`, how sums are made by the classes below; the
+pipelines never ask which one they hold.
 
 [Note: Own exchange] Where a backend would sum in the wire dtype, or in an order of its own, contributions are sent to
 the rank that owns them and summed there in rank order. On gloo this is always so: its reduce-scatter is an all-reduce
@@ -27,7 +28,8 @@ from torch import Tensor
 from harness.fsdp import labels
 from harness.fsdp.communicator import Communicator, Pending
 from harness.fsdp.labels import Label
-from harness.fsdp.parts import Part, packed, worth_packing
+from harness.fsdp.numbers import Floating, Numbers
+from harness.fsdp.parts import Part, evenly_covered, packed, worth_packing
 from harness.fsdp.peer_memory import Laid, lay_out
 from harness.fsdp.policy import Dtypes, Numerics
 
@@ -57,13 +59,17 @@ class Exchange:
 class Reduction(ABC):
     """See [Note: Four verbs]."""
 
-    def __init__(self, comm: Communicator, dtypes: Dtypes) -> None:
+    def __init__(
+        self, comm: Communicator, dtypes: Dtypes, numbers: Numbers | None = None, *, legs_apart: bool = False
+    ) -> None:
         self.comm = comm
         self.dtypes = dtypes
+        self.numbers: Numbers = numbers or Floating(dtypes)
+        self.legs_apart = legs_apart
 
     def encode(self, gradients: Tensor) -> Tensor:
-        """Gradients in the wire dtype: the same tensor where they already have it."""
-        return gradients.to(self.dtypes.wire)
+        """Gradients, or sums of them, as they are sent: the same tensor where they already are."""
+        return self.numbers.encode(gradients)
 
     @abstractmethod
     def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
@@ -77,15 +83,13 @@ class Reduction(ABC):
         for them; `exchange.pending` tells when they have.
         """
 
-    def spread(self, exchange: Exchange, whole: Part) -> Pending:
-        """Second leg of an all-reduce, after `fold`: give every rank the whole sum, in the main gradients' dtype."""
-        return self.comm.second_leg([whole], exchange.label)
+    def spread(self, exchange: Exchange, whole: Sequence[Part]) -> Pending:
+        """Second leg of an all-reduce, after `fold`: give every rank the whole sums, cut as they were made."""
+        return self.comm.second_leg(whole, exchange.label)
 
-    def finish(self, gradients: Sequence[Tensor], factor: float) -> None:
-        """Scale the summed gradients, in place: once a step, by the last fold or after it."""
-        if factor != 1.0:
-            for gradient in gradients:
-                gradient.mul_(factor)
+    def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
+        """Turn sums into main gradients (the same tensors, or others), scaled: once a step."""
+        self.numbers.finish(sums, main, factor)
 
 
 class PeerReduction(Reduction):
@@ -129,7 +133,7 @@ class PeerReduction(Reduction):
         self._fold(exchange, [total], 1.0, add=False)
         for target, summed in zip(into, total.split([each.numel() for each in into]), strict=True):
             (target.add_ if add else target.copy_)(summed)
-        self.finish(into, exchange.factor)
+        _scale(into, exchange.factor)
 
     def _fold(self, exchange: Exchange, into: list[Tensor], factor: float, *, add: bool) -> None:
         todo = [
@@ -190,8 +194,7 @@ class ExchangeReduction(Reduction):
             for part in parts:
                 own = part.sizes[comm.rank]
                 received = part.tensor.new_empty(own * comm.size)
-                sent = part.tensor[: part.bounds[-1]]
-                work = comm.group.alltoall_base(received, sent, [own] * comm.size, part.sizes)
+                work = comm.group.alltoall_base(received, _together(part), [own] * comm.size, part.sizes)
                 exchange.received.append(received)
                 exchange.pending.incoming.append(work)
         return exchange
@@ -208,7 +211,14 @@ class ExchangeReduction(Reduction):
 
 
 class NativeReduction(Reduction):
-    """The backend's own reduce-scatter or all-reduce. For NCCL where the wire has the sum's dtype, fp32 or wider."""
+    """The backend's own reduce-scatter and all-reduce: NCCL's, where the wire has the sum's dtype (fp32, fp64, int64).
+
+    Where an outer reduction comes between the two legs of an all-reduce, it is made of a reduce-scatter and an
+    all-gather; else it is the backend's own, which a switch may make (NVLS, SHARP).
+    """
+
+    def _is_one_call(self, label: Label) -> bool:
+        return label.kind == "all_reduce" and not self.legs_apart
 
     def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         comm = self.comm
@@ -216,40 +226,68 @@ class NativeReduction(Reduction):
         if comm.size == 1:
             return exchange
         with labels.begin(label):
-            if label.kind == "all_reduce":
+            if self._is_one_call(label):
                 exchange.pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
-            else:
-                outputs = [part.chunk(comm.rank) for part in parts]
-                inputs = [part.tensor for part in parts]
+                return exchange
+            outputs = [part.chunk(comm.rank) for part in parts]
+            inputs = evenly_covered(parts)
+            if inputs is not None:
                 exchange.pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
+            else:
+                chunks = [[part.chunk(rank) for rank in range(comm.size)] for part in parts]
+                works = [comm.group.reduce_scatter([out], [each]) for out, each in zip(outputs, chunks, strict=True)]
+                exchange.pending.incoming = works
         return exchange
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         exchange.pending.wait()
+        if self._is_one_call(exchange.label):
+            return
         for part, target in zip(exchange.parts, into, strict=True):
             own = part.chunk(self.comm.rank)
             if add:
                 target.add_(own)
             elif target.data_ptr() != own.data_ptr():
                 target.copy_(own)
-        if exchange.label.kind != "all_reduce":
-            self.finish(into, exchange.factor)
+        _scale(into, exchange.factor)
 
-    def spread(self, exchange: Exchange, whole: Part) -> Pending:
-        summed = exchange.parts[0].tensor
-        if summed.data_ptr() != whole.tensor.data_ptr():
-            whole.tensor.copy_(summed)
-        self.finish([whole.tensor], exchange.factor)
+    def spread(self, exchange: Exchange, whole: Sequence[Part]) -> Pending:
+        if not self._is_one_call(exchange.label):
+            return super().spread(exchange, whole)
+        for part, target in zip(exchange.parts, whole, strict=True):
+            if part.tensor.data_ptr() != target.tensor.data_ptr():
+                target.tensor.copy_(part.tensor)
+            _scale([target.tensor], exchange.factor)
         return Pending([])
 
 
-def make_reduction(comm: Communicator, dtypes: Dtypes, numerics: Numerics) -> Reduction:
-    """Choose how sums are made for one group, dtype policy and promise."""
+def make_reduction(
+    comm: Communicator, dtypes: Dtypes, numerics: Numerics, numbers: Numbers | None = None, *, legs_apart: bool = False
+) -> Reduction:
+    """Choose how sums are made for one group, dtype policy and promise.
+
+    Args:
+        numbers: what gradients are on the way; None: floating-point numbers of `dtypes`.
+        legs_apart: whether something comes between the two legs of an all-reduce.
+    """
+    kind: type[Reduction] = NativeReduction
     if comm.by_peers:
-        return PeerReduction(comm, dtypes)
-    if numerics.bitwise or not dtypes.sums_as_sent:
-        return ExchangeReduction(comm, dtypes)
-    return NativeReduction(comm, dtypes)
+        kind = PeerReduction
+    elif numerics is not Numerics.exact and (numerics.bitwise or not dtypes.sums_as_sent):
+        kind = ExchangeReduction
+    return kind(comm, dtypes, numbers, legs_apart=legs_apart)
+
+
+def _together(part: Part) -> Tensor:
+    """All chunks of a part as one contiguous tensor, copied where they lie apart."""
+    covered = part.covered
+    return covered if covered is not None else torch.cat([part.chunk(rank) for rank in range(len(part.spans))])
+
+
+def _scale(tensors: Sequence[Tensor], factor: float) -> None:
+    if factor != 1.0:
+        for tensor in tensors:
+            tensor.mul_(factor)
 
 
 def _sum_in_order(

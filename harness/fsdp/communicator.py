@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.fsdp import labels
 from harness.fsdp.device import DeviceRuntime
 from harness.fsdp.labels import Label
-from harness.fsdp.parts import Part, packed, unpack, worth_packing
+from harness.fsdp.parts import Part, evenly_covered, packed, unpack, worth_packing
 from harness.fsdp.peer_memory import Laid, PeerMemory, lay_out, meet
 
 EAGER_LIMIT_BYTES = 1 << 18
@@ -113,8 +113,8 @@ class Communicator:
         return pending
 
     def _gather_natively(self, parts: Sequence[Part]) -> list[Any]:
-        if all(part.even for part in parts):
-            outputs = [part.tensor for part in parts]
+        outputs = evenly_covered(parts)
+        if outputs is not None:
             inputs = [part.chunk(self.rank) for part in parts]
             return [self.group.allgather_into_tensor_coalesced(outputs, inputs)]
         chunks = [[part.chunk(rank) for rank in range(self.size)] for part in parts]

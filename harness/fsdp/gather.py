@@ -31,16 +31,15 @@ class LateGather:
 
     def __init__(self, bucket: Bucket, comm: Communicator, label: Label) -> None:
         self._bucket = bucket
-        self._own = [piece.detach().to(bucket.dtypes.compute) for piece in bucket.main_pieces]
-        self.has_copies = bucket.dtypes.compute != bucket.dtypes.main
+        self._own = bucket.given()
+        self.has_copies = bucket.gives_copies
         self._pending, self._laid = comm.lay_out(self._own, label)
 
     def receive(self) -> None:
         """Take storage for the whole bucket and fill it. Once."""
         self._bucket.allocate_weights()
         parts = self._bucket.weight_parts()
-        for target, own in zip(self._bucket.own_pieces(self._bucket.compute), self._own, strict=True):
-            target.copy_(own)
+        self._bucket.fill_own()
         read_parts(self._laid, parts)
 
     def wait(self) -> None:
@@ -55,12 +54,15 @@ class GatherPipeline:
     Args:
         units: in forward order, the root first. The root stays gathered from the forward's begin to the backward's end.
         prefetch: units gathered ahead of the one in use, at least 0.
+        limit_bytes: of weights gathered ahead of the unit in use, never exceeded; None: whatever `prefetch` allows.
     """
 
-    def __init__(self, units: Sequence[Unit], comm: Communicator, runtime: DeviceRuntime, prefetch: int) -> None:
-        self.comm = comm
+    def __init__(
+        self, units: Sequence[Unit], runtime: DeviceRuntime, prefetch: int, limit_bytes: int | None = None
+    ) -> None:
         self.runtime = runtime
         self.prefetch = prefetch
+        self.limit_bytes = limit_bytes
         self.order = [unit for unit in units if any(not bucket.resident for bucket in unit.buckets)]
         self._in_flight: dict[str, list[tuple[Pending | LateGather, Event]]] = {}
         self._held: dict[str, list[Pending | LateGather]] = {}
@@ -88,6 +90,9 @@ class GatherPipeline:
     def end_forward(self, *, backward_follows: bool) -> None:
         """Finish the sweep: units that did not run take their turn; the last one stays if a backward follows."""
         self._take_turns(len(self._sweep), keep=self.last if backward_follows else None)
+        for unit in self.order:  # joined modules of which the last did not run
+            if unit.name in self._held and unit is not self.last:
+                self.release(unit)
         if self._late:
             self._learn_order()
         if not backward_follows:
@@ -160,7 +165,11 @@ class GatherPipeline:
 
     def _fetch_ahead(self) -> None:
         while self._next < len(self._sweep):
-            if sum(map(self._takes_storage, self.order)) >= self.prefetch:
+            ahead = [unit for unit in self.order if self._takes_storage(unit)]
+            following = self._sweep[self._next]
+            if len(ahead) >= self.prefetch or not all(bucket.has_room for bucket in following.buckets):
+                return
+            if self.limit_bytes is not None and sum(u.weight_bytes for u in [*ahead, following]) > self.limit_bytes:
                 return
             self._next += 1
             self._issue(self._sweep[self._next - 1])
@@ -177,13 +186,14 @@ class GatherPipeline:
         handles: list[tuple[Pending | LateGather, Event]] = []
         for bucket in unit.buckets:
             label = Label("all_gather", bucket.name)
-            if self.comm.reads_when_wanted(bucket.gathered_bytes):
-                handles.append((LateGather(bucket, self.comm, label), self.runtime.record()))
+            comm = bucket.context.mesh.gather
+            if comm.reads_when_wanted(bucket.gathered_bytes):
+                handles.append((LateGather(bucket, comm, label), self.runtime.record()))
                 continue
             bucket.allocate_weights()
             with self.runtime.stream("gather"):
                 bucket.fill_own()
-                pending = self.comm.all_gather(bucket.weight_parts(), label, ahead=True)
+                pending = comm.all_gather(bucket.weight_parts(), label, ahead=True)
                 handles.append((pending, self.runtime.record()))
         self._in_flight[unit.name] = handles
         alive = sum(not u.is_root and (self._takes_storage(u) or u.name in self._held) for u in self.order)

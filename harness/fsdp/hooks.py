@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.gradients import Gradients
 from harness.fsdp.reduce import ReducePipeline
 from harness.fsdp.units import Unit
 
@@ -40,7 +41,8 @@ class HookDriver:
     Args:
         units: in forward order, the root first.
         before_backward: called once as each backward begins; may raise.
-        should_reduce: asked once as each backward ends: does it reduce, under strategies that may wait.
+        rhythm: asked once as each backward begins: whether units are handed to the reductions as they end, and whether
+            this backward ends the step's accumulation.
     """
 
     def __init__(
@@ -50,14 +52,14 @@ class HookDriver:
         reduce: ReducePipeline,
         *,
         before_backward: Callable[[], None],
-        should_reduce: Callable[[], bool],
+        rhythm: Callable[[], tuple[bool, bool]],
     ) -> None:
         self.units = units
         self.gather = gather
         self.reduce = reduce
         self.phase = Phase.IDLE
         self._before_backward = before_backward
-        self._should_reduce = should_reduce
+        self._rhythm = rhythm
         self._reduces = False
         self.failed = False
         """The last backward raised, and its gradients are worth nothing until they are forgotten."""
@@ -70,16 +72,18 @@ class HookDriver:
             self._install(unit)
 
     def _install(self, unit: Unit) -> None:
-        for bucket in unit.trainable:
-            for index, (_, param) in enumerate(bucket.params):
-                hook = partial(self._gradient_arrived, unit, bucket, index)
+        for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
+            for index, (name, param) in enumerate(bucket.params):
+                hook = partial(self._gradient_arrived, unit, gradients, index, name)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
+                param.get_main_grad = partial(self._main_gradient, unit, gradients, index)  # type: ignore[attr-defined]
         before = self._before_root if unit.is_root else partial(self._before_unit, unit)
         after = self._after_root if unit.is_root else partial(self._after_unit, unit)
-        self._handles.append(unit.module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
-        self._handles.append(unit.module.register_forward_hook(after))
         left = partial(self._left, unit)
-        self._handles.append(unit.module.register_forward_hook(left, always_call=True))
+        for module in unit.modules:
+            self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self._handles.append(module.register_forward_hook(after))
+            self._handles.append(module.register_forward_hook(left, always_call=True))
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -95,8 +99,8 @@ class HookDriver:
         self.reduce.end_backward(reduce=False)
         self.reduce.discard()
         for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.discard_unreduced()
+            for gradients in unit.gradients:
+                gradients.discard()
         self._forget_backward()
         self.failed = True
 
@@ -158,7 +162,7 @@ class HookDriver:
             return
         leaves = _tensors_with_grad(output)
         self._watch_backward(unit, leaves)
-        if unit is not self.gather.last or not leaves:
+        if module is unit.modules[-1] and (unit is not self.gather.last or not leaves):
             self.gather.release(unit)
 
     def _watch_backward(self, unit: Unit, leaves: list[Tensor]) -> None:
@@ -175,7 +179,8 @@ class HookDriver:
         self._refuse_unsupported()
         self._before_backward()
         self.phase = Phase.BACKWARD
-        self._reduces = self._should_reduce()
+        self._reduces, is_last = self._rhythm()
+        self.reduce.begin_backward(is_last=is_last)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         for unit in self.units:
             unit.readiness.begin_backward()
@@ -214,20 +219,37 @@ class HookDriver:
         if unit.readiness.is_over:
             self._end_unit(unit)
 
-    def _gradient_arrived(self, unit: Unit, bucket: Any, index: int, param: nn.Parameter) -> None:
+    def _gradient_arrived(self, unit: Unit, gradients: Gradients, index: int, name: str, param: nn.Parameter) -> None:
         self._begin_backward()
         if self.reduce.is_done_with(unit):
             raise RuntimeError(
-                f"a gradient of {bucket.params[index][0]} arrived after unit {unit.name} was reduced: it came from a"
+                f"a gradient of {name} arrived after unit {unit.name} was reduced: it came from a"
                 " backward inside the backward that nothing announced; let the parameters that reentrant activation"
                 " checkpointing hides belong to the root (leave the class out of the unit list), or use_reentrant=False"
             )
-        if bucket.grad_bucket is None:  # nothing told that this unit's backward began
+        if not gradients.is_prepared:  # the first of this backward
             self.reduce.prepare(unit)
-        bucket.adopt_gradient(index)
+        gradients.adopt(index)
         unit.readiness.note_gradient(param)
         if unit.readiness.is_over:
             self._end_unit(unit)
+
+    def _main_gradient(self, unit: Unit, gradients: Gradients, index: int) -> Tensor:
+        """What `param.get_main_grad()` gives to a kernel that adds a weight's gradient itself.
+
+        Flat storage in the parameter's shape and in the dtype its gradients wait in. The kernel adds to it, within the
+        backward, and gives autograd no gradient for that weight.
+
+        Raises:
+            NotImplementedError: under grad_buffer=concat there is no such place.
+        """
+        if gradients.concat:
+            raise NotImplementedError("get_main_grad needs grad_buffer=flat: under concat no flat gradient exists yet")
+        self._begin_backward()
+        if not gradients.is_prepared:
+            self.reduce.prepare(unit)
+        unit.readiness.note_written(gradients.params[index])
+        return gradients.written_by(index)
 
     def _end_unit(self, unit: Unit) -> None:
         if unit.is_root:

@@ -24,6 +24,9 @@ class Label(NamedTuple):
     bucket: str
 
 
+OUTER = " outer"
+"""What a label adds to a bucket's name on the outer axis."""
+
 CONTROL = Label("control", "")
 """Of messages about where data lies: nobody counts them, for the data itself is announced by `offer`."""
 

@@ -11,6 +11,10 @@ ranks, so that a kernel's result cannot depend on the address. Where a row lengt
 multiple of 64), shards are cut at multiples of 64 elements too: fused optimizer kernels then see whole vectors only.
 Other segments are marked `fusable = False`, and the bitwise modes step them unfused. The mark depends on the row length
 alone, never on the number of ranks.
+
+[Note: Inner-major] Under hybrid sharding a shard of the inner axis is split once more over the outer axis. Places are
+numbered with the outer axis running fastest, so that what one inner rank gives to a gather is one range of its segment:
+place = inner rank * outer + outer rank.
 """
 
 from __future__ import annotations
@@ -66,20 +70,29 @@ class Slot:
 class Segment:
     """Rows of one length, dealt evenly to the ranks.
 
-    bucket_offset, shard_offset: where it starts in the gathered bucket and in a rank's shard (elements).
+    bucket_offset, inner_offset, shard_offset: where it starts in the gathered bucket, in a shard of the inner axis, and
+        in a rank's shard (elements).
     shard_numel: elements of one rank's piece, a whole number of rows.
+    outer: pieces that lie together in a shard of the inner axis.
     """
 
     row_numel: int
     num_ranks: int
     shard_numel: int
     bucket_offset: int
+    inner_offset: int
     shard_offset: int
+    outer: int = 1
 
     @property
     def numel(self) -> int:
         """Elements over all ranks, padding included."""
         return self.shard_numel * self.num_ranks
+
+    @property
+    def inner_numel(self) -> int:
+        """Elements of a shard of the inner axis."""
+        return self.shard_numel * self.outer
 
     @property
     def fusable(self) -> bool:
@@ -121,12 +134,13 @@ class Run:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Places of all parameters of a bucket over `num_ranks` ranks."""
+    """Places of all parameters of a bucket over `num_ranks` ranks, `outer` of which share a shard of the inner axis."""
 
     num_ranks: int
     align: int
     segments: tuple[Segment, ...]
     slots: tuple[Slot, ...]
+    outer: int = 1
 
     @cached_property
     def bucket_numel(self) -> int:
@@ -137,6 +151,11 @@ class BucketLayout:
     def shard_numel(self) -> int:
         """Elements of one rank's shard, padding included."""
         return sum(_round_up(s.shard_numel, self.align) for s in self.segments)
+
+    @cached_property
+    def inner_numel(self) -> int:
+        """Elements of a shard of the inner axis, padding included."""
+        return sum(_round_up(s.inner_numel, self.align) for s in self.segments)
 
     @cached_property
     def comm_numel(self) -> int:
@@ -201,33 +220,38 @@ def _extend(runs: list[Run], run: Run) -> None:
         runs.append(run)
 
 
-def plan_bucket(params: Sequence[ParamSpec], num_ranks: int, align: int) -> BucketLayout:
+def plan_bucket(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int = 1) -> BucketLayout:
     """Lay parameters out over ranks; segments in order of first appearance, parameters in the order given.
 
     Args:
         params: names and shapes; names are unique.
         num_ranks: ranks of the sharding group, at least 1.
         align: elements; every parameter starts on a multiple of it.
+        outer: how many of the ranks share a shard of the inner axis (see [Note: Inner-major]); divides num_ranks.
 
     Raises:
-        ValueError: num_ranks or align is below 1, or a name comes twice.
+        ValueError: num_ranks, align or outer is below 1, outer does not divide num_ranks, or a name comes twice.
     """
-    if num_ranks < 1 or align < 1:
-        raise ValueError(f"num_ranks={num_ranks} and align={align} must be at least 1")
+    if num_ranks < 1 or align < 1 or outer < 1 or num_ranks % outer:
+        raise ValueError(
+            f"num_ranks={num_ranks}, align={align}, outer={outer}: at least 1, outer a divisor of num_ranks"
+        )
     names = [p.name for p in params]
     if len(set(names)) != len(names):
         raise ValueError(f"parameter names must be unique: {sorted({n for n in names if names.count(n) > 1})}")
     row_lengths = list(dict.fromkeys(p.row_numel for p in params))
     segments: list[Segment] = []
     slots: dict[str, Slot] = {}
-    bucket_offset = shard_offset = 0
+    bucket_offset = inner_offset = shard_offset = 0
     for index, row_numel in enumerate(row_lengths):
         end = _place(slots, (p for p in params if p.row_numel == row_numel), index, row_numel, align)
         shard_numel = _shard_numel(end, row_numel, num_ranks)
-        segments.append(Segment(row_numel, num_ranks, shard_numel, bucket_offset, shard_offset))
-        bucket_offset += _round_up(segments[-1].numel, align)
+        segment = Segment(row_numel, num_ranks, shard_numel, bucket_offset, inner_offset, shard_offset, outer)
+        segments.append(segment)
+        bucket_offset += _round_up(segment.numel, align)
+        inner_offset += _round_up(segment.inner_numel, align)
         shard_offset += _round_up(shard_numel, align)
-    return BucketLayout(num_ranks, align, tuple(segments), tuple(slots[p.name] for p in params))
+    return BucketLayout(num_ranks, align, tuple(segments), tuple(slots[p.name] for p in params), outer)
 
 
 def _place(slots: dict[str, Slot], params: Iterable[ParamSpec], segment: int, row_numel: int, align: int) -> int:

@@ -4,50 +4,158 @@
 next use. Tensors that autograd saved in the forward are views of that storage, so the backward finds the gathered
 weights in them without holding memory in between. While a unit is released its parameters point at one NaN, expanded
 to their shape: reading a released weight gives NaN in the right shape, never a stray address.
+
+[Note: Double buffer] With fixed buffers nothing is allocated after the first step: the gathered weights of all units
+but the root's lie in two buffers, those of even and of odd units, each as large as its largest unit. A unit has the
+same place in the forward and in the backward, so what autograd saved still points at it. Two units alive at once is
+then a limit, not a habit. Unreduced gradients take two more.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
 import torch
 from torch import Tensor
 
+ALIGN_BYTES = 256
+"""Places in a shared buffer begin on multiples of this."""
+
 
 class BucketMemory:
-    """Allocates and frees temporary buckets of one device; only this class frees them."""
+    """Allocates and frees temporary buckets of one device; only this class frees them.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: of all buckets.
+        fixed: see [Note: Double buffer].
+        allocating: surrounds every allocation of what collectives move.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        fixed: bool = False,
+        allocating: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
         self.device = device
+        self.fixed = fixed
+        self.allocating = allocating
         self.live_bytes = 0
         self.peak_bytes = 0
-        self._spare: Tensor | None = None
+        self._spare: list[Tensor] = []
+        self._shared: list[_SharedBuffer] = []
+        self._placed: dict[int, _SharedBuffer] = {}
+        """By address of the tensor object: buckets that lie in a shared buffer."""
+        self._turn: _SharedBuffer | None = None
+        self._num_units = 0
 
-    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A bucket of undefined contents, shape [numel]: the spare one where it fits, which needs no new pages."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.numel() == numel and spare.dtype == dtype:
-            return spare
-        if spare is not None:
-            self.free(spare)
-        return self._count(torch.empty(numel, dtype=dtype, device=self.device))
+    # -- weights -------------------------------------------------------------------------------------------------
 
-    def give_back(self, bucket: Tensor) -> None:
-        """Keep a bucket that `take` gave as the spare one; it stays alive until it is taken or released."""
-        self.release_spare()
-        self._spare = bucket
+    @contextmanager
+    def unit(self, *, shares: bool) -> Iterator[None]:
+        """Buckets made in the body belong to one unit; `shares`: to one that takes turns with the others."""
+        if shares and self.fixed:
+            if len(self._shared) < 2:
+                self._shared.append(_SharedBuffer(self.device))
+            self._turn = self._shared[self._num_units % 2]
+            self._turn.cursor = 0
+            self._num_units += 1
+        try:
+            yield
+        finally:
+            self._turn = None
 
-    def release_spare(self) -> None:
-        """Free the spare bucket."""
-        if self._spare is not None:
-            self.free(self._spare)
-            self._spare = None
+    def bucket(self, numel: int, dtype: torch.dtype, *, resident: bool) -> Tensor:
+        """A bucket for weights, shape [numel]: zeros if it stays, else to be emptied when views of it are made."""
+        if resident:
+            return self.persistent(numel, dtype)
+        if self._turn is not None:
+            with self.allocating():
+                bucket = self._turn.place(numel, dtype)
+            self._placed[id(bucket)] = self._turn
+            self.live_bytes = self.peak_bytes = sum(each.nbytes for each in self._shared)
+            return bucket
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def empty(self, bucket: Tensor) -> None:
+        """Take the storage of a bucket that was just made: it never was in use."""
+        if id(bucket) not in self._placed:
+            bucket.untyped_storage().resize_(0)
+
+    def persistent(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros that stay, shape [numel]."""
+        with self.allocating():
+            return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def has_room(self, bucket: Tensor) -> bool:
+        """Whether a bucket of `bucket` could be refilled now."""
+        shared = self._placed.get(id(bucket))
+        return shared is None or not shared.holders or shared.is_mates(bucket)
 
     def refill(self, bucket: Tensor) -> None:
-        """Give a bucket whose storage was emptied its storage back, uninitialised."""
-        bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
+        """Give a bucket whose storage was emptied its storage back, uninitialised.
+
+        Raises:
+            ValueError: its place is taken: more than two units are wanted at once.
+        """
+        shared = self._placed.get(id(bucket))
+        if shared is not None:
+            if not self.has_room(bucket):
+                raise ValueError(
+                    "a third unit's weights are wanted while both buffers are in use: under double_buffer at most two"
+                    " units are alive, and neighbours take turns. Units that run inside one another or far out of"
+                    " order need double_buffer=False"
+                )
+            shared.holders.add(id(bucket))
+            return
+        with self.allocating():
+            bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
         self._count(bucket)
 
+    def is_filled(self, bucket: Tensor) -> bool:
+        """Whether a bucket has storage, which a bucket without elements always has."""
+        shared = self._placed.get(id(bucket))
+        if shared is not None:
+            return id(bucket) in shared.holders
+        return bucket.untyped_storage().nbytes() > 0 or bucket.numel() == 0
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A bucket of undefined contents, shape [numel]: a spare one where it fits, which needs no new pages."""
+        wanted = numel * dtype.itemsize
+        for index, spare in enumerate(self._spare):
+            if spare.untyped_storage().nbytes() == wanted or (self.fixed and spare.nbytes >= wanted):
+                whole = self._spare.pop(index)
+                return _reshaped(whole, numel, dtype)
+        if self._spare:
+            self._free_spare(0)
+        with self.allocating():
+            bucket = torch.empty(numel, dtype=dtype, device=self.device)
+        return self._count(bucket)
+
+    def give_back(self, bucket: Tensor) -> None:
+        """Keep a bucket that `take` gave as a spare one; it stays alive until it is taken or released."""
+        if not self.fixed:
+            self.release_spare()
+        self._spare.append(_reshaped(bucket, bucket.untyped_storage().nbytes() // bucket.itemsize, bucket.dtype))
+
+    def release_spare(self) -> None:
+        """Free spare buckets, unless they are fixed."""
+        while self._spare and not self.fixed:
+            self._free_spare(0)
+
+    def _free_spare(self, index: int) -> None:
+        self.free(self._spare.pop(index))
+
     def free(self, bucket: Tensor) -> None:
-        """Empty a bucket's storage; freeing one twice does nothing."""
+        """Empty a bucket's storage, or leave its place to others; freeing one twice does nothing."""
+        shared = self._placed.get(id(bucket))
+        if shared is not None:
+            shared.holders.discard(id(bucket))
+            return
         storage = bucket.untyped_storage()
         self.live_bytes -= storage.nbytes()
         storage.resize_(0)
@@ -56,6 +164,48 @@ class BucketMemory:
         self.live_bytes += bucket.untyped_storage().nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return bucket
+
+
+class _SharedBuffer:
+    """One of the two buffers: a storage that grows while units are placed, and never after.
+
+    holders: buckets whose contents it has now, all of one unit.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.holders: set[int] = set()
+        self.cursor = 0
+        self._device = device
+        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
+        self._mates: list[set[int]] = []
+
+    @property
+    def nbytes(self) -> int:
+        return self._storage.nbytes()
+
+    def place(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor behind those placed since the cursor was at 0, which belong to the same unit."""
+        if self.cursor == 0:
+            self._mates.append(set())
+        end = self.cursor + -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
+        if end > self._storage.nbytes():
+            self._storage.resize_(end)
+        bucket = torch.empty(0, dtype=dtype, device=self._device)
+        bucket.set_(self._storage, self.cursor // dtype.itemsize, (numel,), (1,))
+        self.cursor = end
+        self._mates[-1].add(id(bucket))
+        return bucket
+
+    def is_mates(self, bucket: Tensor) -> bool:
+        """Whether what it holds belongs to the unit of `bucket`."""
+        return any(id(bucket) in mates and self.holders <= mates for mates in self._mates)
+
+
+def _reshaped(bucket: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The same storage as a flat tensor of so many elements."""
+    if bucket.numel() == numel and bucket.dtype == dtype:
+        return bucket
+    return torch.empty(0, dtype=dtype, device=bucket.device).set_(bucket.untyped_storage(), 0, (numel,), (1,))
 
 
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,15 +18,22 @@ from torch import Tensor, nn
 from harness.fsdp import labels, state
 from harness.fsdp import optimizer as optim
 from harness.fsdp.arguments import resolve_classes
-from harness.fsdp.buffer import Bucket, BucketContext, InitialValue
+from harness.fsdp.buffer import Bucket, BucketContext, BucketKey, InitialValue
 from harness.fsdp.collectives import make_reduction
-from harness.fsdp.communicator import EAGER_LIMIT_BYTES, Communicator, Pending
+from harness.fsdp.communicator import Pending
+from harness.fsdp.construction import build_units, leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.fixed_point import beyond_message
 from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.gradients import GradientPlan
 from harness.fsdp.guards import GradientGuard
 from harness.fsdp.hooks import HookDriver
-from harness.fsdp.memory import BucketMemory, placeholder
-from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy, Numerics, Strategy
+from harness.fsdp.job import Reductions
+from harness.fsdp.memory import BucketMemory
+from harness.fsdp.mesh import Groups, Mesh, Meshes
+from harness.fsdp.numbers import Integers
+from harness.fsdp.options import Options
+from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
 from harness.fsdp.reduce import ReducePipeline
 from harness.fsdp.units import Unit, plan_units
 
@@ -37,29 +44,30 @@ _MARK = "_sharded_by_harness"
 
 
 class ShardedModel(nn.Module):
-    """A module whose weights, gradients and optimizer state are split over the ranks of one group.
+    """A module whose weights, gradients and optimizer state are split over the ranks of one or two axes.
 
     Args:
-        module: sharded in place; on the "meta" device if `initial_value` is given.
-        group: process group of the data-parallel ranks; None is the default group.
+        module: sharded in place; on the "meta" device if `initial_value` or `init_on_meta` is given.
+        group: process group of the data-parallel ranks; None is the default group. `groups` gives more of them.
+        groups: process groups of both axes; see `harness.fsdp.mesh.Groups`.
+        expert_groups: the same for parameters with `allreduce = False`, those of experts; None: as the others.
         unit_modules: classes (or dotted paths) whose outermost instances are gathered and reduced together; none makes
             the whole module one unit.
-        strategy: ZeRO stage: a `Strategy`, its name, or 0-3.
+        strategy: ZeRO stage along the inner axis: a `Strategy`, its name, or 0-3.
+        outer_strategy: what the outer axis splits: an `OuterStrategy`, its name, or 0-1.
         mixed_precision_policy: dtypes of main weights, main gradients, wire and sum.
         device: where buckets live; None is the device of the parameters.
-        grad_divisor: what the summed gradients are divided by, once a step. None is the number of ranks, so that a
-            loss averaged on each rank gives the averaged gradient; a loop over k microbatches then scales its loss by
-            1/k. Given the number of global microbatches (or tokens), no loss is ever scaled.
-        numerics: promise about the order of sums.
-        prefetch: units gathered ahead of the one in use.
+        grad_divisor: what the summed gradients are divided by, once a step; of experts too. None is the number of ranks
+            (of both axes, experts or not), so that a loss averaged on each rank gives the averaged gradient; a loop
+            over k microbatches then scales its loss by 1/k. Given the number of global microbatches (or tokens), no
+            loss is ever scaled.
         initial_value: gives each parameter's full value by name, the same on all ranks; None takes what parameters and
             buffers hold on the group's first rank, as DDP does.
-        report_nan_in_param_grad: look for NaN and infinity in every gradient before it is reduced; finishing the step's
-            gradients then raises FloatingPointError on all ranks (see `harness.fsdp.guards`). Off costs nothing.
-        eager_limit_bytes: on gloo, bytes a peer up to which data is sent in messages; what is longer is read from the
-            sender's memory where all ranks share a host that allows it. None always sends.
+        init_on_meta: parameters on the meta device get their values from `reset_parameters()` of each module.
+        chosen: fields of `harness.fsdp.options.Options`.
 
     Raises:
+        TypeError: an unknown option.
         ValueError: an argument's value, with what would be valid.
     """
 
@@ -68,48 +76,51 @@ class ShardedModel(nn.Module):
         module: nn.Module,
         *,
         group: dist.ProcessGroup | None = None,
+        groups: Groups | None = None,
+        expert_groups: Groups | None = None,
         unit_modules: Sequence[type[nn.Module] | str] | None = None,
         strategy: Strategy | str | int = Strategy.optim_grads_params,
+        outer_strategy: OuterStrategy | str | int = OuterStrategy.no_shard,
         mixed_precision_policy: MixedPrecisionPolicy | None = None,
         device: torch.device | None = None,
         grad_divisor: float | None = None,
-        numerics: Numerics | str = Numerics.fast,
-        prefetch: int = 1,
         initial_value: InitialValue | None = None,
-        report_nan_in_param_grad: bool = False,
-        eager_limit_bytes: int | None = EAGER_LIMIT_BYTES,
+        init_on_meta: bool = False,
+        **chosen: Any,
     ) -> None:
         super().__init__()
-        if prefetch < 0:
-            raise ValueError(f"prefetch={prefetch} must be 0 or more")
-        if eager_limit_bytes is not None and eager_limit_bytes < 0:
-            raise ValueError(f"eager_limit_bytes={eager_limit_bytes} must be 0 or more, or None")
+        self.options = Options.of(chosen)
         if grad_divisor is not None and not grad_divisor > 0:
             raise ValueError(f"grad_divisor={grad_divisor} must be positive")
         if module.__dict__.get(_MARK, False):
             raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")
         self.module = module
         self.strategy = Strategy.parse(strategy)
-        self.numerics = Numerics(numerics)
+        self.outer_strategy = OuterStrategy.parse(outer_strategy)
+        self.options.check_against(self.strategy)
+        self.numerics = self.options.numerics
         self.policy = mixed_precision_policy or MixedPrecisionPolicy()
         device = device or next(module.parameters()).device
-        _leave_meta(module, device, initial_value)
+        leave_meta(module, device, has_values=initial_value is not None or init_on_meta)
         self._runtime = DeviceRuntime(device)
-        self._memory = BucketMemory(device)
-        self._comm = Communicator(group, self._runtime, eager_limit_bytes)
-        self.grad_divisor = float(grad_divisor if grad_divisor is not None else self._comm.size)
-        self._units = self._build_units(resolve_classes(unit_modules or ()), initial_value)
+        self._memory = BucketMemory(device, fixed=self.options.double_buffer)
+        self._meshes = self._make_meshes(groups or Groups(group), expert_groups)
+        self._everyone = self._meshes.dense.everyone
+        self.grad_divisor = float(grad_divisor if grad_divisor is not None else self._everyone.size)
+        self._fixed = self.options.exactly
+        self._integers = Integers(self._fixed, self.grad_divisor, device) if self._fixed is not None else None
+        self._units = self._build_units(resolve_classes(unit_modules or ()), initial_value, init_on_meta=init_on_meta)
         self.buckets: list[Bucket] = [bucket for unit in self._units for bucket in unit.buckets]
         self._trainable = {bucket.name: bucket for bucket in self.buckets if bucket.trainable}
-        self._reductions = {
-            name: make_reduction(self._comm, bucket.dtypes, self.numerics) for name, bucket in self._trainable.items()
-        }
-        self._gather = GatherPipeline(self._units, self._comm, self._runtime, prefetch)
-        self._guard = GradientGuard(list(self._trainable.values()), self._comm) if report_nan_in_param_grad else None
+        self._gather = GatherPipeline(
+            self._units, self._runtime, self.options.prefetch, self.options.prefetch_limit_bytes
+        )
+        watches = self.options.report_nan_in_param_grad
+        self._guard = GradientGuard(list(self._trainable.values()), self._everyone) if watches else None
         self._reduce = ReducePipeline(
             self._units,
-            self._reductions,
-            self._comm,
+            {name: self._reductions_of(bucket) for name, bucket in self._trainable.items()},
+            self._meshes,
             self._runtime,
             self._memory,
             factor=1.0 / self.grad_divisor,
@@ -117,14 +128,11 @@ class ShardedModel(nn.Module):
             before_wait=self._gather.pass_turn,
         )
         self._driver = HookDriver(
-            self._units,
-            self._gather,
-            self._reduce,
-            before_backward=self._before_backward,
-            should_reduce=lambda: self.strategy.shards_grads or self._sync,
+            self._units, self._gather, self._reduce, before_backward=self._before_backward, rhythm=self._rhythm
         )
         self._installing: list[Pending] = []
         self._sync = True
+        self._num_backwards = 0
         self._reduced = self._unreduced = self._finished = False
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
         module.__dict__[_MARK] = True
@@ -132,27 +140,44 @@ class ShardedModel(nn.Module):
             each.register_state_dict_pre_hook(refuse_state_dict)
             each.register_load_state_dict_pre_hook(refuse_state_dict)
 
-    def _build_units(self, classes: Sequence[type[nn.Module]], initial_value: InitialValue | None) -> list[Unit]:
-        context = BucketContext(self.strategy, self._comm.rank, self._comm.size, self._memory)
-        params = dict(self.module.named_parameters())
-        initial = initial_value or (lambda name, shape: self._comm.from_first(params[name], f"initial {name}"))
+    def _make_meshes(self, groups: Groups, expert_groups: Groups | None) -> Meshes:
+        limit, separate = self.options.eager_limit_bytes, self.options.separate_gather_group
+        dense = Mesh(groups, self._runtime, limit, separate)
+        experts = dense if expert_groups is None else Mesh(expert_groups, self._runtime, limit, separate)
+        return Meshes(dense, experts)
+
+    def _build_units(
+        self, classes: Sequence[type[nn.Module]], initial_value: InitialValue | None, *, init_on_meta: bool
+    ) -> list[Unit]:
+        gradients = GradientPlan(
+            self.strategy,
+            self._memory,
+            self.options.grad_buffer,
+            self.options.accumulate_unsharded,
+            self._fixed is not None,
+            torch.device("cpu") if self.options.offload_optimizer else None,
+        )
+
+        def context(key: BucketKey) -> BucketContext:
+            return BucketContext(gradients, self._meshes.of(expert=key.expert), self.outer_strategy)
+
+        if initial_value is None and not init_on_meta:
+            initial_value = values_of_first_rank(self.module, self._meshes)
+        plans = plan_units(self.module, classes, self.options.unit_min_elements)
+        units = build_units(plans, context, self._memory, self.policy, initial_value)
         if initial_value is None:
-            self._take_buffers_from_first()
-        units = []
-        for plan in plan_units(self.module, classes):
-            buckets = []
-            for key, members in plan.buckets.items():
-                name = f"{plan.name}/{str(key.dtype).removeprefix('torch.')}" + ("" if key.trainable else "/frozen")
-                dtypes = self.policy.resolve(key.dtype) if key.trainable else Dtypes.frozen(key.dtype)
-                buckets.append(Bucket(name, key, members, dtypes, context, initial))
-            units.append(Unit(plan.name, plan.module, buckets))
+            buckets = [bucket for unit in units for bucket in unit.buckets]
+            reset_by_module(self.module, buckets, self._meshes.dense, self._memory.device)
         return units
 
-    def _take_buffers_from_first(self) -> None:
-        for name, buffer in self.module.named_buffers():
-            value = self._comm.from_first(buffer, f"initial {name}")
-            if not torch.equal(value, buffer.to(value.device)):
-                buffer.copy_(value)
+    def _reductions_of(self, bucket: Bucket) -> Reductions:
+        mesh = bucket.context.mesh
+        dtypes = bucket.dtypes if self._fixed is None else bucket.dtypes.as_integers()
+        apart = mesh.has_outer
+        inner = make_reduction(mesh.inner, dtypes, self.numerics, self._integers, legs_apart=apart)
+        if mesh.outer is None or not apart:
+            return Reductions(inner)
+        return Reductions(inner, make_reduction(mesh.outer, dtypes, self.numerics, self._integers))
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModel:
         raise NotImplementedError("a sharded model cannot be cast or moved; give it its dtype and device before")
@@ -167,8 +192,8 @@ class ShardedModel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate; the first one outside ends the step's accumulation.
 
-        `no_shard` and `optim` then communicate once a step; `optim_grads` and above reduce every microbatch all the
-        same.
+        `no_shard` and `optim` then communicate once a step; `optim_grads` and above reduce every microbatch over the
+        inner axis all the same, unless they accumulate unsharded, and over the outer axis once a step.
         """
         with self._syncing(False):
             yield
@@ -191,8 +216,19 @@ class ShardedModel(nn.Module):
         """Whether a backward outside `no_sync` and `sync` ends the step's accumulation."""
         self._sync = sync_model
 
+    @property
+    def _reduces_once(self) -> bool:
+        """Whether some reduction comes once a step only, so that one backward must be known to be the last."""
+        return not self.strategy.shards_grads or any(mesh.has_outer for mesh in self._meshes)
+
+    def _rhythm(self) -> tuple[bool, bool]:
+        """Whether units of the backward that begins are handed to the reductions, and whether it ends the step."""
+        every_microbatch = self.strategy.shards_grads and not self.options.accumulate_unsharded
+        return self._sync or every_microbatch or self._fixed is not None, self._sync
+
     def _before_backward(self) -> None:
         self._check_may_accumulate()
+        self._num_backwards += 1
         if self._guard is not None:
             self._guard.begin_backward()
 
@@ -202,12 +238,18 @@ class ShardedModel(nn.Module):
                 "a backward after this step's gradients were finished would add unscaled gradients to scaled ones; call"
                 " zero_grad() first, or wrap all microbatches but the last in no_sync()"
             )
-        if self._reduced and not self.strategy.shards_grads:
+        if self._reduced and self._reduces_once:
             raise RuntimeError(
                 "a second backward with synchronisation would reduce already reduced gradients again; wrap all"
                 " microbatches but the last in no_sync(), or call zero_grad() between them"
             )
-        self._reduced = self.strategy.shards_grads or self._sync
+        if self._fixed is not None and (self._num_backwards + 1) * self._everyone.size > self._fixed.terms:
+            raise ValueError(
+                f"numerics=exact was told that at most {self._fixed.terms} microbatches over all ranks are added up;"
+                f" this step has more. Set exact_terms to {self._everyone.size} times the microbatches of a step"
+            )
+        waits = self._reduces_once or self.options.accumulate_unsharded
+        self._reduced = self._sync if waits else True
         self._unreduced = not self._reduced
 
     # -- a step --------------------------------------------------------------------------------------------------
@@ -233,14 +275,24 @@ class ShardedModel(nn.Module):
         if self._finished:
             return
         if not self.has_gradients:
-            for bucket in self._trainable.values():
-                bucket.settle_main_grads()
+            for unit in self._units:
+                for gradients in unit.gradients:
+                    gradients.settle_sums()
             return
         self._drain()
         if self._guard is not None:
             self._guard.report()
+        self._check_exact()
         self._reduce.finish()
         self._finished = True
+
+    def _check_exact(self) -> None:
+        """Raise OverflowError on all ranks if a gradient of any of them could not be written as an integer."""
+        if self._integers is None or self._fixed is None:
+            return
+        count = int(self._everyone.sum_scalars(self._integers.beyond.clone(), "gradients beyond the fixed point"))
+        if count:
+            raise OverflowError(beyond_message(count, self._fixed))
 
     def _drain(self) -> None:
         try:
@@ -257,11 +309,11 @@ class ShardedModel(nn.Module):
     def grad_norm(self) -> float:
         """Euclidean norm of the step's gradient over all ranks, each parameter counted once. *Collective.*"""
         self.finish_grad_sync()
-        return optim.gradient_norm(self.buckets, self._comm, self.numerics)
+        return optim.gradient_norm(self.buckets, self._everyone, self.numerics)
 
     def weight_norm(self) -> float:
         """Euclidean norm of all main weights over all ranks, each parameter counted once. *Collective.*"""
-        return optim.weight_norm(self.buckets, self._comm, self.numerics)
+        return optim.weight_norm(self.buckets, self._everyone, self.numerics)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before. *Collective.*"""
@@ -279,7 +331,7 @@ class ShardedModel(nn.Module):
             bucket.check_unedited()
         self._gather.release_all()
         self._wait_until_installed()
-        self._installing = optim.install_weights(self.buckets, self._comm)
+        self._installing = optim.install_weights(self.buckets)
 
     def _wait_until_installed(self) -> None:
         """Wait until the other ranks have taken this rank's weights too, so that they may change."""
@@ -293,9 +345,13 @@ class ShardedModel(nn.Module):
         self._driver.recover()
         self._driver.failed = False
         self._reduce.discard()
-        for bucket in self.buckets:
-            bucket.zero_gradients()
+        for unit in self._units:
+            for gradients in unit.gradients:
+                gradients.forget()
+        self._num_backwards = 0
         self._reduced = self._unreduced = self._finished = False
+        if self._integers is not None:
+            self._integers.beyond.zero_()
         if self._guard is not None:
             self._guard.forget()
 
@@ -303,12 +359,12 @@ class ShardedModel(nn.Module):
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
-        return self._in_model_order(state.full_weights(self.buckets, self._comm), self.buckets)
+        return self._in_model_order(state.full_weights(self.buckets), self.buckets)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
         self.finish_grad_sync()
-        return self._in_model_order(state.full_gradients(self.buckets, self._comm), list(self._trainable.values()))
+        return self._in_model_order(state.full_gradients(self.buckets), list(self._trainable.values()))
 
     def _in_model_order(
         self, named: Iterator[tuple[str, Tensor]], buckets: Sequence[Bucket]
@@ -362,7 +418,9 @@ class ShardedModel(nn.Module):
 
     def transport(self) -> dict[str, str]:
         """How data moves between ranks here, with the reason where the faster way was asked for and not found."""
-        return self._comm.transport()
+        dense = self._meshes.dense
+        outer = {f"outer_{key}": value for key, value in dense.outer.transport().items()} if dense.outer else {}
+        return dense.inner.transport() | outer
 
     @property
     def transient_peak_bytes(self) -> int:
@@ -375,18 +433,8 @@ class ShardedModel(nn.Module):
         self._wait_until_installed()
         self._driver.remove()
         self._reduce.close()
-        self._comm.close()
-
-
-def _leave_meta(module: nn.Module, device: torch.device, initial_value: InitialValue | None) -> None:
-    """Give meta parameters a device without memory; the objects stay the same, for optimizers that hold them."""
-    for name, param in list(module.named_parameters()):
-        if not param.is_meta:
-            continue
-        if device.type == "meta" or initial_value is None:
-            raise ValueError(f"parameter {name} is on the meta device: give `device` and `initial_value`")
-        real = nn.Parameter(placeholder(param.shape, param.dtype, device), requires_grad=param.requires_grad)
-        torch.utils.swap_tensors(param, real)
+        for mesh in self._meshes:
+            mesh.close()
 
 
 def refuse_state_dict(*_: Any) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 from harness.fsdp import exact, labels
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.communicator import Communicator, Pending
-from harness.fsdp.labels import Label
 from harness.fsdp.layout import Run
 from harness.fsdp.norm import sum_of_squares
 from harness.fsdp.policy import Numerics
@@ -42,8 +41,8 @@ class FlatRun:
     @property
     def param_numel(self) -> int:
         """Elements of parameters in it; the rest is padding."""
-        layout, rank, run = self.bucket.layout, self.bucket.rank, self.run
-        slices = (layout.local_slice(slot, rank) for slot in layout.slots if slot.segment == run.segment)
+        layout, place, run = self.bucket.layout, self.bucket.cuts.position, self.run
+        slices = (layout.local_slice(slot, place) for slot in layout.slots if slot.segment == run.segment)
         return sum(each.numel for each in slices if run.start <= each.offset < run.end)
 
 
@@ -53,7 +52,6 @@ class ShardedOptimizer:
     Args:
         optimizer: built over the module's own parameters; its groups are rewritten in place.
         buckets: in model order.
-        comm: the sharding group.
 
     Raises:
         TypeError: the optimizer needs whole tensors.
@@ -65,7 +63,6 @@ class ShardedOptimizer:
         self,
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[Bucket],
-        comm: Communicator,
         numerics: Numerics,
     ) -> None:
         _refuse_whole_tensor_updates(optimizer)
@@ -74,12 +71,11 @@ class ShardedOptimizer:
         if optimizer.state:
             raise ValueError("the optimizer holds state already; shard before the first step, or load the state after")
         self.optimizer = optimizer
-        self.comm = comm
         groups = _group_of(optimizer, buckets)
         self.runs = [flat for bucket in buckets if bucket.trainable for flat in _flat_runs(bucket, groups)]
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [flat.weight for flat in self.runs if flat.run.group == index]
-            if numerics.bitwise and not _all_fusable(buckets):
+            if numerics is Numerics.exact or (numerics.bitwise and not _all_fusable(buckets)):
                 group.update({name: False for name in ("fused", "foreach") if name in group})
 
     def attach(self) -> None:
@@ -131,7 +127,7 @@ def _refuse_updates_that_see_cuts(optimizer: torch.optim.Optimizer, buckets: Seq
     narrow = {str(b.dtypes.main) for b in buckets if b.trainable and b.dtypes.main.itemsize < 4}
     if narrow and type(optimizer).__name__ != "AdamW":
         raise ValueError(
-            f"numerics=ordered with main_params_dtype={', '.join(sorted(narrow))} needs AdamW: what"
+            f"numerics=ordered or exact with main_params_dtype={', '.join(sorted(narrow))} needs AdamW: what"
             f" {type(optimizer).__name__} adds to 16-bit weights is rounded otherwise at the end of a tensor, so that"
             " bits would depend on where shards are cut. Use main_params_dtype=torch.float32, AdamW, or numerics=fast"
         )
@@ -157,7 +153,7 @@ def _group_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> di
 
 def _flat_runs(bucket: Bucket, groups: Mapping[str, int]) -> list[FlatRun]:
     flats = []
-    for run in bucket.layout.runs(bucket.rank, groups):
+    for run in bucket.layout.runs(bucket.cuts.position, groups):
         weight = bucket.main_pieces[run.segment][run.start : run.end].detach().requires_grad_()
         flats.append(FlatRun(bucket, run, weight))
     return flats
@@ -167,48 +163,56 @@ def _all_fusable(buckets: Sequence[Bucket]) -> bool:
     return all(segment.fusable for bucket in buckets for segment in bucket.layout.segments)
 
 
-def install_weights(buckets: Sequence[Bucket], comm: Communicator) -> list[Pending]:
-    """After an update: bring main weights into compute weights that are kept whole (others are cast when gathered).
+def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
+    """After an update: bring main weights into compute weights that are kept (others are cast when gathered).
 
     Returns what must be waited for before this rank changes them again: others may still take them from it.
     """
     pending: list[Pending] = []
     for bucket in buckets:
-        if not bucket.resident or not bucket.trainable:
-            continue
-        bucket.fill_own()
-        if bucket.layout.num_ranks > 1:
-            pending.append(comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name)))
+        if bucket.trainable and (bucket.resident or bucket.kept is not None):
+            bucket.fill_kept()
+            pending += bucket.gather_pieces(bucket.compute if bucket.resident else None, bucket.kept_pieces)
     with labels.waiting():
         for each in pending:
             each.receive()
     return pending
 
 
-def gradient_norm(buckets: Sequence[Bucket], comm: Communicator, numerics: Numerics) -> float:
+def gradient_norm(buckets: Sequence[Bucket], everyone: Communicator, numerics: Numerics) -> float:
     """Euclidean norm of the whole main gradient, fp64, equal on all ranks; each parameter counts once. *Collective.*"""
-    return _norm([(bucket, bucket.grad_pieces) for bucket in buckets if bucket.trainable], comm, numerics)
+    return _norm([(bucket, bucket.grad_pieces) for bucket in buckets if bucket.trainable], everyone, numerics)
 
 
-def weight_norm(buckets: Sequence[Bucket], comm: Communicator, numerics: Numerics) -> float:
+def weight_norm(buckets: Sequence[Bucket], everyone: Communicator, numerics: Numerics) -> float:
     """Euclidean norm of all main weights, frozen ones included. *Collective.*"""
-    return _norm([(bucket, bucket.main_pieces) for bucket in buckets], comm, numerics)
+    return _norm([(bucket, bucket.main_pieces) for bucket in buckets], everyone, numerics)
 
 
-def _norm(pieces_of: list[tuple[Bucket, list[Tensor]]], comm: Communicator, numerics: Numerics) -> float:
+def _norm(pieces_of: list[tuple[Bucket, list[Tensor]]], everyone: Communicator, numerics: Numerics) -> float:
     """Order-free (`harness.fsdp.exact`) where bits may not depend on the layout, else a sum of fp64 squares.
 
-    Buckets that every rank holds whole are counted by each for itself, the others by their owners.
+    Buckets that every rank holds whole are counted by each for itself, the others by the first rank that holds a piece.
     """
-    split = [piece for bucket, pieces in pieces_of for piece in pieces if bucket.layout.num_ranks > 1]
-    whole = [piece for bucket, pieces in pieces_of for piece in pieces if bucket.layout.num_ranks == 1]
+    whole, counted, split = [], [], False
+    for bucket, pieces in pieces_of:
+        if bucket.is_whole_everywhere:
+            whole += pieces
+            continue
+        split = True
+        if bucket.cuts.is_counted_here:
+            counted += pieces
     count = exact.square_counters if numerics.bitwise else sum_of_squares
-    device = (split or whole)[0].device if split or whole else torch.device("cpu")
-    total = count(split, device)
-    if any(bucket.layout.num_ranks > 1 for bucket, _ in pieces_of):
-        comm.sum_scalars(total, "norm")
-    total += count(whole, device)
+    device = everyone.runtime.device
+    total = count(counted, _device_of(counted, device)).to(device)
+    if split:
+        everyone.sum_scalars(total, "norm")
+    total += count(whole, _device_of(whole, device)).to(device)
     return exact.norm_from_counters(total) if numerics.bitwise else math.sqrt(float(total))
+
+
+def _device_of(pieces: Sequence[Tensor], fallback: torch.device) -> torch.device:
+    return pieces[0].device if pieces else fallback
 
 
 def clip_gradients(buckets: Sequence[Bucket], norm: float, max_norm: float) -> None:

@@ -20,30 +20,55 @@ PACK_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Part:
-    """A flat tensor cut into one chunk a rank: `bounds[r] .. bounds[r + 1]` is rank r's."""
+    """A flat tensor cut into one chunk a rank: `spans[r]` is the range of rank r's, begin and end."""
 
     tensor: Tensor
-    bounds: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def at(cls, tensor: Tensor, bounds: Sequence[int]) -> Part:
+        """Cut into chunks that lie one after another: rank r's is `bounds[r] .. bounds[r + 1]`."""
+        return cls(tensor, tuple(pairwise(bounds)))
 
     @classmethod
     def evenly(cls, tensor: Tensor, size: int) -> Part:
         """Cut into chunks of equal length, the last ones shorter where it does not divide."""
-        step = -(-tensor.numel() // size)
-        return cls(tensor, tuple(min(rank * step, tensor.numel()) for rank in range(size + 1)))
+        return cls.at(tensor, even_bounds(tensor.numel(), size))
 
     @property
     def sizes(self) -> list[int]:
         """Length of each rank's chunk."""
-        return [end - begin for begin, end in pairwise(self.bounds)]
+        return [end - begin for begin, end in self.spans]
 
     @property
     def even(self) -> bool:
         """Whether all chunks have one length."""
         return len(set(self.sizes)) == 1
 
+    @property
+    def covered(self) -> Tensor | None:
+        """All chunks as one tensor, a view; None where they do not lie one after another."""
+        if any(one[1] != following[0] for one, following in pairwise(self.spans)):
+            return None
+        return self.tensor[self.spans[0][0] : self.spans[-1][1]]
+
     def chunk(self, rank: int) -> Tensor:
         """A rank's chunk, a view."""
-        return self.tensor[self.bounds[rank] : self.bounds[rank + 1]]
+        begin, end = self.spans[rank]
+        return self.tensor[begin:end]
+
+
+def even_bounds(numel: int, size: int) -> tuple[int, ...]:
+    """Where `size` chunks of equal length begin and end in `numel` elements; the last ones may be shorter."""
+    step = -(-numel // size)
+    return tuple(min(rank * step, numel) for rank in range(size + 1))
+
+
+def evenly_covered(parts: Sequence[Part]) -> list[Tensor] | None:
+    """Each part as one tensor of equal chunks; None where one of them is not that."""
+    covered = [part.covered for part in parts if part.even]
+    found = [each for each in covered if each is not None]
+    return found if len(found) == len(parts) else None
 
 
 def worth_packing(parts: Sequence[Part]) -> bool:
@@ -56,7 +81,7 @@ def packed(parts: Sequence[Part], ranks: Sequence[int]) -> Part:
     """One part holding the chunks of all, owner by owner; only the chunks of `ranks` are copied in."""
     lengths = [sum(sizes) for sizes in zip(*(part.sizes for part in parts), strict=True)]
     bounds = (0, *accumulate(lengths))
-    whole = Part(parts[0].tensor.new_empty(bounds[-1]), bounds)
+    whole = Part.at(parts[0].tensor.new_empty(bounds[-1]), bounds)
     for rank in ranks:
         torch.cat([part.chunk(rank) for part in parts], out=whole.chunk(rank))
     return whole

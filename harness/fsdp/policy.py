@@ -7,7 +7,7 @@ refuses what the engine does not honour instead of ignoring it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Self
 
@@ -54,21 +54,57 @@ class Strategy(Enum):
         raise ValueError(f"zero_dp_strategy={value!r} names no strategy; valid are {names}")
 
 
+class OuterStrategy(Enum):
+    """What the outer axis splits: nothing (HSDP), or main weights and optimizer state (HFSDP)."""
+
+    no_shard = 0
+    optim = 1
+
+    @classmethod
+    def parse(cls, value: OuterStrategy | str | int) -> OuterStrategy:
+        """Read a member, its name, or its number.
+
+        Raises:
+            ValueError: the value names none.
+        """
+        if isinstance(value, OuterStrategy):
+            return value
+        if isinstance(value, str) and value in cls.__members__:
+            return cls[value]
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 1:
+            return cls(value)
+        raise ValueError(
+            f"outer_dp_sharding_strategy={value!r} names no strategy; valid are 0 or 'no_shard', 1 or 'optim'"
+        )
+
+
+class GradBuffer(Enum):
+    """How a backward's gradients come to lie in one flat tensor.
+
+    flat: autograd writes them there. concat: it allocates one each, which are copied together when they are reduced.
+    """
+
+    flat = "flat"
+    concat = "concat"
+
+
 class Numerics(Enum):
     """How much order of arithmetic the engine promises.
 
     fast: none. deterministic: the same run gives the same bits. ordered: sums run in rank order and the norm is
-    order-free, so that all strategies agree bit for bit where the microbatches are summed in the same order.
+    order-free, so that all strategies agree bit for bit where the microbatches are summed in the same order. exact:
+    sums of integers, so that they agree whatever the order (see `harness.fsdp.fixed_point`).
     """
 
     fast = "fast"
     deterministic = "deterministic"
     ordered = "ordered"
+    exact = "exact"
 
     @property
     def bitwise(self) -> bool:
         """Bits may not depend on how the buckets were cut."""
-        return self is Numerics.ordered
+        return self in (Numerics.ordered, Numerics.exact)
 
 
 FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -182,6 +218,19 @@ class Dtypes:
                 f"grad_accum_dtype={self.accum} sums in fewer bits than fp32 or than what arrives (the wire has"
                 f" {self.wire}). Set grad_accum_dtype={wide}, None for the same, {consent}"
             )
+
+    def as_integers(self) -> Dtypes:
+        """The same with gradients sent and summed as int64; see `harness.fsdp.fixed_point`.
+
+        Raises:
+            ValueError: gradients are sent in another dtype than they are kept in, or in more bits than fp32.
+        """
+        if self.wire != self.grads or self.grads.itemsize > 4:
+            raise ValueError(
+                f"numerics=exact sends 64-bit integers and rounds once to main_grads_dtype={self.grads}: leave"
+                f" grad_comm_dtype={self.wire} at None, and gradients at fp32 or narrower"
+            )
+        return replace(self, grads=torch.int64, wire=torch.int64, accum=torch.int64)
 
     @property
     def sums_as_sent(self) -> bool:

@@ -76,6 +76,15 @@ class Readiness:
         self._due_params.discard(id(param))
         self._arrived.add(id(param))
 
+    def note_written(self, param: nn.Parameter) -> None:
+        """A kernel adds the gradient of a parameter by itself, before the backward has passed the call it is in.
+
+        Where no inputs of a call tell when that is, the unit is over with the whole backward.
+        """
+        if self._due_calls:
+            self._due_params.discard(id(param))
+            self._arrived.add(id(param))
+
     @property
     def is_unused(self) -> bool:
         """Whether no gradient can come: not reached, and not called where autograd does not look."""

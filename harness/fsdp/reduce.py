@@ -1,8 +1,6 @@
 """The reduce pipeline: gradients leave in one static order, at most two units of them at a time.
 
-Under `no_shard` and `optim`, microbatches add up in the whole main-gradient buffer and only the step's last backward
-reduces. Under `optim_grads` and `optim_grads_params`, every backward reduces a temporary bucket and the shard adds up.
-A reduced gradient is *copied* over a buffer that held the unreduced one, and *added* only to a shard that holds sums.
+What one bucket goes through is told in `harness.fsdp.job`; here is when it does, and who waits.
 
 [Note: Issue order] Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its
 turn; a unit that this rank did not use contributes zeros, as soon as that is known.
@@ -21,20 +19,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-
-from torch import Tensor
 
 from harness.fsdp import labels
 from harness.fsdp.buffer import Bucket
-from harness.fsdp.collectives import Exchange, Reduction
-from harness.fsdp.communicator import Communicator, Pending
-from harness.fsdp.device import DeviceRuntime, Event
+from harness.fsdp.communicator import Pending
+from harness.fsdp.device import DeviceRuntime
 from harness.fsdp.guards import GradientGuard
-from harness.fsdp.labels import Label
+from harness.fsdp.job import Job, Reductions
 from harness.fsdp.memory import BucketMemory
-from harness.fsdp.parts import Part
+from harness.fsdp.mesh import Meshes
 from harness.fsdp.units import Unit
 
 MAX_UNITS = 2
@@ -49,7 +44,8 @@ class ReducePipeline:
 
     Args:
         units: in forward order; they are reduced in reverse.
-        reductions: how the sums of a bucket are made, by bucket name.
+        reductions: how the sums of a bucket are made, along each axis, by bucket name.
+        meshes: whose communicators they use.
         factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
             sums are in cache; where it has one a microbatch, by `finish`.
         guard: looks at gradients before they are reduced; None looks at nothing.
@@ -60,8 +56,8 @@ class ReducePipeline:
     def __init__(
         self,
         units: Sequence[Unit],
-        reductions: dict[str, Reduction],
-        comm: Communicator,
+        reductions: dict[str, Reductions],
+        meshes: Meshes,
         runtime: DeviceRuntime,
         memory: BucketMemory,
         *,
@@ -73,12 +69,13 @@ class ReducePipeline:
         self.before_wait = before_wait
         self.order = [unit for unit in reversed(units) if unit.trainable]
         self.reductions = reductions
-        self.comm = comm
+        self.meshes = meshes
         self.runtime = runtime
         self.memory = memory
         self.factor = factor
-        beside = runtime.has_streams or comm.threads_help
+        beside = runtime.has_streams or all(mesh.inner.threads_help for mesh in meshes)
         self.sums_when_wanted = not beside
+        self._is_last = True
         self._ready: set[str] = set()
         self._issued = 0
         self._in_flight: deque[tuple[Unit, list[Job]]] = deque()
@@ -89,15 +86,19 @@ class ReducePipeline:
 
     def expect(self, unit: Unit) -> None:
         """A unit's backward begins: its gradients will come, in the dtype they are sent in."""
-        for bucket in unit.trainable:
-            bucket.expect_gradients()
+        for gradients in unit.gradients:
+            gradients.expect()
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """A backward begins; is_last: it ends the step's accumulation."""
+        self._is_last = is_last
 
     def prepare(self, unit: Unit) -> None:
         """Give a unit's parameters flat gradient storage, waiting while too many units have theirs."""
-        for bucket in unit.trainable:
-            if bucket.grad_bucket is None:
+        for gradients in unit.gradients:
+            if not gradients.is_prepared:
                 self._make_room(unit)
-            bucket.prepare_gradients()
+            gradients.prepare()
 
     def _make_room(self, unit: Unit) -> None:
         if len(self._in_flight) >= MAX_UNITS and not unit.is_root:
@@ -127,22 +128,23 @@ class ReducePipeline:
 
     def drain(self) -> None:
         """Wait until every issued reduction has landed in the main gradients."""
-        if self.sums_when_wanted and all(bucket.accumulates_whole for bucket in self._buckets_in_flight()):
+        if self.sums_when_wanted and all(job.gradients.is_whole for job in self._jobs_in_flight()):
             self._sum_all()
         while self._in_flight:
             self._land()
         self._release()
 
-    def _buckets_in_flight(self) -> Iterator[Bucket]:
-        return (job.bucket for _, jobs in self._in_flight for job in jobs)
+    def _jobs_in_flight(self) -> Iterator[Job]:
+        return (job for _, jobs in self._in_flight for job in jobs)
 
     def finish(self) -> None:
-        """Wait for the step's reductions and scale what they left unscaled."""
+        """Wait for the step's reductions; turn sums into main gradients and scale what was left unscaled."""
         self.drain()
         for unit in self.order:
-            for bucket in unit.trainable:
-                if not bucket.accumulates_whole:
-                    self.reductions[bucket.name].finish(bucket.grad_pieces, self.factor)
+            for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
+                reductions = self.reductions[bucket.name]
+                factor = 1.0 if reductions.scales_as_it_sums(gradients) else self.factor
+                reductions.inner.finish(gradients.own_pieces, gradients.main_pieces, factor)
 
     def discard(self) -> None:
         """Wait until nothing is in flight any more, for gradients that nobody wants.
@@ -169,7 +171,9 @@ class ReducePipeline:
 
     def _release(self) -> None:
         """Free what is only kept between one reduction and the next."""
-        self.comm.release_scratch()
+        for mesh in self.meshes:
+            for comm in mesh.communicators:
+                comm.release_scratch()
         self.memory.release_spare()
 
     def close(self) -> None:
@@ -179,36 +183,34 @@ class ReducePipeline:
 
     def _issue(self, unit: Unit) -> None:
         self._issued += 1
-        if any(bucket.grad_bucket is None for bucket in unit.trainable):  # not used: it contributes zeros
+        if not all(gradients.is_prepared for gradients in unit.gradients):  # not used: it contributes zeros
             self.prepare(unit)
-        if not unit.buckets[0].accumulates_whole:
+        if not all(gradients.is_direct for gradients in unit.gradients):
             self._make_room(unit)
         self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
 
     def _look(self, unit: Unit, guard: GradientGuard) -> None:
-        for bucket in unit.trainable:
-            if bucket.grad_bucket is not None:
-                bucket.settle_gradients()
-                guard.look(bucket, bucket.grad_bucket)
+        for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
+            if gradients.bucket is not None:
+                gradients.settle()
+                guard.look(bucket, gradients.bucket)
 
     def _start(self, bucket: Bucket) -> Job:
-        factor = self.factor if bucket.accumulates_whole else 1.0
-        job = Job(bucket, self.reductions[bucket.name], self.comm.size, factor, self.guard)
+        job = Job(bucket, self.reductions[bucket.name], self.runtime, self.factor, self.guard, is_last=self._is_last)
         with self.runtime.stream("reduce"):
-            job.exchange()
+            job.begin()
             if self.runtime.has_streams:
-                job.reduce()
-                job.done = self.runtime.record()
+                job.run()
             elif self._folder is not None:
-                job.future = self._folder.submit(job.reduce)
+                job.future = self._folder.submit(job.run)
         return job
 
     def _sum_all(self) -> None:
-        """Sum every bucket that nobody sums beside the backward, before waiting for what others make of the sums."""
+        """Sum every bucket that nobody sums beside the backward, step by step, before waiting for any of them."""
         with labels.waiting():
-            for _, jobs in self._in_flight:
-                for job in jobs:
-                    job.sum_now()
+            jobs = list(self._jobs_in_flight())
+            while any(jobs):
+                jobs = [job for job in jobs if job.advance()]
 
     def _land(self) -> None:
         """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
@@ -221,86 +223,6 @@ class ReducePipeline:
                 except Exception as error:
                     failures.append(error)
                 job.free()
-        self._sending += [job.sending for job in jobs if job.sending is not None]
+        self._sending += [each for job in jobs for each in job.sending]
         if failures:
             raise failures[0]
-
-
-class Job:
-    """One bucket on its way from unreduced gradients to this rank's main gradients."""
-
-    def __init__(
-        self, bucket: Bucket, reduction: Reduction, num_ranks: int, factor: float, guard: GradientGuard | None
-    ) -> None:
-        self.guard = guard
-        self.bucket = bucket
-        self.reduction = reduction
-        self.num_ranks = num_ranks
-        self.factor = factor
-        self.source: Tensor = bucket.take_gradients()
-        self.done: Event | None = None
-        self.future: Future[None] | None = None
-        self._exchange: Exchange | None = None
-        self._spread = Pending([])
-        self._summed = False
-        self._stays = False
-        """Whether what others take lies in whole main gradients, which stay as they are until they are forgotten."""
-
-    @property
-    def _splits(self) -> bool:
-        """Whether the owners keep their shares (reduce-scatter) or share them again (all-reduce)."""
-        return self.bucket.context.strategy.shards_optimizer
-
-    def exchange(self) -> None:
-        """Encode the gradients and send every contribution to its owner."""
-        wire = self.reduction.encode(self.source)
-        self._stays = self.bucket.accumulates_whole and wire is self.source
-        if self.guard is not None:
-            self.guard.look(self.bucket, wire, None if wire is self.source else self.source)
-        if self._splits:
-            parts, kind = self.bucket.segment_parts(wire), "reduce_scatter"
-        else:
-            parts, kind = [Part.evenly(wire, self.num_ranks)], "all_reduce"
-        self._exchange = self.reduction.exchange(parts, Label(kind, self.bucket.name), self.factor)
-
-    def reduce(self) -> None:
-        """Sum what this rank owns, and wait for what others sum."""
-        self.sum_now()
-        self._spread.wait()
-
-    def sum_now(self) -> None:
-        """Sum what this rank owns into the main gradients, once; an all-reduce then begins to spread the sums."""
-        exchange = self._exchange
-        if self._summed:
-            return
-        if exchange is None:
-            raise RuntimeError(f"bucket {self.bucket.name} was summed before it was exchanged")
-        self._summed = True
-        add = self.bucket.claim_main_grads()
-        if self._splits:
-            self.reduction.fold(exchange, self.bucket.grad_pieces, add=add)
-        else:
-            whole = Part.evenly(self.source, self.num_ranks)
-            self.reduction.fold(exchange, [whole.chunk(self.reduction.comm.rank)], add=False)
-            self._spread = self.reduction.spread(exchange, whole)
-
-    def wait(self) -> None:
-        """Block the host or the current stream until the main gradients hold the sum; raises what the sum raised."""
-        if self.done is not None:
-            self.done.wait()
-        elif self.future is not None:
-            self.future.result()
-        else:
-            self.reduce()
-        if self._exchange is not None and not self._stays:
-            self._exchange.pending.wait()
-
-    @property
-    def sending(self) -> Pending | None:
-        """What other ranks may still take from the unreduced gradients after `wait`."""
-        return self._exchange.pending if self._exchange is not None and self._stays else None
-
-    def free(self) -> None:
-        """Free the temporary bucket, where there was one."""
-        if not self.bucket.accumulates_whole:
-            self.bucket.context.memory.give_back(self.source)

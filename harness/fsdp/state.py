@@ -8,35 +8,33 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.buffer import Bucket
-from harness.fsdp.communicator import Communicator
-from harness.fsdp.labels import Label
 from harness.fsdp.optimizer import ShardedOptimizer
 
 STEP_DTYPE = torch.float64
 """Plain numbers of an optimizer's state (torch keeps `step` as a tensor or a number) are saved as this."""
 
 
-def full_weights(buckets: Sequence[Bucket], comm: Communicator) -> Iterator[tuple[str, Tensor]]:
+def full_weights(buckets: Sequence[Bucket]) -> Iterator[tuple[str, Tensor]]:
     """Main weights of every parameter, whole, on the CPU, one bucket in memory at a time. *Collective.*"""
-    return _full(buckets, comm, lambda bucket: bucket.main_pieces, "weights")
+    return _full(buckets, lambda bucket: bucket.main_pieces, "weights")
 
 
-def full_gradients(buckets: Sequence[Bucket], comm: Communicator) -> Iterator[tuple[str, Tensor]]:
+def full_gradients(buckets: Sequence[Bucket]) -> Iterator[tuple[str, Tensor]]:
     """Main gradients of every trained parameter, whole, on the CPU, after they were reduced. *Collective.*"""
-    trained = [bucket for bucket in buckets if bucket.trainable]
-    return _full(trained, comm, lambda bucket: bucket.grad_pieces, "gradients")
+    return _full([bucket for bucket in buckets if bucket.trainable], lambda bucket: bucket.grad_pieces, "gradients")
 
 
 def _full(
-    buckets: Sequence[Bucket], comm: Communicator, pieces_of: Callable[[Bucket], list[Tensor]], what: str
+    buckets: Sequence[Bucket], pieces_of: Callable[[Bucket], list[Tensor]], what: str
 ) -> Iterator[tuple[str, Tensor]]:
     for bucket in buckets:
         pieces = pieces_of(bucket)
-        whole = torch.zeros(bucket.layout.bucket_numel, dtype=pieces[0].dtype, device=pieces[0].device)
-        for own, piece in zip(bucket.own_pieces(whole), pieces, strict=True):
+        whole = torch.zeros(bucket.layout.bucket_numel, dtype=pieces[0].dtype, device=bucket.memory.device)
+        inner = bucket.cuts.inner_pieces(whole)
+        for own, piece in zip(bucket.cuts.own(inner), pieces, strict=True):
             own.copy_(piece)
-        if bucket.layout.num_ranks > 1:
-            comm.all_gather(bucket.segment_parts(whole), Label("all_gather", f"{bucket.name} {what}")).wait()
+        for pending in bucket.gather_pieces(whole, inner, what):
+            pending.wait()
         for name, view in bucket.named_slices(whole):
             yield name, view.detach().to("cpu", copy=True)
 

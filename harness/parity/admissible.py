@@ -5,6 +5,9 @@
     numerics=ordered, native, k > 1                       T1 within {no_shard, optim}, which add microbatches before
                                                           ranks, and within {optim_grads, optim_grads_params}, which
                                                           add ranks before microbatches; not between the two
+    numerics=exact, one M and one microbatch size         T1 across strategies, numbers of ranks, hybrid shapes and
+                                                          sizes of units, and between native and single: integers are
+                                                          added
     anything else                                         T2
 
 Bits are compared whatever the tier, and equal ones are reported as EQUAL. The tier says when unequal ones are a fault.
@@ -26,12 +29,20 @@ WITHOUT_EFFECT = (
     "model.name",
     "dtype.name",
     "engine.prefetch",
+    "engine.double_buffer",
+    "engine.separate_gather_group",
+    "engine.grad_buffer",
     "engine.eager_limit_bytes",
 )
 """Prefixes of settings that change no sum: what is saved, looked at or called; how far gathers run ahead, because
-reductions are issued in static order and a gather does no arithmetic; and whether data is sent or read."""
+reductions are issued in static order and a gather does no arithmetic; where buckets come from, and gradients before
+they are sent; and whether data is sent or read."""
 
-REPEATABLE = ("deterministic", "ordered")
+REPEATABLE = ("deterministic", "ordered", "exact")
+
+EXACT_FREEDOM = ("sharding.", "mesh.", "engine.")
+"""Prefixes of settings that change no bit under numerics=exact, as long as one of these engines runs them."""
+EXACT_ENGINES = ("native", "single")
 
 SUM_ORDER = {
     "no_shard": "microbatches before ranks",
@@ -69,7 +80,11 @@ def admissible(arm: Mapping[str, Any], control: Mapping[str, Any], *, resumed: b
     if not differing:
         again = "resumed on the same layout" if resumed else "run twice"
         return Admission("T1", f"one configuration, {again}, under numerics={mode}")
-    if mode == "ordered" and differing == ["sharding.strategy"] and arm["engine.name"] == "native":
+    names = {arm["engine.name"], control["engine.name"]}
+    if mode == "exact" and names <= set(EXACT_ENGINES) and all(key.startswith(EXACT_FREEDOM) for key in differing):
+        return Admission("T1", "numerics=exact adds integers, in whatever order and wherever")
+    in_order = mode == "ordered" and {*differing} <= {"sharding.strategy", "sharding.outer"}
+    if in_order and arm["engine.name"] == "native":
         return _across_strategies(arm, control)
     return Admission("T2", f"sums may be ordered differently: {', '.join(differing[:4])} differ")
 

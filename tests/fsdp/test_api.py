@@ -379,7 +379,7 @@ def failing_fold(rank: int) -> str:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("broken fold")
 
-    for reduction in wrapped._reductions.values():
+    for reduction in (each.inner for each in wrapped._reduce.reductions.values()):
         reduction.fold = broken  # type: ignore[method-assign]
     try:
         wrapped(torch.ones(1, 6)).sum().backward()

@@ -70,8 +70,8 @@ def _measure(rank: int, case: Case) -> Traffic:
     meter.close()
     model = engine.model  # type: ignore[attr-defined]
     buckets = {
-        b.name: (b.layout.comm_numel, b.layout.bucket_numel, b.layout.param_numel, b.layout.param_numel_on(b.rank))
-        for b in model.buckets
+        b.name: (x.comm_numel, x.bucket_numel, x.param_numel, x.param_numel_on(b.cuts.position))
+        for b, x in ((each, each.layout) for each in model.buckets)
     }
     largest = max(b.layout.bucket_numel for b in model.buckets)
     traffic = Traffic(rows, buckets, engine.accounted_bytes(), model.transient_peak_bytes, largest)

@@ -318,12 +318,12 @@ def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strateg
     model, plain = make(), make()
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     resting = wrapped._memory.live_bytes
-    folds = {name: reduction.fold for name, reduction in wrapped._reductions.items()}
+    folds = {name: each.inner.fold for name, each in wrapped._reduce.reductions.items()}
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("broken fold")
 
-    for reduction in wrapped._reductions.values():
+    for reduction in (each.inner for each in wrapped._reduce.reductions.values()):
         reduction.fold = broken  # type: ignore[method-assign]
 
     def step() -> None:
@@ -334,7 +334,7 @@ def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strateg
         step()
     with pytest.raises(RuntimeError, match="gradients are incomplete"):
         optimizer.step()
-    for name, reduction in wrapped._reductions.items():
+    for name, reduction in ((name, each.inner) for name, each in wrapped._reduce.reductions.items()):
         reduction.fold = folds[name]  # type: ignore[method-assign]
     optimizer.zero_grad()
     assert wrapped._memory.live_bytes == resting

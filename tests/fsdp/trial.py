@@ -5,18 +5,27 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
 
-from harness.config.schema import Config, Dtype, EngineName, Numerics, OptimizerName, Strategy
+from harness.config.schema import (
+    Config,
+    Dtype,
+    EngineName,
+    ModelFamily,
+    Numerics,
+    OptimizerName,
+    OuterStrategy,
+    Strategy,
+)
 from harness.engines.protocol import Microbatch, Ranks
 from harness.engines.registry import engine_class
 from harness.fsdp import communicator
-from harness.models.workload import LlamaWorkload
+from harness.models.registry import workload_for
 
 DTYPES = {
     # compute, main weights, main gradients, wire, sum
@@ -69,6 +78,13 @@ class Case:
     dtype: str = "fp32"
     numerics: str = "fast"
     steps: int = 10
+    outer: int = 1
+    """Size of the outer axis."""
+    outer_strategy: str = "no_shard"
+    model: str = "tiny"
+    """tiny, or odd: awkward parameters, some of them frozen, tied or unused."""
+    options: tuple[tuple[str, Any], ...] = ()
+    """Further settings of the group `engine`."""
 
     @property
     def num_microbatches(self) -> int:
@@ -76,8 +92,9 @@ class Case:
 
     def reference(self, dtype: str) -> Case:
         """The same training on one process in this dtype."""
-        return Case(
-            "single", "no_shard", 1, 1, self.num_microbatches, self.optimizer, self.clip, dtype, "fast", self.steps
+        alone = replace(self, engine="single", strategy="no_shard", world_size=1, k=1, outer=1, options=())
+        return replace(
+            alone, microbatches=self.num_microbatches, dtype=dtype, numerics="fast", outer_strategy="no_shard"
         )
 
     def config(self) -> Config:
@@ -92,6 +109,11 @@ class Case:
             20,
         )
         config.data.seq_len = 7
+        if self.model == "odd":
+            model.family, model.dim, model.ffn_dim = ModelFamily.odd, 13, 17
+        config.sharding.outer, config.mesh.dp_outer = OuterStrategy[self.outer_strategy], self.outer
+        for name, value in self.options:
+            setattr(config.engine, name, value)
         config.engine.eager_limit_bytes = way_of(self).eager_limit
         config.engine.name, config.sharding.strategy = EngineName[self.engine], Strategy[self.strategy]
         config.mesh.world_size = self.world_size
@@ -143,7 +165,7 @@ def run_case(rank: int, case: Case) -> Record:
 def _run_case(rank: int, case: Case) -> Record:
     config = case.config()
     ranks = Ranks(rank, case.world_size, rank, torch.device("cpu"))
-    engine = engine_class(config.engine.name)(LlamaWorkload(config), config, ranks)
+    engine = engine_class(config.engine.name)(workload_for(config), config, ranks)
     record = Record(case)
     record.weights[0] = _keep(rank, engine.named_weights())
     for step in range(1, case.steps + 1):

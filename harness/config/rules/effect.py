@@ -19,6 +19,7 @@ from harness.config.schema import (
     Dtype,
     MeasureMode,
     ModelFamily,
+    Numerics,
     OptimizerName,
     WandbMode,
 )
@@ -109,6 +110,9 @@ CONDITIONS: dict[str, Condition] = {
     "model.num_experts": _MOE,
     "model.experts_per_token": _MOE,
     "sharding.outer": _OUTER,
+    "numerics.exact_bits": Condition(
+        lambda c: c.numerics.mode is Numerics.exact, "numerics=exact", lambda c: f"numerics.mode={c.numerics.mode.name}"
+    ),
     "ckpt.every": _CKPT,
     "measure.capture_limit_mib": _CAPTURE,
     "measure.warmup_steps": _BENCH,

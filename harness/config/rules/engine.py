@@ -11,6 +11,8 @@ from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Config, Dtype, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
 
+_BITWISE = (Numerics.ordered, Numerics.exact)
+
 
 @rule()
 def strategy_is_built(request: Request) -> Iterator[Violation]:
@@ -230,12 +232,67 @@ def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
     """torch's 16-bit add with a factor rounds otherwise at the end of a tensor: only AdamW steps without it."""
     config = request.config
     narrow = DTYPE_BYTES[config.dtype.main_params] < 4 and config.optimizer.name is not OptimizerName.adamw
-    if narrow and config.engine.name is EngineName.native and config.numerics.mode is Numerics.ordered:
+    if narrow and config.engine.name is EngineName.native and config.numerics.mode in _BITWISE:
         yield Violation(
             request.show("optimizer.name", "dtype.main_params"),
-            "rounds by where shards are cut, which numerics=ordered promises not to",
+            f"rounds by where shards are cut, which numerics={config.numerics.mode.name} promises not to",
             "adamw, or dtype.main_params of fp32 or fp64",
             "optimizer=adamw, dtype.main_params=fp32, or numerics=fast",
+        )
+
+
+@rule("numerics.exact_bits", "train.global_batch_size", "train.microbatch_size")
+def integers_are_possible(request: Request) -> Iterator[Violation]:
+    """Gradients that become integers have one dtype, fp32 or narrower, and room for the sum of a step."""
+    config = request.config
+    if config.numerics.mode is not Numerics.exact:
+        return
+    d = config.dtype
+    if d.grad_comm is not d.main_grads or DTYPE_BYTES[d.main_grads] > 4:
+        yield Violation(
+            request.show("numerics.mode", "dtype.main_grads", "dtype.grad_comm"),
+            "sends 64-bit integers and rounds once, to dtype.main_grads",
+            "dtype.grad_comm equal to dtype.main_grads, fp32 or narrower",
+            f"dtype.grad_comm={d.main_grads.name}" if DTYPE_BYTES[d.main_grads] <= 4 else "dtype=fp32, or dtype=bf16",
+        )
+    terms, bits = global_microbatches(config), config.numerics.exact_bits
+    most = 61 - max(terms - 1, 0).bit_length()
+    if bits > most:
+        yield Violation(
+            request.show("numerics.exact_bits"),
+            f"leaves no room for a gradient of 1 in a sum of {terms} microbatches",
+            f"0 to {most}",
+            f"numerics.exact_bits={most}",
+        )
+
+
+@rule("engine.accumulate_unsharded")
+def waiting_unsharded_has_a_meaning(request: Request) -> Iterator[Violation]:
+    """Only strategies that reduce every microbatch can be told not to; integers are not added in floating point."""
+    config = request.config
+    if not config.engine.accumulate_unsharded:
+        return
+    splits = config.sharding.strategy in (Strategy.optim_grads, Strategy.optim_grads_params)
+    if splits and config.numerics.mode is not Numerics.exact:
+        return
+    yield Violation(
+        request.show("engine.accumulate_unsharded", "sharding.strategy", "numerics.mode"),
+        "lets microbatches wait unreduced under ZeRO-2 and 3; ZeRO-0 and 1 always do, numerics=exact never",
+        "false",
+        "engine.accumulate_unsharded=false, or sharding=optim_grads",
+    )
+
+
+@rule("engine.double_buffer", "engine.prefetch")
+def two_buffers_hold_two_units(request: Request) -> Iterator[Violation]:
+    """With fixed buffers there is room for one unit ahead of the one in use."""
+    engine = request.config.engine
+    if engine.double_buffer and engine.prefetch > 1:
+        yield Violation(
+            request.show("engine.prefetch"),
+            "wants more units ahead than engine.double_buffer=true has room for",
+            "0 or 1",
+            "engine.prefetch=1, or engine.double_buffer=false",
         )
 
 
@@ -290,6 +347,9 @@ RULES: tuple[Rule, ...] = (
     microbatches_are_summed_wide,
     main_weights_are_no_narrower,
     bits_do_not_depend_on_cuts,
+    integers_are_possible,
+    waiting_unsharded_has_a_meaning,
+    two_buffers_hold_two_units,
     idle_parameters_are_taken,
     lone_shards_are_right,
 )

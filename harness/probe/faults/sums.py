@@ -14,7 +14,7 @@ from harness.probe.faults.site import Site, fault, rounded
 
 
 def _accumulated(site: Site) -> list[Tensor]:
-    return [b.main_grads for b in site.buckets if b.accumulates_whole and b.main_grads is not None]
+    return [b.gradients.sums for b in site.buckets if b.gradients is not None and b.gradients.is_whole]
 
 
 def _between_microbatches(site: Site, change: Callable[[Tensor], object]) -> None:
@@ -56,7 +56,7 @@ def _on_taken(site: Site, change: Callable[[Bucket, Tensor], object]) -> None:
 
             return wrapped
 
-        site.around(bucket, "take_gradients", wrap)
+        site.around(bucket.gradients, "take", wrap)
 
 
 @fault("F13_reduced_before_ready")
@@ -154,8 +154,8 @@ def ranks_added_in_bf16(site: Site) -> None:
 
 
 def _around_folds(site: Site, wrap: Callable[[Any, Callable[..., None]], Callable[..., None]]) -> None:
-    for reduction in {id(each): each for each in site.reduce.reductions.values()}.values():
-        site.around(reduction, "fold", partial(wrap, reduction))
+    for reductions in site.reduce.reductions.values():
+        site.around(reductions.inner, "fold", partial(wrap, reductions.inner))
 
 
 @fault("F01_duplicated_gradient")

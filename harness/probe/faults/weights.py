@@ -23,8 +23,8 @@ def permuted_shards(site: Site) -> None:
 
 def _others(bucket: Bucket) -> list[Tensor]:
     """The parts of a whole bucket of weights that other ranks own."""
-    parts = bucket.segment_parts(bucket.compute)
-    return [part.chunk(rank) for part in parts for rank in range(len(part.sizes)) if rank != bucket.rank]
+    own = bucket.cuts.place.inner_rank
+    return [part.chunk(rank) for part in bucket.weight_parts() for rank in range(len(part.sizes)) if rank != own]
 
 
 @fault("F25_read_before_ready")

@@ -1,0 +1,92 @@
+"""Gradients as integers: sums that do not depend on their order.
+
+[Note: Exact sums] Under numerics=exact each microbatch's gradient is rounded once, to a multiple of 2^-bits, and from
+then on only integers are added: over microbatches, ranks and axes, in any order and grouping, with the same result.
+Once a step the sum becomes a floating-point number again, divided and rounded once. So the gradient has the same bits
+under every strategy, number of ranks, hybrid shape, bucket size and split into microbatches of one size, and on one
+process that sees the same microbatches.
+
+The price: 8 bytes an element on the wire and in the sums; a resolution that is absolute (an element far below 2^-bits
+is lost); and a largest value, 2^(62 - bits) / terms, beyond which the step is refused on all ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+BITS = 44
+"""Default resolution: an element of 1e-6 keeps ten bits more than its rounding to fp32 at a microbatch would cost."""
+RANGE_BITS = 62
+"""Bits of the largest sum: one less than an int64 has, so that a sum of numbers within the limit cannot wrap."""
+_BLOCK = 1 << 16
+"""Elements converted at a time, so that they stay in cache."""
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """Integers in units of 2^-bits.
+
+    bits: resolution. terms: how many numbers are added up to one sum at most.
+    """
+
+    bits: int = BITS
+    terms: int = 4096
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.bits <= 60:
+            raise ValueError(f"exact_bits={self.bits} must be 0 to 60")
+        if not 1 <= self.terms < 1 << RANGE_BITS - self.bits:
+            most = (1 << RANGE_BITS - self.bits) - 1
+            raise ValueError(
+                f"exact_terms={self.terms} with exact_bits={self.bits} leaves no room for a gradient of 1;"
+                f" exact_terms is 1 to {most}, or lower exact_bits"
+            )
+
+    @property
+    def limit(self) -> float:
+        """No element may be this large."""
+        return math.ldexp(1.0, RANGE_BITS - self.bits) / self.terms
+
+    def encode(self, gradient: Tensor, into: Tensor, beyond: Tensor, *, add: bool = False) -> None:
+        """Copy (or `add`) a flat gradient to an int64 tensor of its length.
+
+        `beyond`, int64, shape [1], counts blocks in which an element is too large or no number.
+        """
+        for begin, end in _blocks(gradient):
+            units = gradient[begin:end].double().mul_(math.ldexp(1.0, self.bits))
+            largest = units.abs().amax()  # NaN if there is one
+            beyond += ~(largest < math.ldexp(self.limit, self.bits))
+            rounded = units.round_().to(torch.int64)
+            (into[begin:end].add_ if add else into[begin:end].copy_)(rounded)
+
+    def decode(self, sums: Tensor, divisor: float, into: Tensor) -> None:
+        """Divide flat sums and round them to the dtype of `into`.
+
+        The upper and the lower half are exact in fp64 and added there: one rounding, the same on every machine, however
+        its vector units convert an int64.
+        """
+        for begin, end in _blocks(sums):
+            block = sums[begin:end]
+            value = (block >> 32).double().mul_(2.0**32).add_((block & 0xFFFFFFFF).double())
+            into[begin:end].copy_(value.mul_(math.ldexp(1.0, -self.bits)).div_(divisor))
+
+
+def beyond_message(count: int, fixed: FixedPoint) -> str:
+    """What to say where elements were beyond the limit."""
+    return (
+        f"gradients beyond what numerics=exact can hold, or not finite, in {count} blocks over all ranks: with"
+        f" exact_bits={fixed.bits} and exact_terms={fixed.terms} an element of one microbatch must stay below"
+        f" {fixed.limit:g}. No weight was changed; lower exact_bits (each bit doubles the range), or find out why"
+        " gradients are that large (report_nan_in_param_grad=True names the tensor of one that is not finite)"
+    )
+
+
+def _blocks(flat: Tensor) -> Iterator[tuple[int, int]]:
+    step = max(1, flat.numel()) if flat.is_cuda else _BLOCK
+    for begin in range(0, flat.numel(), step):
+        yield begin, min(begin + step, flat.numel())

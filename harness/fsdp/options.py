@@ -1,0 +1,93 @@
+"""What an engineer can choose beside the strategy and the dtypes: one frozen, validated record."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from harness.fsdp.communicator import EAGER_LIMIT_BYTES
+from harness.fsdp.fixed_point import BITS, FixedPoint
+from harness.fsdp.policy import GradBuffer, Numerics, Strategy
+
+
+@dataclass(frozen=True)
+class Options:
+    """Choices that change what a step costs and, but for numerics, none of its results.
+
+    Raises:
+        ValueError: a value, with what would be valid.
+    """
+
+    numerics: Numerics = Numerics.fast
+    """Promise about the order of sums."""
+    prefetch: int = 1
+    """Units gathered ahead of the one in use."""
+    prefetch_limit_bytes: int | None = None
+    """Most bytes of weights gathered ahead of the unit in use; None is no limit but `prefetch`."""
+    double_buffer: bool = False
+    """Two fixed buffers for gathered weights and two for unreduced gradients; see [Note: Double buffer]."""
+    unit_min_elements: int = 0
+    """Neighbouring units are joined until they have so many elements."""
+    accumulate_unsharded: bool = False
+    """Under ZeRO-2 and 3, microbatches inside `no_sync` wait unreduced, for one reduction a step."""
+    grad_buffer: GradBuffer = GradBuffer.flat
+    """Whether autograd writes gradients into flat storage, or they are copied together."""
+    offload_optimizer: bool = False
+    """Main weights, main gradients and optimizer state lie in host memory and are stepped there."""
+    separate_gather_group: bool | None = None
+    """A communicator for gathers alone; None: on CUDA."""
+    report_nan_in_param_grad: bool = False
+    """Look for NaN and infinity before every reduction; see `harness.fsdp.guards`."""
+    eager_limit_bytes: int | None = EAGER_LIMIT_BYTES
+    """On gloo, bytes a peer up to which data is sent; longer data is read from the sender. None always sends."""
+    exact_bits: int = BITS
+    """Resolution under numerics=exact; see `harness.fsdp.fixed_point`."""
+    exact_terms: int = 4096
+    """Most microbatches of a step over all ranks, under numerics=exact."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numerics", Numerics(self.numerics))
+        object.__setattr__(self, "grad_buffer", GradBuffer(self.grad_buffer))
+        for name in ("prefetch", "unit_min_elements"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
+        for name in ("prefetch_limit_bytes", "eager_limit_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ValueError(f"{name}={value} must be 0 or more, or None")
+        if self.double_buffer and self.prefetch > 1:
+            raise ValueError(
+                f"double_buffer=True has room for one unit ahead of the one in use, prefetch={self.prefetch} wants"
+                " more; prefetch=1 or 0, or double_buffer=False"
+            )
+
+    @property
+    def exactly(self) -> FixedPoint | None:
+        """How gradients are written as integers, under numerics=exact."""
+        return FixedPoint(self.exact_bits, self.exact_terms) if self.numerics is Numerics.exact else None
+
+    def check_against(self, strategy: Strategy) -> None:
+        """Raise ValueError where a choice has no meaning under a strategy."""
+        if self.accumulate_unsharded and not strategy.shards_grads:
+            raise ValueError(
+                f"accumulate_unsharded=True says how ZeRO-2 and 3 wait inside no_sync; {strategy.name} always waits"
+                " unreduced. Leave it False, or use zero_dp_strategy=2 or 3"
+            )
+        if self.accumulate_unsharded and self.numerics is Numerics.exact:
+            raise ValueError("accumulate_unsharded=True adds microbatches in floating point; numerics=exact never does")
+
+    @classmethod
+    def of(cls, chosen: dict[str, Any]) -> Options:
+        """From keyword arguments.
+
+        Raises:
+            TypeError: one is not known.
+        """
+        for name in chosen:
+            if name not in OPTIONS:
+                raise TypeError(f"unexpected argument {name!r}; options are {', '.join(OPTIONS)}")
+        return cls(**chosen)
+
+
+OPTIONS = tuple(field.name for field in fields(Options))
+"""Names of all options."""
