@@ -245,7 +245,8 @@ class Gradients:
 
 def view_of(bucket: Tensor, begin: int, slot: Slot) -> Tensor:
     """A parameter's place in a whole bucket, in its shape."""
-    return bucket.as_strided(slot.spec.shape, contiguous_strides(slot.spec.shape), begin)
+    strides = contiguous_strides(slot.spec.shape)
+    return bucket.as_strided(slot.spec.shape, strides, bucket.storage_offset() + begin)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

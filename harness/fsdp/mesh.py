@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -52,11 +53,10 @@ class Mesh:
         eager_limit: int | None = EAGER_LIMIT_BYTES,
         separate_gather: bool | None = None,
     ) -> None:
-        self._made: list[dist.ProcessGroup] = []
         self.inner = Communicator(groups.inner, runtime, eager_limit)
         gather = groups.gather
         if gather is None and (runtime.has_streams if separate_gather is None else separate_gather):
-            gather = self._again(self.inner.group)
+            gather = _second_group(self.inner.group)
         self.gather = self.inner if gather is None else Communicator(gather, runtime, eager_limit)
         self.outer: Communicator | None = None
         self.everyone = self.inner
@@ -72,15 +72,6 @@ class Mesh:
             self.outer.rank if self.outer is not None else 0,
             self.outer.size if self.outer is not None else 1,
         )
-
-    def _again(self, group: dist.ProcessGroup) -> dist.ProcessGroup | None:
-        """A second group of the same ranks. *Collective* among them."""
-        if dist.get_world_size(group) == 1:
-            return None
-        ranks = dist.get_process_group_ranks(group)
-        made: dist.ProcessGroup = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_gather")
-        self._made.append(made)
-        return made
 
     def _check(self) -> None:
         ranks = [dist.get_process_group_ranks(each.group) for each in (self.inner, self.gather, self.everyone)]
@@ -108,12 +99,24 @@ class Mesh:
         return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))
 
     def close(self) -> None:
-        """End the threads of the communicators, and the groups made here."""
+        """End the threads of the communicators."""
         for each in self.communicators:
             each.close()
-        for group in self._made:
-            dist.destroy_process_group(group)
-        self._made.clear()
+
+
+_SECOND: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""A second group of the same ranks. Made once: torch gives groups of equal ranks, made one after another was destroyed,
+one name, and the second finds the first one's addresses."""
+
+
+def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Another communicator of a group's ranks; None where it has one. *Collective* among them."""
+    if dist.get_world_size(group) == 1:
+        return None
+    if group not in _SECOND:
+        ranks = dist.get_process_group_ranks(group)
+        _SECOND[group] = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_gather")
+    return _SECOND[group]
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,19 @@
 """Counts and bytes of every collective, and bytes kept in memory, against the formulas; to the byte, padding included.
 
-P is a bucket's elements as they travel (parameters and named padding), b_w and b_g bytes of a weight and of a gradient
-on the wire, N ranks, k microbatches, f = (N - 1) / N. What a rank sends in a step:
+P is a bucket's elements as they travel (parameters and named padding); b_w and b_g bytes of a weight and of a gradient
+on the wire, b_m of a main gradient; I inner and O outer ranks, k microbatches, f(N) = (N - 1) / N. A rank sends in a
+step (docs/engine.md has the same table):
 
-    no_shard             2 P b_g f                     one all-reduce
-    optim                P (b_g + b_w) f               one reduce-scatter, one all-gather
-    optim_grads          P (k b_g + b_w) f             k reduce-scatters, one all-gather
-    optim_grads_params   k P (2 b_w + b_g) f           per microbatch: two all-gathers, one reduce-scatter,
-                                                       less the gather skipped for the unit the forward ends with
+    inner                inside                                      outside, HSDP             outside, HFSDP
+    no_shard             P (b_g + b_m) f(I)  (HFSDP: * below)        (P/I) (b_g + b_m) f(O)    (P/I) (b_g + b_w) f(O)
+    optim                P (b_g + b_w) f(I)                          the same                  the same
+    optim_grads          P (k b_g + b_w) f(I)                        the same                  the same
+    optim_grads_params   k P (2 b_w + b_g) f(I), less one gather     the same                  the same
+                         a microbatch of the unit a forward ends with
+
+    * P (b_g + b_m/O + b_w) f(I): only 1/O of the reduced gradient goes back, and weights are gathered.
+
+Without an outer axis O = 1, and nothing goes outside.
 """
 
 from __future__ import annotations
@@ -21,6 +27,8 @@ import torch
 
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
+from harness.fsdp.buffer import Bucket
+from harness.fsdp.labels import OUTER
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter, Row
 from tests.fsdp.trial import Case, batches, way_of
@@ -31,6 +39,13 @@ CASES = [
     Case("native", strategy, world_size, k, dtype=dtype, steps=2)
     for strategy, world_size, k, dtype in itertools.product(STRATEGIES, (2, 3, 4), (1, 3), ("fp32", "bf16_comm"))
 ]
+HYBRID = [
+    Case("native", strategy, 4, k, dtype=dtype, steps=2, outer=outer, outer_strategy=split)
+    for strategy, outer, split, k, dtype in itertools.product(
+        STRATEGIES, (2, 4), ("no_shard", "optim"), (1, 3), ("fp32", "bf16_comm")
+    )
+]
+CASES += HYBRID
 B_W = {"fp32": 4, "bf16_comm": 2}
 B_G = {"fp32": 4, "bf16_comm": 2}
 B_MAIN_GRAD = 4
@@ -38,10 +53,11 @@ B_MAIN_GRAD = 4
 
 @dataclass
 class Traffic:
-    """rows: of the second step. buckets: name -> (elements on the wire, whole bucket, parameters, parameters here)."""
+    """rows: of the second step. buckets: name -> elements (on the wire, whole bucket, parameters, parameters of this
+    rank, parameters of its inner shard)."""
 
     rows: list[Row]
-    buckets: dict[str, tuple[int, int, int, int]]
+    buckets: dict[str, tuple[int, int, int, int, int]]
     memory: dict[str, int]
     transient: int
     largest: int
@@ -70,7 +86,7 @@ def _measure(rank: int, case: Case) -> Traffic:
     meter.close()
     model = engine.model  # type: ignore[attr-defined]
     buckets = {
-        b.name: (x.comm_numel, x.bucket_numel, x.param_numel, x.param_numel_on(b.cuts.position))
+        b.name: (x.comm_numel, x.bucket_numel, x.param_numel, x.param_numel_on(b.cuts.position), inside(b))
         for b, x in ((each, each.layout) for each in model.buckets)
     }
     largest = max(b.layout.bucket_numel for b in model.buckets)
@@ -91,63 +107,88 @@ def table(rows: list[Row]) -> dict[tuple[str, str], Row]:
     return {(row.bucket, row.kind): row for row in rows}
 
 
-def expected_counts(case: Case, bucket: str, last: str) -> dict[str, int]:
-    if case.strategy == "no_shard":
-        return {"all_reduce": 1}
-    if case.strategy == "optim":
-        return {"reduce_scatter": 1, "all_gather": 1}
-    if case.strategy == "optim_grads":
-        return {"reduce_scatter": case.k, "all_gather": 1}
-    return {"reduce_scatter": case.k, "all_gather": case.k * (1 if bucket == last else 2)}
+def inside(bucket: Bucket) -> int:
+    return sum(local.numel for slot in bucket.layout.slots for local in bucket.inner_slices(slot))
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.strategy}-{c.world_size}ranks-k{c.k}-{c.dtype}")
+def name_of(case: Case) -> str:
+    mesh = f"{case.world_size // case.outer}x{case.outer}-{case.outer_strategy}" if case.outer > 1 else case.world_size
+    return f"{case.strategy}-{mesh}-k{case.k}-{case.dtype}"
+
+
+def expected(case: Case, bucket: str, moved: int, whole: int, last: str) -> dict[tuple[str, str], tuple[int, int]]:
+    """(bucket, kind) -> collectives a rank, and bytes sent by all ranks together."""
+    inner, outer, stage = case.world_size // case.outer, case.outer, STRATEGIES.index(case.strategy)
+    splits_outside = outer > 1 and case.outer_strategy == "optim"
+    b_w, b_g, b_m = B_W[case.dtype], B_G[case.dtype], B_MAIN_GRAD
+    if stage == 0 and not splits_outside:
+        moved = whole  # cut evenly, wherever parameters begin
+    found: dict[tuple[str, str], tuple[int, int]] = {}
+    within = (inner - 1) * outer * moved
+    if stage == 0:
+        back = within // outer if splits_outside else within
+        found[bucket, "all_reduce"] = (1, within * b_g + back * b_m)
+        gathers = 1 if splits_outside else 0
+    else:
+        reductions = case.k if stage >= 2 else 1
+        found[bucket, "reduce_scatter"] = (reductions, reductions * within * b_g)
+        gathers = case.k * (1 if bucket == last else 2) if stage == 3 else 1
+    if gathers:
+        found[bucket, "all_gather"] = (gathers, gathers * within * b_w)
+    if splits_outside:
+        found[bucket + OUTER, "reduce_scatter"] = (1, (outer - 1) * moved * b_g)
+        found[bucket + OUTER, "all_gather"] = (1, (outer - 1) * moved * b_w)
+    elif outer > 1:
+        found[bucket + OUTER, "all_reduce"] = (1, (outer - 1) * moved * (b_g + b_m))
+    return {key: value for key, value in found.items() if value[1]}
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_counts_and_bytes_equal_the_formulas(case: Case) -> None:
     ranks = traffic(case.world_size)[case]
     last = list(ranks[0].buckets)[-1]
-    for name, (moved, whole, _, _) in ranks[0].buckets.items():
-        for kind, count in expected_counts(case, name, last).items():
-            rows = [table(rank.rows)[name, kind] for rank in ranks]
-            sent = sum(row.bytes for row in rows)
-            print(f"{case.strategy} N={case.world_size} k={case.k} {name}: {count} {kind}, {sent} bytes over all ranks")
-            assert {row.count for row in rows} == {count}
-            others = case.world_size - 1
-            if kind == "all_reduce":  # first leg on the wire's dtype, second in the main gradients'
-                assert sent == others * whole * (B_G[case.dtype] + B_MAIN_GRAD)
-            else:
-                width = B_W[case.dtype] if kind == "all_gather" else B_G[case.dtype]
-                assert sent == count * others * moved * width
-                assert len({row.bytes for row in rows}) == 1, "every rank sends the same"
+    wanted = {}
+    for name, (moved, whole, *_) in ranks[0].buckets.items():
+        wanted |= expected(case, name, moved, whole, last)
+    for (name, kind), (count, sent) in wanted.items():
+        rows = [table(rank.rows)[name, kind] for rank in ranks]
+        print(f"{name_of(case)} {name}: {count} {kind}, {sent} bytes over all ranks")
+        assert {row.count for row in rows} == {count}
+        assert sum(row.bytes for row in rows) == sent
+        if kind != "all_reduce" and case.strategy != "no_shard":
+            assert len({row.bytes for row in rows}) == 1, "every rank sends the same"
+    splits = case.strategy != "no_shard" or (case.outer > 1 and case.outer_strategy == "optim")
+    wanted |= {("norm", "all_reduce"): (1, 0)} if splits else {}
+    for rank in ranks:
+        assert set(table(rank.rows)) == set(wanted), "nothing else travels but the norm"
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.strategy}-{c.world_size}ranks-k{c.k}-{c.dtype}")
-def test_nothing_else_travels_but_the_norm(case: Case) -> None:
-    last = list(traffic(case.world_size)[case][0].buckets)[-1]
-    for rank in traffic(case.world_size)[case]:
-        wanted = {(name, kind) for name in rank.buckets for kind in expected_counts(case, name, last)} | (
-            {("norm", "all_reduce")} if case.strategy != "no_shard" else set()
-        )
-        assert set(table(rank.rows)) == wanted
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.strategy}-{c.world_size}ranks-k{c.k}-{c.dtype}")
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_persistent_memory_equals_the_formula(case: Case) -> None:
-    """anchors: P(w + m + g + o) with m, g, o (and w) divided by N as the strategy shards them; m = 0 where it is w."""
+    """P(w + m + g + o), each term divided by what splits it: o and m by all axes that split, g and w by the inner one.
+
+    m = 0 where the compute weights that are kept have its dtype.
+    """
     ranks = traffic(case.world_size)[case]
     parameters = sum(bucket[2] for bucket in ranks[0].buckets.values())
-    mixed = case.dtype != "fp32"
     stage = STRATEGIES.index(case.strategy)
-    sharded = sum(sum(bucket[3] for bucket in rank.buckets.values()) for rank in ranks)
-    assert sharded == (parameters if stage else parameters * case.world_size), "every element on one rank (or on all)"
+    splits_outside = case.outer > 1 and case.outer_strategy == "optim"
+    keeps_shards = stage == 3 and splits_outside
+    copies = (1 if stage else case.world_size // case.outer) * (1 if splits_outside else case.outer)
+    held = sum(sum(bucket[3] for bucket in rank.buckets.values()) for rank in ranks)
+    assert held == parameters * copies, "every element on so many ranks"
     for rank in ranks:
         here = sum(bucket[3] for bucket in rank.buckets.values())
-        assert rank.memory["compute_weights"] == (0 if stage == 3 else parameters * B_W[case.dtype])
-        assert rank.memory["main_weights"] == (here * 4 if mixed or stage == 3 else 0)
-        assert rank.memory["main_grads"] == (parameters if stage <= 1 else here) * 4
+        shard = sum(bucket[4] for bucket in rank.buckets.values())
+        kept = {0: parameters, 1: parameters, 2: parameters, 3: shard if keeps_shards else 0}[stage]
+        apart = case.dtype != "fp32" or (stage == 3 and not keeps_shards)
+        assert rank.memory["compute_weights"] == kept * B_W[case.dtype]
+        assert rank.memory["main_weights"] == (here * 4 if apart else 0)
+        assert rank.memory["main_grads"] == (parameters if stage <= 1 else shard) * 4
         assert rank.memory["optimizer"] == here * 8
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.strategy}-{c.world_size}ranks-k{c.k}-{c.dtype}")
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_transient_memory_is_at_most_two_units_of_weights_and_two_of_gradients(case: Case) -> None:
     stage = STRATEGIES.index(case.strategy)
     for rank in traffic(case.world_size)[case]:

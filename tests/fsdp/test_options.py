@@ -1,0 +1,157 @@
+"""Options change what a step costs, never what it computes: the same bits with each, and the cost they promise."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from harness.config.schema import GradBuffer
+from harness.engines.protocol import Ranks
+from harness.engines.registry import engine_class
+from harness.models.registry import workload_for
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.trial import Case, batches, way_of
+from tests.spawn import run_ranks
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+PLAIN: tuple[tuple[str, Any], ...] = ()
+OPTIONS: dict[str, tuple[tuple[str, Any], ...]] = {
+    "double_buffer": (("double_buffer", True),),
+    "no_prefetch": (("prefetch", 0),),
+    "prefetch_all": (("prefetch", 100),),
+    "prefetch_capped": (("prefetch", 100), ("prefetch_limit_bytes", 1)),
+    "concat": (("grad_buffer", GradBuffer.concat),),
+    "own_gather_group": (("separate_gather_group", True),),
+    "offloaded": (("offload_optimizer", True),),
+    "joined_units": (("unit_min_elements", 1 << 30),),
+    "everything": (
+        ("double_buffer", True),
+        ("grad_buffer", GradBuffer.concat),
+        ("separate_gather_group", True),
+        ("offload_optimizer", True),
+    ),
+}
+UNSHARDED = (("accumulate_unsharded", True),)
+
+
+def case(strategy: str, options: tuple[tuple[str, Any], ...], model: str, outer: int = 1) -> Case:
+    return Case(
+        "native", strategy, 2, 2, 0, "adamw", 0.5, "bf16" if model == "tiny" else "fp32", "ordered", 3, model=model,
+        outer=outer, outer_strategy="optim" if outer > 1 else "no_shard", options=options,
+    )  # fmt: skip
+
+
+CASES = [case(s, o, m) for s, o, m in itertools.product(STRATEGIES, (PLAIN, *OPTIONS.values()), ("tiny", "odd"))]
+CASES += [case(s, UNSHARDED, m) for s, m in itertools.product(STRATEGIES[2:], ("tiny", "odd"))]
+CASES += [case(s, o, "tiny", 2) for s, o in itertools.product(STRATEGIES, (PLAIN, *OPTIONS.values()))]
+
+
+def measure(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
+    found = []
+    for each in cases:
+        with way_of(each).taken():
+            found.append(_measure(rank, each))
+    return found
+
+
+def _measure(rank: int, case: Case) -> dict[str, Any]:
+    config = case.config()
+    engine = engine_class(config.engine.name)(
+        workload_for(config), config, Ranks(rank, case.world_size, rank, torch.device("cpu"))
+    )
+    model = engine.model  # type: ignore[attr-defined]
+    meter, norms, live = CollectiveMeter(), [], []
+    for step in range(1, case.steps + 1):
+        meter.take()
+        for index, batch in enumerate(batches(case, rank, step)):
+            engine.forward_backward(batch, last=index == case.k - 1)
+        norms.append(engine.step(1e-3))
+        live.append(model._memory.live_bytes)
+    rows = meter.take()
+    meter.close()
+    units = [unit for unit in model._units if not unit.is_root]
+    found = {
+        "norms": norms,
+        "weights": dict(engine.named_weights()),
+        "live": live,
+        "peak": model._memory.peak_bytes,
+        "alive": model._gather.num_alive_peak,
+        "units": len(units),
+        "counts": {(row.bucket, row.kind): row.count for row in rows},
+        "largest": max((sum(b.layout.bucket_numel for b in unit.buckets) for unit in model._units), default=0),
+    }
+    engine.close()
+    return found
+
+
+@cache
+def measured() -> dict[Case, list[dict[str, Any]]]:
+    """Case -> what each of two ranks found."""
+    per_rank = run_ranks(measure, 2, CASES)
+    return {case: [found[index] for found in per_rank] for index, case in enumerate(CASES)}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    equal = all(torch.equal(a["weights"][name], b["weights"][name]) for name in a["weights"])
+    return equal and a["norms"] == b["norms"]
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("model", ["tiny", "odd", "hybrid"])
+def test_an_option_changes_no_bit(strategy: str, option: str, model: str) -> None:
+    name, outer = ("tiny", 2) if model == "hybrid" else (model, 1)
+    plain = measured()[case(strategy, PLAIN, name, outer)]
+    chosen = measured()[case(strategy, OPTIONS[option], name, outer)]
+    assert all(same(a, b) for a, b in zip(plain, chosen, strict=True))
+
+
+@pytest.mark.parametrize("model", ["tiny", "odd"])
+@pytest.mark.parametrize("strategy", STRATEGIES[2:])
+def test_unsharded_microbatches_are_summed_before_ranks(strategy: str, model: str) -> None:
+    """As under `optim`, whose bits they get; one reduction a step, and a whole gradient in memory."""
+    waiting = measured()[case(strategy, UNSHARDED, model)]
+    assert all(same(a, b) for a, b in zip(waiting, measured()[case("optim", PLAIN, model)], strict=True))
+    other = measured()[case(strategy, PLAIN, model)]
+    scatters = {count for (_, kind), count in waiting[0]["counts"].items() if kind == "reduce_scatter"}
+    assert scatters == {1}
+    assert {count for (_, kind), count in other[0]["counts"].items() if kind == "reduce_scatter"} == {2}
+
+
+def test_the_two_orders_of_sums_differ() -> None:
+    """With four microbatches; else the test above could not tell."""
+    plain, waiting = [
+        replace(case("optim_grads", options, "tiny"), k=4, dtype="fp32") for options in (PLAIN, UNSHARDED)
+    ]
+    (first, second), _ = run_ranks(measure, 2, [plain, waiting])
+    assert not same(first, second)
+
+
+def test_fixed_buffers_are_all_there_is() -> None:
+    """The same bytes after every step: nothing is allocated or freed once all units have run."""
+    plain = measured()[case("optim_grads_params", PLAIN, "odd")][0]
+    fixed = measured()[case("optim_grads_params", OPTIONS["double_buffer"], "odd")][0]
+    assert set(plain["live"]) == {0}
+    assert len(set(fixed["live"])) == 1
+    assert fixed["live"][0] > 0
+    assert fixed["alive"] <= 2
+
+
+def test_a_cap_on_bytes_ahead_is_a_cap() -> None:
+    for model in ("tiny", "odd"):
+        capped = measured()[case("optim_grads_params", OPTIONS["prefetch_capped"], model)]
+        free = measured()[case("optim_grads_params", OPTIONS["prefetch_all"], model)]
+        assert {each["alive"] for each in capped} == {1}, "only the unit in use"
+        assert all(each["alive"] >= 1 for each in free)
+
+
+def test_joined_units_are_gathered_once() -> None:
+    joined = measured()[case("optim_grads_params", OPTIONS["joined_units"], "tiny")][0]
+    plain = measured()[case("optim_grads_params", PLAIN, "tiny")][0]
+    assert (joined["units"], plain["units"]) == (1, 4)
+    assert sum(joined["counts"].values()) < sum(plain["counts"].values())
