@@ -10,6 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from harness.config.network import CtaPolicy as CtaPolicy
+from harness.config.network import Fallback as Fallback
+from harness.config.network import NcclLog as NcclLog
+from harness.config.network import NcclUbConfig, SharpConfig
+from harness.config.network import SharpAxis as SharpAxis
+from harness.config.network import UserBuffers as UserBuffers
+
 
 class ModelFamily(Enum):
     """Which module is built: a Llama-style decoder, the same with routed experts, or a collection of awkward cases."""
@@ -266,6 +273,8 @@ class EngineConfig:
     """A class of your own that implements `harness.engines.protocol.Engine`, as `package.module:Class` (ext)."""
     prefetch: int = 1
     """Units gathered ahead of the one in use (native)."""
+    double_buffer: bool = False
+    """Whether gathered weights and unreduced gradients live in two fixed buffers each, taken in turns (native)."""
     eager_limit_bytes: int | None = 262_144
     """Bytes a peer up to which gloo sends; longer data is read from the memory of a rank on this host. null: always
     sends (native)."""
@@ -390,6 +399,8 @@ class ClusterConfig:
     """Devices asked of the scheduler per node."""
     setup: list[str] = field(default_factory=list)
     """Shell lines run before the ranks (module loads)."""
+    sharp_network: str | None = "sharp"
+    """What sbatch's --network asks for where a cell wants InfiniBand SHARP; null asks for nothing."""
     additional: dict[str, str] = field(default_factory=dict)
     """Further sbatch options, as `name: value`."""
 
@@ -414,6 +425,9 @@ class LaunchConfig:
     """Seconds ranks get to save after a request to stop, before they are killed."""
     fork: bool = False
     """Fork ranks from a process that has imported torch already; for studies of many short runs."""
+    nccl_log: NcclLog = NcclLog.setup
+    """What NCCL logs into the attempt's folder on CUDA: none, setup (communicators, registrations), choices (a line for
+    every collective as well)."""
     preempt_at: int = 0
     """Save and end as preempted after this step, once, to rehearse an interruption; 0 does not."""
 
@@ -470,6 +484,8 @@ class Config:
     dtype: DtypeConfig = field(default_factory=DtypeConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    nccl_ub: NcclUbConfig = field(default_factory=NcclUbConfig)
+    sharp: SharpConfig = field(default_factory=SharpConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     ckpt: CkptConfig = field(default_factory=CkptConfig)
