@@ -44,6 +44,9 @@ class NativeEngine(Engine):
             initial_value=workload.initial_weight,
             eager_limit_bytes=config.engine.eager_limit_bytes,
             report_nan_in_param_grad=config.engine.report_nan_in_param_grad,
+            nccl_ub=config.nccl_ub.mode.value,
+            disable_symmetric_registration=not config.nccl_ub.symmetric,
+            registration_fallback=config.nccl_ub.fallback.value,
         )
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in module.named_parameters():
@@ -102,6 +105,10 @@ class NativeEngine(Engine):
     def facts(self) -> dict[str, str]:
         """How data moves between ranks, and whether work beside the backward has cores of its own."""
         return self.model.transport()
+
+    def user_buffers(self) -> dict[str, str]:
+        """What became of nccl_ub."""
+        return self.model.user_buffers()
 
     def close(self) -> None:
         """Take hooks off and end threads."""

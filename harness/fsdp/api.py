@@ -20,6 +20,7 @@ from harness.fsdp.buffer import InitialValue
 from harness.fsdp.communicator import EAGER_LIMIT_BYTES
 from harness.fsdp.model import ShardedModel, refuse_state_dict
 from harness.fsdp.policy import MixedPrecisionPolicy, Numerics, Strategy
+from harness.fsdp.registration import Registration
 
 
 def fully_shard_model(
@@ -38,6 +39,9 @@ def fully_shard_model(
     initial_value: InitialValue | None = None,
     report_nan_in_param_grad: bool = False,
     eager_limit_bytes: int | None = EAGER_LIMIT_BYTES,
+    nccl_ub: Registration | str | bool = False,
+    disable_symmetric_registration: bool = False,
+    registration_fallback: str = "error",
     **unbuilt: Any,
 ) -> ShardedModel:
     """Shard a module over one dimension of a device mesh (or over all ranks).
@@ -68,6 +72,9 @@ def fully_shard_model(
         initial_value=initial_value,
         report_nan_in_param_grad=report_nan_in_param_grad,
         eager_limit_bytes=eager_limit_bytes,
+        nccl_ub=nccl_ub,
+        disable_symmetric_registration=disable_symmetric_registration,
+        registration_fallback=registration_fallback,
     )
 
 

@@ -93,7 +93,8 @@ class Bucket:
         memory, layout = self.context.memory, self.layout
         stored = self.dtypes.main if self.trainable else self.dtypes.compute
         make = torch.zeros if self.resident else torch.empty
-        self.compute = make(layout.bucket_numel, dtype=self.dtypes.compute, device=memory.device)
+        with memory.allocating():
+            self.compute = make(layout.bucket_numel, dtype=self.dtypes.compute, device=memory.device)
         self._views = [self._view(self.compute, slot) for slot in layout.slots]
         if not self.resident:
             self.compute.untyped_storage().resize_(0)
@@ -193,7 +194,8 @@ class Bucket:
         whole = not self.context.strategy.shards_grads
         numel = self.layout.bucket_numel if whole else self.layout.shard_numel
         make = torch.zeros if whole else torch.empty
-        self.main_grads = make(numel, dtype=self.dtypes.grads, device=self.context.memory.device)
+        with self.context.memory.allocating():
+            self.main_grads = make(numel, dtype=self.dtypes.grads, device=self.context.memory.device)
         self.grad_pieces = self.own_pieces(self.main_grads) if whole else self.shard_pieces(self.main_grads)
         if whole:
             self._view_gradients(self.main_grads)

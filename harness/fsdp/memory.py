@@ -8,15 +8,21 @@ to their shape: reading a released weight gives NaN in the right shape, never a 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
+
+from harness.fsdp.registration import Allocating
 
 
 class BucketMemory:
     """Allocates and frees temporary buckets of one device; only this class frees them."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, allocating: Allocating = nullcontext) -> None:
         self.device = device
+        self.allocating = allocating
+        """Surrounds every allocation of a bucket, also of those that stay."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self._spare: Tensor | None = None
@@ -28,7 +34,8 @@ class BucketMemory:
             return spare
         if spare is not None:
             self.free(spare)
-        return self._count(torch.empty(numel, dtype=dtype, device=self.device))
+        with self.allocating():
+            return self._count(torch.empty(numel, dtype=dtype, device=self.device))
 
     def give_back(self, bucket: Tensor) -> None:
         """Keep a bucket that `take` gave as the spare one; it stays alive until it is taken or released."""
@@ -43,7 +50,8 @@ class BucketMemory:
 
     def refill(self, bucket: Tensor) -> None:
         """Give a bucket whose storage was emptied its storage back, uninitialised."""
-        bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
+        with self.allocating():
+            bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
         self._count(bucket)
 
     def free(self, bucket: Tensor) -> None:

@@ -28,6 +28,7 @@ from harness.fsdp.hooks import HookDriver
 from harness.fsdp.memory import BucketMemory, placeholder
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy, Numerics, Strategy
 from harness.fsdp.reduce import ReducePipeline
+from harness.fsdp.registration import Member, Registration, UserBuffers
 from harness.fsdp.units import Unit, plan_units
 
 if not hasattr(torch.Tensor, "grad_dtype"):
@@ -58,6 +59,11 @@ class ShardedModel(nn.Module):
             gradients then raises FloatingPointError on all ranks (see `harness.fsdp.guards`). Off costs nothing.
         eager_limit_bytes: on gloo, bytes a peer up to which data is sent in messages; what is longer is read from the
             sender's memory where all ranks share a host that allows it. None always sends.
+        nccl_ub: NCCL user buffers (see `harness.fsdp.registration`): "none", "auto" (or True) registers them when the
+            model is built, "manual" after the first step. Without NCCL, `user_buffers()` says that there are none.
+        disable_symmetric_registration: register them for zero copy alone, not as symmetric windows.
+        registration_fallback: what a failed registration does on all ranks: "error" raises RuntimeError, "record" goes
+            on without, and `user_buffers()` gives the reason.
 
     Raises:
         ValueError: an argument's value, with what would be valid.
@@ -78,6 +84,9 @@ class ShardedModel(nn.Module):
         initial_value: InitialValue | None = None,
         report_nan_in_param_grad: bool = False,
         eager_limit_bytes: int | None = EAGER_LIMIT_BYTES,
+        nccl_ub: Registration | str | bool = False,
+        disable_symmetric_registration: bool = False,
+        registration_fallback: str = "error",
     ) -> None:
         super().__init__()
         if prefetch < 0:
@@ -86,6 +95,8 @@ class ShardedModel(nn.Module):
             raise ValueError(f"eager_limit_bytes={eager_limit_bytes} must be 0 or more, or None")
         if grad_divisor is not None and not grad_divisor > 0:
             raise ValueError(f"grad_divisor={grad_divisor} must be positive")
+        if registration_fallback not in ("error", "record"):
+            raise ValueError(f"registration_fallback={registration_fallback!r} is not one of error, record")
         if module.__dict__.get(_MARK, False):
             raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")
         self.module = module
@@ -95,8 +106,15 @@ class ShardedModel(nn.Module):
         device = device or next(module.parameters()).device
         _leave_meta(module, device, initial_value)
         self._runtime = DeviceRuntime(device)
-        self._memory = BucketMemory(device)
         self._comm = Communicator(group, self._runtime, eager_limit_bytes)
+        self._user_buffers = UserBuffers(
+            Registration.parse(nccl_ub),
+            [Member("dp", self._comm.group, device)] if self._comm.size > 1 else [],
+            self._runtime,
+            symmetric=not disable_symmetric_registration,
+            may_fall_back=registration_fallback == "record",
+        )
+        self._memory = BucketMemory(device, self._user_buffers.allocating)
         self.grad_divisor = float(grad_divisor if grad_divisor is not None else self._comm.size)
         self._units = self._build_units(resolve_classes(unit_modules or ()), initial_value)
         self.buckets: list[Bucket] = [bucket for unit in self._units for bucket in unit.buckets]
@@ -127,6 +145,7 @@ class ShardedModel(nn.Module):
         self._sync = True
         self._reduced = self._unreduced = self._finished = False
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
+        self._user_buffers.model_built()
         module.__dict__[_MARK] = True
         for each in module.modules():
             each.register_state_dict_pre_hook(refuse_state_dict)
@@ -280,6 +299,9 @@ class ShardedModel(nn.Module):
         self._gather.release_all()
         self._wait_until_installed()
         self._installing = optim.install_weights(self.buckets, self._comm)
+        if self._user_buffers.due:
+            self._wait_until_installed()
+            self._user_buffers.step_done()
 
     def _wait_until_installed(self) -> None:
         """Wait until the other ranks have taken this rank's weights too, so that they may change."""
@@ -364,6 +386,10 @@ class ShardedModel(nn.Module):
         """How data moves between ranks here, with the reason where the faster way was asked for and not found."""
         return self._comm.transport()
 
+    def user_buffers(self) -> dict[str, str]:
+        """NCCL user buffers: requested, effective, and the reason where these differ."""
+        return self._user_buffers.facts()
+
     @property
     def transient_peak_bytes(self) -> int:
         """Most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once so far."""
@@ -375,6 +401,7 @@ class ShardedModel(nn.Module):
         self._wait_until_installed()
         self._driver.remove()
         self._reduce.close()
+        self._user_buffers.close()
         self._comm.close()
 
 
