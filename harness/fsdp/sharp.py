@@ -58,7 +58,8 @@ class SharpOwnership:
         def connect(group: dist.ProcessGroup) -> dist.ProcessGroup:
             if connected:
                 raise RuntimeError("one communicator can own SHARP; call connect once")
-            if isinstance(group, dist.ProcessGroup):  # a rank outside the group gets a placeholder
+            outsider: Any = dist.GroupMember.NON_GROUP_MEMBER  # what ranks outside a group get for it
+            if group is not outsider:
                 barrier(group, self.device)
             connected.append(group)
             return group
