@@ -226,7 +226,8 @@ class Loop:
         """What was asked of NCCL, and what became of it; of rank 0's own log."""
         path = nccl_log.log_of_process(os.environ, os.getpid())
         log = None if path is None else nccl_log.read(path)
-        return network.record(self.config, dist.get_backend(), self.session.engine.user_buffers(), log)
+        backend = dist.get_backend() if dist.is_initialized() else "one process"
+        return network.record(self.config, backend, self.session.engine.user_buffers(), log)
 
     def _finish(self, status: str, start: int, wall_s: float) -> None:
         benched = {} if self.bench is None or status != "done" else self.bench.facts()
