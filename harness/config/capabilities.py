@@ -45,6 +45,10 @@ class Capabilities:
     """Whether strategies that split gradients are right where the group they split over is one rank."""
     sums_itself: bool = False
     """Whether sums inside a reduction are the engine's own, in dtype.grad_accum; else the backend's, in the wire's."""
+    user_buffers: bool = False
+    """Whether it registers its buffers with NCCL (nccl_ub)."""
+    orders_communicators: bool = False
+    """Whether it creates the communicators of both data-parallel axes itself, the owner of SHARP before the other."""
     package: str | None = None
     """Distribution it needs beyond this project's own dependencies, as `name==version`."""
     build_isolation: bool = True
@@ -69,6 +73,8 @@ ENGINES: dict[EngineName, Capabilities] = {
         numerics=tuple(Numerics),
         equal_dtypes=(),
         sums_itself=True,
+        user_buffers=True,
+        orders_communicators=True,
         settings=(
             "engine.prefetch",
             "engine.prefetch_limit_bytes",

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from harness.config.adapter import capabilities_of
-from harness.config.schema import Config, Dtype, ModelConfig, ModelFamily, OptimizerName, OuterStrategy, Strategy
+from harness.config.schema import (
+    Config,
+    Dtype,
+    ModelConfig,
+    ModelFamily,
+    OptimizerName,
+    OuterStrategy,
+    SharpAxis,
+    Strategy,
+    UserBuffers,
+)
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.fp64: 8}
 """Bytes of one element."""
@@ -35,6 +45,16 @@ def accumulate_dtype(cfg: Config) -> Dtype:
     if cfg.dtype.grad_accum is not None:
         return cfg.dtype.grad_accum
     return Dtype.fp32 if capabilities_of(cfg).sums_itself and DTYPE_BYTES[wire] < 4 else wire
+
+
+def fixed_buffers(cfg: Config) -> bool:
+    """Whether gathered weights and unreduced gradients live in buffers that stay: asked for, or forced by nccl_ub."""
+    return cfg.engine.double_buffer or cfg.nccl_ub.mode is not UserBuffers.none
+
+
+def wants_infiniband_sharp(cfg: Config) -> bool:
+    """Whether a communicator is to own InfiniBand SHARP."""
+    return cfg.sharp.group is not SharpAxis.none and cfg.sharp.infiniband
 
 
 def parameter_count(cfg: Config) -> int:

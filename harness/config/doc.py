@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from harness.config import schema
+from harness.config import engine_group, network, schema
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,9 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
 def _sentences() -> dict[str, dict[str, str]]:
     """Class name -> field name -> the string literal under the field."""
     found: dict[str, dict[str, str]] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+    for node in (
+        node for module in (schema, engine_group, network) for node in ast.parse(inspect.getsource(module)).body
+    ):
         if not isinstance(node, ast.ClassDef):
             continue
         of_class = found.setdefault(node.name, {})

@@ -10,6 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from harness.config.engine_group import EngineConfig as EngineConfig
+from harness.config.engine_group import EngineName as EngineName
+from harness.config.engine_group import GradBuffer as GradBuffer
+from harness.config.network import CtaPolicy as CtaPolicy
+from harness.config.network import Fallback as Fallback
+from harness.config.network import NcclLog as NcclLog
+from harness.config.network import NcclUbConfig, SharpConfig
+from harness.config.network import SharpAxis as SharpAxis
+from harness.config.network import UserBuffers as UserBuffers
+
 
 class ModelFamily(Enum):
     """Which module is built: a Llama-style decoder, the same with routed experts, or a collection of awkward cases."""
@@ -59,19 +69,6 @@ class Schedule(Enum):
     linear = "linear"
 
 
-class EngineName(Enum):
-    """What shards the model and steps its optimizer."""
-
-    native = "native"
-    fsdp2 = "fsdp2"
-    fsdp1 = "fsdp1"
-    ddp = "ddp"
-    megatron_fsdp = "megatron_fsdp"
-    deepspeed = "deepspeed"
-    single = "single"
-    ext = "ext"
-
-
 class Strategy(Enum):
     """ZeRO stage by name: 0 no_shard, 1 optim, 2 optim_grads, 3 optim_grads_params."""
 
@@ -105,13 +102,6 @@ class Numerics(Enum):
     deterministic = "deterministic"
     ordered = "ordered"
     exact = "exact"
-
-
-class GradBuffer(Enum):
-    """How a backward's gradients come to lie in one flat tensor: written there, or copied together."""
-
-    flat = "flat"
-    concat = "concat"
 
 
 class CkptPolicy(Enum):
@@ -266,40 +256,6 @@ class TrainConfig:
 
 
 @dataclass
-class EngineConfig:
-    """Which engine, and what only some engines take."""
-
-    name: EngineName = EngineName.native
-    """Engine."""
-    adapter: str | None = None
-    """A class of your own that implements `harness.engines.protocol.Engine`, as `package.module:Class` (ext)."""
-    prefetch: int = 1
-    """Units gathered ahead of the one in use (native)."""
-    prefetch_limit_bytes: int | None = None
-    """Most bytes of weights gathered ahead of the unit in use; null: whatever prefetch allows (native)."""
-    double_buffer: bool = False
-    """Two fixed buffers for gathered weights and two for unreduced gradients: nothing is allocated after the first
-    step, and more than two units alive are an error (native)."""
-    unit_min_elements: int = 0
-    """Neighbouring units are joined until they have so many elements; 0 joins none (native)."""
-    accumulate_unsharded: bool = False
-    """Under ZeRO-2 and 3, all microbatches but the last wait unreduced: one reduction a step, for a whole gradient in
-    memory (native)."""
-    grad_buffer: GradBuffer = GradBuffer.flat
-    """flat: autograd writes gradients where they are sent from. concat: it allocates one each, which are copied
-    together when they are reduced, and exist twice for that time (native)."""
-    offload_optimizer: bool = False
-    """Main weights, main gradients and optimizer state lie in host memory, where they are stepped (native)."""
-    separate_gather_group: bool | None = None
-    """Whether gathers have a communicator of their own; null: on CUDA (native)."""
-    eager_limit_bytes: int | None = 262_144
-    """Bytes a peer up to which gloo sends; longer data is read from the memory of a rank on this host. null: always
-    sends (native)."""
-    report_nan_in_param_grad: bool = False
-    """Look for NaN and infinity in every gradient before its reduction; the error names tensor, rank and microbatch."""
-
-
-@dataclass
 class ShardingConfig:
     """What is split over the data-parallel ranks."""
 
@@ -419,6 +375,8 @@ class ClusterConfig:
     """Devices asked of the scheduler per node."""
     setup: list[str] = field(default_factory=list)
     """Shell lines run before the ranks (module loads)."""
+    sharp_network: str | None = "sharp"
+    """What sbatch's --network asks for where a cell wants InfiniBand SHARP; null asks for nothing."""
     additional: dict[str, str] = field(default_factory=dict)
     """Further sbatch options, as `name: value`."""
 
@@ -443,6 +401,9 @@ class LaunchConfig:
     """Seconds ranks get to save after a request to stop, before they are killed."""
     fork: bool = False
     """Fork ranks from a process that has imported torch already; for studies of many short runs."""
+    nccl_log: NcclLog = NcclLog.setup
+    """What NCCL logs into the attempt's folder on CUDA: none, setup (communicators, registrations), choices (a line for
+    every collective as well)."""
     preempt_at: int = 0
     """Save and end as preempted after this step, once, to rehearse an interruption; 0 does not."""
 
@@ -499,6 +460,8 @@ class Config:
     dtype: DtypeConfig = field(default_factory=DtypeConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
+    nccl_ub: NcclUbConfig = field(default_factory=NcclUbConfig)
+    sharp: SharpConfig = field(default_factory=SharpConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     fault: FaultConfig = field(default_factory=FaultConfig)
     ckpt: CkptConfig = field(default_factory=CkptConfig)

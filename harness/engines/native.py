@@ -11,16 +11,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.derived import accumulate_dtype, global_microbatches
-from harness.config.schema import Config
+from harness.config.schema import Config, SharpAxis
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Seen, Workload
 from harness.engines.replicated import TORCH_DTYPES
-from harness.engines.sharded import data_parallel_mesh
 from harness.fsdp.api import fully_shard_optimizer
 from harness.fsdp.mesh import Groups
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.options import OPTIONS
 from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.sharp import axis_groups
 
 
 class NativeEngine(Engine):
@@ -51,6 +51,9 @@ class NativeEngine(Engine):
             numerics=config.numerics.mode.value,
             exact_bits=config.numerics.exact_bits,
             exact_terms=global_microbatches(config),
+            nccl_ub=config.nccl_ub.mode.value,
+            disable_symmetric_registration=not config.nccl_ub.symmetric,
+            registration_fallback=config.nccl_ub.fallback.value,
             **_options(config),
         )
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
@@ -111,6 +114,10 @@ class NativeEngine(Engine):
         """How data moves between ranks, and whether work beside the backward has cores of its own."""
         return self.model.transport()
 
+    def user_buffers(self) -> dict[str, str]:
+        """What became of nccl_ub."""
+        return self.model.user_buffers()
+
     def close(self) -> None:
         """Take hooks off and end threads."""
         self.model.close()
@@ -119,8 +126,9 @@ class NativeEngine(Engine):
 def _groups(config: Config, ranks: Ranks) -> Groups:
     if config.mesh.dp_outer == 1:
         return Groups()
-    mesh = data_parallel_mesh(config, ranks)
-    return Groups(mesh.get_group("dp_shard"), mesh.get_group("dp_outer"), dist.group.WORLD)
+    owner = "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp"
+    inner, outer = axis_groups(config.mesh.dp_outer, ranks.sharp, owner)
+    return Groups(inner, outer, dist.group.WORLD)
 
 
 def _options(config: Config) -> dict[str, Any]:

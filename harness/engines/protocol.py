@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
+from harness.fsdp.sharp import SharpOwnership
 
 
 class Microbatch(NamedTuple):
@@ -32,6 +33,8 @@ class Ranks:
     world_size: int
     local_rank: int
     device: torch.device
+    sharp: SharpOwnership | None = None
+    """Gives InfiniBand SHARP to one communicator; engines that create the one of sharp.group use it first."""
 
 
 class Seen(NamedTuple):
@@ -133,6 +136,10 @@ class Engine(ABC):
 
     def facts(self) -> dict[str, str]:
         """What the record should tell that no setting does: choices that depend on the machine, with their reasons."""
+        return {}
+
+    def user_buffers(self) -> dict[str, str]:
+        """What became of nccl_ub: requested, effective, reason; empty for engines that register nothing."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing

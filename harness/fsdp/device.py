@@ -7,7 +7,7 @@ every operation here is a no-op, and overlap comes from the backend's own thread
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +59,27 @@ class DeviceRuntime:
         side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(side):
             yield
+
+    @property
+    def nccl_version(self) -> tuple[int, int, int] | None:
+        """Version of the NCCL that is loaded; None on CPU and in a torch without it."""
+        if not self.has_streams or not hasattr(torch.cuda, "nccl"):
+            return None
+        major, minor, patch = torch.cuda.nccl.version()[:3]
+        return major, minor, patch
+
+    def make_pool(self, allocator: Any) -> Any:
+        """A memory pool over an allocator of a process group's backend."""
+        return torch.cuda.MemPool(allocator)
+
+    def allocating_from(self, pool: Any) -> AbstractContextManager[None]:
+        """Allocations of this thread on this device come from the pool."""
+        return torch.cuda.use_mem_pool(pool, self.device)
+
+    def synchronize(self) -> None:
+        """Block the host until the device has done all it was given; nothing to wait for on CPU."""
+        if self.has_streams:
+            torch.cuda.synchronize(self.device)
 
     def record(self) -> Event:
         """Mark the present end of the current stream."""

@@ -84,8 +84,7 @@ class Gradients:
     def _build(self) -> None:
         numel = self.layout.bucket_numel if self.is_whole else self.layout.inner_numel
         held = torch.int64 if self.plan.integers else self.dtypes.grads
-        make = torch.zeros if self.is_whole else torch.empty
-        self.sums: Tensor = make(numel, dtype=held, device=self.memory.device)
+        self.sums: Tensor = self.memory.persistent(numel, held)
         cuts = self.cuts
         self.inner_pieces = cuts.inner_pieces(self.sums) if self.is_whole else cuts.pieces_of_inner(self.sums)
         self.own_pieces = cuts.own(self.inner_pieces)
@@ -200,7 +199,8 @@ class Gradients:
         """Give the sums storage for what is to be put there; whether they hold something to add to already."""
         held, self.holds_sums = self.holds_sums, True
         if not held and not self.is_whole:
-            self.sums.untyped_storage().resize_(self.sums.numel() * self.sums.itemsize)
+            with self.memory.allocating():  # the outer axis moves them
+                self.sums.untyped_storage().resize_(self.sums.numel() * self.sums.itemsize)
         return held
 
     def settle_sums(self) -> None:

@@ -130,6 +130,17 @@ class Meshes:
         """Each of them once."""
         return iter([self.dense] if self.experts is self.dense else [self.dense, self.experts])
 
+    @property
+    def moving(self) -> dict[str, Communicator]:
+        """Every communicator that moves buckets, by name, the outer ones last."""
+        found: dict[str, Communicator] = {}
+        for mark, mesh in zip(("", "expert_"), self, strict=False):
+            found |= {f"{mark}dp": mesh.inner}
+            found |= {f"{mark}dp_gather": mesh.gather} if mesh.gather is not mesh.inner else {}
+        for mark, mesh in zip(("", "expert_"), self, strict=False):
+            found |= {f"{mark}dp_outer": mesh.outer} if mesh.outer is not None else {}
+        return found
+
     def of(self, *, expert: bool) -> Mesh:
         """The mesh of dense or of expert parameters."""
         return self.experts if expert else self.dense

@@ -35,6 +35,7 @@ from harness.fsdp.numbers import Integers
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
 from harness.fsdp.reduce import ReducePipeline
+from harness.fsdp.registration import Member, Registration, UserBuffers
 from harness.fsdp.units import Unit, plan_units
 
 if not hasattr(torch.Tensor, "grad_dtype"):
@@ -103,9 +104,16 @@ class ShardedModel(nn.Module):
         device = device or next(module.parameters()).device
         leave_meta(module, device, has_values=initial_value is not None or init_on_meta)
         self._runtime = DeviceRuntime(device)
-        self._memory = BucketMemory(device, fixed=self.options.double_buffer)
         self._meshes = self._make_meshes(groups or Groups(group), expert_groups)
         self._everyone = self._meshes.dense.everyone
+        self._user_buffers = UserBuffers(
+            Registration.parse(self.options.nccl_ub),
+            [Member(name, comm.group, device) for name, comm in self._meshes.moving.items() if comm.size > 1],
+            self._runtime,
+            symmetric=not self.options.disable_symmetric_registration,
+            may_fall_back=self.options.registration_fallback == "record",
+        )
+        self._memory = BucketMemory(device, fixed=self.options.double_buffer, allocating=self._user_buffers.allocating)
         self.grad_divisor = float(grad_divisor if grad_divisor is not None else self._everyone.size)
         self._fixed = self.options.exactly
         self._integers = Integers(self._fixed, self.grad_divisor, device) if self._fixed is not None else None
@@ -135,6 +143,7 @@ class ShardedModel(nn.Module):
         self._num_backwards = 0
         self._reduced = self._unreduced = self._finished = False
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
+        self._user_buffers.model_built()
         module.__dict__[_MARK] = True
         for each in module.modules():
             each.register_state_dict_pre_hook(refuse_state_dict)
@@ -332,6 +341,9 @@ class ShardedModel(nn.Module):
         self._gather.release_all()
         self._wait_until_installed()
         self._installing = optim.install_weights(self.buckets)
+        if self._user_buffers.due:
+            self._wait_until_installed()
+            self._user_buffers.step_done()
 
     def _wait_until_installed(self) -> None:
         """Wait until the other ranks have taken this rank's weights too, so that they may change."""
@@ -422,6 +434,10 @@ class ShardedModel(nn.Module):
         outer = {f"outer_{key}": value for key, value in dense.outer.transport().items()} if dense.outer else {}
         return dense.inner.transport() | outer
 
+    def user_buffers(self) -> dict[str, str]:
+        """NCCL user buffers: requested, effective, and the reason where these differ."""
+        return self._user_buffers.facts()
+
     @property
     def transient_peak_bytes(self) -> int:
         """Most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once so far."""
@@ -433,6 +449,7 @@ class ShardedModel(nn.Module):
         self._wait_until_installed()
         self._driver.remove()
         self._reduce.close()
+        self._user_buffers.close()
         for mesh in self._meshes:
             mesh.close()
 

@@ -8,6 +8,7 @@ from typing import Any
 from harness.fsdp.communicator import EAGER_LIMIT_BYTES
 from harness.fsdp.fixed_point import BITS, FixedPoint
 from harness.fsdp.policy import GradBuffer, Numerics, Strategy
+from harness.fsdp.registration import Registration
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,23 @@ class Options:
     exact_terms: int = 4096
     """Most microbatches of a step over all ranks, under numerics=exact."""
 
+    nccl_ub: Registration = Registration.none
+    """NCCL user buffers, see `harness.fsdp.registration`: none, auto (or True): when the model is built, manual: after
+    the first step. They turn on `double_buffer`. Without NCCL, `user_buffers()` says that there are none."""
+    disable_symmetric_registration: bool = False
+    """Register them for zero copy alone, not as symmetric windows."""
+    registration_fallback: str = "error"
+    """What a failed registration does on all ranks: error raises RuntimeError; record goes on without, and
+    `user_buffers()` gives the reason."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "numerics", Numerics(self.numerics))
         object.__setattr__(self, "grad_buffer", GradBuffer(self.grad_buffer))
+        object.__setattr__(self, "nccl_ub", Registration.parse(self.nccl_ub))
+        if self.nccl_ub is not Registration.none:
+            object.__setattr__(self, "double_buffer", True)
+        if self.registration_fallback not in ("error", "record"):
+            raise ValueError(f"registration_fallback={self.registration_fallback!r} is not one of error, record")
         for name in ("prefetch", "unit_min_elements"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
@@ -57,8 +72,8 @@ class Options:
                 raise ValueError(f"{name}={value} must be 0 or more, or None")
         if self.double_buffer and self.prefetch > 1:
             raise ValueError(
-                f"double_buffer=True has room for one unit ahead of the one in use, prefetch={self.prefetch} wants"
-                " more; prefetch=1 or 0, or double_buffer=False"
+                f"double_buffer=True (nccl_ub turns it on) has room for one unit ahead of the one in use, and"
+                f" prefetch={self.prefetch} wants more; prefetch=1 or 0, or double_buffer=False and nccl_ub=none"
             )
 
     @property

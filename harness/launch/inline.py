@@ -22,7 +22,7 @@ def run_inline(opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], 
     """Run an opened attempt of one rank here, and return its end. Owns `lock` from here on."""
     path, attempt = opened.run.path, opened.attempt
     place = Placement(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
-    os.environ.update(run_environment(opened.cell.typed))
+    os.environ.update(run_environment(opened.cell.typed, opened.run.attempt_dir(attempt)))
     with lock:
         try:
             # By name: only here does the desk's process become a rank, and no other desk code may load torch.

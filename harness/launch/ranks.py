@@ -155,7 +155,8 @@ def start_ranks(
     ranks: list[Rank] = []
     try:
         for number in range(config.mesh.world_size):
-            variables = rank_environment(config, number, start=start, devices=tuple(devices))
+            folder = run / "attempts" / str(attempt)
+            variables = rank_environment(config, number, start=start, devices=tuple(devices), attempt=folder)
             imports = run_environment(config) if config.launch.fork else None
             ranks.append(_start_rank(run, attempt, number, variables, lock, imports))
     except BaseException:

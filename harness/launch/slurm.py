@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.compose import Cell
-from harness.config.schema import Backend
+from harness.config.schema import Backend, Device, SharpAxis
 from harness.launch.environment import python_path
 from harness.launch.opening import Opened, Sources, look, open_attempt
 from harness.launch.plan import Decision
@@ -52,6 +52,7 @@ class Shape:
     qos: str | None
     time_min: int
     grace_s: int
+    network: str | None
     setup: tuple[str, ...]
     additional: tuple[tuple[str, str], ...]
 
@@ -72,6 +73,7 @@ class Shape:
         )
         return cls(
             ranks_per_node=cell.config["mesh"]["world_size"] // cluster["nodes"],
+            network=_network(cell),
             setup=tuple(cluster["setup"]),
             additional=tuple(sorted(cluster["additional"].items())),
             **{name: cluster[name] for name in same},
@@ -95,10 +97,21 @@ class Shape:
             "wckey": None,  # submitit's own key is refused where keys are enforced
             "array_parallelism": 1_000_000,
             "stderr_to_stdout": True,
-            "additional_parameters": {"requeue": True, **dict(self.additional)},
+            "additional_parameters": {
+                "requeue": True,
+                **({"network": self.network} if self.network else {}),
+                **dict(self.additional),
+            },
             # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down
             "srun_args": ["--kill-on-bad-exit=1", f"--cpus-per-task={self.threads_per_rank}"],
         }
+
+
+def _network(cell: Cell) -> str | None:
+    """What --network asks for; the switches give no SHARP tree to a job that did not ask."""
+    sharp, cluster = cell.config["sharp"], cell.config["cluster"]
+    wanted = sharp["group"] != SharpAxis.none.name and sharp["infiniband"]
+    return cluster["sharp_network"] if wanted and cluster["device"] == Device.cuda.name else None
 
 
 @dataclass(frozen=True)

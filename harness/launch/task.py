@@ -28,9 +28,11 @@ class Task:
         """
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         place = placement(os.environ)
-        log = RunDir(Path(self.run)).attempt_dir(self.attempt) / f"rank{place.rank}.log"
+        run = RunDir(Path(self.run))
+        folder = run.attempt_dir(self.attempt)
+        log = folder / f"rank{place.rank}.log"
         command = worker_command(Path(self.run), self.attempt)
-        environment = child_environment(run_environment(RunDir(Path(self.run)).typed()), os.environ)
+        environment = child_environment(run_environment(run.typed(), folder), os.environ)
         sys.stdout.flush()
         sys.stderr.flush()
         with log.open("ab") as output:

@@ -58,6 +58,9 @@ def run_name(config: dict[str, Any]) -> str:
         parts.append(f"{config['fault']['name']}-{config['fault']['strength']}")
     if config["numerics"]["mode"] != "fast":
         parts.append(config["numerics"]["mode"])
+    for group, field, short in (("nccl_ub", "mode", "ub"), ("sharp", "group", "sharp")):
+        if (chosen := config.get(group, {}).get(field, "none")) != "none":
+            parts.append(f"{short}_{chosen}")
     if train["seed"]:
         parts.append(f"s{train['seed']}")
     if train["replicate"]:

@@ -67,6 +67,11 @@ def _cost(summary: dict[str, Any]) -> list[str]:
     lines = (
         [_field("memory", ", ".join(f"{role} {count:,}" for role, count in kept.items()) + " bytes")] if kept else []
     )
+    lines += [
+        _field(name, _asked(entry))
+        for name, entry in (summary.get("network") or {}).items()
+        if name != "nccl" and (entry["requested"], entry["effective"]) != ("none", "none")
+    ]
     if summary.get("engine"):
         lines.append(_field("engine", ", ".join(f"{name}: {value}" for name, value in summary["engine"].items())))
     rows = summary.get("collectives") or []
@@ -78,6 +83,17 @@ def _cost(summary: dict[str, Any]) -> list[str]:
         for row in rows
     ]
     return lines
+
+
+def _asked(entry: dict[str, Any]) -> str:
+    """What was asked of NCCL and what became of it: `auto -> none (why)`."""
+    more = "; ".join(
+        f"{key}: {', '.join(value) if isinstance(value, list) else value}"
+        for key, value in entry.items()
+        if key not in ("requested", "effective", "reason")
+    )
+    reason = f" ({entry['reason']})" if entry.get("reason") else ""
+    return f"{entry['requested']} -> {entry['effective']}{reason}" + (f"; {more}" if more else "")
 
 
 def diff(a: RunDir, b: RunDir) -> str:

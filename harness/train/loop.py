@@ -6,6 +6,7 @@ that is fed with it, as if it were done then; the exchange, and all that is reco
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from harness.config.schema import CkptPolicy, MeasureMode
 from harness.data.loader import RankBatch
 from harness.engines.protocol import Microbatch
+from harness.probe import nccl_log, network
 from harness.probe.collectives import Row
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.bench import Bench
@@ -219,6 +222,13 @@ class Loop:
             memory_bytes=memory["rss"] if memory["allocated"] is None else memory["allocated"],
         )
 
+    def _network(self) -> dict[str, Any]:
+        """What was asked of NCCL, and what became of it; of rank 0's own log."""
+        path = nccl_log.log_of_process(os.environ, os.getpid())
+        log = None if path is None else nccl_log.read(path)
+        backend = dist.get_backend() if dist.is_initialized() else "one process"
+        return network.record(self.config, backend, self.session.engine.user_buffers(), log)
+
     def _finish(self, status: str, start: int, wall_s: float) -> None:
         benched = {} if self.bench is None or status != "done" else self.bench.facts()
         with self.session.meters.paused():
@@ -231,6 +241,7 @@ class Loop:
             "final_weights": final_weights,
             "accounted_bytes": self.accounted_bytes,
             "engine": self.session.engine.facts(),
+            "network": self._network(),
             "other_replicas": [rank for rank, row in enumerate(own) if row != own[0]],
             **({} if self.structure is None else {"structure": self.structure}),
             **({} if self.restored is None else {"restored": self.restored}),

@@ -20,7 +20,8 @@ A line, in this order (bytes are bytes, times seconds, losses nats a token; null
 
 `summary.json`: status, step, steps, tokens, loss, grad_norm, initial_weights and final_weights (SHA-256 over names,
 shapes and bytes; the initial ones as fp32), parameters, accounted_bytes by role, engine (what it chose on this
-machine), collectives (one row a kind and bucket of the last step), step_time_s (quartiles, without the first steps of
+machine), network (nccl_ub and sharp: requested, effective, reason; nccl: what rank 0's log says), collectives (one row
+a kind and bucket of the last step), step_time_s (quartiles, without the first steps of
 the first and of the last attempt, or without the warm-up of measure=bench), wall_s of this attempt. measure=bench adds
 tensor_bytes (of the last warm-up step, by rank: persistent, peak, and the growth since the step before, which is 0 in a
 settled state; null where it could not be followed) and load (load average at_start and at_end, others_cores: processor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,10 @@ import torch.distributed as dist
 # torch exports its stores without declaring them
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
-from harness.config.schema import Config, Device, Numerics
+from harness.config.derived import wants_infiniband_sharp
+from harness.config.schema import Config, Device, Numerics, SharpAxis
 from harness.engines.protocol import Ranks
+from harness.fsdp.sharp import SharpOwnership
 from harness.store.placement import Placement
 from harness.worker.rendezvous import interface_towards, meet
 
@@ -40,22 +43,39 @@ def join(config: Config, place: Placement, attempt: Path, device: torch.device) 
 
     The group's own timeout stays beyond the hang watch: a hang is reported with every rank's stack, not as a timeout.
     """
-    timeout = timedelta(seconds=max(1800.0, 2 * config.launch.hang_timeout_s))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    bound = device if device.type == "cuda" else None
+    ownership = SharpOwnership(device)
+    if not wants_infiniband_sharp(config):
+        _create(config, place, attempt, device)
+    elif owner_is_default(config):
+        with ownership.creating() as connect:
+            _create(config, place, attempt, device)
+            if dist.group.WORLD is not None:
+                connect(dist.group.WORLD)
+    else:
+        # The owner is one of the axes' communicators, which the engine creates first: the default one comes to be with
+        # its first collective, later, and without SHARP.
+        _create(config, place, attempt, device, at_once=False)
+    return Ranks(place.rank, place.world_size, place.local_rank, device, ownership)
+
+
+def owner_is_default(config: Config) -> bool:
+    """Whether the communicator of sharp.group is that of all ranks: the inner axis, where there is no outer one."""
+    return config.sharp.group is SharpAxis.dp and config.mesh.dp_outer == 1
+
+
+def _create(config: Config, place: Placement, attempt: Path, device: torch.device, *, at_once: bool = True) -> None:
+    """Create the default group; on CUDA bound to the device, which creates its communicator `at_once`."""
+    common: dict[str, Any] = {
+        "backend": "nccl" if device.type == "cuda" else "gloo",
+        "timeout": timedelta(seconds=max(1800.0, 2 * config.launch.hang_timeout_s)),
+        "device_id": device if device.type == "cuda" and at_once else None,
+    }
     if place.launcher == "torchrun":
         _prefer_interface(os.environ["MASTER_ADDR"])
-        dist.init_process_group(backend, init_method="env://", timeout=timeout, device_id=bound)
+        dist.init_process_group(init_method="env://", **common)
     else:
-        dist.init_process_group(
-            backend,
-            store=_store(place, attempt),
-            rank=place.rank,
-            world_size=place.world_size,
-            timeout=timeout,
-            device_id=bound,
-        )
-    return Ranks(place.rank, place.world_size, place.local_rank, device)
+        store = _store(place, attempt)
+        dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **common)
 
 
 def _store(place: Placement, attempt: Path) -> Store:

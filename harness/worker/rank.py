@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from harness.config.faults import NONE
 from harness.config.schema import Config, MeasureMode
+from harness.launch.environment import network_environment
 from harness.store.placement import Placement, placement
 from harness.store.rundir import RunDir
 from harness.store.status import State
@@ -78,9 +79,12 @@ def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> i
     with HangWatch(config.launch.hang_timeout_s, reporter, armed=place.launcher in ("slurm", "torchrun")) as watch:
         from harness.worker import connect
 
+        if place.launcher == "torchrun":  # nobody who knows this cell has set it
+            os.environ.update(network_environment(config, reporter.folder))
         device = connect.set_up_torch(config, place)
         reporter.pipe.send("phase", name="meeting the other ranks")
         ranks = connect.join(config, place, reporter.folder, device)
+        _say_what_has_no_effect(config, place, reporter)
         reporter.pipe.send("phase", name="building")
         try:
             outcome = _train(run, config, ranks, stop, _progress(reporter, watch))
@@ -99,6 +103,17 @@ def _check_size(config: Config, place: Placement) -> None:
             f"mesh.world_size={config.mesh.world_size}, but {place.launcher} started {place.world_size} ranks; "
             f"start {config.mesh.world_size}, or ask for mesh.world_size={place.world_size}"
         )
+
+
+def _say_what_has_no_effect(config: Config, place: Placement, reporter: Reporter) -> None:
+    """Once a run: what it asks of a backend that it does not have. The record says the same with its reason."""
+    import torch.distributed as dist
+
+    from harness.probe.network import without_effect
+
+    told = without_effect(config, dist.get_backend())
+    if told is not None and place.rank == 0:
+        reporter.warn(told)
 
 
 def _progress(reporter: Reporter, watch: HangWatch) -> Callable[[Progress], None]:

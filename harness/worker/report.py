@@ -90,6 +90,12 @@ class Reporter:
             sys.stderr.write(f"nothing to do: attempt {present.attempt} of {self.run} is {present.state.value}\n")
         return over
 
+    def warn(self, text: str) -> None:
+        """Tell one line to whoever watches: the launcher, which prints it, or else this rank's log."""
+        self.pipe.send("warning", text=text)
+        if not self.place.watched and self.place.launcher != "inline":
+            sys.stderr.write(f"warning: {text}\n")
+
     def ended(self, state: State, reason: str) -> None:
         """Rank 0 marks the run as ended."""
         if self.place.rank == 0:

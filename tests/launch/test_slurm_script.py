@@ -60,6 +60,24 @@ def test_what_the_cell_says_reaches_sbatch(tmp_path):
     assert "--cpus-per-task=3" in words
 
 
+@pytest.mark.parametrize(
+    ("overrides", "network"),
+    [
+        ("", None),
+        ("sharp.group=dp", "sharp"),
+        ("sharp.group=dp sharp.infiniband=false", None),
+        ("sharp.group=dp cluster.sharp_network=null", None),
+        ("sharp.group=dp cluster.sharp_network=sharp:2", "sharp:2"),
+        ("sharp.group=dp cluster.additional.network=mine", "mine"),
+        ("sharp.group=dp cluster.device=cpu", None),
+    ],
+)
+def test_a_cell_that_wants_the_switches_asks_the_scheduler_for_them(tmp_path, overrides, network):
+    cuda = ["cluster.device=cuda", "cluster.gpus_per_node=2"]
+    found = [line for line in text_of(tmp_path, *cuda, *overrides.split()).splitlines() if "--network" in line]
+    assert found == ([f"#SBATCH --network={network}"] if network else [])
+
+
 def test_what_the_cell_leaves_open_is_left_to_slurm(tmp_path):
     text = text_of(tmp_path, count=1)
     for word in ("--array", "--gpus", "--mem", "--partition", "--account", "--qos", "--wckey"):

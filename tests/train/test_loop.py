@@ -107,8 +107,10 @@ def test_record_of_a_run(tmp_path: Path) -> None:
     facts = summary(tmp_path)
     assert list(facts) == [
         "status", "step", "steps", "tokens", "loss", "grad_norm", "parameters", "initial_weights", "final_weights",
-        "accounted_bytes", "engine", "other_replicas", "structure", "wall_s", "collectives", "step_time_s",
+        "accounted_bytes", "engine", "network", "other_replicas", "structure", "wall_s", "collectives",
+        "step_time_s",
     ]  # fmt: skip
+    assert facts["network"]["nccl_ub"] == facts["network"]["sharp"] == {"requested": "none", "effective": "none"}
     assert (facts["status"], facts["step"], facts["tokens"]) == ("done", 4, 4 * 128)
     assert facts["loss"] == records[-1]["loss"]
     assert facts["initial_weights"] != facts["final_weights"]

@@ -21,6 +21,7 @@ from harness.config.rules import (
     launch,
     measure,
     model,
+    network,
     numbers,
 )
 from harness.config.rules.request import Request, Rule
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *batch.RULES,
     *adapter.RULES,
     *engine.RULES,
+    *network.RULES,
     *fault.RULES,
     *effect.RULES,
     *launch.RULES,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
-from harness.config.derived import DTYPE_BYTES
+from harness.config.derived import DTYPE_BYTES, wants_infiniband_sharp
 from harness.config.errors import Violation
 from harness.config.rules.engine import narrow_waits
 from harness.config.rules.request import Request, Rule, rule
@@ -21,6 +21,8 @@ from harness.config.schema import (
     ModelFamily,
     Numerics,
     OptimizerName,
+    SharpAxis,
+    UserBuffers,
     WandbMode,
 )
 
@@ -90,6 +92,18 @@ _SPARSE = Condition(
     "model=moe or model=odd",
     lambda c: f"model.family={c.model.family.name}",
 )
+_UB = Condition(lambda c: c.nccl_ub.mode is not UserBuffers.none, "nccl_ub=auto", lambda c: "nccl_ub=none")
+_SHARP = Condition(lambda c: c.sharp.group is not SharpAxis.none, "sharp=dp", lambda c: "sharp=none")
+_NVLINK = Condition(
+    lambda c: c.sharp.group is not SharpAxis.none and c.sharp.nvlink,
+    "sharp=dp sharp.nvlink=true",
+    lambda c: "sharp=none" if c.sharp.group is SharpAxis.none else "sharp.nvlink=false",
+)
+_INFINIBAND = Condition(
+    wants_infiniband_sharp,
+    "sharp=dp sharp.infiniband=true",
+    lambda c: "sharp=none" if c.sharp.group is SharpAxis.none else "sharp.infiniband=false",
+)
 _OUTER = Condition(lambda c: c.mesh.dp_outer > 1, "mesh=two_by_two", lambda c: f"mesh.dp_outer={c.mesh.dp_outer}")
 
 CONDITIONS: dict[str, Condition] = {
@@ -113,6 +127,13 @@ CONDITIONS: dict[str, Condition] = {
     "numerics.exact_bits": Condition(
         lambda c: c.numerics.mode is Numerics.exact, "numerics=exact", lambda c: f"numerics.mode={c.numerics.mode.name}"
     ),
+    "nccl_ub.symmetric": _UB,
+    "nccl_ub.fallback": _UB,
+    "sharp.nvlink": _SHARP,
+    "sharp.infiniband": _SHARP,
+    "sharp.nvls_ctas": _NVLINK,
+    "sharp.streaming": _INFINIBAND,
+    "sharp.overlap_gather": _INFINIBAND,
     "ckpt.every": _CKPT,
     "measure.capture_limit_mib": _CAPTURE,
     "measure.warmup_steps": _BENCH,
@@ -128,6 +149,7 @@ CONDITIONS: dict[str, Condition] = {
     "cluster.grace_s": _SLURM,
     "cluster.mem_gb": _SLURM,
     "cluster.gpus_per_node": _SLURM,
+    "cluster.sharp_network": _SLURM,
     "cluster.additional": _SLURM,
     "cluster.slots": _LOCAL,
 }

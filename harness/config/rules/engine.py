@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
-from harness.config.derived import DTYPE_BYTES, accumulate_dtype, global_microbatches, may_leave_unused
+from harness.config.derived import (
+    DTYPE_BYTES,
+    accumulate_dtype,
+    fixed_buffers,
+    global_microbatches,
+    may_leave_unused,
+)
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Config, Dtype, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
@@ -286,13 +292,13 @@ def waiting_unsharded_has_a_meaning(request: Request) -> Iterator[Violation]:
 @rule("engine.double_buffer", "engine.prefetch")
 def two_buffers_hold_two_units(request: Request) -> Iterator[Violation]:
     """With fixed buffers there is room for one unit ahead of the one in use."""
-    engine = request.config.engine
-    if engine.double_buffer and engine.prefetch > 1:
+    config = request.config
+    if fixed_buffers(config) and config.engine.prefetch > 1:
         yield Violation(
             request.show("engine.prefetch"),
-            "wants more units ahead than engine.double_buffer=true has room for",
+            "wants more units ahead than engine.double_buffer=true (which nccl_ub turns on) has room for",
             "0 or 1",
-            "engine.prefetch=1, or engine.double_buffer=false",
+            "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none",
         )
 
 

@@ -18,7 +18,7 @@ from harness.config.adapter import capabilities_of
 from harness.config.derived import captured_bytes, persistent_bytes_per_rank, state_bytes
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Backend, CkptPolicy, Config, Device, WandbMode
+from harness.config.schema import Backend, CkptPolicy, Config, Device, UserBuffers, WandbMode
 from harness.store.provenance import versions
 
 PROBE_BYTES = 1 << 20
@@ -75,6 +75,29 @@ def engine_is_installed(request: Request) -> Iterator[Violation]:
             f"needs {wanted}; " + (f"{name} {found} is installed" if found else f"{name} is not installed"),
             fix=f"make peers, or {can.install}",
         )
+
+
+@rule()
+def buffers_can_be_registered(request: Request) -> Iterator[Violation]:
+    """Segments that grow have no fixed extent to register, which torch handles from 2.11 on. Of this very machine:
+    another one's environment is asked by its ranks."""
+    mode, here = request.show("nccl_ub.mode"), request.config.cluster.backend is Backend.local
+    torch = versions(("torch",)).get("torch")
+    if request.config.nccl_ub.mode is UserBuffers.none or not here or torch is None or _at_least(torch, (2, 11)):
+        return
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            yield Violation(
+                f"{mode} {name}={os.environ[name]}",
+                f"torch {torch} cannot register expandable segments",
+                "expandable_segments:False, or torch 2.11 and later",
+                f"unset {name}, or nccl_ub=none",
+            )
+
+
+def _at_least(version: str, wanted: tuple[int, int]) -> bool:
+    major, minor = (int(part) for part in version.split(".")[:2])
+    return (major, minor) >= wanted
 
 
 _SIZES = ("model.vocab_size", "model.dim", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.ffn_dim")
@@ -169,6 +192,7 @@ RULES: tuple[Rule, ...] = (
     scheduler_exists,
     mirror_is_installed,
     engine_is_installed,
+    buffers_can_be_registered,
     model_fits_in_memory,
     disk_takes_the_run,
 )

@@ -1,0 +1,92 @@
+"""The groups `nccl_ub` and `sharp`: what a run asks of NCCL. Part of the typed schema.
+
+They are in the signature: who sums, and in what order, can change numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class UserBuffers(Enum):
+    """When the engine's buckets are registered with NCCL: never, as they are allocated, or all at once after step 1."""
+
+    none = "none"
+    auto = "auto"
+    manual = "manual"
+
+
+class SharpAxis(Enum):
+    """Whose communicator may reduce inside the network: nobody's, the inner data-parallel axis', the outer one's."""
+
+    none = "none"
+    dp = "dp"
+    dp_outer = "dp_outer"
+
+
+class CtaPolicy(Enum):
+    """How NCCL spends thread blocks: as it likes, few of them, or none (copy engines)."""
+
+    default = "default"
+    efficiency = "efficiency"
+    zero = "zero"
+
+
+class Fallback(Enum):
+    """What a registration that fails leads to: the run ends, or goes on unregistered with the reason in its record."""
+
+    error = "error"
+    record = "record"
+
+
+class NcclLog(Enum):
+    """What NCCL writes into the attempt's folder: nothing, how it was set up, or every collective's choice as well."""
+
+    none = "none"
+    setup = "setup"
+    choices = "choices"
+
+
+@dataclass
+class NcclUbConfig:
+    """NCCL user buffers: collectives read and write the engine's buckets without a copy, on few thread blocks."""
+
+    mode: UserBuffers = UserBuffers.none
+    """none, auto (registered as allocated) or manual (all at once after the first step); other than none implies
+    engine.double_buffer."""
+    symmetric: bool = True
+    """Whether buckets are registered as symmetric windows, which NCCL 2.27 has kernels of its own for; false registers
+    them for NVLink SHARP and zero-copy alone."""
+    fallback: Fallback = Fallback.error
+    """What a failed registration does, on all ranks alike: error, or record."""
+    cta_policy: CtaPolicy = CtaPolicy.default
+    """Thread blocks a collective takes: default, efficiency (NCCL 2.27, registered but not symmetric), zero (NCCL 2.28,
+    symmetric: gathers by copy engines)."""
+    min_ctas: int | None = None
+    """Fewest thread blocks a collective takes; null leaves it to NCCL."""
+    max_ctas: int | None = None
+    """Most thread blocks a collective takes; null leaves it to NCCL."""
+
+
+@dataclass
+class SharpConfig:
+    """Reductions inside the network, by NVLink switches and InfiniBand switches; nobody promises their order of sums.
+
+    On NCCL, none turns both kinds off: what a run without SHARP sums, its own thread blocks have summed.
+    """
+
+    group: SharpAxis = SharpAxis.none
+    """Whose communicator owns InfiniBand SHARP, of which a run has one: none, dp or dp_outer."""
+    nvlink: bool = True
+    """NVLink SHARP (NVLS), for every communicator of the run, where group is not none and the devices have it."""
+    infiniband: bool = True
+    """InfiniBand SHARP (CollNet), for the one communicator of group, where two machines or more share a switch."""
+    algo: str | None = None
+    """NCCL_ALGO as typed, such as CollnetDirect or ^NVLS; null leaves the choice to NCCL."""
+    nvls_ctas: int | None = None
+    """Thread blocks a collective takes over NVLink SHARP; null leaves it to NCCL."""
+    streaming: bool = True
+    """Streaming aggregation of long messages; a switch has room for two such flows (InfiniBand SHARP)."""
+    overlap_gather: bool = False
+    """Lets gathers run beside reductions in the SHARP plugin, as HPC-X 2.26 can (InfiniBand SHARP)."""

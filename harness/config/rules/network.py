@@ -1,0 +1,145 @@
+"""What NCCL user buffers and SHARP force and forbid."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.adapter import capabilities_of
+from harness.config.errors import Violation
+from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import CtaPolicy, Numerics, SharpAxis, UserBuffers
+
+ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
+"""What NCCL_ALGO chooses from."""
+
+
+@rule()
+def buffers_are_registered_by_the_engine(request: Request) -> Iterator[Violation]:
+    """User buffers are asked of engines that register what they allocate."""
+    config = request.config
+    if config.nccl_ub.mode is not UserBuffers.none and not capabilities_of(config).user_buffers:
+        yield Violation(
+            request.show("nccl_ub.mode"),
+            f"engine={config.engine.name.name} does not register its buffers with NCCL",
+            "none",
+            "nccl_ub=none, or engine=native",
+        )
+
+
+@rule()
+def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
+    """What is registered stays where it is: user buffers imply the double buffer."""
+    if request.config.nccl_ub.mode is UserBuffers.none or request.config.engine.double_buffer:
+        return
+    if "engine.double_buffer" in request.named:
+        yield Violation(
+            request.show("engine.double_buffer"),
+            f"contradicts {request.show('nccl_ub.mode')}: buffers that come and go would be registered each time",
+            "true",
+            "leave it out (nccl_ub implies it), or nccl_ub=none",
+        )
+
+
+@rule("nccl_ub.min_ctas", "nccl_ub.max_ctas")
+def thread_block_limits_are_ordered(request: Request) -> Iterator[Violation]:
+    """NCCL would raise the one or lower the other, and say so in a log alone."""
+    low, high = request.config.nccl_ub.min_ctas, request.config.nccl_ub.max_ctas
+    if low is not None and high is not None and low > high:
+        yield Violation(
+            request.show("nccl_ub.min_ctas"),
+            f"is more than nccl_ub.max_ctas={high}",
+            f"1 to {high}",
+            f"nccl_ub.min_ctas={high}",
+        )
+
+
+@rule()
+def thread_block_policy_finds_its_buffers(request: Request) -> Iterator[Violation]:
+    """Efficiency needs registered buffers that are not symmetric, and NCCL's own choice of algorithm; zero needs
+    symmetric ones. Without them NCCL falls back silently."""
+    ub, algo = request.config.nccl_ub, request.config.sharp.algo
+    policy = request.show("nccl_ub.cta_policy")
+    if ub.cta_policy is CtaPolicy.default:
+        return
+    symmetric = ub.cta_policy is CtaPolicy.zero
+    if ub.mode is UserBuffers.none or ub.symmetric is not symmetric:
+        needed = str(symmetric).lower()
+        kind = "symmetric" if symmetric else "registered, but not symmetric"
+        yield Violation(
+            policy,
+            f"acts on {kind} buffers; with {request.show('nccl_ub.mode', 'nccl_ub.symmetric')} NCCL ignores it",
+            "default",
+            f"nccl_ub=auto nccl_ub.symmetric={needed}, or nccl_ub.cta_policy=default",
+        )
+    if ub.cta_policy is CtaPolicy.efficiency and algo is not None:
+        yield Violation(
+            f"{policy} {request.show('sharp.algo')}",
+            "is ignored by NCCL where an algorithm is prescribed",
+            "sharp.algo=null",
+            "leave sharp.algo out",
+        )
+
+
+@rule()
+def sharp_gives_up_order(request: Request) -> Iterator[Violation]:
+    """A switch adds in an order that nobody promises."""
+    mode = request.config.numerics.mode
+    if request.config.sharp.group is not SharpAxis.none and mode is not Numerics.fast:
+        yield Violation(
+            request.show("sharp.group"),
+            f"leaves the order of sums to the network, which numerics={mode.name} promises",
+            "none",
+            "sharp=none, or numerics=fast",
+        )
+
+
+@rule("mesh.dp_outer")
+def sharp_has_its_axis(request: Request) -> Iterator[Violation]:
+    """The axis whose communicator owns SHARP exists, and its communicator is the engine's to create."""
+    config = request.config
+    group, outer = config.sharp.group, config.mesh.dp_outer
+    if group is SharpAxis.dp_outer and outer == 1:
+        yield Violation(
+            "sharp.group=dp_outer",
+            "has no outer axis to act on: mesh.dp_outer=1",
+            "none, dp",
+            "sharp=dp, or mesh=two_by_two",
+        )
+    elif group is not SharpAxis.none and outer > 1 and not capabilities_of(config).orders_communicators:
+        yield Violation(
+            request.show("sharp.group", "mesh.dp_outer"),
+            f"engine={config.engine.name.name} creates the communicators of its two axes in an order of its own,"
+            " and the first one to ask takes InfiniBand SHARP",
+            "sharp=none, mesh.dp_outer=1",
+            "engine=native, or sharp=none",
+        )
+
+
+@rule()
+def sharp_asks_for_something(request: Request) -> Iterator[Violation]:
+    """One of the two kinds is wanted, and the algorithm has a name NCCL knows."""
+    sharp = request.config.sharp
+    if sharp.group is not SharpAxis.none and not (sharp.nvlink or sharp.infiniband):
+        yield Violation(
+            request.show("sharp.group", "sharp.nvlink", "sharp.infiniband"), "asks for neither kind", fix="sharp=none"
+        )
+    known = {name.lower() for name in ALGORITHMS}
+    names = (sharp.algo or "Ring").removeprefix("^").split(",")
+    if any(name.lower() not in known for name in names):
+        yield Violation(
+            request.show("sharp.algo"),
+            "names an algorithm NCCL does not have",
+            ", ".join(ALGORITHMS) + "; several joined by commas; all but them behind ^",
+            "sharp.algo=Ring",
+        )
+
+
+RULES: tuple[Rule, ...] = (
+    buffers_are_registered_by_the_engine,
+    registered_buffers_are_fixed,
+    thread_block_limits_are_ordered,
+    thread_block_policy_finds_its_buffers,
+    sharp_gives_up_order,
+    sharp_has_its_axis,
+    sharp_asks_for_something,
+)

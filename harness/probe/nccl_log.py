@@ -1,0 +1,284 @@
+"""What NCCL says it did: its INFO log, read back. No torch here.
+
+Lines are those of NCCL 2.21 to 2.31 (`src/init.cc`, `enqueue.cc`, `ce_coll.cc`, `scheduler/symmetric_sched.cc`,
+`transport/{nvls,coll_net,p2p,net}.cc`, `register/register.cc`, `plugin/gin.cc`). Which subsystem prints what:
+
+| read back                                 | NCCL_DEBUG_SUBSYS |
+|-------------------------------------------|-------------------|
+| version, channels, NVLS and CollNet set up| INIT, NET         |
+| variables that took effect                | ENV               |
+| registrations, and failed ones            | REG (NVLS before 2.24) |
+| algorithm, protocol or kernel of each collective | TUNING, on rank 0 of each communicator alone |
+
+[Note: Channels that prove nothing] "16 collnet channels" is printed with the number of ordinary channels whether or not
+CollNet is there. That it is, "Connected CollNet" and "via COLLNET/SHARP" say.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ALGORITHMS = ("TREE", "RING", "COLLNET_DIRECT", "COLLNET_CHAIN", "NVLS", "NVLS_TREE", "PAT")
+PROTOCOLS = ("LL", "LL128", "SIMPLE")
+"""Names of what NCCL before 2.22 prints as numbers."""
+
+MAX_WARNINGS = 20
+
+
+@dataclass
+class Choice:
+    """How collectives of one kind were run: by an algorithm and protocol, a symmetric kernel, or the copy engines."""
+
+    count: int = 0
+    bytes: int = 0
+    max_channels: int = 0
+    """Most channels of one collective, which is its thread blocks; 0 where it takes none, or none were told."""
+
+    def add(self, num_bytes: int, channels: int) -> None:
+        """Count one more."""
+        self.count += 1
+        self.bytes += num_bytes
+        self.max_channels = max(self.max_channels, channels)
+
+
+@dataclass
+class Registered:
+    """Buffers of one kind of registration."""
+
+    count: int = 0
+    bytes: int = 0
+    failed: int = 0
+
+
+@dataclass
+class NcclFacts:
+    """What a log tells; what it does not tell is None, False or empty."""
+
+    version: str | None = None
+    """NCCL's, with the CUDA it was built for: "2.28.9+cuda12.9"."""
+    communicators: int = 0
+    """Communicators this process was part of, counted when complete."""
+    channels: int = 0
+    """Most ordinary channels of a communicator."""
+    nvls_channels: int = 0
+    """Most NVLink SHARP channels of a communicator; 0: it is not used."""
+    nvls_available: bool | None = None
+    collnet_plugin: str | None = None
+    """Name of the network plugin's collective part; loading it connects nothing."""
+    collnet_connected: bool = False
+    """Whether a communicator owns InfiniBand SHARP; see [Note: Channels that prove nothing]."""
+    collnet_refused: str | None = None
+    """Why CollNet or the SHARP library gave up."""
+    gin_plugin: str | None = None
+    """What symmetric kernels use over the network (GIN)."""
+    symmetric_memory: bool | None = None
+    """Whether a communicator reserved symmetric address space (True) or said it cannot (False)."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """Variables NCCL says it took from the environment, the last value of each."""
+    registered: dict[str, Registered] = field(default_factory=dict)
+    """By kind: user (asked for), symmetric, nvls, collnet, net, ipc."""
+    choices: dict[str, dict[str, Choice]] = field(default_factory=dict)
+    """By collective ("AllGather") and what ran it ("RING/SIMPLE", "symmetric AllGather_ST", "copy engine")."""
+    warnings: list[str] = field(default_factory=list)
+    """The first lines of level WARN."""
+
+    @property
+    def ran(self) -> set[str]:
+        """Everything that ran a collective."""
+        return {name for by in self.choices.values() for name in by}
+
+    @property
+    def tells_choices(self) -> bool:
+        """Whether the log has a line for every collective."""
+        return bool(self.choices)
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it, without what was not told."""
+        return {key: value for key, value in asdict(self).items() if value not in (None, {}, [])}
+
+
+def parse(lines: Iterable[str]) -> NcclFacts:
+    """Read a log, line by line; lines of others, and those nobody knows, are passed over."""
+    facts = NcclFacts()
+    for line in lines:
+        _read(facts, line)
+    return facts
+
+
+def read(path: Path) -> NcclFacts | None:
+    """Read a log's file; None where there is none. Lines cut by a crash or in another encoding do no harm."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return parse(file)
+    except OSError:
+        return None
+
+
+def log_of_process(environment: Mapping[str, str], pid: int) -> Path | None:
+    """The log NCCL_DEBUG_FILE names for a process of this machine; None where it is not set, or not there yet."""
+    named = environment.get("NCCL_DEBUG_FILE")
+    if not named:
+        return None
+    pattern = "".join(_expanded(part, pid) for part in re.split(r"(%.)", Path(named).name))
+    folder = Path(Path(named).parent.as_posix().replace("%%", "%"))
+    found = sorted(path for path in folder.glob("*") if re.fullmatch(pattern, path.name))
+    return found[0] if found else None
+
+
+def _expanded(part: str, pid: int) -> str:
+    return {"%h": "[^/]*", "%p": str(pid), "%%": "%"}.get(part, re.escape(part))
+
+
+Reader = Callable[[NcclFacts, re.Match[str]], None]
+
+
+def _read(facts: NcclFacts, line: str) -> None:
+    _, level, text = line.partition("NCCL WARN ")
+    if level:
+        if len(facts.warnings) < MAX_WARNINGS:
+            facts.warnings.append(text.strip())
+        line = text
+    for marker, pattern, reader in _READERS:
+        if marker in line and (match := pattern.search(line)):
+            reader(facts, match)
+            return
+
+
+def _version(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.version = match["version"]
+
+
+def _complete(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.communicators += 1
+
+
+def _channels(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.channels = max(facts.channels, int(match["coll"]))
+    facts.nvls_channels = max(facts.nvls_channels, int(match["nvls"] or 0))
+
+
+def _nvls(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.nvls_available = match["not"] is None
+
+
+def _plugin(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.collnet_plugin = match["name"]
+
+
+def _connected(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.collnet_connected = True
+
+
+def _refused(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.collnet_refused = facts.collnet_refused or match[0].strip()
+
+
+def _gin(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.gin_plugin = match["name"]
+
+
+def _symmetric(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.symmetric_memory = match["not"] is None
+
+
+def _setting(facts: NcclFacts, match: re.Match[str]) -> None:
+    facts.settings[match["name"]] = match["value"]
+
+
+def _registered(kind: str, *, failed: bool = False) -> Reader:
+    def note(facts: NcclFacts, match: re.Match[str]) -> None:
+        entry = facts.registered.setdefault(kind, Registered())
+        if failed:
+            entry.failed += 1
+        else:
+            entry.count += 1
+            entry.bytes += sum(int(size) for size in match.groups() if size)
+
+    return note
+
+
+def _choice(facts: NcclFacts, collective: str, by: str, num_bytes: str, channels: int) -> None:
+    facts.choices.setdefault(collective, {}).setdefault(by, Choice()).add(int(num_bytes), channels)
+
+
+def _algorithm(facts: NcclFacts, match: re.Match[str]) -> None:
+    channels = int(match["high"]) - int(match["low"]) + 1
+    _choice(facts, match["kind"], f"{match['algo'].upper()}/{match['proto'].upper()}", match["bytes"], channels)
+
+
+def _numbered_algorithm(facts: NcclFacts, match: re.Match[str]) -> None:
+    algo, proto = int(match["algo"]), int(match["proto"])
+    if algo < len(ALGORITHMS) and proto < len(PROTOCOLS):
+        _choice(facts, "(any)", f"{ALGORITHMS[algo]}/{PROTOCOLS[proto]}", match["bytes"], 0)
+
+
+def _symmetric_kernel(facts: NcclFacts, match: re.Match[str]) -> None:
+    _choice(facts, match["kind"], f"symmetric {match['kernel']}", match["bytes"], int(match["channels"]))
+
+
+def _copy_engine(facts: NcclFacts, match: re.Match[str]) -> None:
+    by = "copy engine over the network" if match["hierarchical"] else "copy engine"
+    _choice(facts, match["kind"], by, match["bytes"], 0)
+
+
+_POINTER = r"(?:0x)?[0-9a-fA-F]+"
+_READERS: tuple[tuple[str, re.Pattern[str], Reader], ...] = tuple(
+    (marker, re.compile(pattern), reader)
+    for marker, pattern, reader in (
+        # the longest logs are of these: first
+        (
+            "-> Algo",
+            r"(?P<kind>\w+): (?P<bytes>\d+) Bytes -> Algo (?P<algo>\w+) proto (?P<proto>\w+)"
+            r" channel\{Lo\.\.Hi\}=\{(?P<low>\d+)\.\.(?P<high>\d+)\}",
+            _algorithm,
+        ),
+        ("-> Algo", r"(?P<bytes>\d+) Bytes -> Algo (?P<algo>\d+) proto (?P<proto>\d+)", _numbered_algorithm),
+        (
+            "[Symmetric]",
+            r"(?P<kind>\w+) \[Symmetric\]: (?P<bytes>\d+) Bytes -> Kernel (?P<kernel>\w+) nchannels (?P<channels>\d+)",
+            _symmetric_kernel,
+        ),
+        (
+            "Bytes -> ",
+            r"(?P<kind>\w+) \[(?:Copy Engine|(?P<hierarchical>Hierarchical CE))\]: (?P<bytes>\d+) Bytes",
+            _copy_engine,
+        ),
+        ("register", rf"register comm {_POINTER} buffer {_POINTER} size (\d+)", _registered("user")),
+        (
+            "NVLS",
+            r"successfully registered NVLS sendbuff.*?sendbuff size (\d+), recvbuff size (\d+)",
+            _registered("nvls"),
+        ),
+        ("NVLS", r"failed to NVLS register", _registered("nvls", failed=True)),
+        ("multicast-bind", r"Failed to multicast-bind user buffer", _registered("nvls", failed=True)),
+        ("COLLNET", r"COLLNET register userbuff .*?buffSize (\d+)", _registered("collnet")),
+        ("COLLNET", r"COLLNET failed to register", _registered("collnet", failed=True)),
+        ("NET register", r"- NET register userbuff .*?buffSize (\d+)", _registered("net")),
+        ("NET register", r"failed to NET register", _registered("net", failed=True)),
+        ("IPC register", r"- IPC register(?:ing)? buffer .*?size (\d+)", _registered("ipc")),
+        ("IPC register", r"failed to IPC register", _registered("ipc", failed=True)),
+        ("Segment size", r"Segment \d+, Type : \d+, numSegments : \d+, Segment size : (\d+)", _registered("symmetric")),
+        ("Init COMPLETE", r"Init COMPLETE", _complete),
+        (
+            "coll channels",
+            r"(?P<coll>\d+) coll channels, (?:\d+ collnet channels, )?(?:(?P<nvls>\d+) nvls channels)?",
+            _channels,
+        ),
+        ("NVLS multicast", r"NVLS multicast support is (?P<not>not )?available", _nvls),
+        ("collnet plugin", r"Loaded coll(?:net|Net) plugin (?P<name>.+?)(?: \(v\d+\))?$", _plugin),
+        ("CollNet", r"Connected CollNet|CollNet \d+/\d+ : .* via COLLNET/", _connected),
+        ("CollNet node threshold", r"Communicator has \d+ nodes which is less than CollNet node threshold.*", _refused),
+        ("SHARP", r"(?:SHARP coll init error: .*|Cannot create SHARP job.*|sharp_create_job failed.*)", _refused),
+        ("GIN/Plugin", r"GIN/Plugin: Assigned plugin (?P<name>\S+)", _gin),
+        ("Symmetric", r"Symmetric VA size=|Symmetric registration is (?P<not>not) supported", _symmetric),
+        ("set by environment", r"(?P<name>NCCL_\w+) set by environment to (?P<value>\S+?)\.?\s*$", _setting),
+        ("environment variable", r"Parsed environment variable (?P<name>NCCL_\w+)=(?P<value>\S+)", _setting),
+        ("reset to NCCL_", r"reset to (?P<name>NCCL_\w+)=(?P<value>\S+)", _setting),
+        ("NCCL version", r"NCCL version (?P<version>\S+)", _version),
+    )
+)
+"""A word that lines of a kind hold, their pattern, and what is noted; the first that fits is the only one."""

@@ -1,0 +1,102 @@
+"""What was asked of NCCL beside what came of it, for the record; and the one line where it can be seen at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from harness.config.schema import Config, NcclLog, SharpAxis, UserBuffers
+from harness.probe.nccl_log import NcclFacts
+
+NO_NCCL = "{backend} has no user buffers and no reductions inside the network"
+
+
+def without_effect(config: Config, backend: str) -> str | None:
+    """What this run asks of NCCL and cannot have on another backend, in a sentence; None where there is nothing."""
+    asked = []
+    if config.nccl_ub.mode is not UserBuffers.none:
+        asked.append(f"nccl_ub={config.nccl_ub.mode.name}")
+    if config.sharp.group is not SharpAxis.none:
+        asked.append(f"sharp={config.sharp.group.name}")
+    if backend == "nccl" or not asked:
+        return None
+    return f"{' and '.join(asked)}: requested, not effective: {NO_NCCL.format(backend=backend)}"
+
+
+def record(
+    config: Config, backend: str, user_buffers: Mapping[str, str], log: NcclFacts | None
+) -> dict[str, dict[str, Any]]:
+    """requested, effective and reason of `nccl_ub` and `sharp`; on NCCL also what its log says.
+
+    Args:
+        config: the cell.
+        backend: of the default group: nccl or gloo.
+        user_buffers: what the engine says of its registration; empty for engines that register nothing.
+        log: of this rank; None where there is none.
+    """
+    facts: dict[str, dict[str, Any]] = {
+        "nccl_ub": _user_buffers(config, backend, user_buffers, log),
+        "sharp": _sharp(config, backend, log),
+    }
+    return facts | ({"nccl": log.plain()} if log is not None else {})
+
+
+def _entry(requested: str, effective: str, reason: str = "") -> dict[str, Any]:
+    return {"requested": requested, "effective": effective} | ({"reason": reason} if reason else {})
+
+
+def _user_buffers(config: Config, backend: str, engine: Mapping[str, str], log: NcclFacts | None) -> dict[str, Any]:
+    requested = config.nccl_ub.mode.value
+    if requested == "none":
+        return _entry("none", "none")
+    if backend != "nccl":
+        return _entry(requested, "none", NO_NCCL.format(backend=backend))
+    if not engine:
+        return _entry(requested, "none", f"engine={config.engine.name.name} registers nothing")
+    entry = _entry(requested, engine["effective"], engine.get("reason", ""))
+    return entry | ({"kernels": _kernels(log)} if log is not None and entry["effective"] != "none" else {})
+
+
+def _kernels(log: NcclFacts) -> str:
+    """Whether collectives really ran on what is registered."""
+    if not log.tells_choices:
+        return "not told; launch.nccl_log=choices has NCCL tell"
+    special = sorted(name for name in log.ran if name.startswith(("symmetric", "copy engine")))
+    return ", ".join(special) or "none symmetric: " + ", ".join(sorted(log.ran))
+
+
+def _sharp(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any]:
+    sharp = config.sharp
+    if sharp.group is SharpAxis.none:
+        found = _found(log) if log is not None else []
+        return _entry("none", "+".join(found) or "none", "NCCL's log shows it all the same" if found else "")
+    wanted = [kind for kind, asked in (("nvlink", sharp.nvlink), ("infiniband", sharp.infiniband)) if asked]
+    requested = f"{sharp.group.value}: {'+'.join(wanted)}"
+    if backend != "nccl":
+        return _entry(requested, "none", NO_NCCL.format(backend=backend))
+    if log is None:
+        kept = config.launch.nccl_log is not NcclLog.none
+        why = "NCCL left no log" if kept else "launch.nccl_log=none keeps no log to read it from"
+        return _entry(requested, "unknown", why)
+    found = _found(log)
+    missing = [_why_missing(kind, log) for kind in wanted if kind not in found]
+    entry = _entry(requested, "+".join(found) or "none", "; ".join(missing))
+    return entry | ({"ran": sorted(log.ran)} if log.tells_choices else {})
+
+
+def _found(log: NcclFacts) -> list[str]:
+    """Kinds that communicators were set up with."""
+    kinds = {"nvlink": log.nvls_channels > 0, "infiniband": log.collnet_connected}
+    return [kind for kind, there in kinds.items() if there]
+
+
+def _why_missing(kind: str, log: NcclFacts) -> str:
+    if kind == "nvlink":
+        if log.nvls_available is False:
+            return "nvlink: the devices have no multicast"
+        return "nvlink: no channels; one device a machine, or no NVLink switch"
+    if log.collnet_refused:
+        return f"infiniband: {log.collnet_refused}"
+    if log.collnet_plugin is None:
+        return "infiniband: no network plugin with collectives was loaded"
+    return f"infiniband: plugin {log.collnet_plugin} was loaded, and no communicator connected"

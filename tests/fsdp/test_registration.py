@@ -1,0 +1,411 @@
+"""NCCL user buffers against pretended backends: order, timing, agreement, taking back, what versions are told."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.fsdp import ShardedModel, fully_shard
+from harness.fsdp.memory import BucketMemory
+from harness.fsdp.registration import NCCL_NEEDS, Member, Registration, UserBuffers, why_not
+from tests.spawn import run_ranks
+
+CPU = torch.device("cpu")
+NEW = (2, 31, 0)
+
+
+class Runtime:
+    """A device that notes what is asked of it."""
+
+    def __init__(self, log: list[str], nccl: tuple[int, int, int] | None = NEW, *, pool_fails: bool = False) -> None:
+        self.log = log
+        self.nccl_version = nccl
+        self.has_streams = True
+        self.pool_fails = pool_fails
+
+    def make_pool(self, allocator: Any) -> Any:
+        if self.pool_fails:
+            raise RuntimeError("no memory for a pool\nsecond line")
+        self.log.append(f"pool of {allocator}")
+        return "pool"
+
+    @contextmanager
+    def allocating_from(self, pool: Any) -> Iterator[None]:
+        self.log.append(f"into {pool}")
+        yield
+        self.log.append(f"out of {pool}")
+
+    def synchronize(self) -> None:
+        self.log.append("synchronize")
+
+
+class Backend:
+    """A backend of torch 2.9 and later."""
+
+    mem_allocator = "ncclMemAlloc"
+
+    def __init__(self, name: str, log: list[str], *, fails: bool = False) -> None:
+        self.name, self.log, self.fails = name, log, fails
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        self.log.append(f"{self.name} registers {pool} symm={symm}")
+        if self.fails:
+            raise RuntimeError("ncclCommWindowRegister: unhandled cuda error")
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        self.log.append(f"{self.name} takes back {pool}")
+        if self.fails:
+            raise RuntimeError("segment was not registered")
+
+
+class OldBackend(Backend):
+    """A backend whose register_mem_pool knows no `symm`."""
+
+    def register_mem_pool(self, pool: Any) -> None:  # type: ignore[override]
+        self.log.append(f"{self.name} registers {pool}")
+
+
+class BrokenBackend(Backend):
+    """One that raises what nobody expects."""
+
+    def register_mem_pool(self, pool: Any, symm: bool = False) -> None:
+        raise TypeError("register_mem_pool() got an unexpected keyword argument")
+
+
+class Solo(Member):
+    """A member whose other ranks always succeed, or never do."""
+
+    def __init__(self, name: str, backend: Any, log: list[str], *, others: bool = True) -> None:
+        self.name, self.backend, self.log, self.others = name, backend, log, others
+
+    def all_succeeded(self, mine: bool) -> bool:
+        self.log.append(f"{self.name} agrees on {mine}")
+        return mine and self.others
+
+
+def make(log: list[str], mode: str = "auto", backends: Any = None, **settings: Any) -> UserBuffers:
+    runtime = settings.pop("runtime", None) or Runtime(log, settings.pop("nccl", NEW))
+    made = backends or [Backend("dp", log), Backend("dp_outer", log)]
+    members = [Solo(backend.name, backend, log) for backend in made]
+    return UserBuffers(
+        Registration.parse(mode), members, runtime, torch_version=settings.pop("torch", (2, 13)), **settings
+    )
+
+
+def acts(log: list[str]) -> list[str]:
+    """What was done, without the agreeing."""
+    return [line for line in log if "agrees" not in line]
+
+
+def test_auto_registers_in_order_once_the_model_is_built_and_takes_back_in_reverse() -> None:
+    log: list[str] = []
+    buffers = make(log)
+    with buffers.allocating():
+        log.append("allocate")
+    buffers.model_built()
+    buffers.step_done()
+    buffers.close()
+    buffers.close()
+    assert acts(log) == [
+        "pool of ncclMemAlloc",
+        "into pool",
+        "allocate",
+        "out of pool",
+        "synchronize",
+        "dp registers pool symm=True",
+        "dp_outer registers pool symm=True",
+        "synchronize",
+        "dp_outer takes back pool",
+        "dp takes back pool",
+    ]
+
+
+def test_ranks_meet_before_the_first_registration_and_after_each() -> None:
+    log: list[str] = []
+    make(log).model_built()
+    begin = log.index("synchronize")
+    meeting = ["dp agrees on True", "dp_outer agrees on True"]
+    assert log[begin + 1 :] == [
+        *meeting,
+        "dp registers pool symm=True",
+        *meeting,
+        "dp_outer registers pool symm=True",
+        *meeting,
+    ]
+
+
+def test_manual_registers_after_the_first_step_and_only_then() -> None:
+    log: list[str] = []
+    buffers = make(log, "manual")
+    buffers.model_built()
+    assert buffers.due
+    assert buffers.facts() == {"requested": "manual", "effective": "pending"}
+    assert "synchronize" not in log
+    buffers.step_done()
+    assert not buffers.due
+    buffers.step_done()
+    assert sum("registers" in line for line in log) == 2
+    assert log.index("synchronize") < log.index("dp registers pool symm=True")
+    assert buffers.facts() == {"requested": "manual", "effective": "manual, symmetric, dp+dp_outer"}
+
+
+def test_none_touches_nothing() -> None:
+    log: list[str] = []
+    buffers = make(log, "none")
+    with buffers.allocating():
+        pass
+    buffers.model_built()
+    buffers.step_done()
+    buffers.close()
+    assert log == []
+    assert buffers.facts() == {"requested": "none", "effective": "none"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "told", "effective", "reason"),
+    [
+        ({}, "symm=True", "auto, symmetric, dp+dp_outer", None),
+        ({"symmetric": False}, "symm=False", "auto, zero-copy, dp+dp_outer", None),
+        ({"nccl": (2, 27, 0)}, "symm=True", "auto, symmetric, dp+dp_outer", None),
+        ({"nccl": (2, 26, 5)}, "symm=False", "auto, zero-copy, dp+dp_outer", "needs NCCL 2.27.0, and 2.26.5 is loaded"),
+        ({"nccl": None}, "symm=False", "auto, zero-copy, dp+dp_outer", "no NCCL is loaded"),
+        ({"torch": (2, 9)}, "symm=True", "auto, symmetric, dp+dp_outer", None),
+    ],
+)
+def test_symmetric_where_the_versions_can(
+    settings: dict[str, Any], told: str, effective: str, reason: str | None
+) -> None:
+    log: list[str] = []
+    buffers = make(log, **settings)
+    buffers.model_built()
+    assert [line.rsplit(" ", 1)[1] for line in log if "registers" in line] == [told, told]
+    facts = buffers.facts()
+    assert facts["effective"] == effective
+    assert (reason is None) == ("reason" not in facts)
+    assert reason is None or reason in facts["reason"]
+
+
+def test_an_old_torch_is_not_given_an_argument_it_does_not_know() -> None:
+    log: list[str] = []
+    buffers = make(log, torch=(2, 8), backends=[OldBackend("dp", log)])
+    buffers.model_built()
+    assert "dp registers pool" in log
+    assert "torch 2.9" in buffers.facts()["reason"]
+
+
+def test_a_type_error_is_a_mistake_of_ours_and_never_swallowed() -> None:
+    log: list[str] = []
+    buffers = make(log, backends=[BrokenBackend("dp", log)], may_fall_back=True)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        buffers.model_built()
+
+
+def test_a_failed_registration_ends_the_run_with_the_ways_out() -> None:
+    log: list[str] = []
+    buffers = make(log, backends=[Backend("dp", log), Backend("dp_outer", log, fails=True)])
+    with pytest.raises(RuntimeError) as caught:
+        buffers.model_built()
+    for word in ("dp_outer", "ncclCommWindowRegister", "nccl_ub.fallback=record", "nccl_ub.symmetric=false"):
+        assert word in str(caught.value)
+    assert acts(log)[-2:] == ["dp_outer takes back pool", "dp takes back pool"]
+
+
+def test_a_fallback_is_recorded_and_leaves_nothing_registered() -> None:
+    log: list[str] = []
+    backends = [Backend("dp", log, fails=True), Backend("dp_outer", log)]
+    buffers = make(log, backends=backends, may_fall_back=True)
+    buffers.model_built()
+    assert "dp_outer registers pool symm=True" not in log  # nobody goes on to the next communicator
+    assert buffers.facts()["effective"] == "none"
+    assert "dp: RuntimeError: ncclCommWindowRegister" in buffers.facts()["reason"]
+    before = len(log)
+    with buffers.allocating():
+        pass
+    buffers.step_done()
+    buffers.close()
+    assert len(log) == before
+
+
+def test_a_failure_elsewhere_takes_back_what_succeeded_here() -> None:
+    log: list[str] = []
+    runtime = Runtime(log)
+    members = [Solo("dp", Backend("dp", log), log)]
+    buffers = UserBuffers(Registration.auto, members, runtime, may_fall_back=True, torch_version=(2, 13))
+    members[0].others = False
+    buffers.model_built()
+    # the meeting before it fails nothing; the agreement after it does
+    assert acts(log)[-2:] == ["dp registers pool symm=True", "dp takes back pool"]
+    assert "failed on another rank" in buffers.facts()["reason"]
+
+
+def test_a_pool_that_cannot_be_made_is_a_failure_like_any_other() -> None:
+    log: list[str] = []
+    buffers = make(log, runtime=Runtime(log, pool_fails=True), may_fall_back=True)
+    buffers.model_built()
+    assert buffers.facts()["reason"] == "no memory pool of NCCL's: RuntimeError: no memory for a pool"
+    with pytest.raises(RuntimeError, match="no memory for a pool"):
+        make(log, runtime=Runtime(log, pool_fails=True))
+
+
+def test_a_backend_that_registers_nothing_is_no_error() -> None:
+    class Plain:
+        mem_allocator = None
+
+    runtime = Runtime([])
+    members = [Solo("dp", Plain(), [])]
+    buffers = UserBuffers(Registration.auto, members, runtime)
+    buffers.model_built()
+    assert buffers.facts() == {
+        "requested": "auto",
+        "effective": "none",
+        "reason": "the backend registers no memory: dp (Plain)",
+    }
+    alone = UserBuffers(Registration.auto, [], runtime)
+    assert alone.facts()["reason"] == "one rank moves nothing"
+
+
+@pytest.mark.parametrize(
+    ("value", "mode"),
+    [(True, "auto"), (False, "none"), ("manual", "manual"), (Registration.auto, "auto")],
+)
+def test_modes_by_name_and_by_megatrons_bool(value: Any, mode: str) -> None:
+    assert Registration.parse(value).value == mode
+
+
+def test_an_unknown_mode_names_the_valid_ones() -> None:
+    with pytest.raises(ValueError, match="'sometimes' is not one of none, auto, manual"):
+        Registration.parse("sometimes")
+
+
+@pytest.mark.parametrize("feature", NCCL_NEEDS)
+def test_what_nccl_lacks_is_said_with_both_versions(feature: str) -> None:
+    needed = NCCL_NEEDS[feature]
+    assert why_not(feature, needed) == ""
+    before = (needed[0], needed[1] - 1, 99)
+    text = why_not(feature, before)
+    assert ".".join(map(str, needed)) in text
+    assert ".".join(map(str, before)) in text
+
+
+def test_every_allocation_of_a_bucket_is_surrounded() -> None:
+    log: list[str] = []
+
+    @contextmanager
+    def allocating() -> Iterator[None]:
+        log.append("in")
+        yield
+        log.append("out")
+
+    memory = BucketMemory(CPU, allocating)
+    bucket = memory.take(8, torch.float32)
+    assert log == ["in", "out"]
+    memory.give_back(bucket)
+    assert memory.take(8, torch.float32) is bucket
+    assert log == ["in", "out"]  # the spare one was registered when it was allocated
+    memory.free(bucket)
+    memory.refill(bucket)
+    assert log == ["in", "out"] * 2
+
+
+# -- over real ranks -------------------------------------------------------------------------------------------------
+
+
+def _one_rank_fails(rank: int, failing: int, outer: int) -> tuple[list[str], dict[str, str]]:
+    """Two axes over four ranks; one rank's backend fails on one axis."""
+    inner_group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    outer_group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    log: list[str] = []
+    fails = rank == failing
+    members = [
+        Member("dp", inner_group, CPU, Backend("dp", log, fails=fails and not outer)),
+        Member("dp_outer", outer_group, CPU, Backend("dp_outer", log, fails=fails and bool(outer))),
+    ]
+    buffers = UserBuffers(Registration.auto, members, Runtime(log), may_fall_back=True, torch_version=(2, 13))
+    buffers.model_built()
+    buffers.close()
+    return log, buffers.facts()
+
+
+@pytest.mark.parametrize("outer", [0, 1])
+def test_one_rank_that_fails_is_known_to_all_ranks_of_both_axes(outer: int) -> None:
+    results = run_ranks(_one_rank_fails, 4, 3, outer)
+    for rank, (log, facts) in enumerate(results):
+        assert facts["effective"] == "none", rank
+        assert ("another rank" in facts["reason"]) == (rank != 3)
+        assert any("dp_outer registers" in line for line in log) == bool(outer)
+        registered = [line.split()[0] for line in log if "registers" in line]
+        assert sorted(registered) == sorted(line.split()[0] for line in log if "takes back" in line)
+
+
+def test_gloo_trains_on_and_says_why() -> None:
+    ((facts, losses),) = run_ranks(_train, 1, "auto")
+    assert facts == {
+        "requested": "auto",
+        "effective": "none",
+        "reason": "buckets are on the CPU, where there is no NCCL",
+    }
+    ((plain, same),) = run_ranks(_train, 1, "none")
+    assert plain == {"requested": "none", "effective": "none"}
+    assert losses == same
+
+
+def _train(rank: int, mode: str) -> tuple[dict[str, str], list[float]]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model, optimizer = fully_shard(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), nccl_ub=mode, disable_symmetric_registration=True
+    )
+    losses = []
+    for _ in range(3):
+        loss = model(torch.ones(4, 6)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.close()
+    return model.user_buffers(), losses
+
+
+def _watched(rank: int) -> tuple[list[str], bool]:
+    """A model on CPU whose runtime and backend pretend to be NCCL's, to see when the model calls what."""
+    log: list[str] = []
+    module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
+    model = ShardedModel(module, unit_modules=[nn.Linear], nccl_ub="none")
+    model._user_buffers = UserBuffers(
+        Registration.manual, [Solo("dp", Backend("dp", log), log)], Runtime(log), torch_version=(2, 13)
+    )
+    model._memory.allocating = model._user_buffers.allocating
+    for _ in range(2):
+        model(torch.ones(4, 6)).sum().backward()
+        model.finish_grad_sync()
+        log.append("step")
+        model.install_weights()
+        model.zero_grad()
+    flying = bool(model._installing)
+    model.close()
+    return log, flying
+
+
+def test_the_model_registers_after_its_first_step_allocates_in_the_pool_and_takes_back_at_close() -> None:
+    for log, _ in run_ranks(_watched, 2):
+        assert log.index("into pool") < log.index("step") < log.index("dp registers pool symm=True")
+        assert sum("registers" in line for line in log) == 1
+        assert log[-1] == "dp takes back pool"
+
+
+@pytest.mark.parametrize("fallback", ["", "never"])
+def test_an_unknown_fallback_is_refused(fallback: str, tmp_path: Any) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "s"), 1), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="error, record"):
+            ShardedModel(nn.Linear(2, 2), registration_fallback=fallback)
+    finally:
+        dist.destroy_process_group()

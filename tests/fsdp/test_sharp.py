@@ -1,0 +1,161 @@
+"""Who owns InfiniBand SHARP: when the variable is on, that communicators exist at once, and what torch can set."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.fsdp import sharp
+from harness.fsdp.sharp import COLLNET, SharpOwnership, ThreadBlocks, axis_groups, communicator_options, variable
+from tests.spawn import run_ranks
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("before", [{}, {COLLNET: "0"}, {COLLNET: "1", "OTHER": "x"}])
+def test_a_variable_is_afterwards_what_it_was_also_after_an_error(before: dict[str, str]) -> None:
+    environment = dict(before)
+
+    def fail() -> None:
+        with variable(environment, COLLNET, "1"):
+            assert environment[COLLNET] == "1"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert environment == before
+
+
+def _seen(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> list[str | None]:
+    """The variable at the moment each communicator is created."""
+    seen: list[str | None] = []
+    monkeypatch.setattr(sharp, "barrier", lambda group, device: seen.append(environment.get(COLLNET)))
+    return seen
+
+
+@pytest.fixture
+def group(tmp_path: Any) -> Any:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_the_variable_is_on_while_the_owner_is_created_and_only_then(
+    group: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {COLLNET: "0"}
+    seen = _seen(monkeypatch, environment)
+    ownership = SharpOwnership(CUDA, environment)
+    with ownership.creating() as connect:
+        assert connect(group) is group
+    assert seen == ["1"]
+    assert environment == {COLLNET: "0"}
+    assert ownership.owner == "default_pg"
+
+
+def test_nothing_is_set_without_nccl(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    seen = _seen(monkeypatch, environment)
+    with SharpOwnership(CPU, environment).creating() as connect:
+        connect(group)
+    assert seen == [None]
+
+
+def test_a_second_owner_is_refused(group: Any) -> None:
+    ownership = SharpOwnership(CPU, {})
+    with ownership.creating() as connect:
+        connect(group)
+        with pytest.raises(RuntimeError, match="call connect once"):
+            connect(group)
+    with pytest.raises(RuntimeError, match="that of default_pg does"), ownership.creating():
+        pass
+
+
+def test_an_owner_that_would_be_created_later_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="no group was connected"), SharpOwnership(CPU, {}).creating():
+        pass
+
+
+class Torch213:
+    blocking = cga_cluster_size = min_ctas = max_ctas = cta_policy = nvls_ctas = collnet_enable = None
+
+
+class Torch27:
+    blocking = cga_cluster_size = min_ctas = max_ctas = None
+
+
+@pytest.mark.parametrize(
+    ("config", "expected", "lacking"),
+    [
+        (Torch213(), (2, 1, 4, 8, 1), []),
+        (Torch27(), (None, 1, 4, None, None), ["cta_policy", "nvls_ctas", "collnet_enable"]),
+    ],
+)
+def test_what_torch_can_set_of_one_communicator_is_set_and_the_rest_named(
+    config: Any, expected: tuple[Any, ...], lacking: list[str]
+) -> None:
+    limits = ThreadBlocks("zero", fewest=1, most=4, nvlink=8)
+    options, missing = communicator_options(limits, owns_sharp=True, options=SimpleNamespace(config=config))
+    names = ("cta_policy", "min_ctas", "max_ctas", "nvls_ctas", "collnet_enable")
+    assert tuple(getattr(options.config, name, None) for name in names) == expected
+    assert missing == lacking
+
+
+def test_what_nobody_asked_for_is_not_set() -> None:
+    options, missing = communicator_options(options=SimpleNamespace(config=Torch213()))
+    assert missing == []
+    assert vars(options.config) == {}
+
+
+@pytest.mark.parametrize(
+    ("limits", "told"),
+    [(ThreadBlocks("none"), "default, efficiency, zero"), (ThreadBlocks(fewest=3, most=2), "more than most=2")],
+)
+def test_wrong_limits_are_refused(limits: ThreadBlocks, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        communicator_options(limits, options=SimpleNamespace(config=Torch213()))
+
+
+def test_without_nccl_there_are_no_options() -> None:
+    if hasattr(dist, "ProcessGroupNCCL"):
+        pytest.skip("this torch has NCCL")
+    with pytest.raises(RuntimeError, match="built without NCCL"):
+        communicator_options()
+
+
+def _axes(rank: int, num_outer: int, owner: str) -> tuple[list[int], list[int], list[tuple[str, str | None]]]:
+    environment: dict[str, str] = {COLLNET: "0"}
+    created: list[tuple[str, str | None]] = []
+    make = sharp._own_group
+
+    def noting(groups: list[list[int]], name: str) -> dist.ProcessGroup:
+        created.append((name, environment.get(COLLNET)))
+        return make(groups, name)
+
+    sharp._own_group = noting
+    ownership = SharpOwnership(CPU, environment)
+    ownership.device = CUDA  # what it sets
+    barrier, sharp.barrier = sharp.barrier, lambda group, device: barrier(group, CPU)
+    inner, outer = axis_groups(num_outer, ownership, owner)
+    assert ownership.owner == owner
+    return dist.get_process_group_ranks(inner), dist.get_process_group_ranks(outer), created
+
+
+@pytest.mark.parametrize("owner", ["dp", "dp_outer"])
+def test_the_owners_axis_is_created_first_and_alone_with_sharp(owner: str) -> None:
+    other = "dp" if owner == "dp_outer" else "dp_outer"
+    for rank, (inner, outer, created) in enumerate(run_ranks(_axes, 4, 2, owner)):
+        assert inner == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert outer == [rank % 2, rank % 2 + 2]
+        assert created == [(owner, "1"), (other, "0")]
+
+
+def test_axes_must_divide_the_ranks(group: Any) -> None:
+    with pytest.raises(ValueError, match="does not divide the 1 ranks"):
+        axis_groups(2)
+    with pytest.raises(ValueError, match="not one of dp, dp_outer"):
+        axis_groups(1, owner="tp")

@@ -1,0 +1,193 @@
+"""What NCCL says it did, read from its own lines (see nccl_logs/README.md), and what the record makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.schema import Config, NcclLog, SharpAxis, UserBuffers
+from harness.probe.nccl_log import MAX_WARNINGS, NcclFacts, log_of_process, parse, read
+from harness.probe.network import record, without_effect
+from harness.store.show import _asked, _cost
+
+LOGS = Path(__file__).parent / "nccl_logs"
+
+
+def facts_of(name: str) -> NcclFacts:
+    """What one of the logs tells."""
+    found = read(LOGS / f"{name}.log")
+    assert found is not None
+    return found
+
+
+def test_sharp_over_two_nodes() -> None:
+    facts = facts_of("h100_sharp_2nodes_2.28")
+    assert facts.version == "2.28.9+cuda12.9"
+    assert (facts.communicators, facts.channels, facts.nvls_channels) == (2, 16, 16)
+    assert facts.nvls_available is True
+    assert facts.collnet_plugin == "SHARP"
+    assert facts.collnet_connected
+    assert facts.collnet_refused is None
+    assert facts.settings == {"NCCL_COLLNET_ENABLE": "1", "NCCL_MAX_CTAS": "8"}
+    gathers, reductions = facts.choices["AllGather"], facts.choices["ReduceScatter"]
+    assert (gathers["NVLS/SIMPLE"].count, gathers["NVLS/SIMPLE"].max_channels) == (1, 16)
+    assert gathers["RING/LL"].max_channels == 1
+    direct = reductions["COLLNET_DIRECT/SIMPLE"]
+    assert (direct.count, direct.bytes, direct.max_channels) == (2, 2 * 33554432, 6)
+
+
+def test_symmetric_kernels_and_copy_engines() -> None:
+    facts = facts_of("h100_symmetric_2.30")
+    assert facts.symmetric_memory is True
+    assert facts.gin_plugin == "GIN_IB_GDAKI"
+    assert facts.settings == {"NCCL_CTA_POLICY": "2", "NCCL_NVLS_ENABLE": "2"}
+    assert facts.registered["symmetric"].count == 2
+    assert facts.registered["symmetric"].bytes == 33554432 + 2097152
+    assert facts.choices["AllGather"]["copy engine"].max_channels == 0
+    assert "copy engine over the network" in facts.choices["AllGather"]
+    assert facts.choices["ReduceScatter"]["symmetric ReduceScatter_LD"].max_channels == 11
+    assert "symmetric AllReduce_RSxLDMC_AGxSTMC" in facts.ran
+
+
+def test_registrations_and_failed_ones() -> None:
+    facts = facts_of("nvls_registered_2.24")
+    assert (facts.registered["user"].count, facts.registered["user"].bytes) == (1, 20971520)
+    nvls = facts.registered["nvls"]
+    assert (nvls.count, nvls.bytes, nvls.failed) == (1, 2 * 4194304, 2)
+    assert facts.registered["ipc"].count == 1
+
+
+def test_channels_called_collnet_do_not_prove_collnet() -> None:
+    facts = facts_of("a100_collnet_refused")
+    assert not facts.collnet_connected
+    assert facts.collnet_refused == "SHARP coll init error: Cannot create SHARP job(-11)"
+    assert facts.nvls_available is False
+    assert facts.symmetric_memory is False
+    assert facts.warnings == ["NET/IB : SHARP coll init error: Cannot create SHARP job(-11)"]
+    alone = parse(line for line in (LOGS / "a100_collnet_refused.log").open() if "WARN" not in line)
+    assert (
+        alone.collnet_refused
+        == "Communicator has 1 nodes which is less than CollNet node threshold 2, disabling CollNet"
+    )
+
+
+def test_old_logs_name_algorithms_by_number() -> None:
+    facts = facts_of("old_2.21")
+    assert facts.version == "2.21.5+cuda12.4"
+    assert facts.channels == 16
+    assert {name: choice.count for name, choice in facts.choices["(any)"].items()} == {"RING/SIMPLE": 2, "TREE/LL": 1}
+
+
+def test_lines_of_others_are_passed_over() -> None:
+    assert parse(["", "Traceback (most recent call last):", "register me", "a Bytes -> b", "\x00\x01"]) == NcclFacts()
+
+
+def test_warnings_are_kept_up_to_a_number() -> None:
+    facts = parse(f"h:1:2 [0] x.cc:1 NCCL WARN trouble {i}\n" for i in range(50))
+    assert len(facts.warnings) == MAX_WARNINGS
+    assert facts.warnings[0] == "trouble 0"
+
+
+def test_a_log_cut_in_the_middle_of_a_line_is_read(tmp_path: Path) -> None:
+    whole = (LOGS / "h100_symmetric_2.30.log").read_bytes()
+    for end in range(0, len(whole), 97):
+        (tmp_path / "log").write_bytes(whole[:end] + b"\xff\xfe")
+        assert read(tmp_path / "log") is not None
+    assert read(tmp_path / "none") is None
+
+
+def test_the_log_of_this_process_is_found_by_its_number(tmp_path: Path) -> None:
+    folder = tmp_path / "50%h"
+    folder.mkdir()
+    named = {"NCCL_DEBUG_FILE": f"{tmp_path}/50%%h/nccl.%h.%p.log"}
+    assert log_of_process(named, 12) is None
+    for name in ("nccl.node.example.123.log", "nccl.node.12.log", "other.12.log"):
+        (folder / name).touch()
+    assert log_of_process(named, 12) == folder / "nccl.node.12.log"
+    assert log_of_process(named, 123) == folder / "nccl.node.example.123.log"
+    assert log_of_process({}, 12) is None
+
+
+# -- the record ------------------------------------------------------------------------------------------------------
+
+
+def asking(ub: str = "none", sharp: str = "none", **settings: Any) -> Config:
+    """A configuration that asks for these."""
+    config = Config()
+    config.nccl_ub.mode, config.sharp.group = UserBuffers[ub], SharpAxis[sharp]
+    config.launch.nccl_log = settings.pop("log", NcclLog.setup)
+    for name, value in settings.items():
+        setattr(config.sharp, name, value)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("ub", "sharp", "backend", "told"),
+    [
+        ("none", "none", "gloo", None),
+        ("auto", "dp", "nccl", None),
+        ("auto", "none", "gloo", "nccl_ub=auto: requested, not effective: gloo has no user buffers"),
+        ("manual", "dp", "gloo", "nccl_ub=manual and sharp=dp: requested, not effective: gloo"),
+    ],
+)
+def test_what_gloo_does_not_have_is_one_sentence(ub: str, sharp: str, backend: str, told: str | None) -> None:
+    text = without_effect(asking(ub, sharp), backend)
+    assert (text is None) if told is None else text is not None and text.startswith(told)
+
+
+def test_on_gloo_the_record_says_requested_not_effective_and_why() -> None:
+    facts = record(asking("auto", "dp"), "gloo", {"requested": "auto", "effective": "none"}, None)
+    assert facts["nccl_ub"]["requested"] == "auto"
+    assert facts["sharp"]["requested"] == "dp: nvlink+infiniband"
+    assert {facts[name]["effective"] for name in facts} == {"none"}
+    assert all("gloo has no user buffers" in facts[name]["reason"] for name in facts)
+    quiet = record(asking(), "gloo", {}, None)
+    assert quiet == {name: {"requested": "none", "effective": "none"} for name in ("nccl_ub", "sharp")}
+
+
+@pytest.mark.parametrize(
+    ("log", "settings", "effective", "reason"),
+    [
+        ("h100_sharp_2nodes_2.28", {}, "nvlink+infiniband", ""),
+        ("h100_symmetric_2.30", {"infiniband": False}, "nvlink", ""),
+        ("h100_symmetric_2.30", {}, "nvlink", "infiniband: no network plugin"),
+        ("a100_collnet_refused", {}, "none", "no multicast; infiniband: SHARP coll init error"),
+        ("old_2.21", {"infiniband": False}, "none", "nvlink: no channels"),
+        (None, {}, "unknown", "NCCL left no log"),
+        (None, {"log": NcclLog.none}, "unknown", "launch.nccl_log=none"),
+    ],
+)
+def test_sharp_as_the_log_shows_it(log: str | None, settings: dict[str, Any], effective: str, reason: str) -> None:
+    facts = record(asking(sharp="dp", **settings), "nccl", {}, facts_of(log) if log else None)
+    assert facts["sharp"]["effective"] == effective
+    assert reason in facts["sharp"].get("reason", "")
+    assert bool(reason) == ("reason" in facts["sharp"])
+    assert ("nccl" in facts) == (log is not None)
+
+
+def test_sharp_that_nobody_asked_for_shows() -> None:
+    facts = record(asking(), "nccl", {}, facts_of("h100_sharp_2nodes_2.28"))
+    assert facts["sharp"]["requested"] == "none"
+    assert facts["sharp"]["effective"] == "nvlink+infiniband"
+
+
+def test_whether_collectives_ran_on_registered_buffers() -> None:
+    engine = {"requested": "auto", "effective": "auto, symmetric, dp"}
+    ran = record(asking("auto"), "nccl", engine, facts_of("h100_symmetric_2.30"))["nccl_ub"]["kernels"]
+    assert "symmetric ReduceScatter_LDMC" in ran
+    assert "copy engine" in ran
+    plain = record(asking("auto"), "nccl", engine, facts_of("h100_sharp_2nodes_2.28"))["nccl_ub"]["kernels"]
+    assert plain.startswith("none symmetric: COLLNET_DIRECT/SIMPLE")
+    untold = record(asking("auto"), "nccl", engine, facts_of("nvls_registered_2.24"))["nccl_ub"]["kernels"]
+    assert "launch.nccl_log=choices" in untold
+
+
+def test_a_fallback_of_the_engines_reaches_the_record_and_the_screen() -> None:
+    engine = {"requested": "auto", "effective": "none", "reason": "registration with dp: out of memory"}
+    facts = record(asking("auto"), "nccl", engine, None)
+    assert facts["nccl_ub"] == engine
+    assert _asked(facts["nccl_ub"]) == "auto -> none (registration with dp: out of memory)"
+    (_, shown) = _cost({"accounted_bytes": {"main_weights": 8}, "network": facts})
+    assert shown.split() == ["nccl_ub", *_asked(engine).split()]

@@ -1,0 +1,76 @@
+"""Whose communicator is created when, and with SHARP on or off; no ranks and no devices are needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from harness.config.schema import Config, SharpAxis
+from harness.fsdp import sharp
+from harness.fsdp.sharp import COLLNET
+from harness.store.placement import Placement
+from harness.worker import connect
+
+CUDA = torch.device("cuda", 0)
+ALONE = Placement(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
+
+
+@pytest.fixture
+def created(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What the default group was made with, and the variable as NCCL would have read it then."""
+    made: list[dict[str, Any]] = []
+    group = SimpleNamespace(WORLD=None)
+
+    def init(**settings: Any) -> None:
+        made.append(settings | {"collnet": os.environ.get(COLLNET)})
+        group.WORLD = SimpleNamespace(group_desc="default_pg")
+
+    monkeypatch.setenv(COLLNET, "0")
+    monkeypatch.setattr(connect.dist, "init_process_group", init)
+    monkeypatch.setattr(connect.dist, "group", group)
+    monkeypatch.setattr(connect, "_store", lambda place, attempt: "store")
+    monkeypatch.setattr(sharp, "barrier", lambda group, device: made[-1].update(met=os.environ.get(COLLNET)))
+    return made
+
+
+def asking(axis: str, outer: int = 1, *, infiniband: bool = True) -> Config:
+    """A configuration for SHARP on this axis."""
+    config = Config()
+    config.sharp.group, config.sharp.infiniband, config.mesh.dp_outer = SharpAxis[axis], infiniband, outer
+    return config
+
+
+@pytest.mark.parametrize(
+    ("config", "collnet", "bound", "owner"),
+    [
+        (asking("none"), "0", CUDA, None),
+        (asking("dp", infiniband=False), "0", CUDA, None),
+        (asking("dp"), "1", CUDA, "default_pg"),
+        (asking("dp", 2), "0", None, None),
+        (asking("dp_outer", 2), "0", None, None),
+    ],
+)
+def test_the_default_communicator_has_sharp_where_it_is_the_owner_and_waits_where_another_is(
+    config: Config, collnet: str, bound: Any, owner: str | None, created: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    ranks = connect.join(config, ALONE, tmp_path, CUDA)
+    (made,) = created
+    assert made["backend"] == "nccl"
+    assert made["collnet"] == collnet
+    assert made["device_id"] == bound
+    assert made.get("met") == ("1" if owner else None)
+    assert os.environ[COLLNET] == "0"
+    assert ranks.sharp is not None
+    assert ranks.sharp.owner == owner
+
+
+def test_gloo_is_bound_to_nothing_and_told_nothing(created: list[dict[str, Any]], tmp_path: Path) -> None:
+    connect.join(asking("dp"), ALONE, tmp_path, torch.device("cpu"))
+    assert created[0]["backend"] == "gloo"
+    assert created[0]["device_id"] is None
+    assert created[0]["collnet"] == "0"
