@@ -67,7 +67,14 @@ ENGINES: dict[EngineName, Capabilities] = {
         numerics=tuple(Numerics),
         equal_dtypes=(),
         sums_itself=True,
-        settings=("engine.prefetch", "engine.eager_limit_bytes", "engine.report_nan_in_param_grad"),
+        settings=(
+            "engine.prefetch",
+            "engine.eager_limit_bytes",
+            "engine.report_nan_in_param_grad",
+            "engine.watchdog_timeout_s",
+            "engine.check_collectives",
+            "engine.check_replicas_every",
+        ),
     ),
     EngineName.fsdp2: Capabilities(
         strategies=(Strategy.optim_grads, Strategy.optim_grads_params),

@@ -44,6 +44,9 @@ class NativeEngine(Engine):
             initial_value=workload.initial_weight,
             eager_limit_bytes=config.engine.eager_limit_bytes,
             report_nan_in_param_grad=config.engine.report_nan_in_param_grad,
+            watchdog_timeout_s=config.engine.watchdog_timeout_s,
+            check_collectives=config.engine.check_collectives,
+            check_replicas_every=config.engine.check_replicas_every,
         )
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in module.named_parameters():

@@ -38,6 +38,9 @@ def fully_shard_model(
     initial_value: InitialValue | None = None,
     report_nan_in_param_grad: bool = False,
     eager_limit_bytes: int | None = EAGER_LIMIT_BYTES,
+    watchdog_timeout_s: float | None = None,
+    check_collectives: bool = False,
+    check_replicas_every: int = 0,
     **unbuilt: Any,
 ) -> ShardedModel:
     """Shard a module over one dimension of a device mesh (or over all ranks).
@@ -68,6 +71,9 @@ def fully_shard_model(
         initial_value=initial_value,
         report_nan_in_param_grad=report_nan_in_param_grad,
         eager_limit_bytes=eager_limit_bytes,
+        watchdog_timeout_s=watchdog_timeout_s,
+        check_collectives=check_collectives,
+        check_replicas_every=check_replicas_every,
     )
 
 

@@ -99,7 +99,7 @@ class PeerReduction(Reduction):
             return exchange
         if worth_packing(parts):
             exchange.parts = [packed(parts, range(comm.size))]
-        with labels.begin(label):
+        with labels.begin(label, parts):
             tag = comm.tag(label)
             for step in range(1, comm.size):
                 peer = (comm.rank + step) % comm.size
@@ -111,7 +111,7 @@ class PeerReduction(Reduction):
     def _lay_out(self, exchange: Exchange) -> None:
         comm, parts = self.comm, exchange.parts
         exchange.pending = Pending([], parts)
-        with labels.begin(exchange.label):
+        with labels.begin(exchange.label, exchange.parts):
             tag = comm.tag(exchange.label)
             for peer in comm.others:
                 chunks = [part.chunk(peer) for part in parts]
@@ -186,7 +186,7 @@ class ExchangeReduction(Reduction):
         exchange = Exchange(parts, label, factor)
         if comm.size == 1:
             return exchange
-        with labels.begin(label):
+        with labels.begin(label, parts):
             for part in parts:
                 own = part.sizes[comm.rank]
                 received = part.tensor.new_empty(own * comm.size)
@@ -215,7 +215,7 @@ class NativeReduction(Reduction):
         exchange = Exchange(parts, label, factor)
         if comm.size == 1:
             return exchange
-        with labels.begin(label):
+        with labels.begin(label, parts):
             if label.kind == "all_reduce":
                 exchange.pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
             else:

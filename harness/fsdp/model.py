@@ -22,6 +22,7 @@ from harness.fsdp.buffer import Bucket, BucketContext, InitialValue
 from harness.fsdp.collectives import make_reduction
 from harness.fsdp.communicator import EAGER_LIMIT_BYTES, Communicator, Pending
 from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.drift import ReplicaCheck, whole_weights
 from harness.fsdp.gather import GatherPipeline
 from harness.fsdp.guards import GradientGuard
 from harness.fsdp.hooks import HookDriver
@@ -29,6 +30,7 @@ from harness.fsdp.memory import BucketMemory, placeholder
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy, Numerics, Strategy
 from harness.fsdp.reduce import ReducePipeline
 from harness.fsdp.units import Unit, plan_units
+from harness.fsdp.watchdog import watch_groups
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
@@ -58,6 +60,10 @@ class ShardedModel(nn.Module):
             gradients then raises FloatingPointError on all ranks (see `harness.fsdp.guards`). Off costs nothing.
         eager_limit_bytes: on gloo, bytes a peer up to which data is sent in messages; what is longer is read from the
             sender's memory where all ranks share a host that allows it. None always sends.
+        watchdog_timeout_s: seconds a wait for a collective may last before every rank raises one error that names
+            ranks, units and collectives (see `harness.fsdp.watchdog`); None waits as long as the backend does.
+        check_collectives: compare every collective over all ranks before its data moves; slow.
+        check_replicas_every: steps after which ranks compare a hash of the weights that all of them hold; 0 never.
 
     Raises:
         ValueError: an argument's value, with what would be valid.
@@ -78,6 +84,9 @@ class ShardedModel(nn.Module):
         initial_value: InitialValue | None = None,
         report_nan_in_param_grad: bool = False,
         eager_limit_bytes: int | None = EAGER_LIMIT_BYTES,
+        watchdog_timeout_s: float | None = None,
+        check_collectives: bool = False,
+        check_replicas_every: int = 0,
     ) -> None:
         super().__init__()
         if prefetch < 0:
@@ -123,6 +132,10 @@ class ShardedModel(nn.Module):
             before_backward=self._before_backward,
             should_reduce=lambda: self.strategy.shards_grads or self._sync,
         )
+        self._watchdog = watch_groups(
+            [self._comm.group], self._runtime, watchdog_timeout_s, check_collectives, self._driver.where
+        )
+        self._drift = ReplicaCheck(lambda: whole_weights(self.buckets), self._comm, check_replicas_every)
         self._installing: list[Pending] = []
         self._sync = True
         self._reduced = self._unreduced = self._finished = False
@@ -280,6 +293,7 @@ class ShardedModel(nn.Module):
         self._gather.release_all()
         self._wait_until_installed()
         self._installing = optim.install_weights(self.buckets, self._comm)
+        self._drift.after_step()
 
     def _wait_until_installed(self) -> None:
         """Wait until the other ranks have taken this rank's weights too, so that they may change."""
@@ -371,6 +385,7 @@ class ShardedModel(nn.Module):
 
     def close(self) -> None:
         """Take hooks off and end threads. The module keeps whatever weights it holds."""
+        self._watchdog.close()
         self._reduce.drain()
         self._wait_until_installed()
         self._driver.remove()

@@ -179,7 +179,7 @@ def install_weights(buckets: Sequence[Bucket], comm: Communicator) -> list[Pendi
         bucket.fill_own()
         if bucket.layout.num_ranks > 1:
             pending.append(comm.all_gather(bucket.weight_parts(), Label("all_gather", bucket.name)))
-    with labels.waiting():
+    with labels.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.resident)):
         for each in pending:
             each.receive()
     return pending

@@ -205,7 +205,7 @@ class ReducePipeline:
 
     def _sum_all(self) -> None:
         """Sum every bucket that nobody sums beside the backward, before waiting for what others make of the sums."""
-        with labels.waiting():
+        with labels.waiting(*(job.label for _, jobs in self._in_flight for job in jobs)):
             for _, jobs in self._in_flight:
                 for job in jobs:
                     job.sum_now()
@@ -214,7 +214,7 @@ class ReducePipeline:
         """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
         _, jobs = self._in_flight.popleft()
         failures = []
-        with labels.waiting():
+        with labels.waiting(*(job.label for job in jobs)):
             for job in jobs:
                 try:
                     job.wait()
@@ -223,7 +223,7 @@ class ReducePipeline:
                 job.free()
         self._sending += [job.sending for job in jobs if job.sending is not None]
         if failures:
-            raise failures[0]
+            raise labels.explained(failures[0])
 
 
 class Job:
@@ -251,17 +251,19 @@ class Job:
         """Whether the owners keep their shares (reduce-scatter) or share them again (all-reduce)."""
         return self.bucket.context.strategy.shards_optimizer
 
+    @property
+    def label(self) -> Label:
+        """Its collective."""
+        return Label("reduce_scatter" if self._splits else "all_reduce", self.bucket.name)
+
     def exchange(self) -> None:
         """Encode the gradients and send every contribution to its owner."""
         wire = self.reduction.encode(self.source)
         self._stays = self.bucket.accumulates_whole and wire is self.source
         if self.guard is not None:
             self.guard.look(self.bucket, wire, None if wire is self.source else self.source)
-        if self._splits:
-            parts, kind = self.bucket.segment_parts(wire), "reduce_scatter"
-        else:
-            parts, kind = [Part.evenly(wire, self.num_ranks)], "all_reduce"
-        self._exchange = self.reduction.exchange(parts, Label(kind, self.bucket.name), self.factor)
+        parts = self.bucket.segment_parts(wire) if self._splits else [Part.evenly(wire, self.num_ranks)]
+        self._exchange = self.reduction.exchange(parts, self.label, self.factor)
 
     def reduce(self) -> None:
         """Sum what this rank owns, and wait for what others sum."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from harness.fsdp import labels
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.communicator import Communicator
 from harness.fsdp.labels import Label
@@ -36,7 +37,9 @@ def _full(
         for own, piece in zip(bucket.own_pieces(whole), pieces, strict=True):
             own.copy_(piece)
         if bucket.layout.num_ranks > 1:
-            comm.all_gather(bucket.segment_parts(whole), Label("all_gather", f"{bucket.name} {what}")).wait()
+            label = Label("all_gather", f"{bucket.name} {what}")
+            with labels.waiting(label):
+                comm.all_gather(bucket.segment_parts(whole), label).wait()
         for name, view in bucket.named_slices(whole):
             yield name, view.detach().to("cpu", copy=True)
 

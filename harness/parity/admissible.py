@@ -27,9 +27,13 @@ WITHOUT_EFFECT = (
     "dtype.name",
     "engine.prefetch",
     "engine.eager_limit_bytes",
+    "engine.watchdog_timeout_s",
+    "engine.check_collectives",
+    "engine.check_replicas_every",
 )
 """Prefixes of settings that change no sum: what is saved, looked at or called; how far gathers run ahead, because
-reductions are issued in static order and a gather does no arithmetic; and whether data is sent or read."""
+reductions are issued in static order and a gather does no arithmetic; whether data is sent or read; and what only
+watches."""
 
 REPEATABLE = ("deterministic", "ordered")
 

@@ -39,6 +39,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.param_norm_every": (0, _COUNT),
     "engine.prefetch": (0, 1_024),
     "engine.eager_limit_bytes": (0, 1 << 40),
+    "engine.check_replicas_every": (0, _COUNT),
     "mesh.world_size": (1, 2**20),
     "mesh.dp_outer": (1, 2**20),
     "ckpt.every": (0, _COUNT),
@@ -66,6 +67,7 @@ POSITIVE: dict[str, float] = {
     "optimizer.clip_norm": 1e9,
     "cluster.mem_gb": 1e6,
     "launch.hang_timeout_s": 1e7,
+    "engine.watchdog_timeout_s": 1e7,
 }
 """Largest value of a setting that must be above zero; null, where it is allowed, is fine."""
 
