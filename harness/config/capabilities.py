@@ -45,6 +45,8 @@ class Capabilities:
     """Whether strategies that split gradients are right where the group they split over is one rank."""
     sums_itself: bool = False
     """Whether sums inside a reduction are the engine's own, in dtype.grad_accum; else the backend's, in the wire's."""
+    loss_scale: bool = False
+    """Whether it scales the loss and leaves updates out whose gradients overflowed (dtype.loss_scale)."""
     package: str | None = None
     """Distribution it needs beyond this project's own dependencies, as `name==version`."""
     build_isolation: bool = True
@@ -67,6 +69,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         numerics=tuple(Numerics),
         equal_dtypes=(),
         sums_itself=True,
+        loss_scale=True,
         settings=(
             "engine.prefetch",
             "engine.eager_limit_bytes",

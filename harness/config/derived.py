@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from harness.config.adapter import capabilities_of
 from harness.config.schema import Config, Dtype, ModelConfig, ModelFamily, OptimizerName, OuterStrategy, Strategy
 
@@ -35,6 +37,25 @@ def accumulate_dtype(cfg: Config) -> Dtype:
     if cfg.dtype.grad_accum is not None:
         return cfg.dtype.grad_accum
     return Dtype.fp32 if capabilities_of(cfg).sums_itself and DTYPE_BYTES[wire] < 4 else wire
+
+
+LARGEST_LOSS_SCALE = 2.0**40
+"""Of a fixed loss scale."""
+
+
+def loss_scale(cfg: Config) -> float | None:
+    """A fixed loss scale, 0 for a dynamic one, None for none.
+
+    Raises:
+        ValueError: the setting is none of these.
+    """
+    text = cfg.dtype.loss_scale
+    if text in ("none", "dynamic"):
+        return None if text == "none" else 0.0
+    value = float(text)
+    if not (1.0 <= value <= LARGEST_LOSS_SCALE and math.frexp(value)[0] == 0.5):
+        raise ValueError(f"dtype.loss_scale={text} is no power of two from 1 to 2^40")
+    return value
 
 
 def parameter_count(cfg: Config) -> int:

@@ -29,6 +29,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "data.num_sequences": (1, 2**40),
     "optimizer.lr": (0, 1e6),
     "optimizer.weight_decay": (0, 1e6),
+    "dtype.loss_scale_growth_steps": (1, _COUNT),
     "train.steps": (1, _COUNT),
     "train.seed": (0, _SEED),
     "train.global_batch_size": (1, _COUNT),
