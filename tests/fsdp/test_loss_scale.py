@@ -298,12 +298,14 @@ def test_a_resumed_run_goes_on_with_the_same_scale() -> None:
     saved = {key: value.clone() for key, value in first.state_dict().items()}
     second = adapter(case, "dynamic", Dtype.fp16, growth=3)
     second.load_state_dict(saved)
+    scales = set()
     for step in range(5, 12):
+        scales.add(second.loss_scale.value if second.loss_scale else 0.0)
         assert run_step(first, case, step)[2] == pytest.approx(
             run_step(second, case, step)[2], abs=0, rel=0, nan_ok=True
         )
         assert first.scaled() == second.scaled()
-    assert first.scaled() != (2.0**16, False), "it changed after the resume"
+    assert len(scales) > 1, "it changed after the resume"
     for (_, one), (_, two) in zip(first.named_weights(), second.named_weights(), strict=True):
         assert torch.equal(one, two)
     with pytest.raises(ValueError, match="this has"):
