@@ -49,6 +49,8 @@ class Capabilities:
     """Whether it registers its buffers with NCCL (nccl_ub)."""
     orders_communicators: bool = False
     """Whether it creates the communicators of both data-parallel axes itself, the owner of SHARP before the other."""
+    loss_scale: bool = False
+    """Whether it scales the loss and leaves updates out whose gradients overflowed (dtype.loss_scale)."""
     package: str | None = None
     """Distribution it needs beyond this project's own dependencies, as `name==version`."""
     build_isolation: bool = True
@@ -75,6 +77,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         sums_itself=True,
         user_buffers=True,
         orders_communicators=True,
+        loss_scale=True,
         settings=(
             "engine.prefetch",
             "engine.prefetch_limit_bytes",
@@ -86,6 +89,9 @@ ENGINES: dict[EngineName, Capabilities] = {
             "engine.separate_gather_group",
             "engine.eager_limit_bytes",
             "engine.report_nan_in_param_grad",
+            "engine.watchdog_timeout_s",
+            "engine.check_collectives",
+            "engine.check_replicas_every",
         ),
     ),
     EngineName.fsdp2: Capabilities(

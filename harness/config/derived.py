@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from harness.config.adapter import capabilities_of
 from harness.config.schema import (
     Config,
@@ -55,6 +57,25 @@ def fixed_buffers(cfg: Config) -> bool:
 def wants_infiniband_sharp(cfg: Config) -> bool:
     """Whether a communicator is to own InfiniBand SHARP."""
     return cfg.sharp.group is not SharpAxis.none and cfg.sharp.infiniband
+
+
+LARGEST_LOSS_SCALE = 2.0**40
+"""Of a fixed loss scale."""
+
+
+def loss_scale(cfg: Config) -> float | None:
+    """A fixed loss scale, 0 for a dynamic one, None for none.
+
+    Raises:
+        ValueError: the setting is none of these.
+    """
+    text = cfg.dtype.loss_scale
+    if text in ("none", "dynamic"):
+        return None if text == "none" else 0.0
+    value = float(text)
+    if not (1.0 <= value <= LARGEST_LOSS_SCALE and math.frexp(value)[0] == 0.5):
+        raise ValueError(f"dtype.loss_scale={text} is no power of two from 1 to 2^40")
+    return value
 
 
 def parameter_count(cfg: Config) -> int:

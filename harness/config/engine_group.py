@@ -58,3 +58,10 @@ class EngineConfig:
     sends (native)."""
     report_nan_in_param_grad: bool = False
     """Look for NaN and infinity in every gradient before its reduction; the error names tensor, rank and microbatch."""
+    watchdog_timeout_s: float | None = None
+    """Seconds a wait for a collective may last before all ranks end with one error naming ranks, unit and collective;
+    null: as long as the backend waits (native)."""
+    check_collectives: bool = False
+    """Compare every collective over all ranks before its data moves; slow, for finding mismatches (native)."""
+    check_replicas_every: int = 0
+    """Steps after which ranks compare a hash of the weights that several of them hold; 0 never (native)."""

@@ -282,7 +282,12 @@ class DtypeConfig:
     grad_accum: Dtype | None = None
     """The sum inside a reduction; null is fp32 or wider where an engine sums itself, else the wire's."""
     allow_low_precision_grads: bool = False
-    """Permits main gradients below fp32, and sums in fewer bits than fp32 or than what arrives."""
+    """Permits main gradients below fp32, sums in fewer bits than fp32 or than what arrives, and fp16 without a loss
+    scale."""
+    loss_scale: str = "none"
+    """Factor on the loss, against fp16 gradients that vanish: none, dynamic, or a fixed power of two (native)."""
+    loss_scale_growth_steps: int = 2000
+    """Steps without overflow after which a dynamic loss scale, which begins at 65536, doubles."""
 
 
 @dataclass

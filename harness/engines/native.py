@@ -10,17 +10,21 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.derived import accumulate_dtype, global_microbatches
+from harness.config.derived import accumulate_dtype, global_microbatches, loss_scale
 from harness.config.schema import Config, SharpAxis
 from harness.engines import optim
-from harness.engines.protocol import Engine, Microbatch, Ranks, Seen, Workload
+from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, Workload
 from harness.engines.replicated import TORCH_DTYPES
 from harness.fsdp.api import fully_shard_optimizer
+from harness.fsdp.loss_scale import INIT, LossScale
 from harness.fsdp.mesh import Groups
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.options import OPTIONS
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.sharp import axis_groups
+
+LOSS_SCALE = "loss_scale/"
+"""Prefix of the loss scale's state."""
 
 
 class NativeEngine(Engine):
@@ -56,6 +60,18 @@ class NativeEngine(Engine):
             registration_fallback=config.nccl_ub.fallback.value,
             **_options(config),
         )
+        scale = loss_scale(config)
+        self.loss_scale = (
+            None
+            if scale is None
+            else LossScale(
+                self.model,
+                init=scale or INIT,
+                dynamic=not scale,
+                growth_interval=dtype.loss_scale_growth_steps,
+            )
+        )
+        self._scaled: Scaled | None = None
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in module.named_parameters():
             groups[workload.decays(name, param.shape)].append(param)
@@ -69,20 +85,31 @@ class NativeEngine(Engine):
         """Run one microbatch; only the last one lets `no_shard` and `optim` communicate."""
         with nullcontext() if last else self.model.no_sync():
             loss = self.workload.loss(self.model, batch)
-            loss.backward()
+            (loss if self.loss_scale is None else self.loss_scale.scale(loss)).backward()
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        """Clip, update, drop the gradients; returns the norm before clipping."""
+        """Clip, update, drop the gradients; returns the norm before clipping, NaN where a loss scale overflowed."""
         clip = self.config.optimizer.clip_norm
+        if self.loss_scale is not None:
+            return self._scaled_step(self.loss_scale, lr, clip)
         norm = self.model.grad_norm() if clip is None else self.model.clip_grad_norm_(clip)
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
 
+    def _scaled_step(self, scale: LossScale, lr: float, clip: float | None) -> float:
+        optim.set_lr(self.optimizer, lr)
+        outcome = scale.step(self.optimizer, clip)
+        self._scaled = Scaled(outcome.scale, outcome.skipped)
+        self.optimizer.zero_grad()
+        return outcome.norm
+
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole main gradients on the CPU, gathered one bucket at a time."""
+        """Whole main gradients on the CPU, gathered one bucket at a time; not scaled, whatever the loss was."""
+        if self.loss_scale is not None:
+            self.loss_scale.unscale_()
         return self.model.full_gradients()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -95,20 +122,35 @@ class NativeEngine(Engine):
         return self.model.weight_norm()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's flat weights and optimizer state."""
-        return self.model.local_state()
+        """This rank's flat weights and optimizer state, and the loss scale where there is one."""
+        scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
+        return self.model.local_state() | {f"{LOSS_SCALE}{key}": value for key, value in scale.items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back what `state_dict` gave."""
-        self.model.load_local_state(state)
+        scale = {key.removeprefix(LOSS_SCALE): value for key, value in state.items() if key.startswith(LOSS_SCALE)}
+        if self.loss_scale is not None:
+            self.loss_scale.check_state(scale)
+        elif scale:
+            raise ValueError(f"state holds a loss scale, and dtype.loss_scale={self.config.dtype.loss_scale} has none")
+        self.model.load_local_state({key: value for key, value in state.items() if not key.startswith(LOSS_SCALE)})
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(scale)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Persistent bytes by role; main weights that are the compute weights are counted once, as compute weights."""
         return self.model.persistent_bytes()
 
     def seen(self) -> Seen:
-        """The user's module; its losses are unscaled."""
-        return Seen(self.model.module, global_microbatches(self.config), TORCH_DTYPES[self.config.dtype.compute])
+        """The user's module; its losses are unscaled, but for the loss scale of the step."""
+        factor = 1 if self.loss_scale is None else int(self.loss_scale.value)
+        return Seen(
+            self.model.module, factor * global_microbatches(self.config), TORCH_DTYPES[self.config.dtype.compute]
+        )
+
+    def scaled(self) -> Scaled | None:
+        """The loss scale of the step taken last."""
+        return self._scaled
 
     def facts(self) -> dict[str, str]:
         """How data moves between ranks, and whether work beside the backward has cores of its own."""

@@ -48,6 +48,14 @@ class Seen(NamedTuple):
     """Of the weights in the forward."""
 
 
+class Scaled(NamedTuple):
+    """What the loss of a step was multiplied with."""
+
+    scale: float
+    skipped: bool
+    """Whether gradients overflowed and the update was left out, on all ranks."""
+
+
 class Workload(Protocol):
     """What is trained, apart from how: all an engine may know of the model."""
 
@@ -92,7 +100,8 @@ class Engine(ABC):
     def step(self, lr: float) -> float:
         """Clip, update the weights with this learning rate and drop the gradients. *Collective.*
 
-        Returns the global gradient norm before clipping. A step with a non-finite norm is still taken, and shows.
+        Returns the global gradient norm before clipping. A step with a non-finite norm is still taken, and shows; a
+        dynamic loss scale leaves it out, and `scaled` tells.
         """
 
     @abstractmethod
@@ -132,6 +141,10 @@ class Engine(ABC):
 
     def seen(self) -> Seen | None:
         """Where local gradients and the weights of the forward can be seen; None where they cannot."""
+        return None
+
+    def scaled(self) -> Scaled | None:
+        """The loss scale of the step taken last; None where losses are not scaled."""
         return None
 
     def facts(self) -> dict[str, str]:

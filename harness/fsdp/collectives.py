@@ -105,7 +105,7 @@ class PeerReduction(Reduction):
             return exchange
         if worth_packing(parts):
             exchange.parts = [packed(parts, range(comm.size))]
-        with labels.begin(label):
+        with labels.begin(label, parts):
             tag = comm.tag(label)
             for step in range(1, comm.size):
                 peer = (comm.rank + step) % comm.size
@@ -117,7 +117,7 @@ class PeerReduction(Reduction):
     def _lay_out(self, exchange: Exchange) -> None:
         comm, parts = self.comm, exchange.parts
         exchange.pending = Pending([], parts)
-        with labels.begin(exchange.label):
+        with labels.begin(exchange.label, exchange.parts):
             tag = comm.tag(exchange.label)
             for peer in comm.others:
                 chunks = [part.chunk(peer) for part in parts]
@@ -192,7 +192,7 @@ class ExchangeReduction(Reduction):
         exchange = Exchange(parts, label, factor)
         if comm.size == 1:
             return exchange
-        with labels.begin(label):
+        with labels.begin(label, parts):
             for part in parts:
                 own = part.sizes[comm.rank]
                 received = part.tensor.new_empty(own * comm.size)
@@ -227,7 +227,7 @@ class NativeReduction(Reduction):
         exchange = Exchange(parts, label, factor)
         if comm.size == 1:
             return exchange
-        with labels.begin(label):
+        with labels.begin(label, parts):
             if self._is_one_call(label):
                 exchange.pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
                 return exchange

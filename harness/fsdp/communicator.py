@@ -90,7 +90,7 @@ class Communicator:
         """
         if self.size == 1:
             return Pending([])
-        with labels.begin(label):
+        with labels.begin(label, parts):
             return self._gather(parts, self.tag(label), ahead=ahead)
 
     def second_leg(self, parts: Sequence[Part], label: Label) -> Pending:
@@ -195,7 +195,7 @@ class Communicator:
             return value
         shared = value.to(self.runtime.device, copy=True, memory_format=torch.contiguous_format)
         if shared.numel():
-            with labels.begin(Label("broadcast", purpose)), labels.waiting():
+            with labels.begin(Label("broadcast", purpose), [shared]), labels.waiting():
                 # as bytes: not every backend knows every dtype
                 dist.broadcast(shared.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
         return shared
@@ -215,7 +215,7 @@ class Communicator:
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
         """Sum a few fp64 or int64 values over the group, in place; returns them."""
         if self.size > 1:
-            with labels.begin(Label("all_reduce", purpose)), labels.waiting():
+            with labels.begin(Label("all_reduce", purpose), [values]), labels.waiting():
                 self.group.allreduce([values]).wait()
         return values
 

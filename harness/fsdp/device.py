@@ -7,10 +7,15 @@ every operation here is a no-op, and overlap comes from the backend's own thread
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+NEVER_SENT = (1 << 31) - 2
+"""Tag of no message."""
 
 
 class Event:
@@ -24,6 +29,11 @@ class Event:
         """Make the current stream wait for this point (the host does not)."""
         if self._recorded is not None:
             torch.cuda.current_stream(self._device).wait_event(self._recorded)
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether the device has come to this point; asked without waiting, from any thread."""
+        return self._recorded is None or bool(self._recorded.query())
 
 
 class DeviceRuntime:
@@ -88,3 +98,19 @@ class DeviceRuntime:
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return Event(event, self.device)
+
+    def abort(self, group: dist.ProcessGroup) -> None:
+        """Make whatever this process waits for in a group fail at once; the group is of no use afterwards.
+
+        gloo has no abort that reaches waits by the host, but one wait that times out closes the connections under all
+        of them: so one is made for a message that nobody sends.
+        """
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if size == 1:
+            return
+        with suppress(RuntimeError):  # closed already
+            if self.has_streams:
+                group._get_backend(self.device).abort()
+                return
+            nothing = torch.empty(1, dtype=torch.uint8)
+            group.recv([nothing], (rank + 1) % size, NEVER_SENT).wait(timedelta(milliseconds=1))

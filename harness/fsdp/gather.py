@@ -30,7 +30,7 @@ class LateGather:
     """
 
     def __init__(self, bucket: Bucket, comm: Communicator, label: Label) -> None:
-        self._bucket = bucket
+        self._bucket, self.label = bucket, label
         self._own = bucket.given()
         self.has_copies = bucket.gives_copies
         self._pending, self._laid = comm.lay_out(self._own, label)
@@ -131,7 +131,7 @@ class GatherPipeline:
                 self._land(unit)
             if unit.name in self._held:
                 self._drop(unit)
-        with labels.waiting():
+        with labels.waiting(*(each.label for each in self._outgoing)):
             while self._outgoing:
                 self._outgoing.pop().wait()
 
@@ -200,7 +200,7 @@ class GatherPipeline:
         self.num_alive_peak = max(self.num_alive_peak, alive)
 
     def _land(self, unit: Unit) -> None:
-        with labels.waiting():
+        with labels.waiting(*unit.labels("all_gather")):
             landing = self._in_flight.pop(unit.name, [])
             for pending, cast in landing:
                 cast.wait()
@@ -210,7 +210,7 @@ class GatherPipeline:
         self._held[unit.name] = [pending for pending, _ in landing]
 
     def _drop(self, unit: Unit) -> None:
-        with labels.waiting():
+        with labels.waiting(*unit.labels("all_gather")):
             for pending in self._held.pop(unit.name, []):
                 if isinstance(pending, LateGather):  # others take from the main weights, which stay
                     self._outgoing.append(pending)

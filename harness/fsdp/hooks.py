@@ -63,6 +63,8 @@ class HookDriver:
         self._reduces = False
         self.failed = False
         """The last backward raised, and its gradients are worth nothing until they are forgotten."""
+        self._backward_of = units[0].name
+        """The unit whose backward began last."""
         self._running: set[str] = set()
         """Units in whose forward the program is; recomputations during a backward are left out."""
         self._with_gradients = False
@@ -103,6 +105,15 @@ class HookDriver:
                 gradients.discard()
         self._forget_backward()
         self.failed = True
+
+    def where(self) -> str:
+        """Where the program is, for whoever looks from another thread."""
+        if self.phase is Phase.FORWARD:
+            inner = [name for name in tuple(self._running) if name != self.units[0].name]
+            return f"in the forward of {', '.join(inner) or self.units[0].name}"
+        if self.phase is Phase.BACKWARD:
+            return f"in the backward of {self._backward_of}"
+        return "outside the model's forward and backward"
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -209,6 +220,7 @@ class HookDriver:
 
     def _before_unit_backward(self, unit: Unit, gradient: Tensor) -> None:
         self._begin_backward()
+        self._backward_of = unit.name
         self.gather.request(unit)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)

@@ -86,6 +86,11 @@ class Job:
         """Whether inner ranks keep their shares (reduce-scatter) or share them again (all-reduce)."""
         return self.cuts.splits_inner
 
+    @property
+    def label(self) -> Label:
+        """Of its collective along the inner axis."""
+        return Label("reduce_scatter" if self.splits else "all_reduce", self.bucket.name)
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -101,9 +106,8 @@ class Job:
         wire = self.reductions.inner.encode(source)
         if not self._absorbs:
             self._look(source, wire)
-        label = Label("reduce_scatter" if self.splits else "all_reduce", self.bucket.name)
         factor = self.factor if self.reductions.outer is None else 1.0
-        exchange = self.reductions.inner.exchange(self.cuts.inner(wire), label, factor)
+        exchange = self.reductions.inner.exchange(self.cuts.inner(wire), self.label, factor)
         (self._staying if wire is sums else self._sent).append(exchange)
         self._steps.append(lambda: self._fold_inner(exchange))
 

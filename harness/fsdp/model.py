@@ -23,6 +23,7 @@ from harness.fsdp.collectives import make_reduction
 from harness.fsdp.communicator import Pending
 from harness.fsdp.construction import build_units, leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.drift import ReplicaCheck, held_by_several
 from harness.fsdp.fixed_point import beyond_message
 from harness.fsdp.gather import GatherPipeline
 from harness.fsdp.gradients import GradientPlan
@@ -37,6 +38,7 @@ from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
 from harness.fsdp.reduce import ReducePipeline
 from harness.fsdp.registration import Member, Registration, UserBuffers
 from harness.fsdp.units import Unit, plan_units
+from harness.fsdp.watchdog import watch_groups
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
@@ -137,6 +139,16 @@ class ShardedModel(nn.Module):
         )
         self._driver = HookDriver(
             self._units, self._gather, self._reduce, before_backward=self._before_backward, rhythm=self._rhythm
+        )
+        self._watchdog = watch_groups(
+            [self._everyone.group, *(comm.group for mesh in self._meshes for comm in mesh.communicators)],
+            self._runtime,
+            self.options.watchdog_timeout_s,
+            self.options.check_collectives,
+            self._driver.where,
+        )
+        self._drift = ReplicaCheck(
+            lambda: held_by_several(self.buckets, self._meshes), self.options.check_replicas_every
         )
         self._installing: list[Pending] = []
         self._sync = True
@@ -344,6 +356,7 @@ class ShardedModel(nn.Module):
         if self._user_buffers.due:
             self._wait_until_installed()
             self._user_buffers.step_done()
+        self._drift.after_step()
 
     def _wait_until_installed(self) -> None:
         """Wait until the other ranks have taken this rank's weights too, so that they may change."""
@@ -445,6 +458,7 @@ class ShardedModel(nn.Module):
 
     def close(self) -> None:
         """Take hooks off and end threads. The module keeps whatever weights it holds."""
+        self._watchdog.close()
         self._reduce.drain()
         self._wait_until_installed()
         self._driver.remove()

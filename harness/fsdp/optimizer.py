@@ -17,6 +17,7 @@ from torch import Tensor
 from harness.fsdp import exact, labels
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.communicator import Communicator, Pending
+from harness.fsdp.labels import Label
 from harness.fsdp.layout import Run
 from harness.fsdp.norm import sum_of_squares
 from harness.fsdp.policy import Numerics
@@ -173,7 +174,7 @@ def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
         if bucket.trainable and (bucket.resident or bucket.kept is not None):
             bucket.fill_kept()
             pending += bucket.gather_pieces(bucket.compute if bucket.resident else None, bucket.kept_pieces)
-    with labels.waiting():
+    with labels.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.resident)):
         for each in pending:
             each.receive()
     return pending

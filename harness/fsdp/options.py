@@ -39,6 +39,13 @@ class Options:
     """A communicator for gathers alone; None: on CUDA."""
     report_nan_in_param_grad: bool = False
     """Look for NaN and infinity before every reduction; see `harness.fsdp.guards`."""
+    watchdog_timeout_s: float | None = None
+    """Seconds a wait for a collective may last before every rank raises one error that names ranks, units and
+    collectives (see `harness.fsdp.watchdog`); None waits as long as the backend does."""
+    check_collectives: bool = False
+    """Compare every collective over all ranks before its data moves; slow."""
+    check_replicas_every: int = 0
+    """Steps after which ranks compare a hash of the weights that several of them hold; 0 never."""
     eager_limit_bytes: int | None = EAGER_LIMIT_BYTES
     """On gloo, bytes a peer up to which data is sent; longer data is read from the sender. None always sends."""
     exact_bits: int = BITS

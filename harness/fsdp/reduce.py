@@ -207,8 +207,8 @@ class ReducePipeline:
 
     def _sum_all(self) -> None:
         """Sum every bucket that nobody sums beside the backward, step by step, before waiting for any of them."""
-        with labels.waiting():
-            jobs = list(self._jobs_in_flight())
+        jobs = list(self._jobs_in_flight())
+        with labels.waiting(*(job.label for job in jobs)):
             while any(jobs):
                 jobs = [job for job in jobs if job.advance()]
 
@@ -216,7 +216,7 @@ class ReducePipeline:
         """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
         _, jobs = self._in_flight.popleft()
         failures = []
-        with labels.waiting():
+        with labels.waiting(*(job.label for job in jobs)):
             for job in jobs:
                 try:
                     job.wait()
@@ -225,4 +225,4 @@ class ReducePipeline:
                 job.free()
         self._sending += [each for job in jobs for each in job.sending]
         if failures:
-            raise failures[0]
+            raise labels.explained(failures[0])

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from harness.fsdp import labels
 from harness.fsdp.buffer import Bucket
+from harness.fsdp.labels import Label
 from harness.fsdp.optimizer import ShardedOptimizer
 
 STEP_DTYPE = torch.float64
@@ -33,8 +35,9 @@ def _full(
         inner = bucket.cuts.inner_pieces(whole)
         for own, piece in zip(bucket.cuts.own(inner), pieces, strict=True):
             own.copy_(piece)
-        for pending in bucket.gather_pieces(whole, inner, what):
-            pending.wait()
+        with labels.waiting(Label("all_gather", f"{bucket.name} {what}")):
+            for pending in bucket.gather_pieces(whole, inner, what):
+                pending.wait()
         for name, view in bucket.named_slices(whole):
             yield name, view.detach().to("cpu", copy=True)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from harness.fsdp.buffer import Bucket, BucketKey
 from harness.fsdp.gradients import Gradients
+from harness.fsdp.labels import Label
 from harness.fsdp.readiness import Readiness
 
 ROOT = "(root)"
@@ -58,6 +59,10 @@ class Unit:
     def is_root(self) -> bool:
         """Whether this is the unit of everything that lies in no other."""
         return self.name == ROOT
+
+    def labels(self, kind: str) -> list[Label]:
+        """Of the collectives of this kind that move it."""
+        return [Label(kind, bucket.name) for bucket in self.buckets]
 
     @property
     def trainable(self) -> list[Bucket]:

@@ -33,10 +33,13 @@ WITHOUT_EFFECT = (
     "engine.separate_gather_group",
     "engine.grad_buffer",
     "engine.eager_limit_bytes",
+    "engine.watchdog_timeout_s",
+    "engine.check_collectives",
+    "engine.check_replicas_every",
 )
 """Prefixes of settings that change no sum: what is saved, looked at or called; how far gathers run ahead, because
 reductions are issued in static order and a gather does no arithmetic; where buckets come from, and gradients before
-they are sent; and whether data is sent or read."""
+they are sent; whether data is sent or read; and what only watches."""
 
 REPEATABLE = ("deterministic", "ordered", "exact")
 

@@ -167,7 +167,7 @@ class Loop:
         spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
         step_time_s = fetched.seconds + time.perf_counter() - began - aside
         rows, exposed_comm_s = meters.collectives.take(), meters.waits.take()
-        return batch, losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows)
+        return batch, losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows, session.engine.scaled())
 
     def _fetch(self, step: int) -> Fetched:
         """Load a step's batch. What goes wrong is kept until the batch is wanted: the step before is not over yet."""

@@ -7,6 +7,9 @@ A line, in this order (bytes are bytes, times seconds, losses nats a token; null
     grad_norm        of the averaged gradient, before clipping
     param_norm       of the main weights after the update; null but every `train.param_norm_every` steps
     lr, tokens       of this step; tokens of the whole global batch
+    loss_scale       what the loss was multiplied with; null without one (dtype.loss_scale)
+    skipped          whether gradients overflowed under a dynamic loss scale, so that no weight changed in this step;
+                     grad_norm is NaN then
     data_digest      16 hex digits over everything that was fed, the same for any layout
     step_time_s      loading the batch, forward, backward and update, on rank 0; without what lies between steps
     time             data_s, forward_s, backward_s, exposed_comm_s, optimizer_s; exposed_comm_s is the part of the
@@ -44,7 +47,7 @@ from torch import Tensor
 from harness.config.derived import parameter_count, tokens_per_step
 from harness.config.schema import Config
 from harness.data.loader import global_digest
-from harness.engines.protocol import Ranks
+from harness.engines.protocol import Ranks, Scaled
 from harness.probe.capture import raw_bytes
 from harness.probe.collectives import Row, by_kind
 from harness.probe.flops import flops_per_token, peak_flops
@@ -82,6 +85,8 @@ class Measured(NamedTuple):
     exposed_comm_s: float | None
     rows: list[Row]
     """Collectives issued."""
+    scaled: Scaled | None = None
+    """What the engine multiplied the loss with."""
 
 
 class StepRecords:
@@ -111,6 +116,8 @@ class StepRecords:
             "param_norm": param_norm,
             "lr": measured.lr,
             "tokens": self.tokens,
+            "loss_scale": None if measured.scaled is None else measured.scaled.scale,
+            "skipped": measured.scaled is not None and measured.scaled.skipped,
             "data_digest": global_digest(report.digests),
             "step_time_s": measured.step_time_s,
             "time": {

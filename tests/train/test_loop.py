@@ -37,6 +37,8 @@ LINE = {
     "param_norm": (float, type(None)),
     "lr": float,
     "tokens": int,
+    "loss_scale": type(None),
+    "skipped": bool,
     "data_digest": str,
     "step_time_s": float,
     "time": {

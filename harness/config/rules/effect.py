@@ -74,9 +74,15 @@ _NARROW_SUMS = Condition(
         any(d is not None and DTYPE_BYTES[d] < 4 for d in (c.dtype.main_grads, c.dtype.grad_accum))
         or (c.dtype.grad_accum is Dtype.fp32 and c.dtype.grad_comm is Dtype.fp64)
         or any(narrow_waits(c))
+        or (c.dtype.compute is Dtype.fp16 and c.dtype.loss_scale == "none")
     ),
     "dtype.main_grads=bf16 or a narrow dtype.grad_accum",
     lambda c: f"dtype.main_grads={c.dtype.main_grads.name}",
+)
+_DYNAMIC_SCALE = Condition(
+    lambda c: c.dtype.loss_scale == "dynamic",
+    "dtype.loss_scale=dynamic",
+    lambda c: f"dtype.loss_scale={c.dtype.loss_scale}",
 )
 _MOE = Condition(
     lambda c: c.model.family is ModelFamily.moe, "model=moe", lambda c: f"model.family={c.model.family.name}"
@@ -115,6 +121,7 @@ CONDITIONS: dict[str, Condition] = {
     "optimizer.eps": _ADAM,
     "optimizer.momentum": _optimizer(OptimizerName.sgd),
     "dtype.allow_low_precision_grads": _NARROW_SUMS,
+    "dtype.loss_scale_growth_steps": _DYNAMIC_SCALE,
     "model.num_heads": _DECODER,
     "model.num_kv_heads": _DECODER,
     "model.rope_theta": _DECODER,

@@ -29,6 +29,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "data.num_sequences": (1, 2**40),
     "optimizer.lr": (0, 1e6),
     "optimizer.weight_decay": (0, 1e6),
+    "dtype.loss_scale_growth_steps": (1, _COUNT),
     "train.steps": (1, _COUNT),
     "train.seed": (0, _SEED),
     "train.global_batch_size": (1, _COUNT),
@@ -45,6 +46,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "nccl_ub.min_ctas": (1, 64),
     "nccl_ub.max_ctas": (1, 64),
     "sharp.nvls_ctas": (1, 64),
+    "engine.check_replicas_every": (0, _COUNT),
     "mesh.world_size": (1, 2**20),
     "mesh.dp_outer": (1, 2**20),
     "ckpt.every": (0, _COUNT),
@@ -72,6 +74,7 @@ POSITIVE: dict[str, float] = {
     "optimizer.clip_norm": 1e9,
     "cluster.mem_gb": 1e6,
     "launch.hang_timeout_s": 1e7,
+    "engine.watchdog_timeout_s": 1e7,
 }
 """Largest value of a setting that must be above zero; null, where it is allowed, is fine."""
 

@@ -1,0 +1,204 @@
+"""A factor on the loss, so that gradients of fp16 weights and activations do not vanish.
+
+[Note: Powers of two] The factor is a power of two and gradients are stored in fp32 or wider, so scaling them back is
+exact (but for numbers below 2^-126 then). It comes before the norm and clipping, which see the true gradients.
+
+[Note: All or none] Where the scaled loss overflows on one rank, every rank must leave the update out, or weights drift
+apart and step counts differ. The reduction has carried what is not finite to the rank that owns it; one small
+all-reduce carries the news to all. A skipped step touches neither weights nor the optimizer's state, and the next one
+tries a smaller factor. At a factor of 1 there is nothing left to try, and gradients that are not finite are an error.
+
+With `report_nan_in_param_grad` the guard finds the same gradients before their reduction; its report is the news then,
+and is raised only where a smaller factor cannot help.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.model import ShardedModel
+
+INIT = 2.0**16
+GROWTH_INTERVAL = 2000
+LARGEST = 2.0**40
+"""Far beyond what fp16 can use; a bound, so that training in wider formats does not drive the factor to infinity."""
+
+SCALE_KEY, GOOD_STEPS_KEY = "scale", "good_steps"
+
+
+class Outcome(NamedTuple):
+    """What became of a step: norm of the unscaled gradient before clipping (NaN if skipped), the factor it was made
+    with, and whether the update was left out."""
+
+    norm: float
+    scale: float
+    skipped: bool
+
+
+def is_power_of_two(value: float) -> bool:
+    """Whether multiplying by it is exact."""
+    return math.isfinite(value) and value > 0 and math.frexp(value)[0] == 0.5
+
+
+class LossScale:
+    """The factor of one model's loss.
+
+    A plain loop calls `scale(loss).backward()` and `step(optimizer)` in place of `optimizer.step()`. A framework calls
+    `unscale_()`, updates only if that says so, and then `update()`.
+
+    Args:
+        model: its gradients are stored in fp32 or wider.
+        init: first factor. dynamic: whether it changes; a fixed one skips nothing, and gradients that are not finite
+            show in the norm.
+        growth_interval: steps without overflow after which the factor doubles, up to 2^40.
+        backoff: what it is multiplied with at an overflow, down to 1.
+
+    Raises:
+        ValueError: a factor is no power of two or out of range, the interval is not positive, or gradients are stored
+            in 16 bits, where scaling back is not exact.
+    """
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        *,
+        init: float = INIT,
+        dynamic: bool = True,
+        growth_interval: int = GROWTH_INTERVAL,
+        backoff: float = 0.5,
+    ) -> None:
+        if not (is_power_of_two(init) and 1.0 <= init <= LARGEST):
+            raise ValueError(f"loss scale {init} is no power of two from 1 to 2^40; try {INIT:g}")
+        if not (is_power_of_two(backoff) and backoff < 1.0):
+            raise ValueError(f"backoff={backoff} must be a power of two below 1, like 0.5")
+        if growth_interval < 1:
+            raise ValueError(f"growth_interval={growth_interval} must be at least 1 step")
+        narrow = [bucket.name for bucket in model.buckets if bucket.trainable and bucket.dtypes.grads.itemsize < 4]
+        if narrow:
+            raise ValueError(
+                f"a loss scale needs main gradients in fp32 or wider, and {narrow[0]} stores them in 16 bits: set"
+                " main_grads_dtype=torch.float32"
+            )
+        self.model = model
+        self.value = init
+        self.dynamic = dynamic
+        self.growth_interval = growth_interval
+        self.backoff = backoff
+        self.good_steps = 0
+        """Steps without overflow since the factor last changed."""
+        self._finite: bool | None = None
+        """Whether the step's gradients are; None before they were unscaled."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to differentiate: fp32 or wider, so that the factor itself does not overflow."""
+        return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
+
+    def unscale_(self) -> bool:
+        """Finish the step's gradients and scale them back, once. *Collective.*
+
+        Returns whether they are finite on all ranks, as far as the factor is dynamic; a fixed one is always true.
+
+        Raises:
+            FloatingPointError: with `report_nan_in_param_grad`, where no smaller factor can help.
+        """
+        if self._finite is not None:
+            return self._finite
+        found = self._finish()
+        pieces = [piece for bucket in self.model.buckets if bucket.trainable for piece in bucket.grad_pieces]
+        for piece in pieces:
+            piece.mul_(1.0 / self.value)
+        self._finite = not self.dynamic or not (found or self._overflowed(pieces))
+        return self._finite
+
+    def _finish(self) -> bool:
+        """Wait for the reductions; whether the guard found something that a smaller factor may cure."""
+        try:
+            self.model.finish_grad_sync()
+        except FloatingPointError:
+            guard = self.model._guard
+            if guard is None or not self.dynamic or self.value <= 1.0:
+                raise
+            guard.forget()
+            self.model.finish_grad_sync()
+            return True
+        return False
+
+    def _overflowed(self, pieces: list[Tensor]) -> bool:
+        device = self.model._runtime.device
+        found = torch.zeros(1, dtype=torch.float64, device=device)
+        for piece in pieces:
+            if piece.numel():
+                ends = torch.stack(piece.aminmax())  # without a temporary; NaN is both
+                found += (~ends.isfinite()).any()
+        return bool(self.model._everyone.sum_scalars(found, "overflow"))
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> Outcome:
+        """Unscale, clip to `max_norm`, update, unless gradients overflowed; then adapt the factor. *Collective.*
+
+        `optimizer` is the one that `fully_shard` returned. Gradients stay until `zero_grad`.
+
+        Raises:
+            FloatingPointError: gradients are not finite at a factor of 1; no weight was changed.
+        """
+        norm = math.nan
+        if self.unscale_():
+            norm = self.model.grad_norm() if max_norm is None else self.model.clip_grad_norm_(max_norm)
+            optimizer.step()
+        return self.update(norm)
+
+    def update(self, norm: float = math.nan) -> Outcome:
+        """Adapt the factor to how the step went; `unscale_` was called for it.
+
+        Raises:
+            RuntimeError: it was not.
+            FloatingPointError: gradients are not finite at a factor of 1.
+        """
+        finite, self._finite = self._finite, None
+        if finite is None:
+            raise RuntimeError("the gradients of this step were never unscaled: call unscale_() before update()")
+        outcome = Outcome(norm, self.value, not finite)
+        if not finite and self.value <= 1.0:
+            raise FloatingPointError(
+                "gradients are not finite at a loss scale of 1, where no smaller one can help; no weight was changed."
+                " report_nan_in_param_grad=True names the tensor, the rank and the microbatch"
+            )
+        if self.dynamic:
+            self._adapt(finite)
+        return outcome
+
+    def _adapt(self, finite: bool) -> None:
+        self.good_steps += 1
+        if not finite:
+            self.value, self.good_steps = max(1.0, self.value * self.backoff), 0
+        elif self.good_steps >= self.growth_interval:
+            self.value, self.good_steps = min(LARGEST, self.value * 2.0), 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The factor (fp64) and the steps since it changed (int64), both of shape []."""
+        return {
+            SCALE_KEY: torch.tensor(self.value, dtype=torch.float64),
+            GOOD_STEPS_KEY: torch.tensor(self.good_steps, dtype=torch.int64),
+        }
+
+    def check_state(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ValueError where a key is missing or unexpected, or the factor is no power of two."""
+        if set(state) != {SCALE_KEY, GOOD_STEPS_KEY}:
+            raise ValueError(f"a loss scale's state has {SCALE_KEY} and {GOOD_STEPS_KEY}; this has {sorted(state)}")
+        value = float(state[SCALE_KEY])
+        if not (is_power_of_two(value) and 1.0 <= value <= LARGEST):
+            raise ValueError(f"loss scale {value} is no power of two from 1 to 2^40")
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state_dict` gave.
+
+        Raises:
+            ValueError: see `check_state`; nothing was loaded.
+        """
+        self.check_state(state)
+        value = float(state[SCALE_KEY])
+        self.value, self.good_steps, self._finite = value, int(state[GOOD_STEPS_KEY]), None

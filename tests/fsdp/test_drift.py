@@ -1,0 +1,202 @@
+"""Ranks that hold the same weights compare their bits, and all name the same bucket, parameter and ranks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from harness.fsdp import MixedPrecisionPolicy, fully_shard
+from harness.fsdp import optimizer as optim
+from harness.fsdp.communicator import Communicator
+from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.drift import Replica, ReplicaCheck, ReplicaDrift, bit_hash, check_equal
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.test_api import Block, make, sgd
+from tests.spawn import run_ranks
+
+# -- the hash ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+    st.integers(1, 200_000),
+    st.data(),
+)
+def test_any_flipped_bits_change_the_hash(dtype: torch.dtype, numel: int, data: st.DataObject) -> None:
+    flat = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    before = int(bit_hash(flat))
+    assert int(bit_hash(flat.clone())) == before
+    raw = flat.view(torch.uint8)
+    places = data.draw(st.sets(st.integers(0, raw.numel() * 8 - 1), min_size=1, max_size=4))
+    for place in places:
+        raw[place // 8] ^= 1 << (place % 8)
+    assert int(bit_hash(flat)) != before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_compares_equal_or_cancels_is_told_apart(dtype: torch.dtype) -> None:
+    flat = torch.ones(1000, dtype=dtype)
+    seen = {int(bit_hash(flat))}
+    for places, value in (((3, 400), -1.0), ((3, 401), -1.0), ((5,), 0.0), ((5,), -0.0), ((5,), math.nan)):
+        other = flat.clone()
+        other[list(places)] = value
+        seen.add(int(bit_hash(other)))
+    swapped = flat.clone()
+    swapped[6] = 0.0
+    seen.add(int(bit_hash(swapped)))
+    assert len(seen) == 7
+    with_nan = torch.full((9,), math.nan, dtype=dtype)
+    assert int(bit_hash(with_nan)) == int(bit_hash(with_nan.clone())), "NaN equals itself"
+
+
+def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = torch.randn(10_001)
+    whole = int(bit_hash(flat))
+    monkeypatch.setattr("harness.fsdp.drift.BLOCK", 77)
+    assert int(bit_hash(flat)) == whole
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drift:
+    """The second parameter of the second bucket changes by `value` on these ranks, behind the second update."""
+
+    strategy: str
+    ranks: tuple[int, ...]
+    compute: torch.dtype = torch.float32
+    value: float = 1e-3
+    every: int = 2
+    main: bool = False
+    """In main weights that are no compute weights."""
+
+
+DRIFTS = [
+    *(Drift(strategy, (1,)) for strategy in ("no_shard", "optim", "optim_grads")),
+    Drift("no_shard", (0,), torch.bfloat16, main=True),
+    Drift("optim", (2,), torch.bfloat16, value=1.0),
+    Drift("optim_grads", (0, 2)),
+    Drift("optim", (1,), value=math.nan),
+    Drift("no_shard", ()),
+    Drift("optim_grads", (1,), every=0),
+]
+
+
+def drifting(rank: int) -> list[tuple[str, str]]:
+    return [_drift(rank, case) for case in DRIFTS]
+
+
+def _drift(rank: int, case: Drift) -> tuple[str, str]:
+    """The error, and the name of the parameter."""
+    model = make().to(case.compute)
+    wrapped, optimizer = fully_shard(
+        model,
+        sgd(model),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=case.strategy,
+        check_replicas_every=case.every,
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=torch.float32),
+    )
+    bucket = wrapped.buckets[1]
+    slot = bucket.layout.slots[1]
+    install = optim.install_weights
+
+    def install_and_drift(*args: Any) -> Any:
+        pending = install(*args)
+        target = bucket.main_storage if case.main else bucket.compute
+        assert target is not None
+        if update == 2 and rank in case.ranks:
+            target[bucket.layout.bucket_range(slot)[0]] += case.value
+        return pending
+
+    message = ""
+    with mock.patch.object(optim, "install_weights", install_and_drift):
+        for update in range(1, 5):
+            wrapped(torch.full((2, 6), 0.1 * (rank + update), dtype=case.compute)).sum().backward()
+            try:
+                optimizer.step()
+            except ReplicaDrift as error:
+                message = str(error)
+                break
+            optimizer.zero_grad()
+    wrapped.close()
+    return message, slot.spec.name
+
+
+def test_all_ranks_name_the_parameter_and_the_ranks_at_the_first_check() -> None:
+    per_rank = run_ranks(drifting, 3)
+    for index, case in enumerate(DRIFTS):
+        messages = {found[index][0] for found in per_rank}
+        assert len(messages) == 1, "the same on all ranks"
+        message, name = messages.pop(), per_rank[0][index][1]
+        print(case, message)
+        if not case.ranks or not case.every:
+            assert message == ""
+            continue
+        bucket = "main weights has" if case.main else "has"
+        odd = {(1,): "rank 1", (0,): "rank 0", (2,): "rank 2", (0, 2): "ranks 0, 2"}[case.ranks]
+        even = {(1,): "ranks 0, 2", (0,): "ranks 1, 2", (2,): "ranks 0, 1", (0, 2): "rank 1"}[case.ranks]
+        if len(case.ranks) == 2:  # the same edit twice is the majority
+            odd, even = even, odd
+        assert f"replicas differ after update 2: {name} of bucket " in message
+        assert f" {bucket} other bits on {odd} than on {even}. Something" in message
+
+
+def several(rank: int) -> list[str]:
+    comm = Communicator(None, DeviceRuntime(torch.device("cpu")))
+    equal = torch.arange(5.0)
+    messages = []
+    for own in (equal, equal + rank, torch.full((5,), math.nan), torch.zeros(0)):
+        replicas = [Replica("first", equal), Replica("second", own, lambda own=own: [("a", own[:1]), ("b", own[1:])])]
+        try:
+            check_equal(replicas, comm, "here")
+            messages.append("")
+        except ReplicaDrift as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_named_tensors_over_any_communicator() -> None:
+    for messages in run_ranks(several, 3):
+        assert messages[0] == messages[2] == messages[3] == ""
+        assert (
+            "replicas differ here: a (and 1 more of its parameters) of bucket second has other bits on ranks 1, 2, in 2"
+            " ways than on rank 0." in messages[1]
+        )
+
+
+def traffic(rank: int) -> list[int]:
+    """Numbers of `replica hashes` exchanged in each of four updates."""
+    model = make()
+    wrapped, optimizer = fully_shard(
+        model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy="optim", check_replicas_every=2
+    )
+    counts = []
+    meter = CollectiveMeter()
+    for _ in range(4):
+        wrapped(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        counts.append(sum(row.count for row in meter.take() if row.bucket == "replica hashes"))
+    meter.close()
+    wrapped.close()
+    return counts
+
+
+def test_one_small_all_reduce_where_a_check_is_due() -> None:
+    assert run_ranks(traffic, 2) == [[0, 1, 0, 1]] * 2
+
+
+def test_a_negative_interval_is_refused() -> None:
+    comm: Any = None
+    with pytest.raises(ValueError, match=r"check_replicas_every=-1 must be a number of steps, or 0 for never"):
+        ReplicaCheck(list, comm, -1)

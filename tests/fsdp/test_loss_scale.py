@@ -1,0 +1,335 @@
+"""fp16 under a dynamic loss scale, held against plain torch in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.config.schema import Dtype, EngineName
+from harness.engines.native import NativeEngine
+from harness.engines.protocol import Ranks
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
+from harness.fsdp.loss_scale import LossScale
+from harness.fsdp.optimizer import ShardedOptimizer
+from harness.models.workload import LlamaWorkload
+from harness.store.metrics import read_metrics
+from tests.factory import small_config, train
+from tests.fsdp.test_api import Block
+from tests.fsdp.trial import Case, batches
+from tests.spawn import run_ranks
+
+RANKS = 3
+STEPS = 10
+GROWTH = 3
+CLIP = 0.05
+LARGE = {(2, 1, 0), (3, 1, 1), (6, 2, 0)}
+"""Step, rank and microbatch of a loss so large that its gradient overflows fp16 at the first loss scales."""
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+def optimizer_of(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, eps=1e-4, foreach=False)
+
+
+def loss_of(model: nn.Module, step: int, rank: int, index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + index)
+    x = torch.randn(2, 6, generator=generator).half()
+    return model(x).float().square().sum() * (30.0 if (step, rank, index) in LARGE else 1e-3)
+
+
+@dataclass
+class Trained:
+    scales: list[float] = field(default_factory=list)
+    skipped: list[bool] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    moments: list[float] = field(default_factory=list)
+    """Step counts of the optimizer."""
+    kept: bool = True
+    """Whether skipped steps left weights and optimizer state as they were, to the bit."""
+
+
+def train_plain(k: int) -> Trained:
+    """Written without the engine: fp32 weights, an fp16 copy for each forward, gradients added up in fp64."""
+    main = build()
+    optimizer = optimizer_of(main.parameters())
+    scale, good, found = 2.0**16, 0, Trained()
+    for step in range(1, STEPS + 1):
+        total = [torch.zeros_like(p, dtype=torch.float64) for p in main.parameters()]
+        for rank, index in product(range(RANKS), range(k)):
+            half = build().half()
+            half.load_state_dict({name: value.half() for name, value in main.state_dict().items()})
+            (loss_of(half, step, rank, index) * scale).backward()
+            for each, p in zip(total, half.parameters(), strict=True):
+                assert p.grad is not None
+                each += p.grad.double()
+        found.scales.append(scale)
+        finite = all(bool(each.isfinite().all()) for each in total)
+        found.skipped.append(not finite)
+        if not finite:
+            scale, good = scale / 2, 0
+            found.norms.append(math.nan)
+            continue
+        for each, p in zip(total, main.parameters(), strict=True):
+            p.grad = (each / scale / (RANKS * k)).float()
+        found.norms.append(float(nn.utils.clip_grad_norm_(main.parameters(), CLIP)))
+        optimizer.step()
+        good += 1
+        if good == GROWTH:
+            scale, good = scale * 2, 0
+    found.weights = {name: p.detach() for name, p in main.named_parameters()}
+    found.moments = [float(held["step"]) for held in optimizer.state.values()]
+    return found
+
+
+@dataclass(frozen=True)
+class Run:
+    strategy: str
+    k: int
+    guard: bool
+    by_hand: bool
+    """The class, driven by a framework, instead of the plain loop's entry."""
+    numerics: str = "fast"
+
+
+RUNS = [
+    *(Run(s.name, k, guard, by_hand) for s in Strategy for k, guard, by_hand in ((1, False, False), (2, True, True))),
+    *(Run(s, 2, True, False, "ordered") for s in ("optim", "optim_grads_params")),
+    Run("optim_grads", 2, False, True),
+]
+
+
+def train_all(rank: int) -> list[Trained]:
+    return [_train(rank, run) for run in RUNS]
+
+
+def _train(rank: int, run: Run) -> Trained:
+    module = build().half()
+    optimizer = optimizer_of(module.parameters())
+    arguments: dict[str, Any] = {
+        "mixed_precision_policy": MixedPrecisionPolicy(main_params_dtype=torch.float32),
+        "grad_divisor": RANKS * run.k,
+        "numerics": run.numerics,
+        "report_nan_in_param_grad": run.guard,
+        "initial_value": lambda name, shape: dict(build().named_parameters())[name],
+    }
+    sharded: ShardedOptimizer | None = None
+    if run.by_hand:
+        model = ShardedModel(module, unit_modules=[Block], strategy=run.strategy, **arguments)
+        sharded = ShardedOptimizer(optimizer, model.buckets, model._comm, model.numerics)
+        model._sharded_optimizer = sharded
+    else:
+        model, optimizer = fully_shard(
+            module, optimizer, fsdp_unit_modules=[Block], zero_dp_strategy=run.strategy, **arguments
+        )
+    scale, found = LossScale(model, growth_interval=GROWTH), Trained()
+    for step in range(1, STEPS + 1):
+        before = {name: value.clone() for name, value in model.local_state().items()}
+        for index in range(run.k):
+            model.set_model_auto_sync(index == run.k - 1)
+            scale.scale(loss_of(model, step, rank, index)).backward()
+        outcome = scale.step(optimizer, CLIP) if sharded is None else _step_by_hand(model, sharded, scale)
+        found.scales.append(outcome.scale)
+        found.skipped.append(outcome.skipped)
+        found.norms.append(outcome.norm)
+        after = model.local_state()
+        if outcome.skipped:
+            same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+            found.kept = found.kept and same
+        model.zero_grad()
+    found.weights = dict(model.full_weights())
+    found.moments = [float(held["step"]) for held in optimizer.state.values()]
+    model.close()
+    return found
+
+
+def _step_by_hand(model: ShardedModel, sharded: ShardedOptimizer, scale: LossScale) -> Any:
+    norm = math.nan
+    if scale.unscale_():
+        norm = model.clip_grad_norm_(CLIP)
+        sharded.attach()
+        sharded.optimizer.step()
+        sharded.detach()
+        model.install_weights()
+    return scale.update(norm)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all_as_in_one_process() -> None:
+    plain = {k: train_plain(k) for k in (1, 2)}
+    for k, each in plain.items():
+        print(k, each.scales, each.skipped)
+        assert any(each.skipped)
+        assert min(each.scales) < 2.0**16, "the scale fell"
+        assert any(b > a for a, b in pairwise(each.scales)), "and grew again"
+    for of_rank in run_ranks(train_all, RANKS):
+        for run, found in zip(RUNS, of_rank, strict=True):
+            want = plain[run.k]
+            assert (found.scales, found.skipped) == (want.scales, want.skipped), run
+            assert found.norms == pytest.approx(want.norms, rel=1e-6, nan_ok=True), run
+            assert found.kept, run
+            assert set(found.moments) == set(want.moments) == {float(STEPS - sum(want.skipped))}, run
+            for name, weight in want.weights.items():
+                torch.testing.assert_close(found.weights[name], weight, rtol=1e-5, atol=1e-7)
+
+
+# -- at a factor of 1, fixed factors, arguments ------------------------------------------------------------------------
+
+
+def overflowing(rank: int) -> list[tuple[str, str, bool]]:
+    found = []
+    for guard, scale_of in ((False, {}), (True, {}), (True, {"dynamic": False}), (False, {"dynamic": False})):
+        module = build().half()
+        model, optimizer = fully_shard(
+            module,
+            optimizer_of(module.parameters()),
+            fsdp_unit_modules=[Block],
+            zero_dp_strategy=2,
+            report_nan_in_param_grad=guard,
+        )
+        scale = LossScale(model, init=1.0, **scale_of)  # type: ignore[arg-type]
+        before = dict(model.full_weights())
+        x = torch.full((2, 6), math.nan if rank == 1 else 1.0).half()
+        scale.scale(model(x).float().sum()).backward()
+        error, message = "", ""
+        try:
+            scale.step(optimizer)
+        except FloatingPointError as caught:
+            error, message = type(caught).__name__, str(caught)
+        same = all(torch.equal(before[name], weight) for name, weight in model.full_weights())
+        found.append((error, message, same))
+        model.close()
+    return found
+
+
+def test_where_no_smaller_factor_helps_all_ranks_raise_and_keep_their_weights() -> None:
+    per_rank = run_ranks(overflowing, 2)
+    assert per_rank[0] == per_rank[1]
+    plain, guarded, fixed_guarded, fixed = per_rank[0]
+    assert "not finite at a loss scale of 1" in plain[1]
+    assert "report_nan_in_param_grad=True" in plain[1]
+    assert "2.linear" in guarded[1]
+    assert "on rank 1 in microbatch 1" in guarded[1]
+    assert guarded[1] == fixed_guarded[1]
+    assert all(each[2] for each in (plain, guarded, fixed_guarded))
+    assert fixed == ("", "", False), "a fixed factor skips nothing: what is not finite shows"
+
+
+@pytest.mark.usefixtures("group")
+def test_arguments_that_would_round_are_refused() -> None:
+    model = fully_shard_model(build().half())
+    for arguments, says in (
+        ({"init": 1000.0}, "loss scale 1000.0 is no power of two"),
+        ({"init": 0.5}, "from 1 to 2"),
+        ({"init": math.inf}, "no power of two"),
+        ({"backoff": 0.3}, "backoff=0.3 must be a power of two"),
+        ({"backoff": 1.0}, "below 1"),
+        ({"growth_interval": 0}, "growth_interval=0"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            LossScale(model, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="never unscaled: call unscale_"):
+        LossScale(model).update()
+    narrow = MixedPrecisionPolicy(main_params_dtype=None, allow_low_precision_grads=True)
+    with pytest.raises(ValueError, match="needs main gradients in fp32 or wider"):
+        LossScale(fully_shard_model(build().half(), mixed_precision_policy=narrow))
+    for state in ({}, {"scale": torch.tensor(3.0), "good_steps": torch.tensor(0)}):
+        with pytest.raises(ValueError, match="loss scale"):
+            LossScale(model).load_state_dict(state)
+
+
+# -- the adapter -------------------------------------------------------------------------------------------------------
+
+
+def adapter(case: Case, loss_scale: str, compute: Dtype = Dtype.fp32, growth: int = 2) -> NativeEngine:
+    config = case.config()
+    config.dtype.compute, config.dtype.loss_scale, config.dtype.loss_scale_growth_steps = compute, loss_scale, growth
+    return NativeEngine(LlamaWorkload(config), config, Ranks(0, 1, 0, torch.device("cpu")))
+
+
+def run_step(engine: NativeEngine, case: Case, step: int) -> tuple[list[float], dict[str, Tensor], float]:
+    todo = batches(case, 0, step)
+    losses = [engine.forward_backward(b, last=i == len(todo) - 1).item() for i, b in enumerate(todo)]
+    gradients = dict(engine.named_gradients())
+    return losses, gradients, engine.step(1e-3)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("strategy", [s.name for s in Strategy])
+@pytest.mark.parametrize("loss_scale", ["dynamic", "4096"])
+def test_in_fp32_a_loss_scale_changes_no_bit(strategy: str, loss_scale: str) -> None:
+    case = Case("native", strategy, 1, 2, clip=0.05)
+    plain, scaled = adapter(case, "none"), adapter(case, loss_scale)
+    for step in range(1, 5):
+        (losses, gradients, norm), other = run_step(plain, case, step), run_step(scaled, case, step)
+        assert (losses, norm) == (other[0], other[2])
+        assert all(torch.equal(gradients[name], other[1][name]) for name in gradients)
+    assert plain.scaled() is None
+    assert scaled.scaled() == ((2.0**17 if loss_scale == "dynamic" else 4096.0), False)
+    for (_, one), (_, two) in zip(plain.named_weights(), scaled.named_weights(), strict=True):
+        assert torch.equal(one, two)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_resumed_run_goes_on_with_the_same_scale() -> None:
+    case = Case("native", "optim", 1, 1)
+    first = adapter(case, "dynamic", Dtype.fp16, growth=3)
+    for step in (1, 2, 3, 4):
+        run_step(first, case, step)
+    saved = {key: value.clone() for key, value in first.state_dict().items()}
+    second = adapter(case, "dynamic", Dtype.fp16, growth=3)
+    second.load_state_dict(saved)
+    scales = set()
+    for step in range(5, 12):
+        scales.add(second.loss_scale.value if second.loss_scale else 0.0)
+        assert run_step(first, case, step)[2] == pytest.approx(
+            run_step(second, case, step)[2], abs=0, rel=0, nan_ok=True
+        )
+        assert first.scaled() == second.scaled()
+    assert len(scales) > 1, "it changed after the resume"
+    for (_, one), (_, two) in zip(first.named_weights(), second.named_weights(), strict=True):
+        assert torch.equal(one, two)
+    with pytest.raises(ValueError, match="this has"):
+        second.load_state_dict({key: value for key, value in saved.items() if "loss_scale" not in key})
+    with pytest.raises(ValueError, match="state holds a loss scale"):
+        adapter(case, "none", Dtype.fp16).load_state_dict(saved)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_record_tells_the_scale_and_what_was_skipped(tmp_path: Path) -> None:
+    config = small_config(
+        engine__name=EngineName.native, dtype__compute=Dtype.fp16, dtype__loss_scale="dynamic", train__steps=6,
+        measure__capture_steps=[],
+    )  # fmt: skip
+    config.dtype.loss_scale = str(2.0**40)
+    train(config, tmp_path / "fixed")
+    fixed = read_metrics(tmp_path / "fixed" / "metrics.jsonl")
+    assert [line["loss_scale"] for line in fixed] == [2.0**40] * 6
+    assert not any(line["skipped"] for line in fixed)
+    assert not math.isfinite(float(fixed[0]["grad_norm"])), "a fixed scale skips nothing"
+    config.dtype.loss_scale = "dynamic"
+    train(config, tmp_path / "dynamic")
+    lines = read_metrics(tmp_path / "dynamic" / "metrics.jsonl")
+    for line, following in pairwise(lines):
+        assert following["loss_scale"] == line["loss_scale"] / (2 if line["skipped"] else 1)
+        assert line["skipped"] == math.isnan(float(line["grad_norm"]))
+    assert not lines[-1]["skipped"]

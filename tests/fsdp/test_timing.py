@@ -1,0 +1,260 @@
+"""Delays, another order of readiness and poisoned memory change no bit; engines that rely on luck are caught."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.fsdp import Strategy, fully_shard
+from harness.fsdp.communicator import Communicator, Pending
+from harness.fsdp.peer_memory import Laid
+from harness.fsdp.readiness import Readiness
+from tests.fsdp.jitter import Branches, Branching, Delays, poisoned_buffers
+from tests.fsdp.trial import WAYS, Way
+from tests.spawn import run_ranks
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: str
+    numerics: str
+    k: int
+    way: Way
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """delays: seed of sleeps before collectives and updates and after forwards. late: ranks they are for."""
+
+    delays: int | None = None
+    late: tuple[int, ...] | None = None
+    shuffled: bool = False
+    poisoned: bool = False
+
+
+NONE = Disturbance()
+ALL = Disturbance(delays=1, shuffled=True, poisoned=True)
+DISTURBANCES = (
+    Disturbance(delays=2),
+    Disturbance(delays=3, late=(1,)),
+    Disturbance(shuffled=True),
+    Disturbance(poisoned=True),
+    ALL,
+)
+
+CASES = [
+    Case(strategy.name, numerics, k, WAYS[place % 3])
+    for place, (strategy, numerics, k) in enumerate(product(Strategy, ("ordered", "fast"), (1, 2)))
+]
+
+
+@dataclass
+class Bits:
+    """Everything a run says about its numbers."""
+
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+    def differs(self, other: Bits) -> str:
+        if self.losses != other.losses:
+            return f"losses {self.losses} and {other.losses}"
+        if self.norms != other.norms:
+            return f"norms {self.norms} and {other.norms}"
+        wrong = [name for name, value in self.weights.items() if not torch.equal(value, other.weights[name])]
+        return f"weights {wrong}" if wrong else ""
+
+
+def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
+    model = Branching()
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, eps=1e-3)
+    with ExitStack() as stack:
+        stack.enter_context(case.way.taken())
+        if disturbance.poisoned:
+            stack.enter_context(poisoned_buffers())
+        wrapped, optimizer = fully_shard(
+            model,
+            optimizer,
+            fsdp_unit_modules=[Branches],
+            zero_dp_strategy=case.strategy,
+            numerics=case.numerics,
+            eager_limit_bytes=case.way.eager_limit,
+            grad_divisor=size * case.k,
+        )
+        if disturbance.delays is not None:
+            delays = Delays(rank, disturbance.delays, ranks=disturbance.late)
+            stack.enter_context(delays.before_collectives())
+            stack.enter_context(delays.around(model, optimizer))
+        order = random.Random(100 + rank)
+        bits = Bits([], [], {})
+        for step in range(STEPS):
+            for index in range(case.k):
+                if disturbance.shuffled:
+                    model.shuffle(order)
+                generator = torch.Generator().manual_seed(100 * step + 10 * index + rank)
+                wrapped.set_model_auto_sync(index == case.k - 1)
+                loss = wrapped(torch.randn(2, 12, generator=generator)).square().mean()
+                bits.losses.append(loss.item())
+                loss.backward()
+            bits.norms.append(wrapped.clip_grad_norm_(0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        bits.weights = dict(wrapped.full_weights())
+        wrapped.close()
+    return bits
+
+
+def disturbed(rank: int, size: int) -> list[str]:
+    found = []
+    for case in CASES:
+        calm = run_one(rank, size, case, NONE)
+        differences = {each: run_one(rank, size, case, each).differs(calm) for each in DISTURBANCES}
+        found += [f"rank {rank} {case} {each}: {told}" for each, told in differences.items() if told]
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_disturbances_change_no_bit(size: int) -> None:
+    assert run_ranks(disturbed, size, size) == [[]] * size
+
+
+# -- engines that rely on luck -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def frees_before_others_have_taken() -> Iterator[None]:
+    """`wait` returns when this rank has what it gets, and does not wait for what others take from it."""
+
+    def wait(self: Pending) -> None:
+        self.receive()
+        _KEPT.append(self.outgoing)  # a work that is dropped may wait
+        self.outgoing = []
+
+    with mock.patch.object(Pending, "wait", wait):
+        yield
+
+
+_KEPT: list[Any] = []
+
+
+@contextmanager
+def sums_before_all_has_come() -> Iterator[None]:
+    """Contributions are summed without waiting for the messages that bring them."""
+    receive = Communicator.receive
+
+    def unwaited(self: Communicator, *args: Any) -> list[Any]:
+        _KEPT.append(receive(self, *args))
+        return []
+
+    with mock.patch.object(Communicator, "receive", unwaited):
+        yield
+
+
+@contextmanager
+def is_over_at_the_last_parameter() -> Iterator[None]:
+    """A unit counts as over when the parameter that autograd reaches last in definition order has its gradient."""
+
+    def is_over(self: Readiness) -> bool:
+        return bool(self.params) and id(self.params[0]) in self._arrived
+
+    note = Readiness.note_gradient
+
+    def note_gradient(self: Readiness, param: Any) -> None:
+        note(self, param)
+
+    with (
+        mock.patch.object(Readiness, "is_over", property(is_over)),
+        mock.patch.object(Readiness, "note_gradient", note_gradient),
+    ):
+        yield
+
+
+@contextmanager
+def reads_without_being_told() -> Iterator[None]:
+    """A peer's address is remembered from the last time, and read from before the peer says that the data is there."""
+    known: dict[tuple[int, int], list[int]] = {}
+    read = Laid.read
+
+    def hasty(self: Laid, index: int, into: Tensor, offset: int = 0) -> None:
+        key = (self.peer, self._tag)
+        if self._work is not None and key in known and into.numel() and self.memory is not None:
+            self.memory.read(self.peer, known[key][index] + offset, into)
+            return
+        read(self, index, into, offset)
+        known[key] = self._addresses
+
+    with mock.patch.object(Laid, "read", hasty):
+        yield
+
+
+@dataclass(frozen=True)
+class Mutant:
+    engine: Callable[[], Any]
+    case: Case
+    by: Disturbance
+
+
+MESSAGES, LATE_READS = WAYS[0], WAYS[1]
+MUTANTS = {
+    "poison": Mutant(
+        frees_before_others_have_taken,
+        Case("optim_grads", "fast", 2, LATE_READS),
+        Disturbance(delays=4, late=(1,), poisoned=True),
+    ),
+    "delays of collectives": Mutant(
+        sums_before_all_has_come,
+        Case("optim_grads", "fast", 1, MESSAGES),
+        Disturbance(delays=5, late=(1,)),
+    ),
+    "delays of updates": Mutant(
+        reads_without_being_told,
+        Case("optim", "fast", 1, LATE_READS),
+        Disturbance(delays=6, late=(1,)),
+    ),
+    "readiness": Mutant(
+        is_over_at_the_last_parameter,
+        Case("optim_grads", "fast", 1, MESSAGES),
+        Disturbance(shuffled=True),
+    ),
+}
+
+
+def mutated(rank: int, size: int, name: str) -> str:
+    mutant = MUTANTS[name]
+    calm = run_one(rank, size, mutant.case, NONE)
+    with mutant.engine():
+        return run_one(rank, size, mutant.case, mutant.by).differs(calm)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_an_engine_that_relies_on_luck_is_caught(name: str) -> None:
+    try:
+        differences = run_ranks(mutated, 2, 2, name)
+    except Exception as error:  # a crash or a refusal catches it as well
+        print(name, str(error)[-300:])
+        return
+    print(name, differences)
+    assert any(differences)
+
+
+def lucky(rank: int, size: int, name: str) -> str:
+    case = MUTANTS[name].case
+    calm = run_one(rank, size, case, NONE)
+    with MUTANTS[name].engine():
+        return run_one(rank, size, case, NONE).differs(calm)
+
+
+def test_without_the_disturbance_luck_holds() -> None:
+    """The others race undisturbed as well, and win or lose."""
+    assert run_ranks(lucky, 2, 2, "readiness") == ["", ""]
