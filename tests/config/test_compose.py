@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from harness.config.capabilities import ENGINES
 from harness.config.catalog import NULLABLE, load_catalog
 from harness.config.compose import compose, compose_cell, composed, load_config
 from harness.config.derived import global_microbatches, microbatches_per_rank, parameter_count
@@ -22,10 +21,9 @@ from harness.config.schema import Config, EngineName, Strategy
 DRY = "launch.dry_run=true"
 NEEDS = {
     "data=text": [f"data.path={__file__}", "data.seq_len=16"],
-    "mesh=two_by_two": ["engine=fsdp2"],
     "sharp=dp_outer": ["mesh=two_by_two"],
-    "sharding=hsdp": ["engine=fsdp2", "mesh=two_by_two"],
-    "sharding=hfsdp": ["engine=megatron_fsdp", "mesh=two_by_two"],
+    "sharding=hsdp": ["mesh=two_by_two"],
+    "sharding=hfsdp": ["mesh=two_by_two"],
     "engine=ext": ["engine.adapter=tests.engines.adapter:Adapter", "sharding=optim"],
     "data=tokens": [f"data.path={__file__}", "model.vocab_size=65536", "data.seq_len=16", "data.header_bytes={odd}"],
 }
@@ -45,8 +43,6 @@ LEAVES = [f"{g}={o}" for g, options in load_catalog().options.items() if g != "s
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_every_option_composes(leaf: str) -> None:
-    if leaf == "sharp=dp_outer" and not ENGINES[EngineName.native].hybrid:
-        pytest.skip("no engine both has an outer axis and creates its communicators in order")
     elsewhere = ["cluster=slurm"] if leaf.startswith("model=") else []  # this machine may be too small
     cell = compose([leaf, *_needs(leaf), *elsewhere, DRY])
     group, option = leaf.split("=")
