@@ -101,7 +101,9 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer)
     """
     if model._sharded_optimizer is not None:
         raise ValueError("the model has an optimizer already; put all parameter groups into one")
-    sharded = optim.ShardedOptimizer(optimizer, model.buckets, model.numerics)
+    sharded = optim.ShardedOptimizer(
+        optimizer, model.buckets, model.numerics, decoupled=model.options.use_decoupled_grad
+    )
     model._sharded_optimizer = sharded
 
     def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

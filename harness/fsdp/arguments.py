@@ -23,7 +23,6 @@ UNBUILT = {
     "keep_fp8_transpose_cache": False,
     "fsdp_db_use_persist_buf_on_alloc_fail": False,
     "enable_fine_grained_param_gather": False,
-    "use_decoupled_grad": False,
     "cuda_graph_mode": False,
     "maxpool_double_buffer": False,
 }

@@ -144,8 +144,11 @@ class Gradients:
 
     def adopt(self, index: int) -> None:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket."""
-        if not self.concat:
-            _adopt(self.params[index], self._views[index], fresh=index in self._unwritten)
+        param = self.params[index]
+        if getattr(param, ADDED, False):
+            param.grad, param.grad_added_to_main_grad = self._views[index], False  # type: ignore[attr-defined]
+        elif not self.concat:
+            _adopt(param, self._views[index], fresh=index in self._unwritten)
         self._unwritten.discard(index)
 
     def written_by(self, index: int) -> Tensor:
@@ -154,7 +157,7 @@ class Gradients:
         if index in self._unwritten:
             self._views[index].zero_()
             self._unwritten.discard(index)
-        self.params[index].grad = self._views[index]
+        self.params[index].grad = None  # what autograd brings goes elsewhere first: it may be a stand-in
         return self._views[index]
 
     def settle(self) -> None:
@@ -241,6 +244,11 @@ class Gradients:
             used += own_numel * self._main.itemsize
             total += self._main.nbytes
         return used, total - used
+
+
+ADDED = "grad_added_to_main_grad"
+"""Attribute that a kernel of Megatron's protocol sets: it has added a weight's gradient to `get_main_grad()` itself,
+and what autograd gets of it is a stand-in without meaning."""
 
 
 def view_of(bucket: Tensor, begin: int, slot: Slot) -> Tensor:

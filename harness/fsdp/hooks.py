@@ -250,7 +250,8 @@ class HookDriver:
         """What `param.get_main_grad()` gives to a kernel that adds a weight's gradient itself.
 
         Flat storage in the parameter's shape and in the dtype its gradients wait in. The kernel adds to it, within the
-        backward, and gives autograd no gradient for that weight.
+        backward, and gives autograd no gradient for that weight; or a stand-in, and says so by setting
+        `param.grad_added_to_main_grad` (TransformerEngine's way).
 
         Raises:
             NotImplementedError: under grad_buffer=concat there is no such place.

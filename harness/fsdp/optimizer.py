@@ -53,6 +53,7 @@ class ShardedOptimizer:
     Args:
         optimizer: built over the module's own parameters; its groups are rewritten in place.
         buckets: in model order.
+        decoupled: the optimizer reads `decoupled_grad`; one of torch's own would find no gradient and do nothing.
 
     Raises:
         TypeError: the optimizer needs whole tensors.
@@ -65,8 +66,16 @@ class ShardedOptimizer:
         optimizer: torch.optim.Optimizer,
         buckets: Sequence[Bucket],
         numerics: Numerics,
+        *,
+        decoupled: bool = False,
     ) -> None:
         _refuse_whole_tensor_updates(optimizer)
+        self.decoupled = decoupled
+        if decoupled and type(optimizer).__module__.startswith("torch.optim"):
+            raise ValueError(
+                f"use_decoupled_grad=True hands gradients over as `decoupled_grad`, which {type(optimizer).__name__} of"
+                " torch does not read: it would update nothing. Use an optimizer that does, or use_decoupled_grad=False"
+            )
         if numerics.bitwise:
             _refuse_updates_that_see_cuts(optimizer, buckets)
         if optimizer.state:
@@ -80,14 +89,19 @@ class ShardedOptimizer:
                 group.update({name: False for name in ("fused", "foreach") if name in group})
 
     def attach(self) -> None:
-        """Give every run its main gradient as `.grad`, in the main weights' dtype."""
+        """Give every run its main gradient as `.grad`, in the main weights' dtype, or `.decoupled_grad`, in its own."""
         for flat in self.runs:
-            flat.weight.grad = flat.grad.to(flat.weight.dtype)
+            if self.decoupled:
+                flat.weight.decoupled_grad = flat.grad  # type: ignore[attr-defined]
+            else:
+                flat.weight.grad = flat.grad.to(flat.weight.dtype)
 
     def detach(self) -> None:
         """Take the gradients away again."""
         for flat in self.runs:
             flat.weight.grad = None
+            if self.decoupled:
+                flat.weight.decoupled_grad = None  # type: ignore[attr-defined]
 
     def state_bytes(self) -> tuple[int, int]:
         """Bytes of the optimizer's state on this rank: (for parameters, for padding). Step counters are left out."""

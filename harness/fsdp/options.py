@@ -35,6 +35,8 @@ class Options:
     """Whether autograd writes gradients into flat storage, or they are copied together."""
     offload_optimizer: bool = False
     """Main weights, main gradients and optimizer state lie in host memory and are stepped there."""
+    use_decoupled_grad: bool = False
+    """Main gradients are given to the optimizer as `decoupled_grad`, in their own dtype, and `grad` stays None."""
     separate_gather_group: bool | None = None
     """A communicator for gathers alone; None: on CUDA."""
     report_nan_in_param_grad: bool = False

@@ -197,6 +197,5 @@ def test_one_small_all_reduce_where_a_check_is_due() -> None:
 
 
 def test_a_negative_interval_is_refused() -> None:
-    comm: Any = None
     with pytest.raises(ValueError, match=r"check_replicas_every=-1 must be a number of steps, or 0 for never"):
-        ReplicaCheck(list, comm, -1)
+        ReplicaCheck(list, -1)

@@ -136,7 +136,7 @@ def _train(rank: int, run: Run) -> Trained:
     sharded: ShardedOptimizer | None = None
     if run.by_hand:
         model = ShardedModel(module, unit_modules=[Block], strategy=run.strategy, **arguments)
-        sharded = ShardedOptimizer(optimizer, model.buckets, model._comm, model.numerics)
+        sharded = ShardedOptimizer(optimizer, model.buckets, model.numerics)
         model._sharded_optimizer = sharded
     else:
         model, optimizer = fully_shard(

@@ -303,7 +303,7 @@ def test_every_allocation_of_a_bucket_is_surrounded() -> None:
         yield
         log.append("out")
 
-    memory = BucketMemory(CPU, allocating)
+    memory = BucketMemory(CPU, allocating=allocating)
     bucket = memory.take(8, torch.float32)
     assert log == ["in", "out"]
     memory.give_back(bucket)

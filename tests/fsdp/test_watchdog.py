@@ -206,7 +206,7 @@ def mismatched(rank: int) -> list[Told]:
         dist.barrier()
     _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), "optim", check_collectives=True)
     values = torch.zeros(2 if rank == 2 else 3, dtype=torch.float64)
-    found.append(provoke(lambda: wrapped._comm.sum_scalars(values, "lengths")))  # type: ignore[func-returns-value]
+    found.append(provoke(lambda: wrapped._everyone.sum_scalars(values, "lengths")))  # type: ignore[func-returns-value]
     return found
 
 
