@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from harness.fsdp import model
+from harness.fsdp import model, units
 from harness.fsdp.gather import GatherPipeline
 from harness.fsdp.hooks import HookDriver
 from harness.fsdp.memory import BucketMemory
@@ -18,7 +18,7 @@ from harness.fsdp.reduce import ReducePipeline
 from tests.fsdp.behaviours.lab import Broken, Lab, Mutant, behaviour, first_line, live_bytes
 from tests.fsdp.behaviours.models import Block, Branches, Net, loss_of, seeded
 from tests.fsdp.behaviours.sharding_memory import ONE_UNIT
-from tests.fsdp.behaviours.subject import Setup
+from tests.fsdp.behaviours.subject import NotOffered, Setup
 
 UNITS = 3
 _end_forward, _end_backward = GatherPipeline.end_forward, HookDriver._end_backward
@@ -90,7 +90,7 @@ def reduces_each_microbatch(lab: Lab) -> str:
     return f"reduce-scatters of 4 buckets for k = 1 and 3: {told[0]} and {told[1]}"
 
 
-_plan_units = model.plan_units
+_plan_units: Any = units.plan_units
 
 
 @behaviour(
@@ -157,33 +157,36 @@ def _first_come(self: ReducePipeline, unit: Any) -> None:
     ),
 )
 def one_order(lab: Lab) -> str:
-    make = seeded(Branches)
-    paths = {"optim_grads": ([0, 1, 2], [2, 0, 1]), "optim_grads_params": ([0, 1, 2], [0, 2])}
-    for strategy, path in paths.items():
+    # Two units in the first case, and orders compared before anything is waited for: ranks in different orders would
+    # wait for each other.
+    paths = {"optim_grads": (2, ([0, 1], [1, 0])), "optim_grads_params": (3, ([0, 1, 2], [0, 2]))}
+    for strategy, (count, path) in paths.items():
+        make = seeded(Branches, count)
         subject = lab.build(make, Setup(strategy, (Block,)))
         subject.module.path = path[lab.rank]
         with lab.counting() as traffic:
             try:
                 lab.accumulate(subject)
-                subject.finish()
-            except RuntimeError as error:
+            except RuntimeError as failure:
                 issued = ", ".join(traffic.order_so_far())
-                raise Broken(f"{strategy}: rank {lab.rank} issued {issued}, and then: {first_line(error)}") from error
+                told = f"{strategy}: rank {lab.rank} issued {issued}, and then: {first_line(failure)}"
+                raise Broken(told) from failure
         orders = lab.everywhere(traffic.order)
         # Gathers and reductions are on communicators of their own, or told apart by tags: each kind has one order.
         for kind in ("all_gather", "reduce_scatter"):
             each = [[name.split(" ")[1] for name in order if name.startswith(kind)] for order in orders]
             shown = "; ".join(", ".join(names) for names in each)
             lab.must(each[0] == each[1], f"{strategy}: {kind} in different orders: {shown}")
-        error = lab.error(subject.gradients(), _branched(lab, path))
+        subject.finish()
+        error = lab.error(subject.gradients(), _branched(lab, count, path))
         lab.claim(error < 1e-5, f"{strategy}: gradients off by {error:.1e}")
     return "one order where ranks call units in different orders (ZeRO-2), and where one leaves a unit out (ZeRO-3)"
 
 
-def _branched(lab: Lab, paths: tuple[list[int], list[int]]) -> dict[str, torch.Tensor]:
-    module = seeded(Branches)().double()
+def _branched(lab: Lab, count: int, paths: tuple[list[int], list[int]]) -> dict[str, torch.Tensor]:
+    module: Any = seeded(Branches, count)().double()
     for rank, path in enumerate(paths):
-        module.path = path  # type: ignore[assignment]
+        module.path = path
         (loss_of(module, lab.batches(1, 0, rank)[0]) / lab.world).backward()
     return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters()}
 
@@ -226,6 +229,8 @@ def _peak_units(lab: Lab, setup: Setup) -> float:
     ),
 )
 def prefetch_is_capped(lab: Lab) -> str:
+    if lab.subject.name == "megatron_fsdp":
+        raise NotOffered("its limit is half a billion elements, which this model does not reach; none can be given")
     peak = _peak_units(lab, Setup(units=(Block,)))
     lab.claim(peak < 3, f"weights of {peak:.1f} of 6 units at once, the root's included")
     return f"weights of {peak:.1f} units at once at most, the root's (0.3) and its staging included"

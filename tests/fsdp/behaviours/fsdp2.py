@@ -18,7 +18,6 @@ class Fsdp2(Subject):
     """`torch.distributed.fsdp.fully_shard`. Its optimizer is made over the sharded parameters."""
 
     name: ClassVar[str] = "fsdp2"
-    model: nn.Module
 
     def _build(self, make: Make, optimize: Optimize) -> None:
         setup = self.setup

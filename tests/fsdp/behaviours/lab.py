@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -184,11 +183,6 @@ class Lab:
             losses.append(self.accumulate(subject, k, step))
             subject.step()
         return losses
-
-    def train_on(self, subject: Subject, steps: int) -> None:
-        """Whole steps, also where the caller has gradients off."""
-        with torch.enable_grad():
-            self.train(subject, steps)
 
     def plain(self, make: Make, k: int = 1, step: int = 0) -> dict[str, Tensor]:
         """Gradients of the same step by one process in fp64."""

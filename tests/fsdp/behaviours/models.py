@@ -96,7 +96,7 @@ class PartlyFrozen(nn.Module):
         for param in self.blocks[1].parameters():
             param.requires_grad_(False)
         for block in (self.blocks[0], self.blocks[2]):
-            for param in block.up.parameters():
+            for param in block.get_submodule("up").parameters():
                 param.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class Experts(nn.Module):
             made.append(nn.Linear(DIM, DIM, bias=False))
         self.experts = nn.ModuleList(made if group is None else [made[own]])
         for param in self.experts.parameters():
-            param.allreduce = False
+            param.allreduce = False  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.dense(x)
@@ -300,7 +300,7 @@ class FusedNet(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(FusedBlock() for _ in range(2))
         for block in self.blocks:
-            block.fused = fused
+            block.fused = fused  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -365,7 +365,8 @@ def loss_of(model: Any, data: Batch) -> Tensor:
     dtype = getattr(model, "input_dtype", None) or next(iter(model.parameters())).dtype
     out = model(x.to(dtype))
     wide = torch.promote_types(out.dtype, torch.float32)
-    return (out.to(wide) - target.to(wide)).square().mean()
+    loss: Tensor = (out.to(wide) - target.to(wide)).square().mean()
+    return loss
 
 
 def plain_gradients(make: Make, batches: Sequence[Batch] | Iterable[Batch]) -> dict[str, Tensor]:

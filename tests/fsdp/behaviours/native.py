@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
-from harness.fsdp.model import ShardedModel
 from tests.fsdp.behaviours.models import Make
 from tests.fsdp.behaviours.subject import INNER, OUTER, Optimize, Setup, Subject, dense_mesh, expert_mesh
 
@@ -19,7 +18,6 @@ class Native(Subject):
     """`harness.fsdp.fully_shard`."""
 
     name: ClassVar[str] = "native"
-    model: ShardedModel
 
     def _build(self, make: Make, optimize: Optimize) -> None:
         setup = self.setup
@@ -70,7 +68,7 @@ class Native(Subject):
         return any(bucket.main_grads is not None for bucket in homes)
 
     def clip(self, max_norm: float) -> float:
-        return self.model.clip_grad_norm_(max_norm)
+        return float(self.model.clip_grad_norm_(max_norm))
 
     def gathered(self) -> list[str]:
         return [

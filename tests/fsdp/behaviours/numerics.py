@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.fsdp import api
+from harness.fsdp import api, model
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.collectives import PeerReduction
 from harness.fsdp.gather import GatherPipeline
@@ -125,10 +125,9 @@ def _averaging(lab: Lab) -> str:
         subject = lab.build(make, Setup(units=(Block,), options={"average_in_collective": True}))
     except (NotOffered, NotImplementedError):
         return "average_in_collective is refused"
-    except Exception as error:  # whatever it is, it is no refusal
-        lab.claim(
-            False, f"k = 1, 2, 4 are right, but average_in_collective: {type(error).__name__}: {first_line(error)}"
-        )
+    except Exception as failure:  # whatever it is, it is no refusal
+        told = f"{type(failure).__name__}: {first_line(failure)}"
+        lab.claim(False, f"k = 1, 2, 4 are right, but average_in_collective: {told}")
         return ""
     lab.accumulate(subject)
     error = lab.error(subject.gradients(), lab.plain(make))
@@ -136,7 +135,7 @@ def _averaging(lab: Lab) -> str:
     return f"average_in_collective off by {error:.0e}"
 
 
-_ShardedModel = api.ShardedModel
+_ShardedModel = model.ShardedModel
 
 
 @behaviour(

@@ -17,6 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torch._C._distributed_c10d import FileStore, PrefixStore
+
 HOLDS, FAILS, NOT_OFFERED, SILENT = "holds", "fails", "not offered", "no answer"
 
 
@@ -99,22 +101,21 @@ def _rank(rank: int, ranks: int, folder: str, trials: list[Trial], timeout: floa
     import logging
 
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     import_module("tests.fsdp.behaviours.catalog")
     gc.collect()
     gc.freeze()  # what is there already is no engine's: looking for tensors then takes milliseconds
-    store = dist.FileStore(f"{folder}/store", ranks)
+    store = FileStore(f"{folder}/store", ranks)
     code = 1
     try:
         for number, trial in enumerate(trials):
-            answer = _answer(rank, ranks, trial, dist.PrefixStore(str(number), store), timeout)
+            answer = _answer(rank, ranks, trial, PrefixStore(str(number), store), timeout)
             part = Path(folder) / f"{number}-{rank}.part"
             part.write_bytes(pickle.dumps(answer))
             part.rename(part.with_suffix(".pkl"))
-            _meet(dist.PrefixStore(f"after {number}", store), rank, ranks)
+            _meet(PrefixStore(f"after {number}", store), rank, ranks)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -139,12 +140,12 @@ def _answer(rank: int, ranks: int, trial: Trial, store: Any, timeout: float) -> 
             fact = behaviour.check(lab)
             lab.close()
         answer = Answer(HOLDS, fact)
-        _meet(dist.PrefixStore("held", store), rank, ranks, patience=timeout)
+        _meet(PrefixStore("held", store), rank, ranks, patience=timeout)
     except NotOffered as reason:
         answer = Answer(NOT_OFFERED, str(reason))
     except Broken as measured:
         answer = Answer(FAILS, str(measured))
-        _meet(dist.PrefixStore("held", store), rank, ranks, patience=timeout)
+        _meet(PrefixStore("held", store), rank, ranks, patience=timeout)
     except Exception as error:
         answer = Answer(FAILS, f"{type(error).__name__}: {first_line(error)}", traceback.format_exc())
     finally:

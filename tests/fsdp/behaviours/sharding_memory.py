@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from harness.fsdp import api, layout, model
+from harness.fsdp import api, layout, model, units
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.layout import BucketLayout
 from harness.fsdp.memory import BucketMemory
@@ -35,7 +35,7 @@ from tests.fsdp.behaviours.models import (
 )
 from tests.fsdp.behaviours.subject import NotOffered, Setup, adamw, expert_mesh, sgd
 
-_plan_units, _fully_shard_model = model.plan_units, api.fully_shard_model
+_plan_units, _fully_shard_model = units.plan_units, api.fully_shard_model
 
 
 def _planning(replacement: Any) -> Any:
@@ -164,14 +164,16 @@ def empty_shards(lab: Lab) -> str:
 # -- 5, 6: groups ------------------------------------------------------------------------------------------------------
 
 
-def _mixed() -> nn.Module:
-    net = PartlyFrozen()
+def _mixed() -> Any:
+    net: Any = PartlyFrozen()
     for block in net.blocks:
         block.up.weight.data = block.up.weight.data.bfloat16()
     return net
 
 
-@behaviour("5", "Parameters of different dtype, requires_grad or unit are never in one buffer.", ONE_UNIT)
+@behaviour(
+    "5", "Parameters of different dtype, requires_grad or unit never share a buffer or travel together.", ONE_UNIT
+)
 def groups_are_apart(lab: Lab) -> str:
     make = seeded(_mixed)
     kinds = {name: (p.dtype, p.requires_grad, name.split(".")[1]) for name, p in make().named_parameters()}
@@ -180,7 +182,7 @@ def groups_are_apart(lab: Lab) -> str:
     for group in groups:
         for place, what in enumerate(("dtype", "requires_grad", "unit")):
             found = {kinds[name][place] for name in group}
-            lab.claim(len(found) == 1, f"one buffer holds {what} {', '.join(sorted(map(str, found)))}")
+            lab.claim(len(found) == 1, f"what travels together has {what} {', '.join(sorted(map(str, found)))}")
     return f"{len(groups)} buffers, each of one dtype, requires_grad and unit"
 
 

@@ -72,14 +72,14 @@ class Subject(ABC):
 
     name: ClassVar[str]
 
-    model: Callable[..., Any]
-    optimizer: torch.optim.Optimizer
-    module: nn.Module
+    model: Any
+    optimizer: Any
+    module: Any
 
     def __init__(self, make: Make, optimize: Optimize, setup: Setup) -> None:
         self.setup = setup
         self._build(make, optimize)
-        self.model.input_dtype = setup.compute  # type: ignore[attr-defined]
+        self.model.input_dtype = setup.compute
 
     @abstractmethod
     def _build(self, make: Make, optimize: Optimize) -> None:
@@ -116,7 +116,7 @@ class Subject(ABC):
 
     @abstractmethod
     def groups(self) -> list[list[str]]:
-        """Names of the parameters whose storage is one buffer and travels together."""
+        """Names of the parameters that share a buffer or travel in one collective."""
 
     @abstractmethod
     def has_gradient_storage(self, name: str) -> bool:
