@@ -1,0 +1,243 @@
+"""Behaviours 37 to 47: what is reported, loaded, and how parameters outside the plan are treated."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp import model, state, units
+from harness.fsdp.buffer import Bucket
+from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.guards import GradientGuard
+from harness.fsdp.model import ShardedModel
+from tests.fsdp.behaviours.lab import ALL, SHARDED, Lab, Mutant, behaviour, first_line
+from tests.fsdp.behaviours.models import Batch, Block, Net, Unused, batch, loss_of, seeded
+from tests.fsdp.behaviours.subject import Setup, Subject, sgd
+
+
+class Poisoned(torch.autograd.Function):
+    """Identity whose gradient has a NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient.view(-1)[0] = float("nan")
+        return gradient
+
+
+class Watched(nn.Module):
+    """Two units; one parameter of the second gets a NaN for a gradient where `poison` says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Weight() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Weight(nn.Module):
+    """A unit of one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(8, 8) / 3)
+        self.poison = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        # torch leaves Function.apply unannotated
+        matrix = Poisoned.apply(self.matrix) if self.poison else self.matrix  # type: ignore[no-untyped-call]
+        return x + torch.tanh(x @ matrix)
+
+
+@behaviour(
+    "37",
+    "A NaN in any rank's gradient is reported with the parameter's name when the check is on.",
+    Mutant(
+        "nobody looks at the gradients",
+        lambda: mock.patch.object(GradientGuard, "look"),
+    ),
+)
+def nan_is_named(lab: Lab) -> str:
+    subject = lab.build(seeded(Watched), Setup(units=(Weight,), options={"report_nan_in_param_grad": True}))
+    subject.module.blocks[1].poison = lab.rank == 1
+    told = ""
+    try:
+        lab.accumulate(subject)
+        subject.finish()
+    except Exception as error:  # its kind is the engine's choice, and part of what is measured
+        told = f"{type(error).__name__}: {error}"
+    everywhere = lab.everywhere(told) if lab.subject.name == "native" else [told]
+    raised = [each for each in everywhere if each]
+    if lab.rank == 1 or lab.subject.name == "native":
+        lab.claim(bool(raised), "nothing is reported")
+        named = all("blocks.1.matrix" in each for each in raised)
+        lab.claim(named, f"reported without a name: {raised[0][:90] if raised else ''}")
+    if lab.subject.name == "native":
+        lab.claim(len(raised) == lab.world, f"reported on {len(raised)} of {lab.world} ranks")
+        subject.optimizer.zero_grad()
+    return f"{raised[0][:110] if raised else 'nothing'} ... on {len(raised)} ranks"
+
+
+# -- 41, 42: state -----------------------------------------------------------------------------------------------------
+
+
+def _loads_main_alone(self: ShardedModel, values: Any) -> None:
+    state.load_local_state(self.buckets, self._require_optimizer(), values)
+    self.zero_grad()
+
+
+@behaviour(
+    "41",
+    "Loaded weights are those of the very next forward.",
+    Mutant(
+        "main weights are loaded, compute weights are not refreshed",
+        lambda: mock.patch.object(ShardedModel, "load_local_state", _loads_main_alone),
+    ),
+)
+def loaded_at_once(lab: Lab) -> str:
+    data = batch(99)
+    for strategy in lab.each(SHARDED):
+        with lab.asking():
+            for evaluated in (False, True):
+                subject = lab.build(seeded(Net), Setup(strategy, (Block,)), sgd(momentum=0.9))
+                lab.train(subject, 1)
+                saved = subject.save()
+                at_save = _loss(subject, data)
+                lab.train(subject, 2)
+                when = "a forward without gradients" if evaluated else "a step"
+                if evaluated:
+                    lab.claim(abs(_loss(subject, data) - at_save) > 1e-6, f"{strategy}: two steps changed nothing")
+                subject.load(saved)
+                after = _loss(subject, data)
+                told = f"{strategy}, loaded after {when}: the next loss is {after:.6f}, {at_save:.6f} when saved"
+                lab.claim(after == at_save, told)
+    return f"the first loss after loading equals the one at saving to the bit{lab.without}"
+
+
+def _loss(subject: Subject, data: Batch) -> float:
+    with torch.no_grad():
+        return loss_of(subject.model, data).item()
+
+
+_load_local_state = state.load_local_state
+
+
+def _forgiving(buckets: Any, optimizer: Any, values: Any) -> None:
+    held = state.local_state(buckets, optimizer)
+    _load_local_state(buckets, optimizer, {key: values.get(key, value) for key, value in held.items()})
+
+
+@behaviour(
+    "42",
+    "Missing and unexpected keys raise.",
+    Mutant(
+        "what is missing is left, what is unexpected is dropped",
+        lambda: mock.patch.object(state, "load_local_state", _forgiving),
+    ),
+)
+def strict_keys(lab: Lab) -> str:
+    subject = lab.build(seeded(Net), Setup(units=(Block,)), sgd(momentum=0.9))
+    lab.train(subject, 1)
+    saved = subject.save()
+    told = []
+    for missing in (True, False):
+        try:
+            subject.load(subject.tampered(saved, missing=missing))
+        except (RuntimeError, ValueError, KeyError) as error:
+            lab.claim(("issing" if missing else "nobody") in str(error), f"it says: {first_line(error)}")
+            told.append(type(error).__name__)
+            continue
+        lab.claim(False, f"a state with a key {'missing' if missing else 'too many'} is loaded without a word")
+    return f"missing: {told[0] if told else ''}, unexpected: {told[-1] if told else ''}"
+
+
+# -- 45, 47: defaults, and parameters outside the plan -----------------------------------------------------------------
+
+_plan_units = units.plan_units
+
+
+def _average_size(module: nn.Module, classes: Any) -> Any:
+    sum(p.numel() for p in module.parameters()) // len(classes)
+    return _plan_units(module, classes)
+
+
+@behaviour(
+    "45",
+    "Without a unit list every strategy works.",
+    Mutant(
+        "a limit is computed from the mean size of the listed units",
+        lambda: mock.patch.object(model, "plan_units", _average_size),
+    ),
+)
+def defaults(lab: Lab) -> str:
+    make = seeded(Net)
+    worst = 0.0
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            subject = lab.build(make, Setup(strategy))
+            lab.train(subject, 2)
+            error = lab.error(subject.weights(), lab.trained(make, sgd(), 2))
+            worst = max(worst, error)
+            lab.claim(error < 1e-5, f"{strategy}: weights after 2 steps off by {error:.1e}")
+    return f"weights after 2 steps off by at most {worst:.0e}{lab.without}"
+
+
+def _root_is_forgotten(self: GatherPipeline) -> None:
+    self._begin([unit for unit in self.order if not unit.is_root])
+    self._ran, self._late = [], False
+
+
+def _sent_as_it_lies(self: Bucket) -> None:
+    for index in self._unwritten:
+        self._grad_views[index].fill_(7.0)  # as memory that nobody cleared may hold
+    self._unwritten = set()
+
+
+@behaviour(
+    "47",
+    "Parameters the root itself uses are gathered in time; unused ones neither hang nor corrupt.",
+    Mutant(
+        "only units are gathered",
+        lambda: mock.patch.object(GatherPipeline, "begin_forward", _root_is_forgotten),
+    ),
+    Mutant(
+        "where no gradient came, what lies in memory is sent",
+        lambda: mock.patch.object(Bucket, "settle_gradients", _sent_as_it_lies),
+    ),
+)
+def outside_the_plan(lab: Lab) -> str:
+    make = seeded(Unused)
+    worst = 0.0
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            subject = lab.build(make, Setup(strategy, (Block,)))
+            for step in range(3):
+                subject.module.skip = step == 1  # on all ranks: which ranks may differ in is behaviour 16
+                lab.accumulate(subject, 1, step)
+                if step == 1:
+                    skipped = _with_skip(make, subject.weights())
+                    error = lab.error(subject.gradients(), lab.plain(skipped, 1, step))
+                    worst = max(worst, error)
+                    lab.claim(error < 1e-5, f"{strategy}: gradients with a unit left out off by {error:.1e}")
+                subject.step()
+    return f"gradients with a unit and a parameter unused off by at most {worst:.0e}{lab.without}"
+
+
+def _with_skip(make: Any, weights: dict[str, Tensor]) -> Any:
+    def made() -> Any:
+        built: Any = make()
+        built.load_state_dict(weights)
+        built.skip = True
+        return built
+
+    return made

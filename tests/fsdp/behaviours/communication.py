@@ -1,0 +1,341 @@
+"""Behaviours 12 to 19: what travels, how often, in which order and dtype."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+
+from harness.fsdp import model, units
+from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.hooks import HookDriver
+from harness.fsdp.memory import BucketMemory
+from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
+from harness.fsdp.reduce import ReducePipeline
+from tests.fsdp.behaviours.lab import Broken, Lab, Mutant, behaviour, first_line, live_bytes
+from tests.fsdp.behaviours.models import Block, Branches, Net, loss_of, seeded
+from tests.fsdp.behaviours.sharding_memory import ONE_UNIT
+from tests.fsdp.behaviours.subject import NotOffered, Setup
+
+UNITS = 3
+_end_forward, _end_backward = GatherPipeline.end_forward, HookDriver._end_backward
+
+
+def _root_is_dropped(self: GatherPipeline, *, backward_follows: bool) -> None:
+    _end_forward(self, backward_follows=backward_follows)
+    self.release_all()
+
+
+def _always_reduces(self: HookDriver) -> None:
+    self._reduces = True
+    _end_backward(self)
+
+
+NO_SYNC_IS_IGNORED = Mutant(
+    "no_sync is not asked: every backward reduces",
+    lambda: mock.patch.object(HookDriver, "_end_backward", _always_reduces),
+)
+
+
+@behaviour(
+    "12",
+    "ZeRO-3: a microbatch gathers a unit once for its forward and once for its backward, the root once.",
+    Mutant(
+        "all weights are dropped between forward and backward, the root's too",
+        lambda: mock.patch.object(GatherPipeline, "end_forward", _root_is_dropped),
+    ),
+    ONE_UNIT,
+)
+def gathers(lab: Lab) -> str:
+    told = []
+    for recompute in (False, True):
+        subject = lab.build(seeded(Net, units=UNITS, recompute=recompute), Setup(units=(Block,)))
+        lab.train(subject, 1, k=2)
+        with lab.counting() as traffic:
+            lab.accumulate(subject, 2)
+            subject.finish()
+        count = traffic.count("all_gather")
+        told.append(f"{count} with recomputation" if recompute else str(count))
+        # The unit a forward ends with may stay for the backward that begins with it.
+        allowed = range(2 * 2 * UNITS - 1, 2 * (2 * UNITS + 1) + 1)
+        lab.claim(count in allowed, f"{count} gathers for {UNITS} units and a root over 2 microbatches")
+    lab.claim(len({each.split()[0] for each in told}) == 1, f"gathers: {', '.join(told)}")
+    return f"gathers of {UNITS} units and a root over 2 microbatches: {', '.join(told)}"
+
+
+@behaviour(
+    "13",
+    "ZeRO-2 and ZeRO-3: exactly one reduce-scatter a bucket a microbatch.",
+    Mutant(
+        "the innermost modules with weights are the units",
+        lambda: mock.patch.object(model, "plan_units", lambda module, classes: _plan_units(module, (nn.Linear,))),
+    ),
+)
+def reduces_each_microbatch(lab: Lab) -> str:
+    told = []
+    for strategy in ("optim_grads", "optim_grads_params"):
+        for k in (1, 3):
+            subject = lab.build(seeded(Net, units=UNITS), Setup(strategy, (Block,)))
+            lab.train(subject, 1, k)
+            with lab.counting() as traffic:
+                lab.accumulate(subject, k)
+                subject.finish()
+            count, want = traffic.count("reduce_scatter"), k * (UNITS + 1)
+            lab.claim(count == want, f"{strategy}, k = {k}: {count} reduce-scatters, not {want}")
+            lab.claim(traffic.count("all_reduce") == 0, f"{strategy}: {traffic.count('all_reduce')} all-reduces")
+            told.append(str(count))
+    return f"reduce-scatters of 4 buckets for k = 1 and 3: {told[0]} and {told[1]}"
+
+
+_plan_units: Any = units.plan_units
+
+
+@behaviour(
+    "14",
+    "ZeRO-0: one all-reduce a bucket a step; ZeRO-1: one reduce-scatter; however many microbatches.",
+    NO_SYNC_IS_IGNORED,
+)
+def reduces_each_step(lab: Lab) -> str:
+    told = []
+    for strategy, kind in lab.each((("no_shard", "all_reduce"), ("optim", "reduce_scatter"))):
+        with lab.asking():
+            for k in (1, 3):
+                subject = lab.build(seeded(Net, units=UNITS), Setup(strategy, (Block,)))
+                lab.train(subject, 1, k)
+                with lab.counting() as traffic:
+                    lab.accumulate(subject, k)
+                    subject.finish()
+                found = {each: traffic.count(each) for each in ("all_reduce", "reduce_scatter") if traffic.count(each)}
+                lab.claim(found == {kind: UNITS + 1}, f"{strategy}, k = {k}: {found}, not {UNITS + 1} of {kind}")
+                told.append(f"{strategy} k = {k}: {sum(found.values())}")
+    return f"reductions of {UNITS + 1} buckets: " + ", ".join(told)
+
+
+@behaviour(
+    "15",
+    "HSDP: one outer all-reduce a bucket a step. HFSDP: one outer reduce-scatter and one outer gather, no all-reduce.",
+    NO_SYNC_IS_IGNORED,
+    ONE_UNIT,
+    ranks=4,
+)
+def outer_traffic(lab: Lab) -> str:
+    told = []
+    for outer in lab.each(("no_shard", "optim")):
+        with lab.asking():
+            subject = lab.build(seeded(Net, units=UNITS), Setup(units=(Block,), outer=2, outer_strategy=outer))
+            lab.train(subject, 1, k=2)
+            with lab.counting() as traffic:
+                lab.accumulate(subject, 2)
+                subject.finish()
+            reduces, sums = traffic.count("reduce_scatter"), traffic.count("all_reduce")
+            want = (2 * (UNITS + 1), UNITS + 1) if outer == "no_shard" else (3 * (UNITS + 1), 0)
+            told.append(f"outer {outer}: {reduces} reduce-scatters, {sums} all-reduces")
+            lab.claim((reduces, sums) == want, f"{told[-1]}, not {want[0]} and {want[1]}")
+    return "k = 2, 4 buckets: " + "; ".join(told) + lab.without
+
+
+# -- 16: one order -----------------------------------------------------------------------------------------------------
+
+_mark_ready = ReducePipeline.mark_ready
+
+
+def _first_come(self: ReducePipeline, unit: Any) -> None:
+    self.order.remove(unit)
+    self.order.insert(self._issued, unit)
+    _mark_ready(self, unit)
+
+
+@behaviour(
+    "16",
+    "Collectives are issued in one order on all ranks, whatever order autograd finds gradients in.",
+    Mutant(
+        "a unit is reduced when its gradients are ready, not when its turn comes",
+        lambda: mock.patch.object(ReducePipeline, "mark_ready", _first_come),
+    ),
+)
+def one_order(lab: Lab) -> str:
+    # Two units in the first case, and orders compared before anything is waited for: ranks in different orders would
+    # wait for each other.
+    paths = {"optim_grads": (2, ([0, 1], [1, 0])), "optim_grads_params": (3, ([0, 1, 2], [0, 2]))}
+    for strategy, (count, path) in paths.items():
+        make = seeded(Branches, count)
+        subject = lab.build(make, Setup(strategy, (Block,)))
+        subject.module.path = path[lab.rank]
+        with lab.counting() as traffic:
+            try:
+                lab.accumulate(subject)
+            except RuntimeError as failure:
+                issued = ", ".join(traffic.order_so_far())
+                told = f"{strategy}: rank {lab.rank} issued {issued}, and then: {first_line(failure)}"
+                raise Broken(told) from failure
+        orders = lab.everywhere(traffic.order)
+        # Gathers and reductions are on communicators of their own, or told apart by tags: each kind has one order.
+        for kind in ("all_gather", "reduce_scatter"):
+            each = [[name.split(" ")[1] for name in order if name.startswith(kind)] for order in orders]
+            shown = "; ".join(", ".join(names) for names in each)
+            lab.must(each[0] == each[1], f"{strategy}: {kind} in different orders: {shown}")
+        subject.finish()
+        error = lab.error(subject.gradients(), _branched(lab, count, path))
+        lab.claim(error < 1e-5, f"{strategy}: gradients off by {error:.1e}")
+    return "one order where ranks call units in different orders (ZeRO-2), and where one leaves a unit out (ZeRO-3)"
+
+
+def _branched(lab: Lab, count: int, paths: tuple[list[int], list[int]]) -> dict[str, torch.Tensor]:
+    module: Any = seeded(Branches, count)().double()
+    for rank, path in enumerate(paths):
+        module.path = path
+        (loss_of(module, lab.batches(1, 0, rank)[0]) / lab.world).backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in module.named_parameters()}
+
+
+# -- 17, 18: memory of what is fetched ahead ---------------------------------------------------------------------------
+
+
+def _fetch_all(self: GatherPipeline) -> None:
+    while self._next < len(self._sweep):
+        self._next += 1
+        self._issue(self._sweep[self._next - 1])
+
+
+def _peak_units(lab: Lab, setup: Setup) -> float:
+    """Most units' gathered weights alive at once in two forwards without gradients, as a multiple of one unit's.
+
+    What is there before the first forward is not counted, pools that the first one makes are.
+    """
+    make = seeded(Net, units=6, dim=128, hidden=192)  # large enough that nothing is packed into staging buffers
+    unit = sum(p.nbytes for p in Block(128, 192).parameters())
+    subject = lab.build(make, setup)
+    x = torch.ones(1, 128)
+    levels: list[int] = []
+    resting = live_bytes()
+    handles = [b.up.register_forward_hook(lambda *_: levels.append(live_bytes())) for b in subject.module.blocks]
+    with torch.no_grad():
+        subject.model(x)
+        subject.model(x)
+    for handle in handles:
+        handle.remove()
+    return (max(levels) - resting) / unit
+
+
+@behaviour(
+    "17",
+    "What is fetched ahead never exceeds its limit: here one unit beyond the one in use.",
+    Mutant(
+        "everything is fetched as soon as the forward begins",
+        lambda: mock.patch.object(GatherPipeline, "_fetch_ahead", _fetch_all),
+    ),
+)
+def prefetch_is_capped(lab: Lab) -> str:
+    if lab.subject.name == "megatron_fsdp":
+        raise NotOffered("its limit is half a billion elements, which this model does not reach; none can be given")
+    peak = _peak_units(lab, Setup(units=(Block,)))
+    lab.claim(peak < 3, f"weights of {peak:.1f} of 6 units at once, the root's included")
+    return f"weights of {peak:.1f} units at once at most, the root's (0.3) and its staging included"
+
+
+@behaviour(
+    "17-double-buffer",
+    "With the double buffer at most two units' weights are alive.",
+    Mutant(
+        "everything is fetched as soon as the forward begins",
+        lambda: mock.patch.object(GatherPipeline, "_fetch_ahead", _fetch_all),
+    ),
+)
+def double_buffer_is_two(lab: Lab) -> str:
+    peak = _peak_units(lab, Setup(units=(Block,), options={"fsdp_double_buffer": True}))
+    lab.claim(peak < 3, f"weights of {peak:.1f} units at once")
+    return f"weights of {peak:.1f} units at once at most, the root's (0.3) and its staging included"
+
+
+_refill = BucketMemory.refill
+
+
+def _slots_overlap(self: BucketMemory, bucket: torch.Tensor) -> None:
+    _refill(self, bucket)
+    before = getattr(self, "_last_refilled", None)
+    if before is not None and before is not bucket and before.untyped_storage().nbytes():
+        before.fill_(float("nan"))
+    self._last_refilled = bucket  # type: ignore[attr-defined]
+
+
+@behaviour(
+    "18",
+    "The double buffer gives the same bits as buckets allocated one by one.",
+    Mutant(
+        "a slot is handed out while the unit in it is in use",
+        lambda: mock.patch.object(BucketMemory, "refill", _slots_overlap),
+    ),
+)
+def double_buffer_is_exact(lab: Lab) -> str:
+    found = []
+    for double in (False, True):
+        options = {"fsdp_double_buffer": True} if double else {}
+        subject = lab.build(seeded(Net), Setup(units=(Block,), options=options))
+        losses = lab.train(subject, 3, k=2)
+        found.append((losses, subject.weights()))
+        lab.drop(subject)
+    (plain, weights), (buffered, others) = found
+    lab.claim(plain == buffered, f"losses differ by {abs(plain[-1][-1] - buffered[-1][-1]):.1e} after 3 steps")
+    same = all(torch.equal(weights[name], others[name]) for name in weights)
+    lab.claim(same, f"weights differ by {lab.error(others, weights):.1e} after 3 steps")
+    return "losses and weights of 3 steps equal to the bit"
+
+
+# -- 19: the wire ------------------------------------------------------------------------------------------------------
+
+_resolve = MixedPrecisionPolicy.resolve
+
+
+def _wire_is_main(self: MixedPrecisionPolicy, compute: torch.dtype) -> Dtypes:
+    found = _resolve(self, compute)
+    return replace(found, wire=found.grads)
+
+
+WIDE_WIRE = Mutant(
+    "gradients travel in the dtype they are kept in",
+    lambda: mock.patch.object(MixedPrecisionPolicy, "resolve", _wire_is_main),
+)
+
+
+def _wire_bytes(lab: Lab, kinds: tuple[str, ...], setup: Setup) -> list[int]:
+    """Bytes sent by reductions with an fp32 and with a bf16 wire, of a model whose padding hardly counts."""
+    found = []
+    lab.dim = 64
+    for comm in (torch.float32, torch.bfloat16):
+        subject = lab.build(seeded(Net, dim=64, hidden=96), replace(setup, comm=comm))
+        with lab.counting() as traffic:
+            lab.accumulate(subject, 2)
+            subject.finish()
+        found.append(sum(traffic.bytes(kind) for kind in kinds))
+    return found
+
+
+@behaviour("19", "Gradients travel in the wire's dtype.", WIDE_WIRE)
+def wire(lab: Lab) -> str:
+    told = []
+    for strategy in lab.each(("optim", "optim_grads", "optim_grads_params")):
+        with lab.asking():
+            wide, narrow = _wire_bytes(lab, ("reduce_scatter",), Setup(strategy, (Block,)))
+            told.append(f"{strategy} {narrow}/{wide}")
+            lab.claim(
+                0.99 * wide <= 2 * narrow <= 1.06 * wide, f"{strategy}: {narrow} bytes under bf16, {wide} under fp32"
+            )
+    return f"bytes of reductions under bf16 and fp32: {', '.join(told)}{lab.without}"
+
+
+@behaviour("19-outer", "Gradients travel in the wire's dtype in the outer stage too.", WIDE_WIRE, ranks=4)
+def outer_wire(lab: Lab) -> str:
+    told = []
+    for outer, most in lab.each((("no_shard", 0.75), ("optim", 0.5))):
+        with lab.asking():
+            setup = Setup(units=(Block,), outer=2, outer_strategy=outer)
+            kinds = ("all_reduce",) if outer == "no_shard" else ("reduce_scatter",)
+            wide, narrow = _wire_bytes(lab, kinds, setup)
+            told.append(f"outer {outer} {narrow}/{wide}")
+            # The second leg of our all-reduce carries sums in the main gradients' dtype.
+            fits = 0 < narrow <= 1.03 * most * wide
+            lab.claim(fits, f"outer {outer}: {narrow} bytes under bf16, {wide} under fp32")
+    return f"bytes of reductions under bf16 and fp32: {', '.join(told)}{lab.without}"

@@ -1,0 +1,271 @@
+"""What a check gets to work with, and how behaviours, their checks and their mutants are declared."""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from harness.probe.collectives import CollectiveMeter, by_kind
+from tests.fsdp.behaviours.models import DIM, Batch, Make, batch, loss_of, plain_gradients
+from tests.fsdp.behaviours.subject import NotOffered, Optimize, Setup, Subject, sgd
+
+ALL = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+SHARDED = ALL[1:]
+
+MOST = 3
+"""Claims of one check that are told."""
+
+Patch = Callable[[], AbstractContextManager[Any]]
+
+
+class Broken(AssertionError):
+    """The behaviour does not hold; the message is what was measured."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Our engine with one mistake. says: the mistake in a sentence. patch: makes it, while it is entered."""
+
+    says: str
+    patch: Patch
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """A number of the list (with a suffix where a part of it needs something else), and what shows it."""
+
+    key: str
+    says: str
+    ranks: int
+    check: Callable[[Lab], str]
+    mutants: tuple[Mutant, ...]
+
+    @property
+    def number(self) -> int:
+        """Its place in the list."""
+        return int(self.key.split("-")[0])
+
+
+class Counted(CollectiveMeter):
+    """A meter that also keeps the order in which collectives were issued on this rank."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        super().__init__()
+
+    def add(self, kind: str, bucket: str, count: int, num_bytes: int) -> None:
+        if count:
+            self.order.append(f"{kind} {bucket or num_bytes}")
+        super().add(kind, bucket, count, num_bytes)
+
+
+@dataclass
+class Traffic:
+    """What this rank issued while a `Lab.counting` was open."""
+
+    meter: Counted
+    order: list[str] = field(default_factory=list)
+    kinds: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    def order_so_far(self) -> list[str]:
+        """What was issued, while the counting goes on."""
+        return list(self.meter.order)
+
+    def count(self, kind: str) -> int:
+        """Collectives of a kind."""
+        return self.kinds.get(kind, {}).get("count", 0)
+
+    def bytes(self, kind: str) -> int:
+        """Bytes this rank sent by them."""
+        return self.kinds.get(kind, {}).get("bytes", 0)
+
+
+class Lab:
+    """One rank's workbench for one check.
+
+    A claim that does not hold is remembered, not raised, so that all ranks go through the same collectives; `close`
+    raises them.
+    """
+
+    def __init__(self, subject: type[Subject]) -> None:
+        self.subject = subject
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.dim = DIM
+        """Width of the microbatches; a check that builds a wider model says so."""
+        self._built: list[Subject] = []
+        self._broken: list[str] = []
+        self._refused: list[str] = []
+        self._tried = 0
+
+    def build(self, make: Make, setup: Setup, optimize: Optimize | None = None) -> Subject:
+        """Shard a model."""
+        made = self.subject(make, optimize or sgd(), setup)
+        self._built.append(made)
+        return made
+
+    def must(self, holds: bool, measured: str) -> None:
+        """Raise at once: for what every rank knows of all ranks, so that none goes on alone."""
+        if not holds:
+            raise Broken(measured)
+
+    def claim(self, holds: bool, measured: str) -> None:
+        """Remember what was measured if it is not as it should be."""
+        if not holds:
+            self._broken.append(measured)
+
+    def each(self, values: Sequence[Any]) -> Iterator[Any]:
+        """The values the engine can be asked for; at least one, or the behaviour is not offered.
+
+        A check asks inside `asking`, which notes what was refused.
+        """
+        for value in values:
+            self._tried += 1
+            yield value
+        if len(self._refused) == self._tried:
+            raise NotOffered(self._refused[0])
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """A body that asks for one of several values; a refusal ends the body alone."""
+        try:
+            yield
+        except NotOffered as refusal:
+            self._refused.append(str(refusal))
+
+    @property
+    def without(self) -> str:
+        """What the engine could not be asked for."""
+        return f"; {', '.join(dict.fromkeys(self._refused))}" if self._refused else ""
+
+    def close(self) -> None:
+        """End the engines; raise the claims that did not hold."""
+        for each in self._built:
+            each.close()
+        if self._broken:
+            raise Broken("; ".join(list(dict.fromkeys(self._broken))[:MOST]))
+
+    def drop(self, subject: Subject) -> None:
+        """End one engine now."""
+        self._built.remove(subject)
+        subject.close()
+
+    # -- training ------------------------------------------------------------------------------------------------
+
+    def batches(self, k: int, step: int = 0, rank: int | None = None) -> list[Batch]:
+        """The microbatches of a rank in a step, distinct on every rank."""
+        start = 1_000 * step + (self.rank if rank is None else rank) * k
+        return [batch(start + index, self.dim) for index in range(k)]
+
+    def all_batches(self, k: int, step: int = 0) -> list[Batch]:
+        """The microbatches of all ranks in a step."""
+        return [each for rank in range(self.world) for each in self.batches(k, step, rank)]
+
+    def accumulate(self, subject: Subject, k: int = 1, step: int = 0) -> list[float]:
+        """Forward and backward of a step's microbatches, each loss divided by their number; losses."""
+        todo = self.batches(k, step)
+        return [
+            subject.microbatch(lambda model, data=data: loss_of(model, data) / k, last=index == k - 1).item()
+            for index, data in enumerate(todo)
+        ]
+
+    def train(self, subject: Subject, steps: int, k: int = 1) -> list[list[float]]:
+        """Whole steps; losses of each."""
+        losses = []
+        for step in range(steps):
+            losses.append(self.accumulate(subject, k, step))
+            subject.step()
+        return losses
+
+    def plain(self, make: Make, k: int = 1, step: int = 0) -> dict[str, Tensor]:
+        """Gradients of the same step by one process in fp64."""
+        return plain_gradients(make, self.all_batches(k, step))
+
+    def trained(self, make: Make, optimize: Optimize, steps: int, k: int = 1) -> dict[str, Tensor]:
+        """Weights after the same steps by one process in fp64."""
+        model = make().double()
+        optimizer = optimize(model)
+        for step in range(steps):
+            optimizer.zero_grad()
+            data = self.all_batches(k, step)
+            for each in data:
+                (loss_of(model, each) / len(data)).backward()
+            optimizer.step()
+        return {name: p.detach() for name, p in model.named_parameters()}
+
+    # -- looking -------------------------------------------------------------------------------------------------
+
+    def error(self, have: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+        """Largest relative distance of one tensor to the one it should be; infinite where names differ."""
+        if have.keys() != want.keys():
+            return float("inf")
+        return max(relative(have[name], want[name]) for name in want)
+
+    def everywhere(self, value: Any) -> list[Any]:
+        """Every rank's value. *Collective.*"""
+        found: list[Any] = [None] * self.world
+        dist.all_gather_object(found, value)
+        return found
+
+    @contextmanager
+    def counting(self) -> Iterator[Traffic]:
+        """Count this rank's collectives in the body."""
+        meter = Counted()
+        traffic = Traffic(meter)
+        try:
+            yield traffic
+        finally:
+            traffic.order, traffic.kinds = meter.order, by_kind(meter.take())
+            meter.close()
+
+
+def first_line(error: BaseException) -> str:
+    """What an exception says first, without the place in torch's sources that gloo puts before it."""
+    lines = str(error).strip().splitlines()
+    return re.sub(r"^\[/\S+\] ", "", lines[0])[:200] if lines else ""
+
+
+def relative(have: Tensor, want: Tensor) -> float:
+    """Norm of the difference over the norm of what should be; infinite for NaN."""
+    if have.shape != want.shape:
+        return float("inf")
+    distance = (have.double() - want.double()).norm().item()
+    if distance != distance:
+        return float("inf")
+    norm = want.double().norm().item()
+    return distance / norm if norm else (float("inf") if distance else 0.0)
+
+
+def live_bytes() -> int:
+    """Bytes of tensor storage that Python objects of this process hold on the CPU."""
+    gc.collect()
+    held: dict[int, int] = {}
+    # A gradient that autograd put in place is no Python object until somebody asks for it.
+    tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
+    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
+    for tensor in tensors:
+        if type(tensor) in (Tensor, nn.Parameter) and not isinstance(tensor, DTensor) and tensor.device.type == "cpu":
+            storage = tensor.untyped_storage()
+            held[storage.data_ptr()] = max(held.get(storage.data_ptr(), 0), storage.nbytes())
+    return sum(held.values())
+
+
+CATALOG: dict[str, Behaviour] = {}
+
+
+def behaviour(key: str, says: str, *mutants: Mutant, ranks: int = 2) -> Callable[[Callable[[Lab], str]], Behaviour]:
+    """Declare a check and the mistakes it has to find."""
+
+    def declare(check: Callable[[Lab], str]) -> Behaviour:
+        made = Behaviour(key, says, ranks, check, mutants)
+        CATALOG[key] = made
+        return made
+
+    return declare

@@ -1,0 +1,311 @@
+"""Behaviours 21 to 27: is it the gradient of the whole batch."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.fsdp import api, model
+from harness.fsdp.buffer import Bucket
+from harness.fsdp.collectives import PeerReduction
+from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.reduce import ReducePipeline
+from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, first_line, relative
+from tests.fsdp.behaviours.models import Block, Experts, Mixture, Net, batch, loss_of, seeded
+from tests.fsdp.behaviours.subject import NotOffered, Setup, expert_mesh
+
+FP32 = 1e-5
+"""Relative distance that rounding in fp32 stays below here."""
+BF16 = 1e-2
+"""The same with a wire of bf16: one rounding of each contribution, in fp32 sums."""
+
+_fold, _finish = PeerReduction.fold, ReducePipeline.finish
+
+
+def _folding(replacement: Any) -> Any:
+    return lambda: mock.patch.object(PeerReduction, "fold", replacement)
+
+
+def _always_adds(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+    _fold(self, exchange, into, add=True)
+
+
+def _adds_where_alone(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+    _fold(self, exchange, into, add=add or self.comm.size == 1)
+
+
+def _halves_outside(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+    _fold(self, exchange, into, add=add)
+    ranks = dist.get_process_group_ranks(self.comm.group)
+    if len(ranks) == 2 and ranks[1] - ranks[0] == 2:
+        for target in into:
+            target.mul_(0.5)
+
+
+def _finishes_twice(self: ReducePipeline) -> None:
+    _finish(self)
+    _finish(self)
+
+
+ADDS_TO_LOCAL = Mutant("a reduced gradient is added to the local one it replaces", _folding(_always_adds))
+SCALED_TWICE = Mutant(
+    "the divisor is applied twice", lambda: mock.patch.object(ReducePipeline, "finish", _finishes_twice)
+)
+
+
+@behaviour(
+    "21", "ZeRO-1 with a wire of its own dtype: the shard never includes the local gradient twice.", ADDS_TO_LOCAL
+)
+def local_gradient_counts_once(lab: Lab) -> str:
+    make = seeded(Net)
+    subject = lab.build(make, Setup("optim", (Block,), comm=torch.bfloat16))
+    lab.accumulate(subject, 2)
+    error = lab.error(subject.gradients(), lab.plain(make, 2))
+    lab.claim(error < BF16, f"gradients off by {error:.1e} with a bf16 wire, k = 2")
+    return f"gradients off by {error:.1e} with a bf16 wire, k = 2"
+
+
+def _sums_in_wire(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+    _fold(self, exchange, into, add=add)
+    for target in into:
+        target.copy_(target.to(self.dtypes.wire))
+
+
+@behaviour(
+    "22",
+    "ZeRO-2 and ZeRO-3: microbatches add up in the main gradients' dtype, whatever the wire's.",
+    Mutant(
+        "sums over microbatches are kept in the wire's dtype",
+        _folding(_sums_in_wire),
+    ),
+)
+def accumulates_wide(lab: Lab) -> str:
+    """One gradient, then fifteen of a 1024th of it: each below what bf16 adds to the first."""
+    told = []
+    for strategy in ("optim_grads", "optim_grads_params"):
+        sums = []
+        for scales in ((1.0,), (1.0, *[2.0**-10] * 15)):
+            subject = lab.build(seeded(Net), Setup(strategy, (Block,), comm=torch.bfloat16))
+            for place, scale in enumerate(scales):
+                subject.microbatch(lambda m, s=scale: loss_of(m, batch(0)) * s, last=place == len(scales) - 1)
+            sums.append(subject.gradients())
+        grown = max(abs((sums[1][n] / sums[0][n]).nanmedian().item() - 1 - 15 / 1024) for n in sums[0])
+        told.append(f"{strategy} {grown:.1e}")
+        lab.claim(grown < 2e-3, f"{strategy}: the small ones' share is off by {grown:.1e} of the sum (it is 1.5e-02)")
+    return "fifteen microbatches of 1/1024 of the first are missing by " + ", ".join(told)
+
+
+@behaviour(
+    "23",
+    "1/DP is applied once: gradients do not depend on the number of microbatches, nor on how the average is made.",
+    SCALED_TWICE,
+)
+def divided_once(lab: Lab) -> str:
+    make = seeded(Net)
+    worst = 0.0
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            for k in (1, 2, 4):
+                subject = lab.build(make, Setup(strategy, (Block,)))
+                lab.accumulate(subject, k)
+                error = lab.error(subject.gradients(), lab.plain(make, k))
+                worst = max(worst, error)
+                lab.claim(error < FP32, f"{strategy}, k = {k}: gradients off by {error:.1e}")
+    return f"k = 1, 2, 4: gradients off by at most {worst:.0e}; {_averaging(lab)}{lab.without}"
+
+
+def _averaging(lab: Lab) -> str:
+    """What `average_in_collective` does."""
+    make = seeded(Net)
+    try:
+        subject = lab.build(make, Setup(units=(Block,), options={"average_in_collective": True}))
+    except (NotOffered, NotImplementedError):
+        return "average_in_collective is refused"
+    except Exception as failure:  # whatever it is, it is no refusal
+        told = f"{type(failure).__name__}: {first_line(failure)}"
+        lab.claim(False, f"k = 1, 2, 4 are right, but average_in_collective: {told}")
+        return ""
+    lab.accumulate(subject)
+    error = lab.error(subject.gradients(), lab.plain(make))
+    lab.claim(error < FP32, f"average_in_collective: gradients off by {error:.1e}")
+    return f"average_in_collective off by {error:.0e}"
+
+
+_ShardedModel = model.ShardedModel
+
+
+@behaviour(
+    "24",
+    "calculate_per_token_loss scales nothing: gradients are the sum.",
+    Mutant(
+        "it is accepted and ignored",
+        lambda: mock.patch.object(
+            api, "ShardedModel", lambda *args, **kwargs: _ShardedModel(*args, **{**kwargs, "grad_divisor": None})
+        ),
+    ),
+)
+def per_token(lab: Lab) -> str:
+    make = seeded(Net)
+    worst = 0.0
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            subject = lab.build(make, Setup(strategy, (Block,), options={"calculate_per_token_loss": True}))
+            lab.accumulate(subject, 2)
+            want = {name: value * lab.world for name, value in lab.plain(make, 2).items()}
+            error = lab.error(subject.gradients(), want)
+            worst = max(worst, error)
+            lab.claim(error < FP32, f"{strategy}: off by {error:.1e} from the sum over ranks")
+    return f"gradients are {lab.world} x the averaged ones, off by {worst:.0e}{lab.without}"
+
+
+def _mixture_error(lab: Lab, expert_parallel: int, k: int, strategy: str) -> tuple[float, float]:
+    """Errors of dense and of this rank's expert gradients against all experts in one process."""
+    mesh = expert_mesh(expert_parallel, tensor_axis=False)
+    group, own = mesh["ep"].get_group(), mesh.get_local_rank("ep")
+    setup = Setup(strategy, (Experts,), expert_parallel=expert_parallel)
+    subject = lab.build(lambda: Mixture(group, expert_parallel, own), setup)
+    lab.accumulate(subject, k)
+    have = subject.gradients()
+    want = lab.plain(lambda: Mixture(None, expert_parallel, 0), k)
+    expert = relative(have["layer.experts.0.weight"], want[f"layer.experts.{own}.weight"])
+    dense = max(relative(have[name], want[name]) for name in have if ".experts." not in name)
+    return dense, max(lab.everywhere(expert))
+
+
+@behaviour(
+    "25",
+    "Expert gradients have the right divisor: those of all experts on one process.",
+    Mutant(
+        "experts are divided by the size of their own group",
+        lambda: mock.patch.object(PeerReduction, "fold", _experts_doubled),
+    ),
+    ranks=4,
+)
+def experts_are_divided_right(lab: Lab) -> str:
+    told = []
+    for strategy in lab.each(("no_shard", "optim_grads_params")):
+        with lab.asking():
+            dense, expert = _mixture_error(lab, 2, 1, strategy)
+            lab.claim(max(dense, expert) < FP32, f"{strategy}: dense off by {dense:.1e}, experts by {expert:.1e}")
+            told.append(f"{strategy} {max(dense, expert):.0e}")
+    return f"EP 2 of 4 ranks, gradients off by {', '.join(told)}{lab.without}"
+
+
+def _experts_doubled(self: PeerReduction, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+    _fold(self, exchange, into, add=add)
+    if self.comm.size < dist.get_world_size():
+        for target in into:
+            target.mul_(2.0)
+
+
+LONE = ((torch.float32, FP32), (torch.bfloat16, BF16))
+
+
+@behaviour(
+    "26",
+    "A group of one rank: gradients are those of one process, for 1, 2 and 4 microbatches and any wire.",
+    Mutant("a lone rank adds its sum to itself", _folding(_adds_where_alone)),
+    ranks=1,
+)
+def lone_rank(lab: Lab) -> str:
+    make = seeded(Net)
+    worst = {torch.float32: 0.0, torch.bfloat16: 0.0}
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            for comm, bound in LONE:
+                for k in (1, 2, 4):
+                    subject = lab.build(make, Setup(strategy, (Block,), comm=comm))
+                    lab.accumulate(subject, k)
+                    error = lab.error(subject.gradients(), lab.plain(make, k))
+                    worst[comm] = max(worst[comm], error)
+                    lab.claim(error < bound, f"{strategy}, {comm} wire, k = {k}: gradients off by {error:.1e}")
+    return f"gradients off by {worst[torch.float32]:.0e}, with a bf16 wire by {worst[torch.bfloat16]:.0e}{lab.without}"
+
+
+@behaviour(
+    "26-experts",
+    "Expert groups of one rank (EP = DP): gradients are those of all experts on one process.",
+    Mutant("a lone rank adds its sum to itself", _folding(_adds_where_alone)),
+)
+def lone_experts(lab: Lab) -> str:
+    told = []
+    for strategy in lab.each(("no_shard", "optim", "optim_grads_params")):
+        with lab.asking():
+            for k in (1, 2, 4):
+                dense, expert = _mixture_error(lab, 2, k, strategy)
+                lab.claim(
+                    max(dense, expert) < FP32, f"{strategy}, k = {k}: dense off by {dense:.1e}, experts by {expert:.1e}"
+                )
+                told.append(max(dense, expert))
+    return f"EP 2 of 2 ranks, k = 1, 2, 4: gradients off by {max(told, default=0.0):.0e}{lab.without}"
+
+
+@behaviour(
+    "27",
+    "HSDP gives FSDP's gradients; replicas stay identical; HFSDP too.",
+    Mutant("the outer stage divides once more", _folding(_halves_outside)),
+    ranks=4,
+)
+def hybrid_equals_flat(lab: Lab) -> str:
+    make = seeded(Net)
+    told = []
+    for strategy, outer in lab.each([(s, o) for s in ALL for o in ("no_shard", "optim")]):
+        with lab.asking():
+            try:
+                told.append(_hybrid(lab, make, strategy, outer))
+            except (NotOffered, NotImplementedError):
+                raise
+            except ValueError as refusal:
+                lab.claim(lab.subject.name != "native", f"{strategy}, outer {outer}: {first_line(refusal)}")
+                raise NotOffered(f"{strategy} with outer {outer} is refused") from refusal
+            except RuntimeError as error:
+                lab.claim(False, f"{strategy}, outer {outer}: {first_line(error)[:120]}")
+    return f"gradients off by at most {max(told, default=0.0):.0e}, replicas equal to the bit{lab.without}"
+
+
+def _hybrid(lab: Lab, make: Any, strategy: str, outer: str) -> float:
+    subject = lab.build(make, Setup(strategy, (Block,), outer=2, outer_strategy=outer))
+    lab.accumulate(subject, 2)
+    error = lab.error(subject.gradients(), lab.plain(make, 2))
+    lab.claim(error < FP32, f"{strategy}, outer {outer}: gradients off by {error:.1e}")
+    subject.step()
+    lab.train(subject, 2)
+    digests = lab.everywhere({n: w.double().sum().item() for n, w in subject.weights().items()})
+    lab.claim(all(d == digests[0] for d in digests), f"{strategy}, outer {outer}: replicas differ after 3 steps")
+    return error
+
+
+_fetch_ahead = GatherPipeline._fetch_ahead
+
+
+def _blank_ahead(self: GatherPipeline) -> None:
+    with mock.patch.object(Bucket, "fill_own", lambda bucket: bucket.compute.zero_()):
+        _fetch_ahead(self)
+
+
+@behaviour(
+    "27-overlap",
+    "Results do not depend on whether communication overlaps.",
+    Mutant(
+        "what is fetched ahead is not filled",
+        lambda: mock.patch.object(GatherPipeline, "_fetch_ahead", _blank_ahead),
+    ),
+)
+def overlap_changes_nothing(lab: Lab) -> str:
+    make = seeded(Net)
+    worst = 0.0
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            found = []
+            for overlap in (True, False):
+                subject = lab.build(make, Setup(strategy, (Block,), overlap=overlap))
+                lab.train(subject, 3)
+                found.append(subject.weights())
+            error = lab.error(found[1], found[0])
+            worst = max(worst, error)
+            lab.claim(error < FP32, f"{strategy}: weights after 3 steps off by {error:.1e} without overlap")
+    return f"weights of 3 steps with and without overlap differ by {worst:.0e}{lab.without}"

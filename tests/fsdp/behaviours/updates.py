@@ -1,0 +1,345 @@
+"""Behaviours 28 to 36: is it the update of the whole batch, and of nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from harness.fsdp import optimizer
+from harness.fsdp.buffer import Bucket
+from harness.fsdp.communicator import Communicator
+from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.model import ShardedModel
+from harness.fsdp.optimizer import ShardedOptimizer
+from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, relative
+from tests.fsdp.behaviours.models import Block, FusedBlock, FusedNet, Net, seeded
+from tests.fsdp.behaviours.numerics import ADDS_TO_LOCAL, FP32, SCALED_TWICE
+from tests.fsdp.behaviours.subject import NotOffered, Setup, Subject, sgd
+
+# -- 28, 29: the optimizer ---------------------------------------------------------------------------------------------
+
+_init = ShardedOptimizer.__init__
+
+
+def _steps_before(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> None:
+    _init(self, *args, **kwargs)
+    rates = [group["lr"] for group in self.optimizer.param_groups]
+    for flat in self.runs:
+        flat.weight.grad = torch.zeros_like(flat.weight)
+    for group in self.optimizer.param_groups:
+        group["lr"] = 0.0
+    self.optimizer.step()
+    for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    self.detach()
+
+
+def _one_setting(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> None:
+    _init(self, *args, **kwargs)
+    for group in self.optimizer.param_groups:
+        group.update({name: self.optimizer.param_groups[0][name] for name in ("lr", "weight_decay")})
+
+
+@behaviour(
+    "28",
+    "The first three updates of Adam and AdamW are those of one process.",
+    Mutant(
+        "state is made by a step on zero gradients, whose step count stays",
+        lambda: mock.patch.object(ShardedOptimizer, "__init__", _steps_before),
+    ),
+)
+def first_updates(lab: Lab) -> str:
+    make = seeded(Net)
+    worst, least = 0.0, 1.0
+    start = {name: p.detach().double() for name, p in make().named_parameters()}
+    for family in (torch.optim.Adam, torch.optim.AdamW):
+        optimize = _adam(family)
+        subject = lab.build(make, Setup(units=(Block,)), optimize)
+        for step in range(3):
+            lab.accumulate(subject, 1, step)
+            subject.step()
+            want = lab.trained(make, optimize, step + 1)
+            have = subject.weights()
+            error = max(relative(have[n].double() - start[n], want[n] - start[n]) for n in want)
+            size = min(((have[n] - start[n]).norm() / (want[n] - start[n]).norm()).item() for n in want)
+            worst, least = max(worst, error), min(least, size)
+    lab.claim(worst < 1e-3, f"updates off by up to {worst:.1e}; the smallest is {least:.3f} of what it should be")
+    return f"updates 1 to 3 off by at most {worst:.0e}"
+
+
+def _adam(family: type[torch.optim.Adam]) -> Any:
+    return lambda module: family(list(module.parameters()), lr=1e-2, eps=1e-6)
+
+
+def _two_groups(module: Any) -> torch.optim.Optimizer:
+    params = list(module.parameters())
+    return torch.optim.SGD(
+        [
+            {"params": [p for p in params if p.dim() > 1], "lr": 0.1, "weight_decay": 0.2},
+            {"params": [p for p in params if p.dim() <= 1], "lr": 0.02, "weight_decay": 0.0},
+        ],
+        lr=0.05,
+    )
+
+
+@behaviour(
+    "29",
+    "Learning rate and weight decay of each parameter group survive wrapping.",
+    Mutant(
+        "the first group's settings are taken for all",
+        lambda: mock.patch.object(ShardedOptimizer, "__init__", _one_setting),
+    ),
+)
+def groups_survive(lab: Lab) -> str:
+    make = seeded(Net)
+    subject = lab.build(make, Setup(units=(Block,)), _two_groups)
+    settings = [(group["lr"], group["weight_decay"]) for group in subject.optimizer.param_groups]
+    lab.train(subject, 3)
+    error = lab.error(subject.weights(), lab.trained(make, _two_groups, 3))
+    lab.claim(settings == [(0.1, 0.2), (0.02, 0.0)], f"(lr, weight decay) of each group after wrapping: {settings}")
+    lab.claim(error < FP32, f"weights after 3 steps off by {error:.1e}")
+    return f"two groups keep theirs; weights after 3 steps off by {error:.0e}"
+
+
+# -- 30 to 34: gradients of a step -------------------------------------------------------------------------------------
+
+_attach = ShardedOptimizer.attach
+
+
+def _last_is_left_out(self: ShardedOptimizer) -> None:
+    _attach(self)
+    self.runs[-1].weight.grad = None
+
+
+@behaviour(
+    "30",
+    "What the optimizer steps has no gradient before the reduction and one of the right dtype after it.",
+    Mutant(
+        "the last piece of the model gets no gradient",
+        lambda: mock.patch.object(ShardedOptimizer, "attach", _last_is_left_out),
+    ),
+)
+def attached_when_reduced(lab: Lab) -> str:
+    make = seeded(Net)
+    subject = lab.build(make, Setup("optim_grads_params", (Block,), compute=torch.bfloat16))
+    before = [grad for _, grad in subject.optimizer_gradients() if grad is not None]
+    lab.claim(not before, f"{len(before)} gradients before the first backward")
+    lab.accumulate(subject, 2)
+    seen: list[tuple[Tensor, Tensor | None]] = []
+    # A hook of torch's: called when the step itself begins, after what the engine does before it.
+    handle = subject.optimizer.register_step_pre_hook(lambda *_: seen.extend(subject.optimizer_gradients()))
+    subject.step()
+    handle.remove()
+    missing = [tuple(p.shape) for p, grad in seen if grad is None and _numel_here(p)]
+    dtypes = {grad.dtype for _, grad in seen if grad is not None}
+    lab.claim(not missing, f"no gradient for {len(missing)} of {len(seen)} tensors that this rank holds")
+    lab.claim(dtypes == {torch.float32}, f"gradients of {dtypes}")
+    left = [grad for _, grad in subject.optimizer_gradients() if grad is not None]
+    lab.claim(not left, f"{len(left)} gradients are left after zero_grad")
+    return f"{len(seen)} tensors stepped, none with a gradient before, all with fp32 ones after"
+
+
+def _numel_here(tensor: Tensor) -> int:
+    return int(getattr(tensor, "_local_tensor", tensor).numel())
+
+
+def _unchecked(self: ShardedModel) -> None:
+    self._reduced = self.strategy.shards_grads or self._sync
+    self._unreduced = not self._reduced
+
+
+@behaviour(
+    "31",
+    "no_sync on all microbatches but the last equals one big batch; without it, the sum is right or refused.",
+    Mutant(
+        "a second synchronised backward is let through",
+        lambda: mock.patch.object(ShardedModel, "_check_may_accumulate", _unchecked),
+    ),
+)
+def accumulation(lab: Lab) -> str:
+    make = seeded(Net)
+    told = []
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            subject = lab.build(make, Setup(strategy, (Block,), rhythm="contexts"))
+            lab.accumulate(subject, 3)
+            error = lab.error(subject.gradients(), lab.plain(make, 3))
+            subject.step()
+            lab.accumulate(subject, 3, 1)
+            subject.step()
+            after = lab.error(subject.weights(), lab.trained(make, sgd(), 2, 3))
+            lab.claim(error < FP32, f"{strategy}: no_sync on 2 of 3 microbatches gives gradients off by {error:.1e}")
+            lab.claim(after < FP32, f"{strategy}: weights after two steps with no_sync off by {after:.1e}")
+            told.append(f"{strategy} {_without_contexts(lab, strategy)}")
+    return f"right with no_sync; three backwards that all synchronise: {', '.join(told)}{lab.without}"
+
+
+def _without_contexts(lab: Lab, strategy: str) -> str:
+    make = seeded(Net)
+    subject = lab.build(make, Setup(strategy, (Block,), rhythm="auto"))
+    try:
+        lab.accumulate(subject, 3)
+        error = lab.error(subject.gradients(), lab.plain(make, 3))
+    except RuntimeError as refusal:
+        if "no_sync" not in str(refusal):
+            raise
+        subject.optimizer.zero_grad()
+        return "refused"
+    lab.claim(error < FP32, f"{strategy}: three synchronised backwards give gradients off by {error:.1e}")
+    return "right"
+
+
+@behaviour(
+    "32",
+    "zero_grad clears the main gradients, with set_to_none or without; the next step starts from zero.",
+    Mutant(
+        "main gradients stay as they are",
+        lambda: mock.patch.object(Bucket, "zero_gradients"),
+    ),
+)
+def starts_from_zero(lab: Lab) -> str:
+    make = seeded(Net)
+    worst = 0.0
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            for set_to_none in (True, False):
+                subject = lab.build(make, Setup(strategy, (Block,)))
+                lab.accumulate(subject, 2)
+                subject.update()
+                subject.optimizer.zero_grad(set_to_none=set_to_none)
+                # The second step's gradient, of the weights as they are now.
+                start = {name: weight.clone() for name, weight in subject.weights().items()}
+                lab.accumulate(subject, 2, 1)
+                error = lab.error(subject.gradients(), lab.plain(_with(make, start), 2, 1))
+                worst = max(worst, error)
+                lab.claim(
+                    error < FP32, f"{strategy}, set_to_none={set_to_none}: the next gradients are off by {error:.1e}"
+                )
+    return f"gradients of the second step off by at most {worst:.0e} either way{lab.without}"
+
+
+def _with(make: Any, weights: dict[str, Tensor]) -> Any:
+    def made() -> Any:
+        model = make()
+        model.load_state_dict(weights)
+        return model
+
+    return made
+
+
+@behaviour(
+    "33",
+    "use_decoupled_grad leaves .grad None and gives the optimizer gradients in their own dtype.",
+    Mutant(
+        "the last piece of the model gets no gradient",
+        lambda: mock.patch.object(ShardedOptimizer, "attach", _last_is_left_out),
+    ),
+)
+def decoupled(lab: Lab) -> str:
+    options = {"use_decoupled_grad": True}
+    setup = Setup(units=(Block,), compute=torch.bfloat16, main_params=None, options=options)
+    subject = lab.build(seeded(Net), setup)
+    lab.accumulate(subject)
+    subject.finish()
+    params = [p for group in subject.optimizer.param_groups for p in group["params"] if _numel_here(p)]
+    coupled = sum(p.grad is not None for p in params)
+    apart = [getattr(p, "decoupled_grad", None) for p in params]
+    missing = sum(grad is None for grad in apart)
+    dtypes = {grad.dtype for grad in apart if grad is not None}
+    lab.claim(coupled == 0, f"{coupled} of {len(params)} have .grad")
+    lab.claim(missing == 0, f"{missing} of {len(params)} have no decoupled_grad")
+    lab.claim(dtypes == {torch.float32}, f"decoupled gradients of {dtypes}")
+    return f"{len(params)} bf16 shards with fp32 decoupled gradients, none with .grad"
+
+
+@behaviour(
+    "34",
+    "A kernel that adds its weight gradient to get_main_grad() gives the same gradients as autograd.",
+    ADDS_TO_LOCAL,
+    SCALED_TWICE,
+)
+def fused_weight_gradient(lab: Lab) -> str:
+    worst, tried = 0.0, []
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            if lab.subject.name == "fsdp2":
+                raise NotOffered("it has nothing like get_main_grad")
+            for k in (1, 3):
+                subject = lab.build(seeded(FusedNet, fused=True), Setup(strategy, (FusedBlock,)))
+                lab.accumulate(subject, k)
+                error = lab.error(subject.gradients(), lab.plain(seeded(FusedNet, fused=False), k))
+                worst = max(worst, error)
+                lab.claim(error < FP32, f"{strategy}, k = {k}: gradients off by {error:.1e}")
+            tried.append(strategy)
+    return f"{len(tried)} strategies, k = 1 and 3: gradients off by at most {worst:.0e}{lab.without}"
+
+
+# -- 35, 36: recomputation, clipping -----------------------------------------------------------------------------------
+
+
+def _keeps_at_end(self: GatherPipeline) -> None:
+    self._take_turns(len(self._sweep))
+
+
+@behaviour(
+    "35",
+    "Activation recomputation gives the same gradients and leaves no gathered weights behind.",
+    Mutant(
+        "what is gathered at the end of the backward stays",
+        lambda: mock.patch.object(GatherPipeline, "end_backward", _keeps_at_end),
+    ),
+)
+def recomputation(lab: Lab) -> str:
+    found: list[dict[str, Tensor]] = []
+    left: list[str] = []
+    for recompute in (False, True):
+        subject = lab.build(seeded(Net, recompute=recompute), Setup(units=(Block,)))
+        lab.accumulate(subject, 2)
+        left = _left_behind(subject)
+        found.append(subject.gradients())
+    error = lab.error(found[1], found[0])
+    lab.claim(error == 0.0, f"gradients differ by {error:.1e}")
+    lab.claim(
+        not left, f"after the backward {len(left)} parameters have their weights still, {left[0] if left else ''}"
+    )
+    return "gradients equal to the bit, no weights left gathered"
+
+
+def _left_behind(subject: Subject) -> list[str]:
+    try:
+        return subject.gathered()
+    except NotOffered:
+        return []
+
+
+@behaviour(
+    "36",
+    "Clipping returns the norm of the whole model's gradient, and scales by it.",
+    Mutant(
+        "each rank clips by the norm of its own shard",
+        lambda: mock.patch.object(Communicator, "sum_scalars", lambda self, values, purpose: values),
+    ),
+    Mutant(
+        "the norm is right and nothing is clipped",
+        lambda: mock.patch.object(optimizer, "clip_gradients"),
+    ),
+)
+def clipping(lab: Lab) -> str:
+    make = seeded(Net)
+    worst = off = 0.0
+    for strategy in lab.each(ALL):
+        with lab.asking():
+            subject = lab.build(make, Setup(strategy, (Block,)))
+            lab.accumulate(subject)
+            norm = subject.clip(0.01)
+            want = lab.plain(make)
+            total = torch.cat([value.flatten() for value in want.values()]).norm().item()
+            clipped = {name: value * (0.01 / (total + 1e-6)) for name, value in want.items()}
+            worst = max(worst, abs(norm / total - 1))
+            off = max(off, lab.error(subject.gradients(), clipped))
+            lab.claim(worst < 1e-6, f"{strategy}: the norm is {norm / total:.4f} of the whole gradient's")
+            lab.claim(off < FP32, f"{strategy}: clipped gradients off by {off:.1e}")
+    return f"norm off by {worst:.0e}, clipped gradients by {off:.0e}{lab.without}"
