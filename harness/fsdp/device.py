@@ -114,3 +114,12 @@ class DeviceRuntime:
                 return
             nothing = torch.empty(1, dtype=torch.uint8)
             group.recv([nothing], (rank + 1) % size, NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def usual_device(of_parameters: torch.device, group: dist.ProcessGroup | None) -> torch.device:
+    """Where parameters are; those on meta belong on the current CUDA device under NCCL, else on the CPU."""
+    if of_parameters.type != "meta":
+        return of_parameters
+    if "nccl" in dist.get_backend_config(group) and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

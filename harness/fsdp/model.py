@@ -22,7 +22,7 @@ from harness.fsdp.buffer import Bucket, BucketContext, BucketKey, InitialValue
 from harness.fsdp.collectives import make_reduction
 from harness.fsdp.communicator import Pending
 from harness.fsdp.construction import build_units, leave_meta, reset_by_module, values_of_first_rank
-from harness.fsdp.device import DeviceRuntime
+from harness.fsdp.device import DeviceRuntime, usual_device
 from harness.fsdp.drift import ReplicaCheck, held_by_several
 from harness.fsdp.fixed_point import beyond_message
 from harness.fsdp.gather import GatherPipeline
@@ -59,7 +59,7 @@ class ShardedModel(nn.Module):
         strategy: ZeRO stage along the inner axis: a `Strategy`, its name, or 0-3.
         outer_strategy: what the outer axis splits: an `OuterStrategy`, its name, or 0-1.
         mixed_precision_policy: dtypes of main weights, main gradients, wire and sum.
-        device: where buckets live; None is the device of the parameters.
+        device: where buckets live; None is the device of the parameters, or of meta ones the group's.
         grad_divisor: what the summed gradients are divided by, once a step; of experts too. None is the number of ranks
             (of both axes, experts or not), so that a loss averaged on each rank gives the averaged gradient; a loop
             over k microbatches then scales its loss by 1/k. Given the number of global microbatches (or tokens), no
@@ -103,7 +103,7 @@ class ShardedModel(nn.Module):
         self.options.check_against(self.strategy)
         self.numerics = self.options.numerics
         self.policy = mixed_precision_policy or MixedPrecisionPolicy()
-        device = device or next(module.parameters()).device
+        device = device or usual_device(next(module.parameters()).device, groups.inner if groups else group)
         leave_meta(module, device, has_values=initial_value is not None or init_on_meta)
         self._runtime = DeviceRuntime(device)
         self._meshes = self._make_meshes(groups or Groups(group), expert_groups)

@@ -77,7 +77,7 @@ class Unit:
     @property
     def gradients(self) -> list[Gradients]:
         """Of these, in the same order."""
-        return [bucket.gradients for bucket in self.buckets if bucket.gradients is not None]
+        return [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
 
 
 def is_expert(param: nn.Parameter) -> bool:

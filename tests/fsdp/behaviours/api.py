@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import model, state, units
-from harness.fsdp.buffer import Bucket
 from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.gradients import Gradients
 from harness.fsdp.guards import GradientGuard
 from harness.fsdp.model import ShardedModel
 from tests.fsdp.behaviours.lab import ALL, SHARDED, Lab, Mutant, behaviour, first_line
@@ -166,9 +166,9 @@ def strict_keys(lab: Lab) -> str:
 _plan_units = units.plan_units
 
 
-def _average_size(module: nn.Module, classes: Any) -> Any:
+def _average_size(module: nn.Module, classes: Any, min_elements: int) -> Any:
     sum(p.numel() for p in module.parameters()) // len(classes)
-    return _plan_units(module, classes)
+    return _plan_units(module, classes, min_elements)
 
 
 @behaviour(
@@ -197,9 +197,9 @@ def _root_is_forgotten(self: GatherPipeline) -> None:
     self._ran, self._late = [], False
 
 
-def _sent_as_it_lies(self: Bucket) -> None:
+def _sent_as_it_lies(self: Gradients) -> None:
     for index in self._unwritten:
-        self._grad_views[index].fill_(7.0)  # as memory that nobody cleared may hold
+        self._views[index].fill_(7.0)  # as memory that nobody cleared may hold
     self._unwritten = set()
 
 
@@ -212,7 +212,7 @@ def _sent_as_it_lies(self: Bucket) -> None:
     ),
     Mutant(
         "where no gradient came, what lies in memory is sent",
-        lambda: mock.patch.object(Bucket, "settle_gradients", _sent_as_it_lies),
+        lambda: mock.patch.object(Gradients, "settle", _sent_as_it_lies),
     ),
 )
 def outside_the_plan(lab: Lab) -> str:

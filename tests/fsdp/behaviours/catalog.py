@@ -21,20 +21,7 @@ BEHAVIOURS: dict[str, Behaviour] = dict(sorted(CATALOG.items(), key=lambda each:
 
 SUBJECTS: dict[str, type[Subject]] = {each.name: each for each in (Native, Megatron, Fsdp2)}
 
-PENDING = {
-    "5-experts": "expert parameters with a mesh of their own (expt_device_mesh)",
-    "9": "init_model_with_meta_device",
-    "10": "two axes (dp_outer_dim, outer_dp_sharding_strategy)",
-    "15": "two axes",
-    "17-double-buffer": "fsdp_double_buffer",
-    "18": "fsdp_double_buffer",
-    "19-outer": "two axes",
-    "25": "expert parameters with a mesh of their own",
-    "26-experts": "expert parameters with a mesh of their own",
-    "27": "two axes",
-    "33": "use_decoupled_grad",
-    "34": "param.get_main_grad()",
-}
+PENDING: dict[str, str] = {}
 """What our engine does not have yet: these checks fail on it, and must be taken out of here when they no longer do."""
 
 DECIDED = {

@@ -11,8 +11,8 @@ from torch import nn
 
 from harness.fsdp import model, units
 from harness.fsdp.gather import GatherPipeline
-from harness.fsdp.hooks import HookDriver
 from harness.fsdp.memory import BucketMemory
+from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
 from harness.fsdp.reduce import ReducePipeline
 from tests.fsdp.behaviours.lab import Broken, Lab, Mutant, behaviour, first_line, live_bytes
@@ -21,7 +21,7 @@ from tests.fsdp.behaviours.sharding_memory import ONE_UNIT
 from tests.fsdp.behaviours.subject import NotOffered, Setup
 
 UNITS = 3
-_end_forward, _end_backward = GatherPipeline.end_forward, HookDriver._end_backward
+_end_forward = GatherPipeline.end_forward
 
 
 def _root_is_dropped(self: GatherPipeline, *, backward_follows: bool) -> None:
@@ -29,14 +29,9 @@ def _root_is_dropped(self: GatherPipeline, *, backward_follows: bool) -> None:
     self.release_all()
 
 
-def _always_reduces(self: HookDriver) -> None:
-    self._reduces = True
-    _end_backward(self)
-
-
 NO_SYNC_IS_IGNORED = Mutant(
     "no_sync is not asked: every backward reduces",
-    lambda: mock.patch.object(HookDriver, "_end_backward", _always_reduces),
+    lambda: mock.patch.object(ShardedModel, "_rhythm", return_value=(True, True)),
 )
 
 
@@ -71,7 +66,7 @@ def gathers(lab: Lab) -> str:
     "ZeRO-2 and ZeRO-3: exactly one reduce-scatter a bucket a microbatch.",
     Mutant(
         "the innermost modules with weights are the units",
-        lambda: mock.patch.object(model, "plan_units", lambda module, classes: _plan_units(module, (nn.Linear,))),
+        lambda: mock.patch.object(model, "plan_units", lambda module, *_: _plan_units(module, (nn.Linear,))),
     ),
 )
 def reduces_each_microbatch(lab: Lab) -> str:
@@ -256,7 +251,7 @@ _refill = BucketMemory.refill
 def _slots_overlap(self: BucketMemory, bucket: torch.Tensor) -> None:
     _refill(self, bucket)
     before = getattr(self, "_last_refilled", None)
-    if before is not None and before is not bucket and before.untyped_storage().nbytes():
+    if before is not None and before is not bucket and self.is_filled(before):
         before.fill_(float("nan"))
     self._last_refilled = bucket  # type: ignore[attr-defined]
 

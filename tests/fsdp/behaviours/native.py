@@ -43,6 +43,8 @@ class Native(Subject):
 
     def finish(self) -> None:
         self.model.finish_grad_sync()
+        if self.setup.options.get("use_decoupled_grad"):  # else handed over by the step
+            self.model._require_optimizer().attach()
 
     def update(self) -> None:
         self.optimizer.step()
@@ -55,7 +57,7 @@ class Native(Subject):
 
     def held(self) -> dict[str, int]:
         return {
-            slot.spec.name: bucket.layout.local_slice(slot, bucket.rank).numel
+            slot.spec.name: bucket.layout.local_slice(slot, bucket.cuts.position).numel
             for bucket in self.model.buckets
             for slot in bucket.layout.slots
         }
@@ -65,7 +67,7 @@ class Native(Subject):
 
     def has_gradient_storage(self, name: str) -> bool:
         homes = [bucket for bucket in self.model.buckets if name in dict(bucket.params)]
-        return any(bucket.main_grads is not None for bucket in homes)
+        return any(bucket.gradients is not None for bucket in homes)
 
     def clip(self, max_norm: float) -> float:
         return float(self.model.clip_grad_norm_(max_norm))

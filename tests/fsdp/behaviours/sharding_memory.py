@@ -11,6 +11,7 @@ from torch import nn
 
 from harness.fsdp import api, layout, model, units
 from harness.fsdp.buffer import Bucket
+from harness.fsdp.gradients import Gradients
 from harness.fsdp.layout import BucketLayout
 from harness.fsdp.memory import BucketMemory
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
@@ -39,7 +40,9 @@ _plan_units, _fully_shard_model = units.plan_units, api.fully_shard_model
 
 
 def _planning(replacement: Any) -> Any:
-    return lambda: mock.patch.object(model, "plan_units", replacement)
+    return lambda: mock.patch.object(
+        model, "plan_units", lambda module, classes, _min_elements: replacement(module, classes)
+    )
 
 
 NOTHING_IS_FREED = Mutant(
@@ -231,13 +234,14 @@ def outermost_owns(lab: Lab) -> str:
 
 # -- 7, 8: frozen and tied ---------------------------------------------------------------------------------------------
 
-_build_gradients = Bucket._build_gradients
+_point_at_weights = Bucket.point_at_weights
 
 
 def _frozen_get_storage(self: Bucket) -> None:
-    _build_gradients(self)
-    if not self.trainable:
-        self.main_grads = torch.zeros(self.layout.bucket_numel)
+    if not self.trainable and self.gradients is None:
+        params = [param for _, param in self.params]
+        self.gradients = Gradients(self.name, params, self.cuts, self.dtypes, self.context.plan)
+    _point_at_weights(self)
 
 
 @behaviour(
@@ -245,7 +249,7 @@ def _frozen_get_storage(self: Bucket) -> None:
     "Frozen parameters have no gradient storage, and training around them works.",
     Mutant(
         "frozen buckets get gradient storage too",
-        lambda: mock.patch.object(Bucket, "_build_gradients", _frozen_get_storage),
+        lambda: mock.patch.object(Bucket, "point_at_weights", _frozen_get_storage),
     ),
 )
 def frozen(lab: Lab) -> str:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from harness.fsdp import optimizer
-from harness.fsdp.buffer import Bucket
 from harness.fsdp.communicator import Communicator
 from harness.fsdp.gather import GatherPipeline
+from harness.fsdp.gradients import Gradients
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.optimizer import ShardedOptimizer
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, relative
@@ -112,6 +112,7 @@ _attach = ShardedOptimizer.attach
 def _last_is_left_out(self: ShardedOptimizer) -> None:
     _attach(self)
     self.runs[-1].weight.grad = None
+    self.runs[-1].weight.decoupled_grad = None  # type: ignore[attr-defined]
 
 
 @behaviour(
@@ -197,7 +198,7 @@ def _without_contexts(lab: Lab, strategy: str) -> str:
     "zero_grad clears the main gradients, with set_to_none or without; the next step starts from zero.",
     Mutant(
         "main gradients stay as they are",
-        lambda: mock.patch.object(Bucket, "zero_gradients"),
+        lambda: mock.patch.object(Gradients, "forget"),
     ),
 )
 def starts_from_zero(lab: Lab) -> str:
@@ -230,6 +231,23 @@ def _with(make: Any, weights: dict[str, Tensor]) -> Any:
     return made
 
 
+class DecoupledSGD(torch.optim.SGD):
+    """Reads `decoupled_grad`, as precision-aware optimizers do."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                grad = getattr(param, "decoupled_grad", None)
+                if grad is not None:
+                    param.data.add_(grad.to(param.dtype), alpha=-group["lr"])
+
+
+def _decoupled_sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
+    return DecoupledSGD(module.parameters(), lr=0.1)
+
+
 @behaviour(
     "33",
     "use_decoupled_grad leaves .grad None and gives the optimizer gradients in their own dtype.",
@@ -241,7 +259,7 @@ def _with(make: Any, weights: dict[str, Tensor]) -> Any:
 def decoupled(lab: Lab) -> str:
     options = {"use_decoupled_grad": True}
     setup = Setup(units=(Block,), compute=torch.bfloat16, main_params=None, options=options)
-    subject = lab.build(seeded(Net), setup)
+    subject = lab.build(seeded(Net), setup, _decoupled_sgd)
     lab.accumulate(subject)
     subject.finish()
     params = [p for group in subject.optimizer.param_groups for p in group["params"] if _numel_here(p)]
