@@ -1,6 +1,7 @@
 """What every setting is: its path, type, default and sentence, read from the schema's own source.
 
 `python -m harness.config.doc` prints the guide kept in docs/configuration.md; error messages quote the same sentences.
+With `--engine` it prints the guide to the engine's own knobs, docs/engine_knobs.md (see `harness.config.engine_doc`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -97,9 +99,15 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
 def _sentences() -> dict[str, dict[str, str]]:
     """Class name -> field name -> the string literal under the field."""
     found: dict[str, dict[str, str]] = {}
-    for node in (
-        node for module in (schema, engine_group, network) for node in ast.parse(inspect.getsource(module)).body
-    ):
+    for module in (schema, engine_group, network):
+        found |= sentences_of(inspect.getsource(module))
+    return found
+
+
+def sentences_of(source: str) -> dict[str, dict[str, str]]:
+    """The same of one module's source."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):
             continue
         of_class = found.setdefault(node.name, {})
@@ -147,5 +155,20 @@ def _row(s: Setting) -> str:
     return f"| `{s.path}` | {s.expects} | `{default}` | {s.sentence} |"
 
 
+def main(arguments: list[str]) -> str:
+    """The guide that is asked for.
+
+    Raises:
+        SystemExit: an argument is not known.
+    """
+    if arguments == ["--engine"]:
+        from harness.config.engine_doc import engine_guide
+
+        return engine_guide()
+    if arguments:
+        raise SystemExit(f"usage: python -m harness.config.doc [--engine], not {' '.join(arguments)}")
+    return guide()
+
+
 if __name__ == "__main__":
-    print(guide(), end="")
+    print(main(sys.argv[1:]), end="")

@@ -132,6 +132,11 @@ class Gradients:
         self.expect()
 
     @property
+    def is_copied(self) -> bool:
+        """Whether what is sent takes memory beside the sums."""
+        return not self.is_direct or (self.dtypes.wire != self.dtypes.grads)
+
+    @property
     def is_prepared(self) -> bool:
         """Whether gradients have a place to go."""
         return self.concat or self.bucket is not None

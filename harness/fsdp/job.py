@@ -77,6 +77,8 @@ class Job:
         self._absorbs = self.gradients.is_whole and not self.gradients.is_direct
         self._steps: deque[Callable[[], None]] = deque()
         self._stream = "reduce"
+        self._copies: list[Tensor] = []
+        """Encoded gradients beside those they were made of."""
         self._sent: list[Exchange] = []
         self._staying: list[Exchange] = []
         """Exchanges whose parts lie in whole sums, which stay as they are until they are forgotten."""
@@ -103,13 +105,19 @@ class Job:
             source = sums
         if not self.is_last and self.gradients.is_whole:
             return
-        wire = self.reductions.inner.encode(source)
+        wire = self._noted(self.reductions.inner.encode(source), source)
         if not self._absorbs:
             self._look(source, wire)
         factor = self.factor if self.reductions.outer is None else 1.0
         exchange = self.reductions.inner.exchange(self.cuts.inner(wire), self.label, factor)
         (self._staying if wire is sums else self._sent).append(exchange)
         self._steps.append(lambda: self._fold_inner(exchange))
+
+    def _noted(self, wire: Tensor, source: Tensor) -> Tensor:
+        """What is sent; counted as long as it lives where it is a copy."""
+        if wire is not source:
+            self._copies.append(self.bucket.memory.note(wire))
+        return wire
 
     def _look(self, source: Tensor, wire: Tensor | None) -> None:
         if self.guard is None:
@@ -143,6 +151,9 @@ class Job:
         self._stream = "outer"
         with self.runtime.stream(self._stream):
             parts = [_encoded(part, outer) for part in sums]
+            self._copies += [
+                self.bucket.memory.note(part.tensor) for part, own in zip(parts, sums, strict=True) if part is not own
+            ]
             kind = "reduce_scatter" if self.cuts.splits_outer else "all_reduce"
             exchange = outer.exchange(parts, Label(kind, self.bucket.name + OUTER), self.factor)
         in_place = all(part is own for part, own in zip(parts, sums, strict=True))
@@ -200,7 +211,9 @@ class Job:
         return [exchange.pending for exchange in self._staying]
 
     def free(self) -> None:
-        """Free the temporary bucket, where there was one."""
+        """Free the temporary bucket, where there was one, and what was made of it."""
+        for copy in self._copies:
+            self.bucket.memory.free(copy)
         if not self.gradients.is_direct:
             self.bucket.memory.give_back(self.source)
 

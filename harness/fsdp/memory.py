@@ -142,6 +142,10 @@ class BucketMemory:
             self.release_spare()
         self._spare.append(_reshaped(bucket, bucket.untyped_storage().nbytes() // bucket.itemsize, bucket.dtype))
 
+    def note(self, copy: Tensor) -> Tensor:
+        """Count a bucket that somebody else allocated, until `free` takes it; returns it."""
+        return self._count(copy)
+
     def release_spare(self) -> None:
         """Free spare buckets, unless they are fixed."""
         while self._spare and not self.fixed:

@@ -185,7 +185,7 @@ class ReducePipeline:
         self._issued += 1
         if not all(gradients.is_prepared for gradients in unit.gradients):  # not used: it contributes zeros
             self.prepare(unit)
-        if not all(gradients.is_direct for gradients in unit.gradients):
+        if any(gradients.is_copied for gradients in unit.gradients):
             self._make_room(unit)
         self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
 

@@ -1,0 +1,251 @@
+"""What choosing costs, when to choose it, and what it is called elsewhere: facts of every argument, beside the code.
+
+Fields of `Options` carry theirs as metadata (`knob`); arguments of the two entries and dtypes have theirs here. The
+guide `docs/engine_knobs.md` is made of these by parsing, so everything given to `knob` and `Argument` is a literal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def knob(default: T, *, costs: str, use: str, setting: str = "", peer: str = "", plain: str = "") -> T:
+    """A dataclass field with its facts in `metadata`.
+
+    Args:
+        costs: what is paid for it, in memory, time or bytes; what it saves belongs to `use`.
+        use: when to choose another value than the default.
+        setting: path in a cell's configuration; "not group.key" where that is its opposite; "" where there is none.
+        peer: megatron-fsdp's name; "" where it has none.
+        plain: keyword of `fully_shard`, where it is not the field's name.
+    """
+    facts = {"costs": costs, "use": use, "setting": setting, "peer": peer, "plain": plain}
+    # typed as its default, as dataclasses.field is
+    return field(default=default, metadata=facts)  # type: ignore[return-value, no-any-return, call-overload, unused-ignore]
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One thing that is given to an entry and is no option.
+
+    plain: keyword of `fully_shard`; direct: of `ShardedModel`; "" where that entry has none.
+    """
+
+    plain: str
+    direct: str
+    does: str
+    costs: str
+    use: str
+    setting: str = ""
+    peer: str = ""
+
+
+ARGUMENTS = (
+    Argument(
+        plain="module",
+        direct="module",
+        does="What is sharded, in place.",
+        costs="Its parameters become views of flat buckets.",
+        use="Always.",
+        peer="module",
+    ),
+    Argument(
+        plain="zero_dp_strategy",
+        direct="strategy",
+        does="What the inner axis splits: 0 `no_shard`, 1 `optim`, 2 `optim_grads`, 3 `optim_grads_params`.",
+        costs="Bytes sent and kept: docs/engine.md.",
+        use="The lowest one that fits into memory; 1 and 2 send the same for one microbatch a step.",
+        setting="sharding.strategy",
+        peer="zero_dp_strategy",
+    ),
+    Argument(
+        plain="outer_dp_sharding_strategy",
+        direct="outer_strategy",
+        does="What the outer axis splits: 0 `no_shard` nothing (HSDP), 1 `optim` optimizer state (HFSDP).",
+        costs="HFSDP: one gather of weights a step over the outer axis in place of a gradient's second leg.",
+        use="1 where optimizer state does not fit; also where weights go over the wire in fewer bytes than gradients.",
+        setting="sharding.outer",
+        peer="outer_dp_sharding_strategy",
+    ),
+    Argument(
+        plain="fsdp_unit_modules",
+        direct="unit_modules",
+        does="Classes, or dotted paths of them, whose outermost instances are gathered, reduced and released together.",
+        costs="Large units: transient memory. Small ones: latency a collective.",
+        use="Transformer blocks, embedding and head. Without a list the whole model is one unit.",
+        peer="fsdp_unit_modules",
+    ),
+    Argument(
+        plain="mixed_precision_policy",
+        direct="mixed_precision_policy",
+        does="Dtypes of main weights, main gradients, wire and sum.",
+        costs="See below.",
+        use="Whenever the module is not fp32, or the wire is to be narrower.",
+        peer="mixed_precision_policy",
+    ),
+    Argument(
+        plain="grad_divisor",
+        direct="grad_divisor",
+        does="What summed gradients are divided by, once a step; None: the number of data-parallel ranks.",
+        costs="Nothing.",
+        use="Global microbatches or tokens of a step: no loss is scaled then, and no rounding depends on the ranks.",
+    ),
+    Argument(
+        plain="calculate_per_token_loss",
+        direct="",
+        does="Gradients are summed and divided by nothing (`grad_divisor=1`).",
+        costs="Nothing.",
+        use="The number of tokens is known only after the forward: scale gradients or the learning rate yourself.",
+        peer="calculate_per_token_loss",
+    ),
+    Argument(
+        plain="sync_model_each_microbatch",
+        direct="",
+        does="Whether a backward outside `no_sync` and `sync` ends the step's accumulation; `set_model_auto_sync`.",
+        costs="False: a step must end inside `sync()`.",
+        use="False in loops that say which microbatch is the last.",
+        peer="sync_model_each_microbatch",
+    ),
+    Argument(
+        plain="device_mesh",
+        direct="groups",
+        does="The ranks: a mesh and names of its dimensions, or `Groups` of process groups; None: all ranks, one axis.",
+        costs="A communicator a group.",
+        use="Two axes, or other parallelism beside this one.",
+        setting="mesh.world_size",
+        peer="device_mesh",
+    ),
+    Argument(
+        plain="dp_shard_dim",
+        direct="group",
+        does="The inner axis: the name of the mesh's dimension, or its process group.",
+        costs="Nothing.",
+        use="A mesh of more than one dimension.",
+        setting="mesh.world_size",
+        peer="dp_shard_dim",
+    ),
+    Argument(
+        plain="dp_outer_dim",
+        direct="groups",
+        does="The outer axis.",
+        costs="Its collectives: one reduction a step of 1/inner of the model.",
+        use="More ranks than one fast network has: shard inside it, replicate (or split state) across.",
+        setting="mesh.dp_outer",
+        peer="dp_outer_dim",
+    ),
+    Argument(
+        plain="hybrid_fsdp_group",
+        direct="groups",
+        does="All ranks of both axes; made where it is not given.",
+        costs="A communicator.",
+        use="It exists already.",
+        peer="hybrid_fsdp_group",
+    ),
+    Argument(
+        plain="expt_device_mesh",
+        direct="expert_groups",
+        does="The ranks of parameters with `allreduce = False`, those of experts.",
+        costs="Communicators of its own.",
+        use="Expert parallelism; experts are divided by `grad_divisor` too.",
+        peer="expt_device_mesh",
+    ),
+    Argument(
+        plain="hybrid_fsdp_expt_group",
+        direct="expert_groups",
+        does="All ranks of both axes of experts.",
+        costs="A communicator.",
+        use="It exists already.",
+        peer="hybrid_fsdp_expt_group",
+    ),
+    Argument(
+        plain="fsdp_group_ag",
+        direct="groups",
+        does="A communicator of the inner ranks for gathers alone.",
+        costs="Its buffers in device memory.",
+        use="It exists already; else `separate_gather_group`.",
+        peer="fsdp_group_ag",
+    ),
+    Argument(
+        plain="expt_fsdp_group_ag",
+        direct="expert_groups",
+        does="The same of experts.",
+        costs="Its buffers in device memory.",
+        use="It exists already.",
+        peer="expt_fsdp_group_ag",
+    ),
+    Argument(
+        plain="device",
+        direct="device",
+        does="Where buckets live; None: where the parameters are.",
+        costs="Nothing.",
+        use="A module on the meta device.",
+        setting="cluster.device",
+        peer="device",
+    ),
+    Argument(
+        plain="init_model_with_meta_device",
+        direct="init_on_meta",
+        does="Parameters on the meta device get values from each module's `reset_parameters()`.",
+        costs="One module's parameters whole at a time, and a broadcast of each.",
+        use="Models too large for one device that initialise themselves.",
+        peer="init_model_with_meta_device",
+    ),
+    Argument(
+        plain="initial_value",
+        direct="initial_value",
+        does="Gives each parameter's full value by name; None: what the first rank holds.",
+        costs="One whole parameter at a time.",
+        use="Meta device with values of your own, or to start without a broadcast.",
+    ),
+)
+"""Everything the two entries take that is neither an option nor the optimizer."""
+
+DTYPES = (
+    Argument(
+        plain="main_params_dtype",
+        direct="main_params_dtype",
+        does="Weights the optimizer updates; None: the compute weights themselves.",
+        costs="A copy apart from compute weights where the dtypes differ: 4 bytes an element in fp32.",
+        use="fp32 for 16-bit modules: small updates vanish in 16 bits.",
+        setting="dtype.main_params",
+        peer="main_params_dtype",
+    ),
+    Argument(
+        plain="main_grads_dtype",
+        direct="main_grads_dtype",
+        does="Stored and accumulated gradients; None: the main weights' dtype.",
+        costs="Its bytes an element, whole or as a shard.",
+        use="None.",
+        setting="dtype.main_grads",
+        peer="main_grads_dtype",
+    ),
+    Argument(
+        plain="grad_comm_dtype",
+        direct="grad_comm_dtype",
+        does="What a reduction sends; None: the main gradients' dtype.",
+        costs="bf16 rounds every contribution once; fp16 overflows without a loss scale.",
+        use="bf16 where reductions are exposed: half the bytes.",
+        setting="dtype.grad_comm",
+        peer="grad_comm_dtype",
+    ),
+    Argument(
+        plain="grad_accum_dtype",
+        direct="grad_accum_dtype",
+        does="The sum inside a reduction; None: fp32, or wider if the wire is.",
+        costs="On NCCL another dtype than the wire's is summed by the engine, from an all-to-all.",
+        use="None.",
+        setting="dtype.grad_accum",
+    ),
+    Argument(
+        plain="allow_low_precision_grads",
+        direct="allow_low_precision_grads",
+        does="Permits main gradients below fp32, and sums in fewer bits than fp32 or than what arrives.",
+        costs="Contributions that are small beside the sum are lost.",
+        use="To show what it costs.",
+        setting="dtype.allow_low_precision_grads",
+    ),
+)
+"""Fields of `MixedPrecisionPolicy`."""
