@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from harness.bench.record import Process
 from harness.bench.report import Regime, Report, Row, Target, machine
 from harness.bench.stats import CONFIDENCE, Interval
 
@@ -127,9 +128,18 @@ def _against(report: Report) -> list[str]:
     lines = [f"left out: {name}: {reason}" for name, reason in report.missing.items()]
     lines += [f"NOT COMPARABLE: the runs differ in {reason}" for reason in report.mixed]
     lines += report.notes
+    lines += sorted({line for process in report.processes if (line := _oversubscribed(process))})
     if any(process.config["cluster"]["device"] == "cpu" for process in report.processes):
         lines.append("CPU ranks that share one machine's cores and memory: what overlaps on devices competes here")
     return lines
+
+
+def _oversubscribed(process: Process) -> str:
+    """What to say of more ranks than cores."""
+    ranks, cores = process.config["mesh"]["world_size"], process.origin.get("cpu_count")
+    if process.config["cluster"]["device"] != "cpu" or cores is None or ranks <= cores:
+        return ""
+    return f"{ranks} ranks on {cores} cores take turns: their times compare {ranks}-rank arms with each other alone"
 
 
 def _sizes(regime: Regime) -> str:
