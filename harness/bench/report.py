@@ -115,7 +115,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is not a finite number is null."""
         facts = asdict(self) | {"processes": [_process_json(process) for process in self.processes]}
-        plain: dict[str, Any] = _finite(facts | {"machine": machine(self.processes)})
+        plain: dict[str, Any] = finite(facts | {"machine": machine(self.processes)})
         return plain
 
 
@@ -344,9 +344,10 @@ def _process_json(process: Process) -> dict[str, Any]:
     }
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same plain values; what is not a finite number is None."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
