@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from harness.bench.record import Process
 from harness.bench.report import Regime, Report, Row, Target, machine
 from harness.bench.stats import CONFIDENCE, Interval
 
@@ -59,13 +60,13 @@ def markdown(report: Report, command: str) -> str:
         "# Step time, memory and traffic of the engines",
         f"{report.question} Made by `{command}`; every number, run by run, in "
         f"[{report.study}.json](../benchmarks/data/{report.study}.json).",
-        "\n".join(_machine_lines(report)),
+        "\n".join(machine_lines(report)),
         "\n".join(f"- {line}" for line in (*LEGEND, *_about_intervals(report))),
     ]
     for regime in report.regimes:
-        parts += [f"## {regime.title}", _sizes(regime), _markdown_table(HEAD, [_cells(row) for row in regime.rows])]
+        parts += [f"## {regime.title}", _sizes(regime), markdown_table(HEAD, [_cells(row) for row in regime.rows])]
         if regime.targets:
-            parts.append(_markdown_table(TARGET_HEAD, [_target_cells(target) for target in regime.targets]))
+            parts.append(markdown_table(TARGET_HEAD, [_target_cells(target) for target in regime.targets]))
     parts += ["## What speaks against these numbers", "\n".join(f"- {line}" for line in _against(report))]
     return "\n\n".join(parts) + "\n"
 
@@ -75,34 +76,34 @@ def _cells(row: Row) -> tuple[str, ...]:
         " ".join(part for part in (row.engine, row.detail) if part),
         row.strategy,
         str(len(row.blocks)),
-        _ms(row.step_s),
-        _ms(row.iqr_steps_s),
-        _ms(row.iqr_blocks_s),
-        _ms(row.parts["forward_s"]),
-        _ms(row.parts["backward_s"]),
-        _ms(row.parts["optimizer_s"]),
-        _ms(row.parts["exposed_comm_s"]),
+        ms(row.step_s),
+        ms(row.iqr_steps_s),
+        ms(row.iqr_blocks_s),
+        ms(row.parts["forward_s"]),
+        ms(row.parts["backward_s"]),
+        ms(row.parts["optimizer_s"]),
+        ms(row.parts["exposed_comm_s"]),
         f"{row.tokens_per_s:.0f}",
-        _mib(row.peak_bytes),
-        _mib(row.persistent_bytes),
-        _mib(row.sent_bytes),
-        "reference" if row.is_reference else _interval(row.ratio),
+        mib(row.peak_bytes),
+        mib(row.persistent_bytes),
+        mib(row.sent_bytes),
+        "reference" if row.is_reference else interval_text(row.ratio),
     )
 
 
 def _target_cells(target: Target) -> tuple[str, ...]:
-    return (target.strategy, target.native, target.best, _interval(target.ratio), target.finding)
+    return (target.strategy, target.native, target.best, interval_text(target.ratio), target.finding)
 
 
-def _ms(seconds: float | None) -> str:
+def ms(seconds: float | None) -> str:
     return "-" if seconds is None else f"{1e3 * seconds:.1f}"
 
 
-def _mib(num_bytes: int | None) -> str:
+def mib(num_bytes: int | None) -> str:
     return "-" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
 
 
-def _interval(found: Interval | None) -> str:
+def interval_text(found: Interval | None) -> str:
     if found is None:
         return "-"
     marked = " includes 1" if found.includes_one else ""
@@ -127,9 +128,18 @@ def _against(report: Report) -> list[str]:
     lines = [f"left out: {name}: {reason}" for name, reason in report.missing.items()]
     lines += [f"NOT COMPARABLE: the runs differ in {reason}" for reason in report.mixed]
     lines += report.notes
+    lines += sorted({line for process in report.processes if (line := _oversubscribed(process))})
     if any(process.config["cluster"]["device"] == "cpu" for process in report.processes):
         lines.append("CPU ranks that share one machine's cores and memory: what overlaps on devices competes here")
     return lines
+
+
+def _oversubscribed(process: Process) -> str:
+    """What to say of more ranks than cores."""
+    ranks, cores = process.config["mesh"]["world_size"], process.origin.get("cpu_count")
+    if process.config["cluster"]["device"] != "cpu" or cores is None or ranks <= cores:
+        return ""
+    return f"{ranks} ranks on {cores} cores take turns: their times compare {ranks}-rank arms with each other alone"
 
 
 def _sizes(regime: Regime) -> str:
@@ -142,7 +152,7 @@ def _sizes(regime: Regime) -> str:
     )
 
 
-def _machine_lines(report: Report) -> Iterator[str]:
+def machine_lines(report: Report) -> Iterator[str]:
     facts = machine(report.processes)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     dirty = " with changes" if facts["dirty"] else ""
@@ -160,6 +170,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     return [lines[0].rstrip(), "  ".join("-" * width for width in widths), *(line.rstrip() for line in lines[1:])]
 
 
-def _markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from harness.bench.naming import details, differing, strategy_of, title
 from harness.bench.record import PARTS, Process, arm_of, load, workload_of
 from harness.bench.stats import Interval, median, median_ratio, spread
 from harness.config.errors import refuse
@@ -62,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Target:
-    """The native engine against the best of all others that split the same."""
+    """The native engine against the best of all others that split the same, in the same dtypes."""
 
     strategy: str
     native: str
@@ -114,7 +115,7 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """Plain values; what is not a finite number is null."""
         facts = asdict(self) | {"processes": [_process_json(process) for process in self.processes]}
-        plain: dict[str, Any] = _finite(facts | {"machine": machine(self.processes)})
+        plain: dict[str, Any] = finite(facts | {"machine": machine(self.processes)})
         return plain
 
 
@@ -183,50 +184,36 @@ def _references(cells: Iterable[Mapping[str, Any]], loaded: Mapping[str, Process
 
 
 def _regimes(processes: Sequence[Process], references: Mapping[str, str]) -> Iterable[Regime]:
-    by_workload: dict[str, list[Process]] = {}
-    for process in processes:
-        by_workload.setdefault(workload_of(process.config), []).append(process)
-    settings = {key: _of_workload(group[0]) for key, group in by_workload.items()}
-    differing = _differing(list(settings.values()))
-    for key in sorted(by_workload, key=lambda key: _title(settings[key], differing)):
+    groups = _groups(processes, references)
+    settings = [_settings(group, references) for group in groups]
+    keys = differing(settings)
+    for group, own in sorted(zip(groups, settings, strict=True), key=lambda pair: title(pair[1], keys)):
         arms: dict[str, list[Process]] = {}
-        for process in by_workload[key]:
+        for process in group:
             arms.setdefault(process.arm, []).append(process)
-        details = _details(arms)
-        rows = {arm: _row(arms, arm, references.get(arm), details[arm]) for arm in arms}
+        told = details({arm: same[0].config for arm, same in arms.items()})
+        rows = {arm: _row(arms, arm, references.get(arm), told[arm]) for arm in arms}
         ordered = sorted(rows.values(), key=lambda row: (row.strategy, not row.is_reference, row.engine, row.detail))
-        title = _title(settings[key], differing)
-        yield Regime(title, settings[key], tuple(ordered), tuple(_targets(arms, rows)))
+        yield Regime(title(own, keys), own, tuple(ordered), tuple(_targets(arms, rows)))
 
 
-def _of_workload(process: Process) -> dict[str, Any]:
+def _groups(processes: Sequence[Process], references: Mapping[str, str]) -> list[list[Process]]:
+    """Runs that are compared: those whose references train the same thing. An arm without one stands for itself."""
+    configs = {process.arm: process.config for process in processes}
+    groups: dict[str, list[Process]] = {}
+    for process in processes:
+        reference = references.get(process.arm, process.arm)
+        groups.setdefault(workload_of(configs.get(reference, process.config)), []).append(process)
+    return list(groups.values())
+
+
+def _settings(group: Sequence[Process], references: Mapping[str, str]) -> dict[str, Any]:
+    """What is trained: as the reference does it, with every dtype policy there is."""
+    process = next((one for one in group if references.get(one.arm) == one.arm), group[0])
     kept = ("model", "data", "optimizer", "train", "dtype", "numerics", "mesh", "measure")
-    return flatten({group: process.config[group] for group in kept})
-
-
-def _differing(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    first = settings[0]
-    return [key for key in first if any(other.get(key) != first[key] for other in settings[1:])]
-
-
-def _title(settings: Mapping[str, Any], differing: Sequence[str]) -> str:
-    named = [key for key in differing if key.endswith(".name")] or list(differing)
-    return ", ".join(f"{key}={settings[key]}" for key in named) or str(settings["model.name"])
-
-
-def _details(arms: Mapping[str, Sequence[Process]]) -> dict[str, str]:
-    """By arm, the settings in which it differs from others of its engine and strategy."""
-    flat = {arm: flatten({g: group[0].config[g] for g in ("engine", "sharding")}) for arm, group in arms.items()}
-    details = {}
-    for arm, own in flat.items():
-        kin = [
-            other
-            for other in flat.values()
-            if all(other[key] == own[key] for key in ("engine.name", "sharding.strategy"))
-        ]
-        keys = _differing(kin)
-        details[arm] = " ".join(f"{key}={own[key]}" for key in keys)
-    return details
+    found = flatten({name: process.config[name] for name in kept})
+    policies = {one.config["dtype"]["name"] for one in group} - {found["dtype.name"]}
+    return found | {"dtype.name": " or ".join([found["dtype.name"], *sorted(policies)])}
 
 
 def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None, detail: str) -> Row:
@@ -235,7 +222,7 @@ def _row(arms: Mapping[str, Sequence[Process]], arm: str, reference: str | None,
     step_s = median([process.median_s for process in group])
     return Row(
         engine=config["engine"]["name"],
-        strategy=config["sharding"]["strategy"],
+        strategy=strategy_of(config),
         detail=detail,
         is_reference=arm == reference,
         blocks=tuple(process.block for process in group),
@@ -281,12 +268,17 @@ def _targets(arms: Mapping[str, Sequence[Process]], rows: Mapping[str, Row]) -> 
     for arm, row in sorted(rows.items(), key=lambda item: item[1].name):
         if row.engine != NATIVE:
             continue
-        own = arms[arm][0].config["sharding"]
-        peers = [key for key in arms if rows[key].engine != NATIVE and arms[key][0].config["sharding"] == own]
+        own = _splits(arms[arm][0])
+        peers = [key for key in arms if rows[key].engine != NATIVE and _splits(arms[key][0]) == own]
         if peers:
             best = min(peers, key=lambda key: rows[key].step_s)
             names = tuple(sorted(rows[key].name for key in peers))
             yield Target(row.strategy, row.name, rows[best].name, names, _ratio(arms, arm, peers))
+
+
+def _splits(process: Process) -> list[Any]:
+    """What two engines must share for their times to be held against each other."""
+    return [process.config[group] for group in ("sharding", "dtype", "mesh")]
 
 
 def _notes(processes: Sequence[Process]) -> Iterable[str]:
@@ -344,15 +336,18 @@ def _process_json(process: Process) -> dict[str, Any]:
     return facts | {
         "arm": arm_of(config)[:8],
         "engine": config["engine"]["name"],
-        "strategy": config["sharding"]["strategy"],
+        "strategy": strategy_of(config),
+        "dtype": config["dtype"]["name"],
+        "ranks": config["mesh"]["world_size"],
         "step_s": list(process.step_s),
         "disturbance": process.disturbance,
     }
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """The same plain values; what is not a finite number is None."""
     if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
+        return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

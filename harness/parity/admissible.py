@@ -33,13 +33,17 @@ WITHOUT_EFFECT = (
     "engine.separate_gather_group",
     "engine.grad_buffer",
     "engine.eager_limit_bytes",
+    "engine.report_nan_in_param_grad",
     "engine.watchdog_timeout_s",
     "engine.check_collectives",
     "engine.check_replicas_every",
 )
 """Prefixes of settings that change no sum: what is saved, looked at or called; how far gathers run ahead, because
 reductions are issued in static order and a gather does no arithmetic; where buckets come from, and gradients before
-they are sent; whether data is sent or read; and what only watches."""
+they are sent; whether data is sent or read; and what only watches or looks."""
+
+NCCL_ONLY = ("nccl_ub.", "sharp.")
+"""Groups that nothing reads on CPU. On NCCL they choose kernels, and with those the order of sums."""
 
 REPEATABLE = ("deterministic", "ordered", "exact")
 
@@ -75,6 +79,8 @@ def admissible(arm: Mapping[str, Any], control: Mapping[str, Any], *, resumed: b
         resumed: whether either run was interrupted and resumed; only for the wording.
     """
     differing = sorted(key for key in arm.keys() | control.keys() if matters(key) and arm.get(key) != control.get(key))
+    if {run.get("cluster.device") for run in (arm, control)} == {"cpu"}:
+        differing = [key for key in differing if not key.startswith(NCCL_ONLY)]
     mode = arm["numerics.mode"]
     if "numerics.mode" in differing:
         return Admission("T2", f"one arm is numerics={mode}, the other {control['numerics.mode']}")

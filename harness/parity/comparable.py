@@ -18,6 +18,8 @@ AXES = (
     "dtype",
     "numerics",
     "mesh",
+    "nccl_ub",
+    "sharp",
     "fault",
     "ckpt",
     "measure",

@@ -14,6 +14,8 @@ import pytest
 from harness.bench import Report, markdown, report, text
 from harness.cli.main import main
 from harness.config.errors import BadRequest
+from harness.store.identity import signature
+from harness.store.study import write_study
 from tests.bench import lab
 
 
@@ -216,3 +218,32 @@ def test_reading_a_report_never_loads_torch(root: Path) -> None:
         "assert not {'torch', 'pandas', 'scipy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_arms_stand_with_what_they_are_held_against(tmp_path: Path) -> None:
+    """A dtype or an axis of the mesh is what an arm varies, where its control has another."""
+
+    def cell(block: int, dtype: str, outer: int) -> dict[str, Any]:
+        values = lab.config("native", "optim_grads_params", block)
+        values["dtype"]["name"] = dtype
+        values["mesh"] |= {"world_size": 4, "dp_outer": outer}
+        return values
+
+    controls, cells = {}, []
+    for block in range(3):
+        control = cell(block, "fp32", 1)
+        arms = [cell(block, "bf16", 1), cell(block, "fp32", 2)]
+        cells += [control, *arms]
+        controls |= {signature(arm): signature(control) for arm in arms}
+    for values in cells:
+        seconds = [0.2 if values["mesh"]["dp_outer"] == 2 else 0.1] * lab.TIMED
+        lab.write(tmp_path, values, seconds, cpu_count=2)
+    write_study(tmp_path, [lab.Cell(values) for values in cells], controls)
+    (regime,) = report(tmp_path, "lab").regimes
+    names = {one.name: one for one in regime.rows}
+    assert set(names) == {"native optim_grads_params dtype=fp32", "native optim_grads_params dtype=bf16", "native hsdp"}
+    assert names["native hsdp"].ratio.value == pytest.approx(2.0)
+    assert names["native optim_grads_params dtype=fp32"].is_reference
+    page = markdown(report(tmp_path, "lab"), "make")
+    assert "dtype fp32 or bf16" in page
+    assert "4 ranks on 2 cores take turns" in page

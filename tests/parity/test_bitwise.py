@@ -145,6 +145,12 @@ def test_the_tier_follows_from_the_configurations(
     assert says in admissible(config(**arm), config(**control)).reason
 
 
+@pytest.mark.parametrize(("device", "tier"), [("cpu", "T1"), ("cuda", "T2")])
+def test_user_buffers_choose_kernels_on_nccl_alone(device: str, tier: str) -> None:
+    control = config(numerics="deterministic") | {"cluster.device": device}
+    assert admissible(control | {"nccl_ub.mode": "auto"}, control).tier == tier
+
+
 def test_floats_are_compared_by_bits() -> None:
     assert same_float(1.0, 1.0)
     assert not same_float(0.0, -0.0)

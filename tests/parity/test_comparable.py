@@ -104,6 +104,8 @@ def test_what_must_agree_is_named_and_refused(bench: Bench, tmp_path: Path, name
         ("train", {"param_norm_every": 0}),
         ("model", {"name": "renamed", "activation_checkpointing": True}),
         ("engine", {"prefetch": 3}),
+        ("nccl_ub", {"mode": "auto"}),
+        ("sharp", {"group": "dp"}),
         ("ckpt", {"policy": "none"}),
         ("launch", {"root": "/elsewhere"}),
         ("cluster", {"slots": 9, "partition": "other"}),

@@ -1,0 +1,51 @@
+"""What rows and groups of rows are called: their strategy, and the settings that tell them from their like."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness.store.rundir import flatten
+
+Config = Mapping[str, Any]
+Flat = Mapping[str, Any]
+
+HYBRIDS = {"no_shard": "hsdp", "optim": "hfsdp"}
+"""What optim_grads_params inside is called with an outer axis, by the strategy outside."""
+
+VARIED = ("engine", "sharding", "dtype", "numerics", "mesh", "nccl_ub", "sharp")
+"""Groups in which arms of one group of rows may differ."""
+
+
+def strategy_of(config: Config) -> str:
+    """The strategy as one picks it: the inner one, or both where there is an outer axis."""
+    inner, outer = str(config["sharding"]["strategy"]), str(config["sharding"]["outer"])
+    if config["mesh"]["dp_outer"] == 1:
+        return inner
+    return HYBRIDS[outer] if inner == "optim_grads_params" else f"{inner} inside, {outer} outside"
+
+
+def details(arms: Mapping[str, Config]) -> dict[str, str]:
+    """By arm, the settings in which it differs from others of its engine and strategy; a dtype policy by its name."""
+    flat = {arm: flatten({group: config[group] for group in VARIED}) for arm, config in arms.items()}
+    kinds = {arm: (config["engine"]["name"], strategy_of(config)) for arm, config in arms.items()}
+    found = {}
+    for arm, own in flat.items():
+        keys = differing([other for name, other in flat.items() if kinds[name] == kinds[arm]])
+        if "dtype.name" in keys:
+            keys = [key for key in keys if not key.startswith("dtype.") or key == "dtype.name"]
+        found[arm] = " ".join(f"{key.removesuffix('.name')}={own[key]}" for key in keys)
+    return found
+
+
+def differing(settings: Sequence[Flat]) -> list[str]:
+    """Keys of the first whose value is not the same in all."""
+    first = settings[0]
+    return [key for key in first if any(other.get(key) != first[key] for other in settings[1:])]
+
+
+def title(settings: Flat, keys: Sequence[str]) -> str:
+    """One of several groups of rows, by what tells it from the others; its model where nothing does."""
+    named = [key for key in keys if key.endswith(".name")]
+    named += [key for key in keys if key == "mesh.world_size"]
+    return ", ".join(f"{key}={settings[key]}" for key in named or keys) or str(settings["model.name"])
