@@ -51,7 +51,7 @@ def run_name(config: dict[str, Any]) -> str:
         config["engine"]["name"],
         config["sharding"]["strategy"],
         config["dtype"]["name"],
-        f"dp{world_size}",
+        _mesh(config),
         f"k{microbatches}",
     ]
     if config["fault"]["name"] != "none":
@@ -66,6 +66,15 @@ def run_name(config: dict[str, Any]) -> str:
     if train["replicate"]:
         parts.append(f"r{train['replicate']}")
     return slug("-".join(str(part) for part in parts))[:MAX_NAME]
+
+
+def _mesh(config: dict[str, Any]) -> str:
+    """dp4; with an outer axis its two sizes and whether it splits the optimizer: hsdp2x2 or hfsdp2x2."""
+    world_size, outer = config["mesh"]["world_size"], config["mesh"].get("dp_outer", 1)
+    if outer == 1:
+        return f"dp{world_size}"
+    kind = "hfsdp" if config["sharding"].get("outer") == "optim" else "hsdp"
+    return f"{kind}{world_size // outer}x{outer}"
 
 
 def study_name(config: dict[str, Any]) -> str:

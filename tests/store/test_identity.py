@@ -84,6 +84,10 @@ def test_name_says_what_the_cell_is(config):
     config["train"]["global_batch_size"], config["train"]["microbatch_size"] = 24, 4
     config["mesh"]["world_size"] = 3
     assert identity.run_name(config) == "tiny-native-optim_grads_params-fp32-dp3-k2"
+    config["mesh"] |= {"world_size": 6, "dp_outer": 2}
+    assert identity.run_name(config) == "tiny-native-optim_grads_params-fp32-hsdp3x2-k1"
+    config["sharding"]["outer"] = "optim"
+    assert identity.run_name(config) == "tiny-native-optim_grads_params-fp32-hfsdp3x2-k1"
 
 
 @pytest.mark.parametrize("text", ["../up", "a/b", "q\"u'o", "new\nline", "%j", "$(x)", ".hidden", "Ünïcode", "-rf"])
