@@ -101,7 +101,8 @@ class Engine(ABC):
         """Clip, update the weights with this learning rate and drop the gradients. *Collective.*
 
         Returns the global gradient norm before clipping. A step with a non-finite norm is still taken, and shows; a
-        dynamic loss scale leaves it out, and `scaled` tells.
+        dynamic loss scale leaves it out, and `scaled` tells. Under numerics=exact all ranks raise OverflowError,
+        with every weight as it was.
         """
 
     @abstractmethod

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from harness.config.schema import Config
+from harness.config.schema import Config, Numerics
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.registry import engine_class
 from harness.engines.replicated import TORCH_DTYPES
@@ -245,16 +245,32 @@ class _Trial:
         self.expect(_same(before, self.weights(engine)), "learning rate", "a step with lr=0 moved weights")
 
     def break_down(self, engine: Engine) -> None:
-        """A loss that is no number on one rank gives all of them a norm that is none, and no exception."""
+        """A loss that is no number on one rank gives all of them a norm that is none, and no exception.
+
+        No integer is NaN: where gradients become integers, all ranks refuse the step before any weight changes.
+        """
         self.workload.on = self.rank == self.config.mesh.world_size - 1
         losses = _accumulate(engine, self.config, self.rank, 7)
-        norm = engine.step(_lr(self.config, 1))
         if self.workload.on:
             self.expect(all(math.isnan(loss) for loss in losses), "non-finite", f"losses {losses}, not NaN")
         self.workload.on = False
+        if self.config.numerics.mode is Numerics.exact:
+            self.refuse_step(engine)
+            return
+        norm = engine.step(_lr(self.config, 1))
         self.expect(not math.isfinite(norm), "non-finite", f"norm {norm} after a loss of NaN")
         spoiled = any(not weight.isfinite().all() for weight in self.weights(engine).values())
         self.expect(spoiled, "non-finite", "no weight shows it: the step was left out")
+
+    def refuse_step(self, engine: Engine) -> None:
+        """A step that cannot be taken raises and changes nothing."""
+        before = self.weights(engine)
+        try:
+            engine.step(_lr(self.config, 1))
+        except OverflowError:
+            self.expect(_same(before, self.weights(engine)), "non-finite", "a refused step moved weights")
+        else:
+            self.expect(False, "non-finite", "a NaN became an integer, and the step was taken")
 
     def narrow_wire(self) -> None:
         """Count a step whose gradients travel in the main-gradient dtype, where the case's travel in a narrower one."""
