@@ -65,7 +65,7 @@ SEEDS = (
         "here both axes are the same memory, and four ranks take turns on two cores. Reserved memory: "
         "the published figure is the CUDA allocator's, with activations of another model; ours is bytes "
         "of tensor storage",
-        timed=(*_TIMED, "train.global_batch_size=4", "train.replicate=0,1,2"),
+        timed=(*_TIMED, "dtype=bf16", "train.global_batch_size=4", "train.replicate=0,1,2"),
         minutes=6.0,
     ),
     Seed(
