@@ -122,13 +122,15 @@ def figures(found: Found) -> list[tuple[str, str, str]]:
 
 def _dtype_policies(found: Found) -> list[tuple[str, str, str]]:
     narrow, wide = (found.arm("native", ZERO3, f"dtype={name}") for name in ("bf16_comm", "bf16"))
+    summed = found.arm("native", "optim", "dtype=bf16_comm")
     slow = found.row("native", ZERO3, "dtype=bf16_comm")
     return [
         ("loss at step 100, bf16 over fp32 wire", "2.234128 / 2.233609: +0.023 %", _off(narrow, "loss")),
         ("gradient norm", "26.477 / 26.389: +0.33 %", _off(narrow, "norm")),
+        ("loss and norm where sums travel (ZeRO-1)", "not said", f"{_off(summed, 'loss')}; {_off(summed, 'norm')}"),
         ("bytes a step", "0.75 by the formula", _bytes_ratio(narrow, wide)),
         ("step time", "2559.1 / 3300.5 ms: 0.775 (1.29x)", _time(found, slow)),
-        ("is it the same run", "not said", _outcomes(narrow)),
+        ("is it the same run; under ZeRO-1", "not said", f"{_outcomes(narrow)}; {_outcomes(summed)}"),
     ]
 
 
