@@ -46,12 +46,14 @@ SEEDS = (
         setting="Llama 70B, global batch 128, ZeRO-3 with user buffers, fp32 against bf16 gradients on the wire "
         "with fp32 sums; loss and gradient norm at step 100",
         comparable="relative differences of loss and gradient norm between the two wires, at step 100, and whether "
-        "they matter (margins fixed in the study); bytes on the wire, which follow from the policy "
-        "alone",
+        "they matter (margins fixed in the study); bytes on the wire, which follow from the policy alone. Under "
+        "ZeRO-3 a microbatch's weight gradients leave bf16 arithmetic as bf16 numbers, of which a bf16 wire loses "
+        "nothing, and sums are fp32 either way; what a narrow wire rounds shows under ZeRO-1, where sums of "
+        "microbatches travel",
         incomparable="step time: two processes that share two cores and one memory, no network and no device. The "
         "published run is almost all communication between GPUs; here bf16 arithmetic itself is slow, "
         "and a narrow wire costs conversions on the cores that train",
-        timed=(*_TIMED, *_TWO, "engine=native,fsdp2", "train.seed=0"),
+        timed=(*_TIMED, *_TWO, "engine=native,fsdp2", "sharding=optim_grads_params", "train.seed=0"),
         minutes=5.5,
     ),
     Seed(
@@ -65,7 +67,7 @@ SEEDS = (
         "here both axes are the same memory, and four ranks take turns on two cores. Reserved memory: "
         "the published figure is the CUDA allocator's, with activations of another model; ours is bytes "
         "of tensor storage",
-        timed=(*_TIMED, "train.global_batch_size=4", "train.replicate=0,1,2"),
+        timed=(*_TIMED, "dtype=bf16", "train.global_batch_size=4", "train.replicate=0,1,2"),
         minutes=6.0,
     ),
     Seed(

@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.engines_table import CONFIRMED
 from benchmarks.seed_evidence import Arm, Found, find
 from benchmarks.seed_published import SEEDS, Seed
 from harness.bench.render import interval_text, markdown_table, mib, ms
@@ -121,22 +122,27 @@ def figures(found: Found) -> list[tuple[str, str, str]]:
 
 def _dtype_policies(found: Found) -> list[tuple[str, str, str]]:
     narrow, wide = (found.arm("native", ZERO3, f"dtype={name}") for name in ("bf16_comm", "bf16"))
+    summed = found.arm("native", "optim", "dtype=bf16_comm")
     slow = found.row("native", ZERO3, "dtype=bf16_comm")
     return [
         ("loss at step 100, bf16 over fp32 wire", "2.234128 / 2.233609: +0.023 %", _off(narrow, "loss")),
         ("gradient norm", "26.477 / 26.389: +0.33 %", _off(narrow, "norm")),
+        ("loss and norm where sums travel (ZeRO-1)", "not said", f"{_off(summed, 'loss')}; {_off(summed, 'norm')}"),
         ("bytes a step", "0.75 by the formula", _bytes_ratio(narrow, wide)),
         ("step time", "2559.1 / 3300.5 ms: 0.775 (1.29x)", _time(found, slow)),
-        ("is it the same run", "not said", _outcomes(narrow)),
+        ("is it the same run; under ZeRO-1", "not said", f"{_outcomes(narrow)}; {_outcomes(summed)}"),
     ]
 
 
 def _hybrid(found: Found) -> list[tuple[str, str, str]]:
-    plain, hybrid = found.arm("native", ZERO3, ""), found.arm("native", "hfsdp", "")
+    plain, hybrid, full = (
+        found.arm("native", *which) for which in ((ZERO3, ""), ("hfsdp", "dtype=bf16"), ("hfsdp", "dtype=fp32"))
+    )
     rows = found.row("native", ZERO3), found.row("native", "hfsdp")
     return [
         ("loss, HFSDP over FSDP", "5.475965 / 5.476863: -0.016 %", _off(hybrid, "loss")),
         ("gradient norm", "9.424 / 9.411: +0.14 %", _off(hybrid, "norm")),
+        ("loss and norm, fp32 throughout", "not said", f"{_off(full, 'loss')}; {_off(full, 'norm')}"),
         ("memory, HFSDP over FSDP", "39,176 / 39,934 MB reserved; 33,573 MB in the same text", _memory(*rows)),
         ("bytes inside and outside", "not said", _axes(plain, hybrid)),
         ("step time", "3779.1 / 3789.9 ms: 0.997", _time(found, rows[1])),
@@ -147,9 +153,13 @@ def _hybrid(found: Found) -> list[tuple[str, str, str]]:
 
 def _grad_buffer(found: Found) -> list[tuple[str, str, str]]:
     flat = found.arm("native", ZERO3, "engine.grad_buffer=flat")
-    rows = [found.row("native", ZERO3, f"engine.grad_buffer={name}") for name in ("concat", "flat")]
+    whole, rows = (
+        [found.row("native", strategy, f"engine.grad_buffer={name}") for name in ("concat", "flat")]
+        for strategy in ("no_shard", ZERO3)
+    )
     return [
         ("memory at the peak, flat over concat", "15.1 / 17.4 GB reserved: -13.2 %", _memory(*rows)),
+        ("the same where gradients stay whole (no_shard)", "not said", _memory(*whole)),
         ("throughput", "440 / 382 TFLOP/s: +15 %", _time(found, rows[1])),
         ("loss", "equal to 16 digits", _outcomes(flat)),
     ]
@@ -333,13 +343,27 @@ def _section(found: Found) -> list[str]:
     ]
     if found.arms:
         parts += ["### Arms", markdown_table(ARM_HEAD, [_arm_cells(arm) for arm in found.arms]), LEGEND]
-    odd = [text for arm in found.arms for text in arm.sentences if not text.startswith(("EQUAL", "EQUIVALENT"))]
-    parts += ["\n".join(f"- {text}" for text in odd)] if odd else []
+    odd = [line for arm in found.arms for line in _odd(arm)]
+    parts += ["\n".join(odd)] if odd else []
     parts += ["Over seeds:\n\n" + "\n".join(f"- {text}" for text in found.over_seeds)] if found.over_seeds else []
     parts += _timed_section(found)
     if found.missing:
         parts.append("Not run:\n\n" + "\n".join(f"- {name}" for name in found.missing))
     return parts
+
+
+def _odd(arm: Arm) -> list[str]:
+    """What is not the same run, and the report that confirms it where the fault is a released engine's."""
+    lines = []
+    for text in arm.sentences:
+        links = [
+            f" [[{name}](upstream/{name}.md)]"
+            for name, engine, says in CONFIRMED
+            if engine == arm.engine and says in text
+        ]
+        if not text.startswith(("EQUAL", "EQUIVALENT")):
+            lines.append(f"- {text}{''.join(links)}")
+    return lines
 
 
 def _timed_section(found: Found) -> list[str]:

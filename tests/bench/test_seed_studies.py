@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import seed_evidence, seed_studies
-from benchmarks.seed_evidence import Found
+from benchmarks.seed_evidence import Arm, Found
 from benchmarks.seed_published import SEEDS, Seed
 from harness.parity.outcome import Outcome, Verdict
 from harness.parity.record import Record
@@ -103,7 +103,7 @@ def test_a_study_and_its_timed_half_stand_beside_the_published_figures(tmp_path:
     assert [arm.detail for arm in found.arms] == ["engine.grad_buffer=concat", "engine.grad_buffer=flat"]
     assert [arm.is_control for arm in found.arms] == [True, False]
     page = seed_studies.markdown([found])
-    assert "not measured" not in page
+    assert "Times not measured" not in page
     assert "15.1 / 17.4 GB" in page
     assert "a processor, 2 cores" in page
 
@@ -147,11 +147,12 @@ def test_seeds_of_an_arm_are_one_row(tmp_path: Path) -> None:
     assert len(found.arms) == 2
     assert here["loss at step 100, bf16 over fp32 wire"] == "+0.025 % (-0.05 % to +0.1 % over 2 seeds)"
     assert here["bytes a step"] == "300 / 400: 0.7500"
-    assert here["is it the same run"] == "2 EQUIVALENT"
+    assert here["is it the same run; under ZeRO-1"] == "2 EQUIVALENT; not run"
 
 
 def test_bytes_along_the_axes_are_told_apart(tmp_path: Path) -> None:
     def hybrid(values: dict[str, Any]) -> None:
+        values["dtype"]["name"] = "bf16"
         values["mesh"] |= {"world_size": 4, "dp_outer": 2}
         values["sharding"]["outer"] = "optim"
         values["notes"] = json.dumps([4.0, ["unit", 2 << 20], ["unit outer", 1 << 20]])
@@ -160,11 +161,21 @@ def test_bytes_along_the_axes_are_told_apart(tmp_path: Path) -> None:
         values["mesh"]["world_size"] = 4
         values["notes"] = json.dumps([4.0, ["unit", 3 << 20]])
 
-    configs = [stored(tmp_path, config("hybrid", change)) for change in (plain, hybrid)]
-    asked(tmp_path, configs, {1: 0})
+    def full(values: dict[str, Any]) -> None:
+        hybrid(values)
+        values["dtype"]["name"] = "fp32"
+
+    configs = [stored(tmp_path, config("hybrid", change)) for change in (plain, hybrid, full)]
+    asked(tmp_path, configs, {1: 0, 2: 0})
     found = seed_evidence.find(HYBRID, str(tmp_path))
-    assert [arm.strategy for arm in found.arms] == ["optim_grads_params", "hfsdp"]
+    assert [arm.strategy for arm in found.arms] == ["optim_grads_params", "hfsdp", "hfsdp"]
     assert ours(found)["bytes inside and outside"] == "2.00 and 1.00 MiB; FSDP 3.00 over all four"
+
+
+def test_a_fault_of_a_released_engine_is_linked_to_its_report() -> None:
+    text = "DIFFERENT: a against b: 4 x the control's: N = 4, not divided by the ranks."
+    arm = Arm("megatron_fsdp", "hfsdp", "", 4, False, ["DIFFERENT"], [text], 4.0, 1.0, [0.0], [3.0], 1, None, {})
+    assert seed_studies._odd(arm) == [f"- {text} [[hfsdp_sums_gradients](upstream/hfsdp_sums_gradients.md)]"]
 
 
 def test_what_was_not_run_is_named_and_the_page_is_written_all_the_same(

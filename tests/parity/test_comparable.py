@@ -105,7 +105,7 @@ def test_what_must_agree_is_named_and_refused(bench: Bench, tmp_path: Path, name
         ("model", {"name": "renamed", "activation_checkpointing": True}),
         ("engine", {"prefetch": 3}),
         ("nccl_ub", {"mode": "auto"}),
-        ("sharp", {"group": "dp"}),
+        ("sharp", {"nvlink": False}),
         ("ckpt", {"policy": "none"}),
         ("launch", {"root": "/elsewhere"}),
         ("cluster", {"slots": 9, "partition": "other"}),
