@@ -138,7 +138,8 @@ class Engine(ABC):
 
     @abstractmethod
     def accounted_bytes(self) -> dict[str, int]:
-        """Bytes kept on this rank by role: compute_weights, main_weights, main_grads, optimizer, padding, buffers."""
+        """Bytes kept on this rank by role: compute_weights, main_weights, main_grads, optimizer, padding, buffers; and
+        gradient_sums, where sums lie apart from the main gradients."""
 
     def seen(self) -> Seen | None:
         """Where local gradients and the weights of the forward can be seen; None where they cannot."""

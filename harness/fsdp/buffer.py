@@ -322,7 +322,5 @@ class Bucket:
             if tensor is not None:
                 roles[role] += numel * tensor.itemsize
                 padding += (tensor.numel() - numel) * tensor.itemsize
-        if self.gradients is not None:
-            roles["main_grads"], more = self.gradients.bytes_kept(own, inner)
-            padding += more
-        return roles | {"padding": padding}
+        gradients = {} if self.gradients is None else self.gradients.bytes_kept(own, inner)
+        return roles | gradients | {"padding": padding + gradients.get("padding", 0)}

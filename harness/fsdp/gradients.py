@@ -237,18 +237,18 @@ class Gradients:
         if self.bucket is not None:
             self.memory.free(self.take())
 
-    def bytes_kept(self, own_numel: int, inner_numel: int) -> tuple[int, int]:
-        """Bytes of sums and main gradients of parameters, and of padding.
+    def bytes_kept(self, own_numel: int, inner_numel: int) -> dict[str, int]:
+        """Bytes of parameters' main gradients, of sums where they lie apart from those, and of padding.
 
         Args:
             own_numel, inner_numel: elements of parameters in this rank's own pieces, and in its inner ones.
         """
         numel = self.layout.param_numel if self.is_whole else inner_numel
-        used, total = numel * self.sums.itemsize, self.sums.numel() * self.sums.itemsize
-        if self._main is not None:
-            used += own_numel * self._main.itemsize
-            total += self._main.nbytes
-        return used, total - used
+        sums, padding = numel * self.sums.itemsize, (self.sums.numel() - numel) * self.sums.itemsize
+        if self._main is None:
+            return {"main_grads": sums, "padding": padding}
+        main = own_numel * self._main.itemsize
+        return {"main_grads": main, "gradient_sums": sums, "padding": padding + self._main.nbytes - main}
 
 
 ADDED = "grad_added_to_main_grad"

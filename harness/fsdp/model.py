@@ -426,14 +426,15 @@ class ShardedModel(nn.Module):
         return self._sharded_optimizer
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Bytes this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers.
+        """Bytes this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers; and
+        gradient_sums, where integers or another device keep these apart from the main gradients.
 
         Between steps, from `zero_grad` to the next reduction, shards of main_grads are not there.
         """
         total = {"compute_weights": 0, "main_weights": 0, "main_grads": 0, "padding": 0, "optimizer": 0}
         for bucket in self.buckets:
             for role, num_bytes in bucket.persistent_bytes().items():
-                total[role] += num_bytes
+                total[role] = total.get(role, 0) + num_bytes
         if self._sharded_optimizer is not None:
             used, padding = self._sharded_optimizer.state_bytes()
             total["optimizer"] += used
