@@ -60,6 +60,7 @@ def fully_shard_model(
         ValueError: a value is wrong.
     """
     options = {name: others.pop(name) for name in list(others) if name in OPTIONS}
+    options["double_buffer"] = fsdp_double_buffer or options.get("double_buffer", False)  # it goes by both names
     refuse_unbuilt(others)
     if calculate_per_token_loss:
         if grad_divisor is not None:
@@ -83,7 +84,6 @@ def fully_shard_model(
         grad_divisor=grad_divisor,
         initial_value=initial_value,
         init_on_meta=init_model_with_meta_device,
-        double_buffer=fsdp_double_buffer,
         **options,
     )
     model.set_model_auto_sync(sync_model_each_microbatch)
