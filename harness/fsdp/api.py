@@ -59,9 +59,8 @@ def fully_shard_model(
         TypeError: an argument neither engine knows.
         ValueError: a value is wrong.
     """
-    options = {"double_buffer": fsdp_double_buffer} | {
-        name: others.pop(name) for name in list(others) if name in OPTIONS
-    }
+    options = {name: others.pop(name) for name in list(others) if name in OPTIONS}
+    options["double_buffer"] = fsdp_double_buffer or options.get("double_buffer", False)  # it goes by both names
     refuse_unbuilt(others)
     if calculate_per_token_loss:
         if grad_divisor is not None:

@@ -188,7 +188,11 @@ class HookDriver:
         if self.phase is Phase.BACKWARD:
             return
         self._refuse_unsupported()
-        self._before_backward()
+        try:
+            self._before_backward()
+        except BaseException:  # the gradient that announced this backward may have been added to finished sums
+            self.failed = True
+            raise
         self.phase = Phase.BACKWARD
         self._reduces, is_last = self._rhythm()
         self.reduce.begin_backward(is_last=is_last)

@@ -417,3 +417,10 @@ def test_a_sum_over_any_length_leaves_no_block_out() -> None:
         target = torch.full((length,), torch.nan)
         _sum_in_order(contributions, target, torch.float64, add=False)
         assert torch.equal(target, torch.arange(length, dtype=torch.float32) * 6)
+
+
+@pytest.mark.parametrize("name", ["fsdp_double_buffer", "double_buffer"])
+def test_the_double_buffer_goes_by_both_names(name: str) -> None:
+    model = fully_shard_model(make(), fsdp_unit_modules=[Block], **{name: True})
+    assert model.options.double_buffer
+    model.close()

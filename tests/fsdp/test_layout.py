@@ -124,3 +124,117 @@ def test_the_layout_does_not_load_torch() -> None:
 def test_a_scalar_and_an_empty_parameter_have_a_place() -> None:
     layout: BucketLayout = plan_bucket([ParamSpec("s", ()), ParamSpec("e", (0, 3)), ParamSpec("f", (3, 0))], 4, 64)
     assert [layout.local_slice(slot, 0).numel for slot in layout.slots] == [1, 0, 0]
+
+
+# -- two axes ----------------------------------------------------------------------------------------------------------
+
+GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 6))
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, GRIDS, st.sampled_from([64, 128]))
+def test_an_outer_axis_moves_no_parameter(found: list[tuple[int, ...]], grid: tuple[int, int], align: int) -> None:
+    """Places in the bucket and in each rank's shard are those of one axis with as many ranks."""
+    inner, outer = grid
+    split, flat = (plan_bucket(specs(found), inner * outer, align, each) for each in (outer, 1))
+    assert split.slots == flat.slots
+    assert [s.bucket_offset for s in split.segments] == [s.bucket_offset for s in flat.segments]
+    for slot in split.slots:
+        for rank in range(inner * outer):
+            assert split.local_slice(slot, rank) == flat.local_slice(slot, rank)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shapes, GRIDS, st.sampled_from([64, 128]))
+def test_what_one_inner_rank_gives_is_one_range_of_each_segment(
+    found: list[tuple[int, ...]], grid: tuple[int, int], align: int
+) -> None:
+    inner, outer = grid
+    layout = plan_bucket(specs(found), inner * outer, align, outer)
+    for segment in layout.segments:
+        assert segment.inner_numel % segment.row_numel == segment.shard_numel % segment.row_numel == 0
+        for rank in range(inner):
+            pieces = [segment.piece(rank * outer + step) for step in range(outer)]
+            assert [begin for begin, _ in pieces[1:]] == [end for _, end in pieces[:-1]]
+            assert (pieces[0][0], pieces[-1][1]) == (rank * segment.inner_numel, (rank + 1) * segment.inner_numel)
+    for offset, numel, total in (
+        ("bucket_offset", "numel", layout.bucket_numel),
+        ("inner_offset", "inner_numel", layout.inner_numel),
+        ("shard_offset", "shard_numel", layout.shard_numel),
+    ):
+        ranges = [(getattr(s, offset), getattr(s, offset) + getattr(s, numel)) for s in layout.segments]
+        assert all(one[1] <= following[0] for one, following in itertools.pairwise(ranges)), offset
+        assert all(begin % align == 0 for begin, _ in ranges), offset
+        assert ranges[-1][1] <= total, offset
+
+
+@settings(max_examples=150, deadline=None)
+@given(shapes, GRIDS, st.lists(st.sampled_from([None, 0, 1]), min_size=12, max_size=12))
+def test_runs_and_gaps_cover_each_element_once(
+    found: list[tuple[int, ...]], grid: tuple[int, int], groups: list[int | None]
+) -> None:
+    """Every element of the bucket is painted by its owner's runs, and by the parameter or gap it belongs to."""
+    inner, outer = grid
+    layout = plan_bucket(specs(found), inner * outer, 64, outer)
+    group_of = {f"p{i}": group for i, group in enumerate(groups[: len(found)]) if group is not None}
+    painted: dict[int, int] = {}
+    for rank in range(inner * outer):
+        for run in layout.runs(rank, group_of):
+            segment = layout.segments[run.segment]
+            begin = segment.bucket_offset + segment.piece(rank)[0]
+            for element in range(begin + run.start, begin + run.end):
+                assert element not in painted, "two ranks, or two runs of one, update an element"
+                painted[element] = run.group
+    taken: set[int] = set()
+    for slot in layout.slots:
+        elements = range(*layout.bucket_range(slot))
+        assert taken.isdisjoint(elements)
+        taken.update(elements)
+        assert {painted.pop(element, None) for element in elements} <= {group_of.get(slot.spec.name)}
+    for begin, end in layout.gaps:
+        assert taken.isdisjoint(range(begin, end))
+        taken.update(range(begin, end))
+    assert taken == set(range(layout.bucket_numel))
+    assert painted.keys() <= {e for begin, end in layout.gaps for e in range(begin, end)}
+
+
+LLAMAS = {"8b": (4096, 1024, 14336, 32), "70b": (8192, 1024, 28672, 80)}
+VOCABULARY = 128256
+SIZES = [1 << power for power in range(11)]
+
+
+def llama_root(dim: int) -> list[ParamSpec]:
+    return [ParamSpec(n, s) for n, s in {"embed": (VOCABULARY, dim), "norm": (dim,), "head": (VOCABULARY, dim)}.items()]
+
+
+@pytest.mark.parametrize("model", LLAMAS)
+def test_llama_on_every_grid_up_to_1024_ranks(model: str) -> None:
+    """All 66 factorings of 1 to 1,024 ranks: a thousandth of padding in a block, and in the model, and no row cut."""
+    dim, kv, ffn, depth = LLAMAS[model]
+    for inner, outer in itertools.product(SIZES, SIZES):
+        if inner * outer > 1024:
+            continue
+        block = plan_bucket(llama_block(dim, kv, ffn), inner * outer, 128, outer)
+        root = plan_bucket(llama_root(dim), inner * outer, 128, outer)
+        assert block.bucket_numel / block.param_numel - 1 < 1e-3, (inner, outer)
+        whole = depth * block.bucket_numel + root.bucket_numel
+        assert whole / (depth * block.param_numel + root.param_numel) - 1 < 1e-3, (inner, outer)
+        for layout in (block, root):
+            ranks = {0, 1, inner * outer // 2, inner * outer - 1} & set(range(inner * outer))
+            assert layout.shard_numel * inner * outer >= layout.param_numel
+            for slot, rank in itertools.product(layout.slots, ranks):
+                part = layout.local_slice(slot, rank)
+                assert part.start % slot.spec.row_numel == part.end % slot.spec.row_numel == 0
+
+
+@pytest.mark.parametrize("model", LLAMAS)
+def test_padding_is_the_least_that_whole_rows_allow_at_any_number_of_ranks(model: str) -> None:
+    """Beyond powers of two a thousandth cannot be kept: 4,096 rows over 1,000 ranks are five rows each."""
+    dim, kv, ffn, _ = LLAMAS[model]
+    for num_ranks in range(1, 1025):
+        for params in (llama_block(dim, kv, ffn), llama_root(dim)):
+            for segment in plan_bucket(params, num_ranks, 128).segments:
+                rows = sum(each.num_rows for each in params if each.row_numel == segment.row_numel)
+                step = 1 if segment.row_numel > 1 or num_ranks == 1 else FUSED_CUT
+                least = math.ceil(math.ceil(rows / num_ranks) / step) * step
+                assert segment.shard_numel == least * segment.row_numel, (num_ranks, segment)

@@ -1,0 +1,315 @@
+"""What a loop may do with a step, under every pair of strategies on four ranks: accumulate, scale, forget, resume."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.fsdp import ShardedModel
+from tests.fsdp.pairs import (
+    PAIRS,
+    STRATEGIES,
+    Model,
+    Pair,
+    adamw,
+    close,
+    data,
+    loss_of,
+    plain_gradients,
+    same,
+    shard,
+)
+from tests.spawn import run_ranks
+
+WORLD, K = 4, 3
+M = WORLD * K
+
+
+def every_microbatch(step: int = 0) -> list[torch.Tensor]:
+    return [data(step, index) for index in range(M)]
+
+
+def own(rank: int, step: int = 0) -> list[torch.Tensor]:
+    return every_microbatch(step)[rank * K : (rank + 1) * K]
+
+
+def accumulate(model: ShardedModel, xs: list[torch.Tensor], how: str, scale: float) -> None:
+    """All microbatches of a rank, the last of which ends the step."""
+    for index, x in enumerate(xs):
+        last = index == len(xs) - 1
+        if how == "no_sync" and not last:
+            with model.no_sync():
+                (loss_of(model, x) * scale).backward()
+        elif how == "sync" and last:
+            with model.sync():
+                (loss_of(model, x) * scale).backward()
+        else:
+            if how == "set_model_auto_sync":
+                model.set_model_auto_sync(last)
+            (loss_of(model, x) * scale).backward()
+
+
+# -- accumulation ------------------------------------------------------------------------------------------------------
+
+
+def auto_sync(rank: int, pair: Pair) -> list[str]:
+    """Two backwards that both end the step: right, or refused on all ranks; the model works afterwards."""
+    model, optimizer = shard(pair)
+    told = []
+    loss_of(model, own(rank)[0]).backward()
+    try:
+        loss_of(model, own(rank)[1]).backward()
+        right = plain_gradients([data(0, r * K + j) for r in range(WORLD) for j in (0, 1)], 1 / WORLD)
+        told.append(f"right: {close(dict(model.full_gradients()), right)}")
+    except RuntimeError as error:
+        told.append(str(error))
+        try:
+            optimizer.step()
+            told.append("was stepped")
+        except RuntimeError as refused:
+            told.append(str(refused))
+    optimizer.zero_grad()
+    accumulate(model, own(rank), "no_sync", 1 / K)
+    told.append(str(close(dict(model.full_gradients()), plain_gradients(every_microbatch(), 1 / M))))
+    optimizer.step()
+    try:
+        loss_of(model, own(rank)[0]).backward()
+        told.append("nothing")
+    except RuntimeError as error:
+        told.append(str(error))
+    model.close()
+    return told
+
+
+def ways(rank: int, pair: Pair) -> dict[str, list[str]]:
+    """Each way to accumulate and to scale against one big batch; which gradients differ."""
+    right = plain_gradients([torch.cat(every_microbatch())], 1.0)
+    found = {}
+    scalings: dict[str, tuple[dict[str, Any], float]] = {
+        "loop": ({}, 1 / K),
+        "divisor": ({"grad_divisor": M}, 1.0),
+        "tokens": ({"calculate_per_token_loss": True}, 1 / M),
+    }
+    for scaling, (arguments, scale) in scalings.items():
+        for how in ("no_sync", "set_model_auto_sync"):
+            model, _ = shard(pair, **arguments)
+            accumulate(model, own(rank), how, scale)
+            found[f"{scaling} {how}"] = close(dict(model.full_gradients()), right)
+            model.close()
+    model, optimizer = shard(pair, sync_model_each_microbatch=False, grad_divisor=M)
+    accumulate(model, own(rank), "sync", 1.0)
+    found["sync"] = close(dict(model.full_gradients()), right)
+    optimizer.zero_grad()
+    for x in own(rank):
+        loss_of(model, x).backward()
+    try:
+        found["never synced"] = close(dict(model.full_gradients()), right)
+        found["never synced"] += ["was not refused"] if pair.reduces_once else []
+    except RuntimeError as error:
+        found["never synced"] = [] if pair.reduces_once and "never reduced" in str(error) else [str(error)]
+    model.close()
+    return found
+
+
+@cache
+def by_pair(function: Callable[..., Any]) -> dict[Pair, list[Any]]:
+    """Each pair's result by rank; all pairs in one process group."""
+    per_rank = run_ranks(over_pairs, WORLD, function)
+    return {pair: [ran[index] for ran in per_rank] for index, pair in enumerate(PAIRS)}
+
+
+def over_pairs(rank: int, function: Callable[..., Any]) -> list[Any]:
+    return [function(rank, pair) for pair in PAIRS]
+
+
+every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
+
+
+@every_pair
+def test_accumulation_without_no_sync_is_right_or_refused(pair: Pair) -> None:
+    for told in by_pair(auto_sync)[pair]:
+        if pair.reduces_once:
+            assert "wrap all microbatches but the last in no_sync()" in told[0]
+            assert "zero_grad() between them" in told[0]
+            assert "call zero_grad() and try again" in told[1], "half of what was meant is not a step"
+        else:
+            assert told[0] == "right: []"
+        assert told[-2] == "[]", "the model goes on after a refusal"
+        assert "call zero_grad() first" in told[-1]
+
+
+@every_pair
+def test_each_way_to_accumulate_and_scale_equals_one_big_batch(pair: Pair) -> None:
+    for found in by_pair(ways)[pair]:
+        assert {way: names for way, names in found.items() if names} == {}
+
+
+def test_another_scale_shows() -> None:
+    """1/k forgotten, applied twice, or one part in a million: the bound is a bound."""
+    right = plain_gradients([torch.cat(every_microbatch())], 1.0)
+    for factor in (K, 1 / K, 1 + 2.0**-19):
+        assert close({name: g.float() * factor for name, g in right.items()}, right)
+
+
+class Penalised(Model):
+    """A root parameter that only the loss uses, so that its gradient is the first to come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.penalty = torch.nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES[:2])
+def test_a_refused_backward_leaves_no_gradient_behind(strategy: str) -> None:
+    """The refusal comes when autograd has added the penalty's gradient to the finished sums already."""
+    assert run_ranks(refused, 1, strategy) == [True]
+
+
+def refused(rank: int, strategy: str) -> bool:
+    module = Penalised()
+    model, optimizer = shard(Pair(strategy, ""), module)
+    for step in range(2):
+        loss = loss_of(model, data(0, 0)) + module.penalty.square().sum()
+        if step == 0:
+            loss.backward()
+            continue
+        with pytest.raises(RuntimeError, match="no_sync"):
+            loss.backward()
+    with pytest.raises(RuntimeError, match="call zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    (loss_of(model, data(0, 0)) + module.penalty.square().sum()).backward()
+    found = dict(model.full_gradients())["penalty"]
+    model.close()
+    return torch.equal(found, torch.full((3,), 2.0))
+
+
+# -- groups of one, and several models ---------------------------------------------------------------------------------
+
+
+def alone(rank: int) -> list[list[str]]:
+    """A data-parallel group of one: the divisor is still applied, once."""
+    found = []
+    for strategy in STRATEGIES:
+        for arguments, scale, total in (({}, 1 / K, 1 / K), ({"grad_divisor": 7.0}, 1.0, 1 / 7)):
+            model, _ = shard(Pair(strategy, ""), **arguments)
+            accumulate(model, own(0), "no_sync", scale)
+            found.append(close(dict(model.full_gradients()), plain_gradients(own(0), total)))
+            model.close()
+    return found
+
+
+def test_a_group_of_one_is_divided_like_any() -> None:
+    assert run_ranks(alone, 1) == [[[]] * 2 * len(STRATEGIES)]
+
+
+def several(rank: int) -> list[list[str]]:
+    """A teacher nobody trains, and two students under different pairs, their backwards in one sum."""
+    pairs = (Pair("optim_grads_params", "optim"), Pair("optim", ""))
+    teacher, _ = shard(Pair("optim_grads_params", "no_shard"), Model(11))
+    students = [shard(pair, Model(seed)) for seed, pair in enumerate(pairs)]
+    plain = [Model(seed) for seed in range(2)]
+    optimizers = [adamw(each) for each in plain]
+    plain_teacher = Model(11)
+    found = []
+    for step in range(2):
+        for _, optimizer in students:
+            optimizer.zero_grad(set_to_none=step == 0)
+        for each in optimizers:
+            each.zero_grad()
+        x = data(step, rank)
+        with torch.no_grad():
+            target = teacher(x)
+        torch.stack([(model(x) - target).square().mean() for model, _ in students]).sum().backward()
+        for other in range(WORLD):
+            y = data(step, other)
+            for each in plain:
+                ((each(y) - plain_teacher(y).detach()).square().mean() / WORLD).backward()
+        for (model, optimizer), each, other_optimizer in zip(students, plain, optimizers, strict=True):
+            right = {name: p.grad.double() for name, p in each.named_parameters() if p.grad is not None}
+            found.append(close(dict(model.full_gradients()), right))
+            optimizer.step()
+            other_optimizer.step()
+    for model in (teacher, *(model for model, _ in students)):
+        model.close()
+    return found
+
+
+def test_several_models_train_in_one_process() -> None:
+    assert run_ranks(several, WORLD) == [[[]] * 4] * WORLD
+
+
+# -- zero_grad and state -----------------------------------------------------------------------------------------------
+
+
+def forgets(rank: int, pair: Pair) -> list[str]:
+    """zero_grad with either flag, at either entry, after a whole step and in the middle of one: nothing is left."""
+    found = []
+    model, optimizer = shard(pair, grad_divisor=M)
+    right = plain_gradients(every_microbatch(), 1 / M)
+    for set_to_none in (True, False):
+        for forget in (optimizer.zero_grad, model.zero_grad):
+            with model.no_sync():
+                loss_of(model, own(rank)[0] + 5).backward()
+            forget(set_to_none)
+            accumulate(model, own(rank), "no_sync", 1.0)
+            found += close(dict(model.full_gradients()), right)
+            forget(set_to_none)
+            found += ["gradients"] if model.has_gradients else []
+    before = dict(model.full_weights())
+    optimizer.zero_grad()
+    optimizer.step()
+    found += same(before, dict(model.full_weights()))
+    model.close()
+    return found
+
+
+@every_pair
+def test_zero_grad_forgets_everything_whatever_its_flag(pair: Pair) -> None:
+    assert by_pair(forgets)[pair] == [[]] * WORLD
+
+
+def resumes(rank: int, pair: Pair) -> list[str]:
+    """local_state of a model in the middle of its training, put into one of other weights: then bit for bit alike."""
+    numerics = {"numerics": "ordered"}
+    model, optimizer = shard(pair, **numerics)
+
+    def step(which: ShardedModel, of: torch.optim.Optimizer, number: int) -> float:
+        of.zero_grad()
+        accumulate(which, own(rank, number), "no_sync", 1 / K)
+        norm = which.clip_grad_norm_(0.1)
+        of.step()
+        return norm
+
+    for number in range(2):
+        step(model, optimizer, number)
+    saved = {key: value.clone() for key, value in model.local_state().items()}
+    other, other_optimizer = shard(pair, Model(99), **numerics)
+    other.load_local_state(saved)
+    again = other.local_state()
+    found = [f"saved {name}" for name in same(saved, again)]
+    found += ["forward"] if not torch.equal(model(data(9, 0)), other(data(9, 0))) else []
+    for number in range(2, 4):
+        norms = step(model, optimizer, number), step(other, other_optimizer, number)
+        found += [] if norms[0] == norms[1] else [f"norm {norms}"]
+    found += same(dict(model.full_weights()), dict(other.full_weights()))
+    broken = {key: value for key, value in saved.items() if not key.startswith("weights/(root)")}
+    try:
+        other.load_local_state(broken)
+        found.append("loaded what does not fit")
+    except ValueError as error:
+        found += [] if "nothing was loaded" in str(error) else [str(error)]
+    model.close()
+    other.close()
+    dist.barrier()
+    return found
+
+
+@every_pair
+def test_local_state_resumes_bit_for_bit(pair: Pair) -> None:
+    assert by_pair(resumes)[pair] == [[]] * WORLD
