@@ -42,7 +42,7 @@ def _bad(words: str | list[str], *told: str) -> BadRequest:
 
 
 REQUESTS: dict[str, BadRequest] = {
-    "typo in a group": _bad("shardng=optim", "shardng", "did you mean sharding?"),
+    "typo in a group": _bad("shardng=optim", "shardng", "did you mean sharding"),
     "typo in a key": _bad("train.stps=5", "train.stps", "train.steps"),
     "typo in a key's group": _bad("trian.steps=5", "trian.steps", "did you mean train.steps"),
     "typo in an option": _bad("sharding=optim_grad", "sharding=optim_grad", "did you mean sharding=optim_grads"),
@@ -79,7 +79,9 @@ REQUESTS: dict[str, BadRequest] = {
     "engine without that many ranks": _bad("engine=single mesh.world_size=2", "mesh.world_size=2", "engine=single"),
     "engine without that promise": _bad("engine=ddp numerics=ordered", "numerics.mode=ordered", "fast, deterministic"),
     "engine without that dtype": _bad("engine=ddp dtype.main_grads=fp64", "dtype.main_grads=fp64", "engine=native"),
-    "hybrid the engine does not run": _bad("sharding=hsdp mesh=two_by_two", "mesh.dp_outer=2", "engine=fsdp2"),
+    "hybrid the engine does not run": _bad(
+        "engine=deepspeed sharding=hsdp mesh=two_by_two", "mesh.dp_outer=2", "engine=native"
+    ),
     "hybrid without an outer axis": _bad("sharding=hsdp", "mesh.dp_outer=1", "mesh=two_by_two"),
     "ext without an adapter": _bad("engine=ext", "engine.adapter=package.module:Class"),
     "main weights that cannot hold": _bad("dtype.compute=fp16 dtype.main_params=bf16", "cannot hold", "fp16, fp64"),

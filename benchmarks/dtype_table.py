@@ -39,7 +39,6 @@ HEADINGS = (
     "stepped weights",
 )
 EXTRA = {
-    "fp16": ("fp16", "fp32", "fp32", "fp32", None),
     "fp16_comm": ("fp16", "fp32", "fp32", "fp16", None),
     "bf16_sums": ("bf16", "fp32", "fp32", "bf16", "bf16"),
     "fp32_in_fp64": ("fp32", "fp64", "fp64", "fp32", "fp64"),

@@ -47,6 +47,16 @@ class SingleEngine(ReplicatedEngine):
             self.num_microbatches = 0
         return loss.detach()
 
+    def step(self, lr: float) -> float:
+        """As every engine's.
+
+        Raises:
+            OverflowError: under numerics=exact, if a gradient could not be written as an integer; no weight changed.
+        """
+        if self.sums is not None:
+            self.sums.refuse()
+        return super().step(lr)
+
     def _average(self) -> None:
         if self.sums is not None:
             self.sums.finish(self.num_microbatches)
@@ -61,11 +71,7 @@ class SingleEngine(ReplicatedEngine):
 
 
 class IntegerSums:
-    """Gradients of a step as integers: what numerics=exact makes of them on any number of ranks.
-
-    Raises:
-        OverflowError: at the end of a step, if a gradient could not be written as an integer.
-    """
+    """Gradients of a step as integers: what numerics=exact makes of them on any number of ranks."""
 
     def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
         self.fixed = FixedPoint(config.numerics.exact_bits, global_microbatches(config))
@@ -85,10 +91,16 @@ class IntegerSums:
     @torch.no_grad()
     def finish(self, divisor: float) -> None:
         """Give every weight its averaged gradient, and begin again."""
-        count, _ = int(self.beyond), self.beyond.zero_()
         for weight, total in zip(self.weights, self.sums, strict=True):
             weight.grad = torch.empty_like(weight)
             self.fixed.decode(total, divisor, weight.grad.view(-1))
             total.zero_()
+
+    def refuse(self) -> None:
+        """Drop the step's gradients and raise OverflowError if one of them could not be written as an integer."""
+        count = int(self.beyond)
+        self.beyond.zero_()
         if count:
+            for weight in self.weights:
+                weight.grad = None
             raise OverflowError(beyond_message(count, self.fixed))

@@ -118,8 +118,8 @@ def _reset(
     reset()
     for param, before in zip(params, held, strict=True):
         value, param.data = param.data, before
+        bucket, slot = homes[id(param)]
         if id(param) not in done:
             done.add(id(param))
-            bucket, slot = homes[id(param)]
             bucket.set_value(slot, mesh.everyone.from_first(value, f"initial {slot.spec.name}"))
-            bucket.forget_edits()
+        bucket.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to

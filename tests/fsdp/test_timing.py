@@ -19,6 +19,7 @@ from harness.fsdp.communicator import Communicator, Pending
 from harness.fsdp.peer_memory import Laid
 from harness.fsdp.readiness import Readiness
 from tests.fsdp.jitter import Branches, Branching, Delays, poisoned_buffers
+from tests.fsdp.pairs import Pair, arguments_of
 from tests.fsdp.trial import WAYS, Way
 from tests.spawn import run_ranks
 
@@ -31,6 +32,8 @@ class Case:
     numerics: str
     k: int
     way: Way
+    outer: str = ""
+    double_buffer: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,16 @@ DISTURBANCES = (
 CASES = [
     Case(strategy.name, numerics, k, WAYS[place % 3])
     for place, (strategy, numerics, k) in enumerate(product(Strategy, ("ordered", "fast"), (1, 2)))
+]
+CASES += [
+    Case(strategy.name, numerics, 2, WAYS[place % 3], double_buffer=double_buffer)
+    for place, (strategy, (numerics, double_buffer)) in enumerate(product(Strategy, (("exact", False), ("fast", True))))
+]
+HYBRIDS = [
+    Case(strategy.name, numerics, 2, WAYS[place % 3], outer, double_buffer=bool(place % 2))
+    for place, (strategy, outer, numerics) in enumerate(
+        product(Strategy, ("no_shard", "optim"), ("fast", "ordered", "exact"))
+    )
 ]
 
 
@@ -87,8 +100,10 @@ def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
             model,
             optimizer,
             fsdp_unit_modules=[Branches],
-            zero_dp_strategy=case.strategy,
+            **arguments_of(Pair(case.strategy, case.outer), size),
             numerics=case.numerics,
+            exact_terms=size * case.k if case.numerics == "exact" else None,
+            double_buffer=case.double_buffer,
             eager_limit_bytes=case.way.eager_limit,
             grad_divisor=size * case.k,
         )
@@ -115,9 +130,9 @@ def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
     return bits
 
 
-def disturbed(rank: int, size: int) -> list[str]:
+def disturbed(rank: int, size: int, cases: list[Case]) -> list[str]:
     found = []
-    for case in CASES:
+    for case in cases:
         calm = run_one(rank, size, case, NONE)
         differences = {each: run_one(rank, size, case, each).differs(calm) for each in DISTURBANCES}
         found += [f"rank {rank} {case} {each}: {told}" for each, told in differences.items() if told]
@@ -126,7 +141,11 @@ def disturbed(rank: int, size: int) -> list[str]:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_disturbances_change_no_bit(size: int) -> None:
-    assert run_ranks(disturbed, size, size) == [[]] * size
+    assert run_ranks(disturbed, size, size, CASES) == [[]] * size
+
+
+def test_disturbances_change_no_bit_of_two_axes() -> None:
+    assert run_ranks(disturbed, 4, 4, HYBRIDS) == [[]] * 4
 
 
 # -- engines that rely on luck -----------------------------------------------------------------------------------------
@@ -215,6 +234,11 @@ MUTANTS = {
     "delays of collectives": Mutant(
         sums_before_all_has_come,
         Case("optim_grads", "fast", 1, MESSAGES),
+        Disturbance(delays=5, late=(1,)),
+    ),
+    "delays between replicas": Mutant(  # of two ranks each is a replica: only the outer axis sends
+        sums_before_all_has_come,
+        Case("optim_grads", "fast", 1, MESSAGES, "optim"),
         Disturbance(delays=5, late=(1,)),
     ),
     "delays of updates": Mutant(
