@@ -259,6 +259,8 @@ class Checkpoints:
         for theirs in _everyone(mine, self.control):
             wanted |= theirs
         held = {key: entry for key, entry in manifest.tensors.items() if not key.startswith(RNG)}
+        if parts := manifest.values.get("parts"):  # weights alone, say: the rest stays as a new run has it
+            wanted = {key: shape for key, shape in wanted.items() if key.startswith(tuple(parts))}
         missing = sorted((key for key in wanted if key not in held and 0 not in wanted[key]), key=_weights_first)
         unexpected = sorted((key for key in held if key not in wanted), key=_weights_first)
         fitting = wanted.keys() & held.keys()
@@ -273,7 +275,7 @@ class Checkpoints:
             )
         if told and self.ranks.rank == 0:
             self.warn(f"ckpt.strict=false: of {path}, {len(told)} names do not fit: {'; '.join(told[:SHOWN])}")
-        return {key for key in wanted if key not in held} | set(shapes)
+        return {key for key in mine if key not in held} | set(shapes)
 
     def _read(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], planner: LoadPlanner) -> None:
         with self.control.meter.paused(), torch.no_grad():

@@ -119,6 +119,8 @@ class Loop:
             if loaded is not None:
                 self.initial_weights, self.saved_step = loaded.initial_weights, loaded.step
                 self.begins_after = loaded.begins_after
+                if not self.initial_weights:  # another tool's files do not tell
+                    self._note_initial_weights()
                 self.restored = {
                     "step": loaded.step,
                     "wrong": list(loaded.wrong),
@@ -128,9 +130,12 @@ class Loop:
                     "skipped": list(loaded.skipped),
                 }
                 return loaded.step
+        self._note_initial_weights()
+        return 0
+
+    def _note_initial_weights(self) -> None:
         with self.session.meters.paused():
             self.initial_weights = weights_digest(self.session.engine.named_weights(), torch.float32)
-        return 0
 
     def _open_record(self, start: int) -> tuple[MetricsWriter | None, Mirror]:
         if not self.is_first_rank:

@@ -1,4 +1,4 @@
-"""Checkpoints that are damaged, foreign, or cannot be written: the right one is taken, or an error says what is wrong."""
+"""Checkpoints that are damaged, foreign, or cannot be written: the right one is taken, or the fault is named."""
 
 from __future__ import annotations
 
@@ -144,9 +144,12 @@ def test_random_number_state_is_part_of_it(folder: Path) -> None:
 
 FOREIGN = {
     "another model's": ({"model__ffn_dim": 40}, r"weights/blocks.0.\S+ is \[48, 32\], here \[40, 32\]"),
-    "a deeper model's": ({"model__num_layers": 3}, r"missing optimizer/blocks.2\S+; .*and \d+ more"),
-    "a shallower model's": ({"model__num_layers": 1}, r"unexpected optimizer/blocks.1"),
-    "another optimizer's": ({"optimizer__name": OptimizerName.sgd}, r"unexpected optimizer/\S+/exp_avg; .*or another optimizer"),
+    "a deeper model's": ({"model__num_layers": 3}, r"missing weights/blocks.2\S+; .*and \d+ more"),
+    "a shallower model's": ({"model__num_layers": 1}, r"unexpected weights/blocks.1"),
+    "another optimizer's": (
+        {"optimizer__name": OptimizerName.sgd},
+        r"unexpected optimizer/\S+/exp_avg; .*or another optimizer",
+    ),
     "another seed's": ({"train__seed": 9}, r"data.seed was 0, here it is 9"),
     "another batch size's": ({"train__global_batch_size": 4}, r"data.sequences_done was 16, here it is 8"),
 }
