@@ -104,7 +104,7 @@ def _matrix(part: dict[str, Any]) -> str:
         "",
         f"{held} of {len(part['cells'])} cells hold: every weight, as the engine gathers it, and every tensor of the"
         " state, chunk by chunk, has the bits of the one process that trained it, and the next update in fp64 lands"
-        f" within {part['tolerance']:.0e} of that process's (largest distance {largest:.1e}). Each row's own checkpoint,"
+        f" within {part['tolerance']:.0e} of that process's (largest distance {largest:.1e}). Each row's checkpoint,"
         " put together without DCP, has those bits too"
         + (f", but for {part['written_wrong']}" if part["written_wrong"] else "")
         + ". The model is the awkward one: tied, frozen and unused weights, odd sizes; AdamW, clipped.",
@@ -155,7 +155,7 @@ def _cost(part: dict[str, Any]) -> str:
         "",
         f"State in the shape of Llama 3.2 1B with {part['layers']} of its 16 blocks, weights and AdamW in fp32,"
         f" {part['ranks']} ranks that hold it twice and take turns, {part['rounds']} rounds, median (fastest to"
-        " slowest) of the slower rank. Ours sums every byte with SHA-256 when it is written and before it is loaded, and"
+        " slowest) of the slower rank. Ours sums every byte (SHA-256) when it is written and before it is loaded, and"
         " afterwards holds the loaded state against the files; DCP checks nothing. Memory is what rose while it worked,"
         " of the larger rank: what cannot be given back, and all with mapped files.",
         "",

@@ -71,7 +71,15 @@ class RowShard(DTensor):
         return _wrap(local, DTensorSpec(mesh, placements, tensor_meta=meta), tuple(rows), group, place)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
-        """The whole tensor, a copy on the device it lies on. *Collective* among the ranks that share it."""
+        """The whole tensor, a copy on the device it lies on. *Collective* among the ranks that share it.
+
+        Raises:
+            TypeError: it is a counter, and this rank has no row of its parameter.
+        """
+        if self._group is None and self._local_tensor.numel() != self.shape.numel():
+            raise TypeError(
+                "a counter of which this rank has no copy: take it from a rank that has rows of the parameter"
+            )
         if self._group is None:
             return self._local_tensor.detach().clone()
         local = self._local_tensor.to(self._spec.mesh.device_type)  # offloaded state lies where nothing is gathered

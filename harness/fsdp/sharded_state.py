@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.fsdp.blank_state import entries_of
 from harness.fsdp.buffer import Bucket
 from harness.fsdp.layout import LocalSlice, Slot
 from harness.fsdp.mesh import Mesh
@@ -91,12 +92,7 @@ class ShardMap:
         runs: dict[int, list[FlatRun]] = {}
         for flat in optimizer.runs:
             runs.setdefault(id(flat.bucket), []).append(flat)
-        entries = {
-            entry: value.dtype
-            for flat in optimizer.runs
-            for entry, value in optimizer.optimizer.state.get(flat.weight, {}).items()
-            if isinstance(value, Tensor) and value.shape == flat.weight.shape
-        }
+        entries = _entries(optimizer)
         for bucket in (each for each in buckets if each.trainable):
             held = runs.get(id(bucket), [])
             for slot in bucket.layout.slots:
@@ -112,19 +108,25 @@ class ShardMap:
         slot: Slot,
         flat: FlatRun | None,
         state: Mapping[str, Any],
-        entries: Mapping[str, torch.dtype],
+        entries: Mapping[str, torch.dtype | None],
     ) -> None:
         prefix = f"{OPTIMIZER}{slot.spec.name}/"
         if flat is None:  # no row of it lies here: the key is there all the same, for collective reads
             for entry, dtype in entries.items():
-                nothing = torch.empty(0, dtype=dtype, device=bucket.context.main_device)
-                found.tensors[prefix + entry] = self._shard(bucket, slot, nothing, 0)
+                found.tensors[prefix + entry] = self._nothing(bucket, slot, dtype)
             return
         for entry, value in state.items():
             if isinstance(value, Tensor) and value.shape == flat.weight.shape:
                 found.tensors[prefix + entry] = self._shard(bucket, slot, value, flat.run.start)
             elif value is not None:
                 found.tensors[prefix + entry] = _counter(value)
+
+    def _nothing(self, bucket: Bucket, slot: Slot, dtype: torch.dtype | None) -> RowShard:
+        """No row of a moment, or (None) no copy of a counter: nothing to save here, and nothing to load."""
+        if dtype is not None:
+            return self._shard(bucket, slot, torch.empty(0, dtype=dtype, device=bucket.context.main_device), 0)
+        mesh = self._mesh(bucket.context.mesh)
+        return RowShard.of(torch.empty(0, dtype=COUNTER_DTYPE), (), [(0, 0)], 0, None, mesh, [False] * mesh.ndim)
 
     def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> RowShard:
         """A parameter's rows in `memory`, which begins that many elements into the rank's piece of the segment."""
@@ -182,6 +184,23 @@ def load_weights(shards: Mapping[str, RowShard], given: Mapping[str, Tensor], *,
         if name in given:
             shard.fill_from(given[name])
     return problems
+
+
+def _entries(optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:
+    """What the optimizer keeps of every parameter: dtype of moments, None of counters. The same on all ranks, also
+    where a rank has no run to look at."""
+    found: dict[str, torch.dtype | None] = {}
+    for flat in optimizer.runs:
+        for entry, value in optimizer.optimizer.state.get(flat.weight, {}).items():
+            if value is not None:
+                is_moment = isinstance(value, Tensor) and value.shape == flat.weight.shape
+                found[entry] = value.dtype if is_moment else None
+    if not optimizer.runs:
+        for group in optimizer.optimizer.param_groups:
+            found |= {
+                entry: None if entry == "step" else COUNTER_DTYPE for entry in entries_of(optimizer.optimizer, group)
+            }
+    return found
 
 
 def _note_counters(found: ShardedState, optimizer: ShardedOptimizer) -> None:
