@@ -23,10 +23,10 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def entries_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of what SGD, Adam and AdamW keep of every parameter."""
+    """Names of what SGD, Adam and AdamW (an Adam to torch) keep of every parameter; of others nothing is known."""
     if isinstance(optimizer, torch.optim.SGD):
         return ("momentum_buffer",) if group["momentum"] else ()
-    return ("step", "exp_avg", "exp_avg_sq")
+    return ("step", "exp_avg", "exp_avg_sq") if isinstance(optimizer, torch.optim.Adam) else ()
 
 
 def _blank(entry: str, group: Mapping[str, Any], param: Tensor) -> Tensor:

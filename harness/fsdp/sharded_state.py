@@ -195,11 +195,10 @@ def _entries(optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:
             if value is not None:
                 is_moment = isinstance(value, Tensor) and value.shape == flat.weight.shape
                 found[entry] = value.dtype if is_moment else None
-    if not optimizer.runs:
+    if not optimizer.runs:  # nothing to look at: what torch's own keep
         for group in optimizer.optimizer.param_groups:
-            found |= {
-                entry: None if entry == "step" else COUNTER_DTYPE for entry in entries_of(optimizer.optimizer, group)
-            }
+            for entry in entries_of(optimizer.optimizer, group):
+                found[entry] = None if entry == "step" else COUNTER_DTYPE
     return found
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from harness.fsdp.model_state import StatefulModel
 from harness.fsdp.rows import RowShard
 from harness.fsdp.sharded_state import ShardedState, ShardMap
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour
-from tests.fsdp.behaviours.models import Block, Net, batch, seeded
+from tests.fsdp.behaviours.models import Block, Net, seeded
 from tests.fsdp.behaviours.subject import Setup, Subject, adamw
 
 LAYOUTS = [(strategy, 1, "no_shard") for strategy in ALL] + [
@@ -27,7 +28,7 @@ LAYOUTS = [(strategy, 1, "no_shard") for strategy in ALL] + [
 ]
 """Inner strategy, size of the outer axis, what it splits."""
 
-_rows, _torch_rows = sharded_state._rows, RowShard.full_tensor
+_rows = sharded_state._rows
 
 
 def _setup(layout: tuple[str, int, str]) -> Setup:
@@ -63,6 +64,7 @@ def _one_row_on(slot: Any, local: Any) -> tuple[int, int]:
         lambda: mock.patch.object(RowShard, "full_tensor", _as_torch_cuts),
     ),
     Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(sharded_state, "_rows", _one_row_on)),
+    ranks=4,
 )
 def dtensors_gather_rightly(lab: Lab) -> str:
     uneven = 0
@@ -112,6 +114,7 @@ _state = ShardMap.state
     "Saved and loaded by DCP, parameters and optimizer state have their bits and the next losses are equal.",
     Mutant("step counts are not loaded", lambda: mock.patch.object(ShardedState, "adopt", _adopts_nothing)),
     Mutant("second moments are not saved", lambda: mock.patch.object(ShardMap, "state", _first_moments_alone)),
+    ranks=4,
 )
 def through_dcp(lab: Lab) -> str:
     return _journeys(
@@ -131,6 +134,7 @@ def _weights_alone(self: StatefulModel, state: ShardedState) -> None:
         "compute weights are not refreshed", lambda: mock.patch.object(StatefulModel, "adopt_state", _weights_alone)
     ),
     Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(sharded_state, "_rows", _one_row_on)),
+    ranks=4,
 )
 def on_another_layout(lab: Lab) -> str:
     pairs = list(zip(LAYOUTS, [*LAYOUTS[5:], *LAYOUTS[:5]], strict=True))
@@ -148,16 +152,12 @@ def on_another_layout(lab: Lab) -> str:
     return told
 
 
-class _folder(tempfile.TemporaryDirectory):  # type: ignore[type-arg]
+@contextmanager
+def _folder(lab: Lab) -> Iterator[str]:
     """One folder for all ranks, made by the first."""
-
-    def __init__(self, lab: Lab) -> None:
-        super().__init__()
-        self._name = lab.everywhere(self.name)[0]
-
-    def __enter__(self) -> str:
-        super().__enter__()
-        return self._name
+    with tempfile.TemporaryDirectory() as own:
+        yield lab.everywhere(own)[0]
+        dist.barrier()
 
 
 def _journeys(lab: Lab, pairs: Sequence[Any], says: str) -> str:
@@ -225,6 +225,7 @@ def _only_what_lies_here(self: ShardMap, found: Any, bucket: Any, slot: Any, fla
         "parameters without a row here are left out",
         lambda: mock.patch.object(ShardMap, "_add_entries", _only_what_lies_here),
     ),
+    ranks=4,
 )
 def same_keys(lab: Lab) -> str:
     empty = 0
@@ -241,6 +242,3 @@ def same_keys(lab: Lab) -> str:
     total = sum(lab.everywhere(empty))
     lab.claim(total > 0, "no rank has an empty shard: nothing was asked")
     return f"the same keys on {lab.world} ranks, {total} shards of which are empty{lab.without}"
-
-
-assert batch  # data of the checks come through the lab
