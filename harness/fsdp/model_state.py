@@ -72,7 +72,9 @@ class StatefulModel(nn.Module):
             NotImplementedError: ranks hold different experts under one name.
         """
         self._wait_until_installed()
-        return {**self._shards.weights(self.buckets), **saved_buffers(self.module)}
+        held = self._shards.weights(self.buckets)
+        weights = {name: held[name] for name, _ in self.module.named_parameters() if name in held}
+        return {**weights, **saved_buffers(self.module)}
 
     def load_state_dict(self, given: Mapping[str, Any], strict: bool = True, assign: bool = False) -> list[str]:
         """Take weights and buffers: whole tensors or DTensors, by first names. Effective in the very next forward.

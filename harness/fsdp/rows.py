@@ -74,10 +74,10 @@ class RowShard(DTensor):
         """The whole tensor, a copy on the device it lies on. *Collective* among the ranks that share it.
 
         Raises:
-            TypeError: it is a counter, and this rank has no row of its parameter.
+            RuntimeError: it is a counter, and this rank has no row of its parameter.
         """
         if self._group is None and self._local_tensor.numel() != self.shape.numel():
-            raise TypeError(
+            raise RuntimeError(
                 "a counter of which this rank has no copy: take it from a rank that has rows of the parameter"
             )
         if self._group is None:
@@ -97,9 +97,9 @@ class RowShard(DTensor):
         """Refuse: a placement cannot say where these rows lie.
 
         Raises:
-            TypeError: always.
+            RuntimeError: always.
         """
-        raise TypeError(_refusal("redistribute"))
+        raise RuntimeError(_refusal("redistribute"))
 
     def fill_from(self, given: Tensor) -> None:
         """Copy this rank's rows of a whole tensor, of a DTensor (*collective*), or of a shard of the same layout."""
@@ -150,14 +150,14 @@ class RowShard(DTensor):
         """Run what means the same row by row; refuse the rest.
 
         Raises:
-            TypeError: the operation would need to know where the other rows are.
+            RuntimeError: the operation would need to know where the other rows are.
         """
         shards = [each for each in args if isinstance(each, RowShard)]
         if func not in ROW_BY_ROW or not shards or any(each._rows != shards[0]._rows for each in shards):
-            raise TypeError(_refusal(str(func)))
+            raise RuntimeError(_refusal(str(func)))
         plain = [each._local_tensor if isinstance(each, RowShard) else each for each in args]
         if func is aten.copy_.default and len(shards) != 2:
-            raise TypeError(_refusal(str(func)))
+            raise RuntimeError(_refusal(str(func)))
         result = func(*plain, **(kwargs or {}))
         first = shards[0]
         if result is plain[0]:

