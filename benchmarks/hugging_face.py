@@ -1,4 +1,4 @@
-"""Does Hugging Face's own Llama compute what ours does from what `export` writes? Writes benchmarks/data/hugging_face.json.
+"""Does Hugging Face's own Llama compute what ours does from what `export` writes? Writes data/hugging_face.json.
 
     pip install transformers
     python benchmarks/hugging_face.py

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.checkpoint import folder as folders
 from harness.checkpoint import foreign
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
             print(_export(arguments))
         else:
             print(_import(arguments))
-    except (Damaged, foreign.Unfit, OSError) as error:
+    except (Damaged, foreign.Unfit, OSError, CheckpointException) as error:
         print(f"bad request:\n  {error}", file=sys.stderr)
         return 2
     return 0

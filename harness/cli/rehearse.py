@@ -16,13 +16,15 @@ SHOWN = 8
 
 def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run that is done: a path, a prefix of a signature or @last")
-    parser.add_argument(
-        "words",
-        metavar="KEY=VALUE",
-        nargs="*",
-        help="go on under another layout, as after run.py; the run must have numerics=exact",
-    )
     parser.add_argument("--preempt-at", type=int, required=True, metavar="N", help="the last step before it is stopped")
+    parser.add_argument(
+        "--as",
+        dest="changes",
+        metavar="KEY=VALUE",
+        nargs="+",
+        default=[],
+        help="go on under another layout, said as after run.py; the run must have numerics=exact",
+    )
     parser.add_argument("--json", action="store_true", help="what was found as JSON")
 
 
@@ -32,7 +34,7 @@ def _rehearse(arguments: Namespace) -> int:
         store.find(arguments.run),
         Path(arguments.root),
         arguments.preempt_at,
-        arguments.words,
+        arguments.changes,
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(json.dumps(found.as_json(), indent=2) if arguments.json else text(found))

@@ -43,7 +43,7 @@ def test_the_same_layout_keeps_every_bit(run: RunDir, capsys: pytest.CaptureFixt
 
 
 def test_another_layout_keeps_every_bit_under_exact(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("sharding=hfsdp", "mesh=two_by_two")
+    words = ("--as", "sharding=hfsdp", "mesh=two_by_two")
     assert rehearse(run, "--preempt-at", "2", *words) == 0
     assert capsys.readouterr().out.startswith("EQUAL: stopped after step 2 and gone on with")
 
@@ -84,7 +84,7 @@ def test_a_run_is_exported_and_begun_from(run: RunDir, tmp_path: Path) -> None:
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "begin"), "--format", "hf"]) == 0
     done = subprocess.run(
         [
-            *(sys.executable, str(ROOT / "run.py"), *SMALL[:5], "train.steps=1", "train.global_batch_size=4"),
+            *(sys.executable, str(ROOT / "run.py"), *SMALL[:5], "train.steps=2", "train.global_batch_size=4"),
             *("train.microbatch_size=2", f"ckpt.load={tmp_path / 'begin'}", f"launch.root={tmp_path / 'runs'}"),
         ],
         capture_output=True,

@@ -12,8 +12,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.schema import Config, Dtype, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
+from harness.config.schema import (
+    Config,
+    Dtype,
+    EngineName,
+    FaultStrength,
+    Numerics,
+    OptimizerName,
+    OuterStrategy,
+    Strategy,
+)
 from harness.fsdp.rows import local_of
+from harness.probe.faults import inject
 from harness.store.metrics import read_metrics
 from harness.study.rehearse import COSTS
 from tests.factory import small_config, train
@@ -219,3 +229,35 @@ def test_an_engine_that_forgets_its_step_count_is_caught(tmp_path: Path) -> None
     (told,) = run_ranks(forgetting, 1, tmp_path, config_of())
     assert any("restored" in text and text.endswith("/step") for text in told)
     assert any(text.startswith("6: ") for text in told), "and the very next step shows it"
+
+
+# -- faults of resuming ------------------------------------------------------------------------------------------------
+
+RESUME_FAULTS = (
+    "F16_tail_lost_on_resume",
+    "F17_shards_not_refreshed",
+    "F18_absent_weights_skipped",
+    "optimizer_step_lost_on_resume",
+    "moments_lost_on_resume",
+)
+
+
+def faulty(rank: int, root: Path, name: str) -> list[str]:
+    config = native(sharding__strategy=Strategy.optim_grads_params)
+    train(config, root / "whole", rank)
+    train(config, root / "run", rank, should_stop=stopping(5)[0])
+    config.fault.name, config.fault.strength = name, FaultStrength.full
+
+    def spoiled(engine: Any) -> Any:
+        inject(config, engine, rank, config.mesh.world_size)
+        return engine
+
+    train(config, root / "run", rank, wrap_engine=spoiled)
+    return against(root / "whole", root / "run") if rank == 0 else []
+
+
+@pytest.mark.parametrize("name", RESUME_FAULTS)
+def test_a_fault_of_resuming_shows_at_once_and_in_the_numbers(name: str, tmp_path: Path) -> None:
+    told, _ = run_ranks(faulty, 2, tmp_path, name)
+    assert any(text.startswith("restored ") for text in told)
+    assert any(text[0].isdigit() for text in told)
