@@ -121,7 +121,7 @@ class Checkpoints:
             self.background.wait()
 
     def _write(self, tensors: Mapping[str, Any], writer: Writer, group: dist.ProcessGroup | None) -> None:
-        with self.control.meter.paused():
+        with self.control.meter.muted():
             _dcp(
                 f"write {writer.folder}",
                 lambda: dcp_save(
@@ -278,7 +278,7 @@ class Checkpoints:
         return {key for key in mine if key not in held} | set(shapes)
 
     def _read(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], planner: LoadPlanner) -> None:
-        with self.control.meter.paused(), torch.no_grad():
+        with self.control.meter.muted(), torch.no_grad():
             _dcp(
                 f"read {path}",
                 lambda: dcp_load(
@@ -371,7 +371,7 @@ def _everyone(value: Any, control: Control, group: dist.ProcessGroup | None = No
     if chosen is None:
         return [value]
     found: list[Any] = [None] * chosen.size()
-    with control.meter.paused():
+    with control.meter.muted():
         dist.all_gather_object(found, value, group=chosen)
     return found
 
