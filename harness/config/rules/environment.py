@@ -226,4 +226,5 @@ RULES: tuple[Rule, ...] = (
     buffers_can_be_registered,
     model_fits_in_memory,
     disk_takes_the_run,
+    checkpoint_is_there,
 )
