@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tests.checkpoint.killing import kill_many
 
-KILLS = 20
+KILLS = 12
 """Fifty are in docs/checkpoints.md."""
 
 

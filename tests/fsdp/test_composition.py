@@ -20,7 +20,6 @@ WORLD = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "double buffer": {"double_buffer": True},
-    "no prefetch": {"prefetch": 0},
     "exact": {"numerics": "exact", "exact_terms": 2 * WORLD},
 }
 
@@ -85,7 +84,7 @@ def recomputing(rank: int, pair: Pair) -> list[str]:
     found = []
     for name, options in OPTIONS.items():
         plain = train(rank, pair, Model(), **options)
-        for kind in (Recomputed, RecomputedReentrant):
+        for kind in (Recomputed, RecomputedReentrant) if not options else (Recomputed,):
             found += [f"{name}, {kind.__name__}: {n}" for n in same(plain, train(rank, pair, kind(), **options))]
     return found
 
@@ -101,23 +100,27 @@ def beginning_on_meta(rank: int, pair: Pair) -> list[str]:
     return same(plain, found)
 
 
+COMPILED = tuple(pair for pair in PAIRS if not pair.outer or pair.inner == "optim_grads_params")
+"""Compiling takes seconds; hooks, which it must not swallow, are those of the inner strategy."""
+
+
 @cache
-def by_pair(function: Callable[..., Any]) -> dict[Pair, list[Any]]:
+def by_pair(function: Callable[..., Any], pairs: tuple[Pair, ...] = PAIRS) -> dict[Pair, list[Any]]:
     """Each pair's result by rank; all pairs in one process group."""
-    per_rank = run_ranks(over_pairs, WORLD, function)
-    return {pair: [ran[index] for ran in per_rank] for index, pair in enumerate(PAIRS)}
+    per_rank = run_ranks(over_pairs, WORLD, function, pairs)
+    return {pair: [ran[index] for ran in per_rank] for index, pair in enumerate(pairs)}
 
 
-def over_pairs(rank: int, function: Callable[..., Any]) -> list[Any]:
-    return [function(rank, pair) for pair in PAIRS]
+def over_pairs(rank: int, function: Callable[..., Any], pairs: tuple[Pair, ...]) -> list[Any]:
+    return [function(rank, pair) for pair in pairs]
 
 
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
 
 
-@every_pair
+@pytest.mark.parametrize("pair", COMPILED, ids=str)
 def test_compiled_units_train_the_same_model(pair: Pair) -> None:
-    assert by_pair(compiling)[pair] == [[]] * WORLD
+    assert by_pair(compiling, COMPILED)[pair] == [[]] * WORLD
 
 
 @every_pair
