@@ -3,8 +3,6 @@ whose activations are recomputed, models that begin on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
-from tests.fsdp.pairs import PAIRS, Block, Model, Pair, close, data, loss_of, plain_gradients, same, shard
-from tests.spawn import run_ranks
+from tests.fsdp.pairs import PAIRS, Block, Model, Pair, by_pair, close, data, loss_of, plain_gradients, same, shard
 
 WORLD = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -102,17 +99,6 @@ def beginning_on_meta(rank: int, pair: Pair) -> list[str]:
 
 COMPILED = tuple(pair for pair in PAIRS if not pair.outer or pair.inner == "optim_grads_params")
 """Compiling takes seconds; hooks, which it must not swallow, are those of the inner strategy."""
-
-
-@cache
-def by_pair(function: Callable[..., Any], pairs: tuple[Pair, ...] = PAIRS) -> dict[Pair, list[Any]]:
-    """Each pair's result by rank; all pairs in one process group."""
-    per_rank = run_ranks(over_pairs, WORLD, function, pairs)
-    return {pair: [ran[index] for ran in per_rank] for index, pair in enumerate(pairs)}
-
-
-def over_pairs(rank: int, function: Callable[..., Any], pairs: tuple[Pair, ...]) -> list[Any]:
-    return [function(rank, pair) for pair in pairs]
 
 
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import Replicate
 
 from harness.fsdp.rows import RowShard
-from tests.fsdp.pairs import PAIRS, Model, Pair, data, loss_of, same, shard
+from tests.fsdp.pairs import PAIRS, Model, Pair, by_pair, data, loss_of, same, shard
 from tests.spawn import run_ranks
 
 WORLD = 4
@@ -79,17 +78,6 @@ def taken_back(rank: int, pair: Pair) -> list[str]:
 
 def shard_of(model: Any) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-@cache
-def by_pair(function: Callable[..., Any]) -> dict[Pair, list[Any]]:
-    """Each pair's result by rank; all pairs in one process group."""
-    per_rank = run_ranks(over_pairs, WORLD, function)
-    return {pair: [ran[index] for ran in per_rank] for index, pair in enumerate(PAIRS)}
-
-
-def over_pairs(rank: int, function: Callable[..., Any]) -> list[Any]:
-    return [function(rank, pair) for pair in PAIRS]
 
 
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
