@@ -83,6 +83,7 @@ REQUESTS: dict[str, BadRequest] = {
         "engine=deepspeed sharding=hsdp mesh=two_by_two", "mesh.dp_outer=2", "engine=native"
     ),
     "hybrid without an outer axis": _bad("sharding=hsdp", "mesh.dp_outer=1", "mesh=two_by_two"),
+    "a checkpoint that is not there": _bad("ckpt.load=/nowhere", "ckpt.load=/nowhere", "is no folder", "step-*"),
     "ext without an adapter": _bad("engine=ext", "engine.adapter=package.module:Class"),
     "main weights that cannot hold": _bad("dtype.compute=fp16 dtype.main_params=bf16", "cannot hold", "fp16, fp64"),
     "16-bit gradients unasked": _bad(

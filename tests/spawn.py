@@ -16,7 +16,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 TIMEOUT = timedelta(seconds=90)
-PRELOADED = ["torch", "torch.distributed.device_mesh", "torch.testing", "harness.fsdp.api", "harness.engines.native"]
+PRELOADED = [
+    "torch",
+    "torch.distributed.device_mesh",
+    "torch.testing",
+    "harness.fsdp.api",
+    "harness.engines.native",
+    "harness.train.checkpoint",
+]
 """Imported once, by a server of which every rank is a fork: importing torch takes longer than most of what ranks do."""
 
 

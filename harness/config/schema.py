@@ -329,6 +329,15 @@ class CkptConfig:
     """none, or the newest one kept."""
     every: int = 0
     """Steps between saves; 0 saves only when preempted and at the end."""
+    keep: int = 1
+    """Newest checkpoints that are kept; older ones are what a damaged one falls back to."""
+    background: bool = False
+    """Copy the state, go on training, and write meanwhile; takes the state's size in CPU memory a second time."""
+    load: str | None = None
+    """A checkpoint to begin from where this run has none of its own: a run's ckpt/ folder, or one of its step-*; of any
+    layout."""
+    strict: bool = True
+    """Refuse a checkpoint whose names, shapes or position in the data are others; false loads what fits."""
 
 
 @dataclass

@@ -35,6 +35,7 @@ from harness.config.schema import Config, Strategy
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.replicated import TORCH_DTYPES
+from harness.fsdp.blank_state import create_state
 
 STAGES = {strategy: stage for stage, strategy in enumerate(Strategy)}
 MAIN_BYTES = 4
@@ -71,7 +72,7 @@ class DeepspeedEngine(Engine):
         if self.compute_dtype is not torch.float32:
             self._fill_main_weights()
         with self._listed():
-            optim.create_state(self.base)
+            create_state(self.base)
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         """Run one microbatch; `last` is DeepSpeed's accumulation boundary."""

@@ -37,7 +37,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
-from harness.engines.protocol import Ranks, Workload
+from harness.engines import optim
+from harness.engines.protocol import Ranks, State, Workload
 from harness.engines.sharded import ShardedEngine, data_parallel_mesh, refuse_scalars, units_of
 
 
@@ -100,6 +101,12 @@ class Fsdp2Engine(ShardedEngine):
         # Asked for each time: torch replaces the local tensor once, in the first forward, to pad it.
         tensor = tensor.detach()
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def state(self) -> State:
+        """The sharded parameters themselves and their moments: DTensors, cut as `torch.chunk` does."""
+        tensors: dict[str, Tensor] = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}
+        moments = optim.optimizer_state(self.optimizer, self.names)
+        return State(tensors | {f"optimizer/{key}": value for key, value in moments.items()}, lambda: None)
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         # Not set_is_last_backward(last): the order of units would then be kept from one microbatch to the next, and the

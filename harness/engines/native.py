@@ -13,9 +13,10 @@ from torch import Tensor
 from harness.config.derived import accumulate_dtype, global_microbatches, loss_scale
 from harness.config.schema import Config, SharpAxis
 from harness.engines import optim
-from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, Workload
+from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.engines.replicated import TORCH_DTYPES
 from harness.fsdp.api import fully_shard_optimizer
+from harness.fsdp.blank_state import create_state
 from harness.fsdp.loss_scale import INIT, LossScale
 from harness.fsdp.mesh import Groups
 from harness.fsdp.model import ShardedModel
@@ -79,7 +80,7 @@ class NativeEngine(Engine):
             config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=True
         )
         self.optimizer = fully_shard_optimizer(self.model, optimizer)
-        optim.create_state(self.optimizer)
+        create_state(self.optimizer)
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         """Run one microbatch; only the last one lets `no_shard` and `optim` communicate."""
@@ -136,6 +137,18 @@ class NativeEngine(Engine):
         self.model.load_local_state({key: value for key, value in state.items() if not key.startswith(LOSS_SCALE)})
         if self.loss_scale is not None:
             self.loss_scale.load_state_dict(scale)
+
+    def state(self) -> State:
+        """Main weights and optimizer state as DTensors over flat storage, and the loss scale where there is one."""
+        held, scale = self.model.sharded_state(), self.loss_scale
+        scaling = {} if scale is None else {f"{LOSS_SCALE}{key}": value for key, value in scale.state_dict().items()}
+
+        def adopt() -> None:
+            self.model.adopt_state(held)
+            if scale is not None:
+                scale.load_state_dict({key.removeprefix(LOSS_SCALE): value for key, value in scaling.items()})
+
+        return State(held.tensors | scaling, adopt)
 
     def accounted_bytes(self) -> dict[str, int]:
         """Persistent bytes by role; main weights that are the compute weights are counted once, as compute weights."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.config.schema import OptimizerConfig, OptimizerName
+from harness.fsdp.blank_state import entries_of
 from harness.fsdp.norm import sum_of_squares
 
 
@@ -61,26 +62,13 @@ def clip_coefficient(norm: float, clip_norm: float | None) -> float:
     return 1.0 if coefficient >= 1.0 else coefficient
 
 
-def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state torch would create in its first step: zeros, and a step count of 0.
-
-    State then has the same keys and bytes before the first step as after it, and the first update is unchanged.
-    """
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            held = optimizer.state[param]
-            for entry in _entries(optimizer, group):
-                if held.get(entry) is None:
-                    held[entry] = _blank(entry, group, param)
-
-
 def optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> dict[str, Tensor]:
     """The state itself, not copied, as `<parameter>/<entry>` -> tensor; `create_state` was called before."""
     return {
         f"{names[param]}/{entry}": optimizer.state[param][entry]
         for group in optimizer.param_groups
         for param in group["params"]
-        for entry in _entries(optimizer, group)
+        for entry in entries_of(optimizer, group)
     }
 
 
@@ -99,15 +87,3 @@ def check_state(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
     if faults:
         shown = "; ".join(sorted(faults)[:5])
         raise ValueError(f"state does not fit this layout ({len(faults)} differences): {shown}")
-
-
-def _entries(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    if isinstance(optimizer, torch.optim.SGD):
-        return ("momentum_buffer",) if group["momentum"] else ()
-    return ("step", "exp_avg", "exp_avg_sq")
-
-
-def _blank(entry: str, group: Mapping[str, Any], param: Tensor) -> Tensor:
-    if entry != "step":
-        return torch.zeros_like(param, requires_grad=False)
-    return torch.zeros((), dtype=torch.float32, device=param.device if group["fused"] else "cpu")

@@ -7,7 +7,7 @@ back losses and the gradient norm. It never reads data, never logs, never saves:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -54,6 +54,20 @@ class Scaled(NamedTuple):
     scale: float
     skipped: bool
     """Whether gradients overflowed and the update was left out, on all ranks."""
+
+
+@dataclass(frozen=True)
+class State:
+    """All that an engine needs to go on: tensors to save, or to load into in place."""
+
+    tensors: dict[str, Tensor]
+    """Key -> tensor, over the engine's own memory where that is possible. Keys of a portable state are
+    `weights/<parameter>` and `optimizer/<parameter>/<entry>`; a DTensor has this rank's part, any other tensor is whole
+    and the same on every rank that has its key."""
+    adopt: Callable[[], None]
+    """Make what was written into the tensors effective in the very next forward. *Collective.*"""
+    portable: bool = True
+    """Whether any layout of any engine understands it; else only this layout of this engine."""
 
 
 class Workload(Protocol):
@@ -135,6 +149,15 @@ class Engine(ABC):
         Raises:
             ValueError: a key is missing, unexpected or of another shape or dtype; nothing was loaded.
         """
+
+    def state(self) -> State:
+        """All state by key, to save or to load into; see `State`. *Collective* where an engine's own `state_dict` is.
+
+        As it stands here: what `state_dict` gives, copied, for the same layout alone. Engines whose state has names
+        and places of its own say so.
+        """
+        tensors = {key: tensor.detach().clone() for key, tensor in self.state_dict().items()}
+        return State(tensors, lambda: self.load_state_dict(tensors), portable=False)
 
     @abstractmethod
     def accounted_bytes(self) -> dict[str, int]:

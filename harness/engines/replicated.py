@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from harness.config.schema import Config, Dtype
 from harness.engines import optim
-from harness.engines.protocol import Engine, Ranks, Seen, Workload
+from harness.engines.protocol import Engine, Ranks, Seen, State, Workload
+from harness.fsdp.blank_state import create_state
 
 TORCH_DTYPES = {
     Dtype.fp32: torch.float32,
@@ -63,7 +64,7 @@ class ReplicatedEngine(Engine):
             config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=fused
         )
         self.optimizer, self.local_optimizer = self._place_optimizer(whole)
-        optim.create_state(self.local_optimizer)
+        create_state(self.local_optimizer)
 
     def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         """What is stepped, and what holds this rank's state; of an optimizer over all weights that has no state yet."""
@@ -110,6 +111,10 @@ class ReplicatedEngine(Engine):
         state = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}
         moments = optim.optimizer_state(self.local_optimizer, self.names)
         return state | {f"optimizer/{key}": value for key, value in moments.items()}
+
+    def state(self) -> State:
+        """The state itself: whole tensors; moments only where this rank updates them."""
+        return State(self.state_dict(), lambda: None)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back main weights and optimizer state; all or nothing."""

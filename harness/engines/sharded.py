@@ -25,6 +25,7 @@ from harness.config.schema import Config
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.replicated import TORCH_DTYPES
+from harness.fsdp.blank_state import create_state
 
 
 class ShardedEngine(Engine):
@@ -74,7 +75,7 @@ class ShardedEngine(Engine):
         if not fused:
             for table in self.optimizer.param_groups:
                 table["foreach"] = True
-        optim.create_state(self.optimizer)
+        create_state(self.optimizer)
         self.extents = self._exchange_extents()
 
     @abstractmethod

@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.fsdp import optimizer as optim
 from harness.fsdp.arguments import groups_of, refuse_unbuilt
 from harness.fsdp.buffer import InitialValue
-from harness.fsdp.model import ShardedModel, refuse_state_dict
+from harness.fsdp.model import ShardedModel
+from harness.fsdp.model_state import refuse_state_dict
 from harness.fsdp.options import OPTIONS
 from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
 

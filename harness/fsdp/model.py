@@ -7,15 +7,15 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from harness.fsdp import labels, state
+from harness.fsdp import labels
 from harness.fsdp import optimizer as optim
 from harness.fsdp.arguments import resolve_classes
 from harness.fsdp.buffer import Bucket, BucketContext, BucketKey, InitialValue
@@ -32,6 +32,7 @@ from harness.fsdp.hooks import HookDriver
 from harness.fsdp.job import Reductions
 from harness.fsdp.memory import BucketMemory
 from harness.fsdp.mesh import Groups, Mesh, Meshes
+from harness.fsdp.model_state import StatefulModel, refuse_state_dict
 from harness.fsdp.numbers import Integers
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
@@ -46,7 +47,7 @@ if not hasattr(torch.Tensor, "grad_dtype"):
 _MARK = "_sharded_by_harness"
 
 
-class ShardedModel(nn.Module):
+class ShardedModel(StatefulModel):
     """A module whose weights, gradients and optimizer state are split over the ranks of one or two axes.
 
     Args:
@@ -380,50 +381,7 @@ class ShardedModel(nn.Module):
         if self._guard is not None:
             self._guard.forget()
 
-    # -- state ---------------------------------------------------------------------------------------------------
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
-        return self._in_model_order(state.full_weights(self.buckets), self.buckets)
-
-    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
-        self.finish_grad_sync()
-        return self._in_model_order(state.full_gradients(self.buckets), list(self._trainable.values()))
-
-    def _in_model_order(
-        self, named: Iterator[tuple[str, Tensor]], buckets: Sequence[Bucket]
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Hold back only what comes before its turn, so that little more than a bucket is in memory."""
-        present = {name for bucket in buckets for name, _ in bucket.params}
-        order = [name for name, _ in self.module.named_parameters() if name in present]
-        early: dict[str, Tensor] = {}
-        place = 0
-        for name, value in named:
-            early[name] = value
-            while place < len(order) and order[place] in early:
-                yield order[place], early.pop(order[place])
-                place += 1
-
-    def local_state(self) -> dict[str, Tensor]:
-        """This rank's flat state, for resuming on the same layout."""
-        return state.local_state(self.buckets, self._require_optimizer())
-
-    def load_local_state(self, values: Mapping[str, Tensor]) -> None:
-        """Take `local_state` back, effective in the very next forward. *Collective.*
-
-        Raises:
-            ValueError: it does not fit; nothing was loaded.
-        """
-        self._wait_until_installed()
-        state.load_local_state(self.buckets, self._require_optimizer(), values)
-        self.install_weights()
-        self.zero_grad()
-
-    def _require_optimizer(self) -> optim.ShardedOptimizer:
-        if self._sharded_optimizer is None:
-            raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(model, optimizer) first")
-        return self._sharded_optimizer
+    # -- what is kept ----------------------------------------------------------------------------------------------
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers; and
@@ -467,12 +425,3 @@ class ShardedModel(nn.Module):
         self._user_buffers.close()
         for mesh in self._meshes:
             mesh.close()
-
-
-def refuse_state_dict(*_: Any) -> None:
-    """Raise NotImplementedError: a hook of modules and optimizers whose tensors are pieces."""
-    raise NotImplementedError(
-        "state_dict() and load_state_dict() of what is sharded are not built;"
-        " use ShardedModel.full_weights() for whole tensors by name, or"
-        " ShardedModel.local_state() to resume on the same layout"
-    )

@@ -66,6 +66,7 @@ class CollectiveMeter:
         self._guard = threading.Lock()  # DDP's reducer calls from autograd's threads
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._paused = False
+        self._muted = threading.local()
         self._end_labels = labels.on_begin(lambda label: self.add(label.kind, label.bucket, 1, 0))
         self._end_offers = labels.on_offer(self._offered)
         _active = self
@@ -80,7 +81,7 @@ class CollectiveMeter:
 
     def add(self, kind: str, bucket: str, count: int, num_bytes: int) -> None:
         """Add to a kind and bucket."""
-        if self._paused:
+        if self._paused or getattr(self._muted, "on", False):
             return
         with self._guard:
             entry = self._counts.setdefault((kind, bucket), [0, 0])
@@ -101,6 +102,15 @@ class CollectiveMeter:
             yield
         finally:
             self._paused = before
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Leave out what this thread issues in the body, while others are counted: work beside the training."""
+        before, self._muted.on = getattr(self._muted, "on", False), True
+        try:
+            yield
+        finally:
+            self._muted.on = before
 
     def take(self) -> list[Row]:
         """What was counted since the last call, in order of first use; the counts start anew."""

@@ -149,17 +149,19 @@ def last_record(path: Path) -> dict[str, Any] | None:
     return decode(lines[-1].decode()) if lines else None
 
 
-def cut_back(path: Path, step: int) -> int:
+def cut_back(path: Path, step: int, begins_after: int = 0) -> int:
     """Keep the records up to and including `step`, as a checkpoint of that step asks for; returns how many.
+
+    `begins_after` is the step of another run's checkpoint that this record began from.
 
     Raises:
         StoreError: the file does not reach `step` without a hole, so that checkpoint and record do not belong together.
     """
     kept = [record for record in iter_metrics(path) if record["step"] <= step]
     steps = [record["step"] for record in kept]
-    if steps != list(range(1, step + 1)):
+    if steps != list(range(begins_after + 1, step + 1)):
         raise StoreError(
-            f"{path} holds {len(steps)} of the {step} steps the checkpoint stands on; "
+            f"{path} holds {len(steps)} of the {step - begins_after} steps the checkpoint stands on; "
             "remove ckpt/ to start this run from step 0"
         )
     if kept or path.exists():

@@ -70,7 +70,9 @@ class Loop:
         self.config = session.config
         self.is_first_rank = session.ranks.rank == 0
         self.control = Control(session.ranks, session.control, session.meters.collectives)
-        self.checkpoints = Checkpoints(session.run_dir / "ckpt", session.config, session.ranks, self.control)
+        self.checkpoints = Checkpoints(
+            session.run_dir / "ckpt", session.config, session.ranks, self.control, session.warn
+        )
         self.keeps_checkpoints = session.config.ckpt.policy is not CkptPolicy.none
         self.records = StepRecords(session.config, session.ranks)
         self.captures = Captures(session, self.control)
@@ -80,6 +82,7 @@ class Loop:
         self.structure: dict[str, Any] | None = None
         self.restored: dict[str, Any] | None = None
         self.saved_step = -1
+        self.begins_after = 0
         self.last_rows: list[Row] = []
         self.accounted_bytes = session.engine.accounted_bytes()
 
@@ -98,6 +101,7 @@ class Loop:
                 mirror.log(record)
                 self.session.progress(self._progress(record))
                 self._save_if_due(step, writer, stop)
+            self.checkpoints.finish()
             status = "done" if step == self.config.train.steps else "preempted"
             self._finish(status, start, time.perf_counter() - began)
         finally:
@@ -110,21 +114,34 @@ class Loop:
         """Restore, or note the weights a new run begins with; returns the steps already done."""
         with self.session.meters.paused():
             self.structure = self.captures.structure()
-        if self.keeps_checkpoints:
+        if self.keeps_checkpoints or self.config.ckpt.load is not None:
             loaded = self.checkpoints.load_newest(self.session.engine)
             if loaded is not None:
                 self.initial_weights, self.saved_step = loaded.initial_weights, loaded.step
-                self.restored = {"step": loaded.step, "wrong": list(loaded.wrong)}
+                self.begins_after = loaded.begins_after
+                if not self.initial_weights:  # another tool's files do not tell
+                    self._note_initial_weights()
+                self.restored = {
+                    "step": loaded.step,
+                    "wrong": list(loaded.wrong),
+                    "layout": dict(loaded.layout or {}),
+                    "passed_over": list(loaded.passed_over),
+                    "cast": list(loaded.cast),
+                    "skipped": list(loaded.skipped),
+                }
                 return loaded.step
+        self._note_initial_weights()
+        return 0
+
+    def _note_initial_weights(self) -> None:
         with self.session.meters.paused():
             self.initial_weights = weights_digest(self.session.engine.named_weights(), torch.float32)
-        return 0
 
     def _open_record(self, start: int) -> tuple[MetricsWriter | None, Mirror]:
         if not self.is_first_rank:
             return None, Mirror.disabled()
         path = self.session.run_dir / "metrics.jsonl"
-        cut_back(path, start)
+        cut_back(path, start, self.begins_after)
         return MetricsWriter(path), Mirror.open(self.config, self.session.run_dir)
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
@@ -207,7 +224,7 @@ class Loop:
         if writer is not None:
             writer.sync()  # a checkpoint stands on the lines up to its step
         with self.session.meters.paused():
-            self.checkpoints.save(self.session.engine, step, self.initial_weights)
+            self.checkpoints.save(self.session.engine, step, self.initial_weights, self.begins_after)
         self.saved_step = step
 
     def _progress(self, record: dict[str, Any]) -> Progress:

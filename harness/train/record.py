@@ -150,7 +150,7 @@ def write_summary(
     quartiles = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     summary = {
         "status": status,
-        "step": len(records),
+        "step": last.get("step", 0),
         "steps": config.train.steps,
         "tokens": sum(record["tokens"] for record in records),
         "loss": last.get("loss"),

@@ -59,6 +59,8 @@ class Session:
     """Whether this rank was asked to stop; asked once a step. One rank's yes stops all at the same step boundary."""
     progress: Callable[[Progress], None]
     """Called by every rank after every step."""
+    warn: Callable[[str], None] = print
+    """Told what a person should know at once; called by rank 0."""
 
 
 @dataclass(frozen=True)

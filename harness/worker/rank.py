@@ -87,7 +87,7 @@ def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> i
         _say_what_has_no_effect(config, place, reporter)
         reporter.pipe.send("phase", name="building")
         try:
-            outcome = _train(run, config, ranks, stop, _progress(reporter, watch))
+            outcome = _train(run, config, ranks, stop, _progress(reporter, watch), reporter.warn)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
             code = _finish(place, reporter, stop, outcome)
             connect.leave(ranks)
@@ -124,7 +124,14 @@ def _progress(reporter: Reporter, watch: HangWatch) -> Callable[[Progress], None
     return tell
 
 
-def _train(run: RunDir, config: Config, ranks: Ranks, stop: StopFlag, progress: Callable[[Progress], None]) -> Outcome:
+def _train(
+    run: RunDir,
+    config: Config,
+    ranks: Ranks,
+    stop: StopFlag,
+    progress: Callable[[Progress], None],
+    warn: Callable[[str], None],
+) -> Outcome:
     import torch.distributed as dist
 
     from harness.data.loader import Loader
@@ -151,7 +158,7 @@ def _train(run: RunDir, config: Config, ranks: Ranks, stop: StopFlag, progress: 
             inject(config, engine, ranks.rank, ranks.world_size)
         loader = Loader(config, ranks.rank)
         try:
-            return train(Session(config, ranks, engine, loader, meters, control, run.path, stop, progress))
+            return train(Session(config, ranks, engine, loader, meters, control, run.path, stop, progress, warn))
         finally:
             engine.close()
 

@@ -22,6 +22,7 @@ from harness.config.schema import Config, Strategy
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.replicated import TORCH_DTYPES
+from harness.fsdp.blank_state import create_state
 
 
 class Flat:
@@ -76,7 +77,7 @@ class Adapter(Engine):
         self.optimizer = optim.make_optimizer(
             config.optimizer, [optim.Group([flat.main], decays) for decays, flat in self.flats.items()]
         )
-        optim.create_state(self.optimizer)
+        create_state(self.optimizer)
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
         """Add one microbatch's gradients in the main dtype; the last one makes them the mean over all microbatches."""

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from harness.engines import optim
 from harness.engines.replicated import TORCH_DTYPES
 from harness.fsdp import exact
+from harness.fsdp.blank_state import create_state
 from harness.fsdp.policy import Dtypes
 from harness.models.workload import LlamaWorkload
 from tests.fsdp.trial import KEPT, Case, Record, batches
@@ -98,7 +99,7 @@ class Emulation:
             for decays in (True, False)
         ]
         self.optimizer = optim.make_optimizer(config.optimizer, groups)
-        optim.create_state(self.optimizer)
+        create_state(self.optimizer)
 
     @torch.no_grad()
     def install(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.fsdp import ShardedModel, Strategy, fully_shard
+from tests.spawn import run_ranks
 
 STRATEGIES = tuple(strategy.name for strategy in Strategy)
 WIDTH = 6
@@ -119,3 +121,15 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     """Names of tensors that do not have the same bits."""
     assert a.keys() == b.keys()
     return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+@cache
+def by_pair(function: Callable[..., Any], pairs: tuple[Pair, ...] = PAIRS) -> dict[Pair, list[Any]]:
+    """What `function(rank, pair)` gives for each pair, by rank; four ranks, all pairs in one process group."""
+    per_rank = run_ranks(over_pairs, 4, function, pairs)
+    return {pair: [ran[index] for ran in per_rank] for index, pair in enumerate(pairs)}
+
+
+def over_pairs(rank: int, function: Callable[..., Any], pairs: tuple[Pair, ...]) -> list[Any]:
+    """One rank's part of `by_pair`."""
+    return [function(rank, pair) for pair in pairs]

@@ -3,8 +3,6 @@ whose activations are recomputed, models that begin on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,14 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
-from tests.fsdp.pairs import PAIRS, Block, Model, Pair, close, data, loss_of, plain_gradients, same, shard
-from tests.spawn import run_ranks
+from tests.fsdp.pairs import PAIRS, Block, Model, Pair, by_pair, close, data, loss_of, plain_gradients, same, shard
 
 WORLD = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "as it is": {},
     "double buffer": {"double_buffer": True},
-    "no prefetch": {"prefetch": 0},
     "exact": {"numerics": "exact", "exact_terms": 2 * WORLD},
 }
 
@@ -85,7 +81,7 @@ def recomputing(rank: int, pair: Pair) -> list[str]:
     found = []
     for name, options in OPTIONS.items():
         plain = train(rank, pair, Model(), **options)
-        for kind in (Recomputed, RecomputedReentrant):
+        for kind in (Recomputed, RecomputedReentrant) if not options else (Recomputed,):
             found += [f"{name}, {kind.__name__}: {n}" for n in same(plain, train(rank, pair, kind(), **options))]
     return found
 
@@ -101,23 +97,16 @@ def beginning_on_meta(rank: int, pair: Pair) -> list[str]:
     return same(plain, found)
 
 
-@cache
-def by_pair(function: Callable[..., Any]) -> dict[Pair, list[Any]]:
-    """Each pair's result by rank; all pairs in one process group."""
-    per_rank = run_ranks(over_pairs, WORLD, function)
-    return {pair: [ran[index] for ran in per_rank] for index, pair in enumerate(PAIRS)}
-
-
-def over_pairs(rank: int, function: Callable[..., Any]) -> list[Any]:
-    return [function(rank, pair) for pair in PAIRS]
+COMPILED = tuple(pair for pair in PAIRS if not pair.outer or pair.inner == "optim_grads_params")
+"""Compiling takes seconds; hooks, which it must not swallow, are those of the inner strategy."""
 
 
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
 
 
-@every_pair
+@pytest.mark.parametrize("pair", COMPILED, ids=str)
 def test_compiled_units_train_the_same_model(pair: Pair) -> None:
-    assert by_pair(compiling)[pair] == [[]] * WORLD
+    assert by_pair(compiling, COMPILED)[pair] == [[]] * WORLD
 
 
 @every_pair

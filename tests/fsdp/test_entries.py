@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
@@ -17,6 +15,7 @@ from tests.fsdp.pairs import (
     Model,
     Pair,
     adamw,
+    by_pair,
     close,
     data,
     loss_of,
@@ -114,17 +113,6 @@ def ways(rank: int, pair: Pair) -> dict[str, list[str]]:
         found["never synced"] = [] if pair.reduces_once and "never reduced" in str(error) else [str(error)]
     model.close()
     return found
-
-
-@cache
-def by_pair(function: Callable[..., Any]) -> dict[Pair, list[Any]]:
-    """Each pair's result by rank; all pairs in one process group."""
-    per_rank = run_ranks(over_pairs, WORLD, function)
-    return {pair: [ran[index] for ran in per_rank] for index, pair in enumerate(PAIRS)}
-
-
-def over_pairs(rank: int, function: Callable[..., Any]) -> list[Any]:
-    return [function(rank, pair) for pair in PAIRS]
 
 
 every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)

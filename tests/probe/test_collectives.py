@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -199,3 +200,26 @@ def test_kinds_are_sums_over_buckets_in_order_of_use() -> None:
     totals = by_kind(rows)
     assert totals == {"all_gather": {"count": 4, "bytes": 17}, "all_reduce": {"count": 2, "bytes": 5}}
     assert list(totals) == ["all_gather", "all_reduce"]
+
+
+def test_a_muted_thread_is_left_out_and_others_are_counted() -> None:
+    meter = CollectiveMeter()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        with meter.muted():
+            meter.add("broadcast", "beside", 1, 8)
+            inside.set()
+            go_on.wait(10)
+        meter.add("broadcast", "after", 1, 8)
+
+    try:
+        thread = threading.Thread(target=beside)
+        thread.start()
+        assert inside.wait(10)
+        meter.add("all_gather", "training", 1, 8)
+        go_on.set()
+        thread.join()
+        assert [row.bucket for row in meter.take()] == ["training", "after"]
+    finally:
+        meter.close()

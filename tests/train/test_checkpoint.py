@@ -1,22 +1,27 @@
-"""Checkpoints that are damaged, foreign, or cannot be written."""
+"""Checkpoints that are damaged, foreign, or cannot be written: the right one is taken, or the fault is named."""
 
 from __future__ import annotations
 
 import errno
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from harness.checkpoint import tensor_file
+from harness.checkpoint.manifest import Manifest
+from harness.config.schema import OptimizerName
 from harness.probe.collectives import CollectiveMeter
 from harness.store.errors import StoreError
-from harness.train import checkpoint
 from harness.train.checkpoint import Checkpoint, Checkpoints
 from harness.train.control import Control
 from tests.engines.test_replicated import build
 from tests.factory import ranks_of, small_config
+
+RANK_FILE = "rank-00000.safetensors"
 
 
 @pytest.fixture
@@ -24,16 +29,16 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "ckpt"
 
 
-def checkpoints(folder: Path, **changes: Any) -> Checkpoints:
-    config = small_config(**changes)
+def checkpoints(folder: Path, told: list[str] | None = None, **changes: Any) -> Checkpoints:
+    config = small_config(**{"ckpt__keep": 2, **changes})
     meter = CollectiveMeter()
     meter.close()
-    return Checkpoints(folder, config, ranks_of(config), Control(ranks_of(config), None, meter))
+    warn = [].append if told is None else told.append
+    return Checkpoints(folder, config, ranks_of(config), Control(ranks_of(config), None, meter), warn)
 
 
-def keep_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def keep_both(folder: Path) -> Any:
     """Checkpoints of steps 1 and 2, made from weights that differ; returns the engine's weights at each."""
-    monkeypatch.setattr(Checkpoints, "_drop_all_but", lambda *_: None)
     engine = build(small_config())
     weights = {}
     for step in (1, 2):
@@ -44,46 +49,87 @@ def keep_both(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return weights
 
 
-def damage(path: Path, how: str) -> None:
-    rank_file = path / "rank-00000.safetensors"
-    if how == "flipped bit":
-        data = bytearray(rank_file.read_bytes())
-        data[-1] ^= 1
-        rank_file.write_bytes(data)
-    elif how == "cut short":
-        rank_file.write_bytes(rank_file.read_bytes()[:-1])
-    elif how == "no rank file":
-        rank_file.unlink()
-    elif how == "no meta":
-        (path / "meta.json").unlink()
-    elif how == "torn meta":
-        (path / "meta.json").write_text('{"format": 1, "step"')
-    elif how == "unpublished":
-        path.rename(path.with_suffix(".tmp"))
+def rewrite(path: Path, change: Any) -> None:
+    data = bytearray(path.read_bytes())
+    path.write_bytes(change(data))
 
 
-@pytest.mark.parametrize("how", ["flipped bit", "cut short", "no rank file", "no meta", "torn meta", "unpublished"])
-def test_falls_back_to_the_newest_intact_one(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    weights = keep_both(folder, monkeypatch)
+def flipped(data: bytearray, at: int) -> bytearray:
+    data[at] ^= 1
+    return data
+
+
+DAMAGE = {
+    "flipped bit in the data": lambda p: rewrite(p / RANK_FILE, lambda d: flipped(d, -1)),
+    "flipped bit in the header": lambda p: rewrite(p / RANK_FILE, lambda d: flipped(d, 20)),
+    "cut short": lambda p: rewrite(p / RANK_FILE, lambda d: d[:-1]),
+    "grown": lambda p: rewrite(p / RANK_FILE, lambda d: d + b"\0"),
+    "empty": lambda p: (p / RANK_FILE).write_bytes(b""),
+    "no rank file": lambda p: (p / RANK_FILE).unlink(),
+    "no manifest": lambda p: (p / "manifest.json").unlink(),
+    "torn manifest": lambda p: rewrite(p / "manifest.json", lambda d: d[: len(d) // 2]),
+    "a digit changed in the manifest": lambda p: rewrite(
+        p / "manifest.json", lambda d: d.replace(b'"step": 2', b'"step": 9').replace(b'"step": 1', b'"step": 9')
+    ),
+    "another format": lambda p: (p / "manifest.json").write_text('{"format": 1}'),
+    "no JSON object": lambda p: (p / "manifest.json").write_text("[1, 2]"),
+    "unpublished": lambda p: p.rename(p.with_suffix(".tmp")),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_falls_back_to_the_newest_intact_one_and_says_so(folder: Path, how: str) -> None:
+    weights = keep_both(folder)
     engine = build(small_config(train__seed=9))
-    assert checkpoints(folder).load_newest(engine) == Checkpoint(2, "digest")
-    damage(folder / "step-000002", how)
-    assert checkpoints(folder).load_newest(engine) == Checkpoint(1, "digest")
+    told: list[str] = []
+    assert loaded(checkpoints(folder, told), engine) == (2, ())
+    assert told == []
+    DAMAGE[how](folder / "step-000002")
+    step, passed = loaded(checkpoints(folder, told), engine)
+    assert step == 1
     assert all(torch.equal(weight, weights[1][name]) for name, weight in engine.named_weights())
-    damage(folder / "step-000001", how)
-    assert checkpoints(folder).load_newest(engine) is None
+    if how == "unpublished":
+        return  # a torn save is nobody's checkpoint
+    assert len(passed) == len(told) == 1
+    assert "step-000002" in told[0]
+    DAMAGE[how](folder / "step-000001")
+    with pytest.raises(StoreError, match=r"is intact: step-000002: .*step-000001: .*Remove it to begin at step 0"):
+        checkpoints(folder).load_newest(engine)
 
 
-def test_only_the_newest_is_kept_and_leftovers_go(folder: Path) -> None:
+def loaded(held: Checkpoints, engine: Any) -> tuple[int, tuple[str, ...]]:
+    found = held.load_newest(engine)
+    assert isinstance(found, Checkpoint)
+    assert found.wrong == ()
+    return found.step, found.passed_over
+
+
+def test_the_message_names_the_damage(folder: Path) -> None:
+    keep_both(folder)
+    told: list[str] = []
+    DAMAGE["cut short"](folder / "step-000002")
+    checkpoints(folder, told).load_newest(build(small_config()))
+    size = (folder / "step-000001" / RANK_FILE).stat().st_size
+    assert f"{RANK_FILE} has {size - 1} bytes, {size} were written" in told[0]
+
+
+def test_only_the_newest_are_kept_and_leftovers_go(folder: Path) -> None:
     engine = build(small_config())
     (folder / "step-000001.tmp").mkdir(parents=True)
-    for step in (2, 3):
-        checkpoints(folder).save(engine, step, "")
-    assert [path.name for path in folder.iterdir()] == ["step-000003"]
-    meta = json.loads((folder / "step-000003/meta.json").read_text())
+    for step in (2, 3, 4):
+        checkpoints(folder, ckpt__keep=2).save(engine, step, "")
+    assert sorted(path.name for path in folder.iterdir()) == ["step-000003", "step-000004"]
+    manifest = Manifest.read(folder / "step-000004")
     shape = {"strategy": "no_shard", "outer": "no_shard", "world_size": 1, "dp_outer": 1}
-    assert meta["layout"] == {"engine": "single", **shape, "main_params": "fp32"}
-    assert meta["files"][0]["bytes"] == (folder / "step-000003/rank-00000.safetensors").stat().st_size
+    assert manifest.values["layout"] == {"engine": "single", **shape, "main_params": "fp32"}
+    assert manifest.files[RANK_FILE].bytes == (folder / "step-000004" / RANK_FILE).stat().st_size == manifest.bytes
+
+
+def test_nothing_on_the_disk_is_a_pickle(folder: Path) -> None:
+    keep_both(folder)
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} == {".json", ".safetensors"}
+    assert all(json.loads(path.read_text()) for path in files if path.suffix == ".json")
 
 
 def test_random_number_state_is_part_of_it(folder: Path) -> None:
@@ -96,12 +142,64 @@ def test_random_number_state_is_part_of_it(folder: Path) -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_another_layout_is_refused(folder: Path) -> None:
-    checkpoints(folder).save(build(small_config()), 1, "")
-    meta = folder / "step-000001/meta.json"
-    meta.write_text(meta.read_text().replace('"world_size": 1', '"world_size": 4'))
-    with pytest.raises(StoreError, match=r"'world_size': 4.*'world_size': 1.*remove ckpt/"):
-        checkpoints(folder).load_newest(build(small_config()))
+FOREIGN = {
+    "another model's": ({"model__ffn_dim": 40}, r"weights/blocks.0.\S+ is \[48, 32\], here \[40, 32\]"),
+    "a deeper model's": ({"model__num_layers": 3}, r"missing weights/blocks.2\S+; .*and \d+ more"),
+    "a shallower model's": ({"model__num_layers": 1}, r"unexpected weights/blocks.1"),
+    "another optimizer's": (
+        {"optimizer__name": OptimizerName.sgd},
+        r"unexpected optimizer/\S+/exp_avg; .*or another optimizer",
+    ),
+    "another seed's": ({"train__seed": 9}, r"data.seed was 0, here it is 9"),
+    "another batch size's": ({"train__global_batch_size": 4}, r"data.sequences_done was 16, here it is 8"),
+}
+
+
+@pytest.mark.parametrize("what", FOREIGN)
+def test_another_s_checkpoint_is_refused_by_name(folder: Path, what: str) -> None:
+    keep_both(folder)
+    changes, message = FOREIGN[what]
+    engine = build(small_config(**changes))
+    before = {name: weight.clone() for name, weight in engine.named_weights()}
+    with pytest.raises(ValueError, match=message) as caught:
+        checkpoints(folder, **changes).load_newest(engine)
+    assert "nothing was loaded" in str(caught.value)
+    assert "ckpt.strict=false" in str(caught.value)
+    assert all(torch.equal(weight, before[name]) for name, weight in engine.named_weights())
+
+
+def test_relaxed_what_fits_is_taken_and_the_rest_is_named(folder: Path) -> None:
+    weights = keep_both(folder)[2]
+    changes = {"model__num_layers": 3, "ckpt__strict": False}
+    engine = build(small_config(**changes))
+    own = {name: weight.clone() for name, weight in engine.named_weights()}
+    told: list[str] = []
+    found = checkpoints(folder, told, **changes).load_newest(engine)
+    assert found is not None
+    assert found.wrong == ()
+    for name, weight in engine.named_weights():
+        assert torch.equal(weight, weights.get(name, own[name]))
+    assert {key for key in found.skipped if key.startswith("weights/")} == {
+        f"weights/{n}" for n in own.keys() - weights
+    }
+    assert "names do not fit" in told[0]
+
+
+def test_a_run_begins_from_another_s_checkpoint(folder: Path, tmp_path: Path) -> None:
+    weights = keep_both(folder)
+    for named, step in ((folder, 2), (folder.parent, 2), (folder / "step-000001", 1)):
+        engine = build(small_config(train__seed=9))
+        own = checkpoints(tmp_path / "own", ckpt__load=str(named))
+        found = own.load_newest(engine)
+        assert found is not None
+        assert (found.step, found.begins_after) == (step, step)
+        assert all(torch.equal(weight, weights[step][name]) for name, weight in engine.named_weights())
+    own.save(engine, 3, "digest", begins_after=1)
+    found = own.load_newest(engine)
+    assert found is not None
+    assert (found.step, found.begins_after) == (3, 1), "its own checkpoint comes before the one it began from"
+    with pytest.raises(StoreError, match="holds no checkpoint"):
+        checkpoints(tmp_path / "none", ckpt__load=str(tmp_path / "nowhere")).load_newest(engine)
 
 
 def test_full_disk_keeps_the_older_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +209,54 @@ def test_full_disk_keeps_the_older_one(folder: Path, monkeypatch: pytest.MonkeyP
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
-    with pytest.raises(RuntimeError, match=r"checkpoint: cannot write .*No space left on device"):
+    monkeypatch.setattr(tensor_file, "write", full)
+    with pytest.raises(RuntimeError, match=r"checkpoint: rank 0 cannot write .*No space left on device"):
         checkpoints(folder).save(engine, 2, "")
-    assert checkpoints(folder).load_newest(engine) == Checkpoint(1, "")
+    monkeypatch.undo()
+    assert loaded(checkpoints(folder), engine) == (1, ())
+    checkpoints(folder).save(engine, 2, "")
+    assert loaded(checkpoints(folder), engine) == (2, ())
+
+
+def test_a_save_in_the_background_is_of_the_moment_it_was_asked(folder: Path) -> None:
+    engine = build(small_config())
+    held = checkpoints(folder, ckpt__background=True)
+    weights = {name: weight.clone() for name, weight in engine.named_weights()}
+    held.save(engine, 1, "")
+    with torch.no_grad():
+        for weight in engine.weights.values():  # type: ignore[attr-defined]
+            weight.fill_(7)
+    held.finish()
+    assert loaded(held, engine) == (1, ())
+    assert all(torch.equal(weight, weights[name]) for name, weight in engine.named_weights())
+
+
+def test_a_save_that_failed_in_the_background_is_told_at_the_next(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(small_config())
+    held = checkpoints(folder, ckpt__background=True)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(tensor_file, "write", full)
+    held.save(engine, 1, "")
+    with pytest.raises(RuntimeError, match="No space left on device"):
+        held.save(engine, 2, "")
+    monkeypatch.undo()
+    held.save(engine, 2, "")
+    held.finish()
+    assert loaded(held, engine) == (2, ())
+
+
+def test_replacing_a_checkpoint_leaves_one_at_every_moment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = keep_both(folder)
+    DAMAGE["flipped bit in the data"](folder / "step-000002")
+    engine = build(small_config())
+    held = checkpoints(folder)
+    assert loaded(held, engine)[0] == 1
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # killed before anything old was removed
+    held.save(engine, 2, "digest")
+    assert loaded(held, engine) == (2, ())
+    assert all(torch.equal(weight, weights[1][name]) for name, weight in engine.named_weights())

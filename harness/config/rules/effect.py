@@ -142,6 +142,13 @@ CONDITIONS: dict[str, Condition] = {
     "sharp.streaming": _INFINIBAND,
     "sharp.overlap_gather": _INFINIBAND,
     "ckpt.every": _CKPT,
+    "ckpt.keep": _CKPT,
+    "ckpt.background": _CKPT,
+    "ckpt.strict": Condition(
+        lambda c: c.ckpt.policy is not CkptPolicy.none or c.ckpt.load is not None,
+        "ckpt=last, or a checkpoint to begin from in ckpt.load",
+        lambda c: "ckpt=none",
+    ),
     "measure.capture_limit_mib": _CAPTURE,
     "measure.warmup_steps": _BENCH,
     "train.param_norm_every": _RECORD,

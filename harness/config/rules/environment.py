@@ -127,9 +127,40 @@ def disk_takes_the_run(request: Request) -> Iterator[Violation]:
         yield Violation(request.show("launch.root"), problem, fix="launch.root=A_WRITABLE_FOLDER_WITH_ROOM")
 
 
+@rule("ckpt.load")
+def checkpoint_is_there(request: Request) -> Iterator[Violation]:
+    """What a run begins from holds a checkpoint this version reads; that its bytes are intact is seen when it loads."""
+    named = request.config.ckpt.load
+    if named is None:
+        return
+    problem = checkpoint_problem(Path(named))
+    if problem:
+        yield Violation(
+            request.show("ckpt.load"),
+            problem,
+            fix="ckpt.load=runs/STUDY/RUN, its ckpt folder, or one of the step-* folders in it",
+        )
+
+
+def checkpoint_problem(path: Path) -> str:
+    """Why no checkpoint can be taken from a path; empty if one can."""
+    if not path.is_dir():
+        return f"{path} is no folder"
+    steps = [path] if path.name.startswith("step-") else sorted((checkpoint_folder(path)).glob("step-*"))
+    whole = [each for each in steps if each.name.removeprefix("step-").isdigit()]
+    if not whole:
+        return f"{path} holds no checkpoint"
+    return "" if any((each / "manifest.json").exists() for each in whole) else f"{whole[-1]} has no manifest.json"
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Where the step-* folders of a run, or of its ckpt folder, lie."""
+    return path / "ckpt" if (path / "ckpt").is_dir() else path
+
+
 def expected_bytes(cfg: Config) -> int:
-    """Bytes a run writes at least: captures, the newest checkpoint beside the one it replaces, and logs."""
-    checkpoints = 2 * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
+    """Bytes a run writes at least: captures, the checkpoints it keeps beside the one it writes, and logs."""
+    checkpoints = (cfg.ckpt.keep + 1) * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
     return captured_bytes(cfg) + checkpoints + PROBE_BYTES
 
 
@@ -195,4 +226,5 @@ RULES: tuple[Rule, ...] = (
     buffers_can_be_registered,
     model_fits_in_memory,
     disk_takes_the_run,
+    checkpoint_is_there,
 )

@@ -50,6 +50,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "mesh.world_size": (1, 2**20),
     "mesh.dp_outer": (1, 2**20),
     "ckpt.every": (0, _COUNT),
+    "ckpt.keep": (1, _COUNT),
     "measure.warmup_steps": (0, _COUNT),
     "measure.capture_limit_mib": (0, 2**30),
     "measure.rounding_draws": (0, 1_000),

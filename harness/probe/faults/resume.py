@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.fsdp.rows import local_of
 from harness.probe.faults.site import Site, blend, fault, share
 
 
 def _on_load(site: Site, chosen: Callable[[str], bool], change: Callable[[Tensor, Tensor], object]) -> None:
     """After a checkpoint is loaded, change tensors of its state, given what they were before."""
 
-    def wrap(load: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(state: Any) -> None:
-            before = {key: tensor.clone() for key, tensor in site.engine.state_dict().items()}
-            load(state)
-            with torch.no_grad():
-                for key, tensor in site.engine.state_dict().items():
-                    if chosen(key):
-                        change(tensor, before[key])
-            site.model.install_weights()
+    def wrap(take_state: Callable[[], Any]) -> Callable[[], Any]:
+        def wrapped() -> Any:
+            state = take_state()
+            before = {key: local_of(tensor).clone() for key, tensor in state.tensors.items()}
+
+            def adopt() -> None:
+                state.adopt()
+                loaded = take_state()
+                with torch.no_grad():
+                    for key, tensor in loaded.tensors.items():
+                        if chosen(key) and tensor.numel():
+                            change(local_of(tensor), before[key])
+                loaded.adopt()
+
+            return replace(state, adopt=adopt)
 
         return wrapped
 
-    site.around(site.engine, "load_state_dict", wrap)
+    site.around(site.engine, "state", wrap)
 
 
 def _is_weight(key: str) -> bool:
@@ -48,7 +56,7 @@ def shards_not_refreshed(site: Site) -> None:
 
 @fault("F18_absent_weights_skipped")
 def absent_weights_skipped(site: Site) -> None:
-    first = next(key for key in site.engine.state_dict() if _is_weight(key))
+    first = next(key for key in site.engine.state().tensors if _is_weight(key))
     _on_load(site, lambda key: key == first, lambda tensor, old: blend(tensor, old, site.amount))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fsdp.behaviours import api, communication, numerics, sharding_memory, updates
+from tests.fsdp.behaviours import api, communication, numerics, saved, sharding_memory, updates
 from tests.fsdp.behaviours.fsdp2 import Fsdp2
 from tests.fsdp.behaviours.lab import CATALOG, Behaviour
 from tests.fsdp.behaviours.megatron import Megatron
@@ -15,6 +15,7 @@ SECTIONS = {
     "Numerics: gradients": numerics,
     "Numerics: updates": updates,
     "Reports, state and defaults": api,
+    "Checkpoints": saved,
 }
 
 BEHAVIOURS: dict[str, Behaviour] = dict(sorted(CATALOG.items(), key=lambda each: (each[1].number, each[0])))
@@ -45,10 +46,6 @@ UNPROVEN = {
 
 WAITING = {
     36: "counting tensor-parallel duplicates once waits for tensor parallelism.",
-    38: "DTensors in a state_dict wait for checkpoints; whole weights are compared all over these checks.",
-    39: "save and load through torch.distributed.checkpoint wait for checkpoints.",
-    40: "loading on another layout waits for checkpoints.",
-    43: "keys of optimizer state on ranks with empty shards wait for checkpoints.",
     48: "FP8 weights wait for their issue.",
 }
 """What waits for other work."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -83,6 +84,18 @@ class Fsdp2(Subject):
         value = loss(self.model)
         value.backward()
         return value.detach()
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        return dict(self.module.state_dict())
+
+    def dcp_state(self) -> dict[str, Any]:
+        weights, optimizer = get_state_dict(self.module, self.optimizer)
+        return {"model": weights, "optimizer": optimizer}
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        set_state_dict(
+            self.module, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+        )
 
     def finish(self) -> None:
         """Its backward has seen to it."""

@@ -80,6 +80,16 @@ class Native(Subject):
             if param.untyped_storage().nbytes() >= param.numel() * param.itemsize
         ]
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        return self.model.state_dict()
+
+    def dcp_state(self) -> dict[str, Any]:
+        self._state = self.model.sharded_state()
+        return self._state.tensors
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        self.model.adopt_state(self._state)
+
     def save(self) -> dict[str, Tensor]:
         return {key: value.clone() for key, value in self.model.local_state().items()}
 

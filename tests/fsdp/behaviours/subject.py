@@ -138,6 +138,18 @@ class Subject(ABC):
     def tampered(self, state: Any, *, missing: bool) -> Any:
         """A state that lacks one weight, or that has one too many."""
 
+    def state_tensors(self) -> dict[str, Tensor]:
+        """What the engine's `state_dict` has for each parameter, by the model's own names."""
+        raise NotOffered("its state_dict is not put to this check")
+
+    def dcp_state(self) -> dict[str, Any]:
+        """Weights and optimizer state as distributed checkpoint saves and, in place, loads them."""
+        raise NotOffered("its checkpoints are not put to this check")
+
+    def adopt(self, state: dict[str, Any]) -> None:
+        """Make what DCP wrote into `dcp_state` effective."""
+        raise NotOffered("its checkpoints are not put to this check")
+
     def gathered(self) -> list[str]:
         """Names of the parameters whose whole compute weights are in memory now."""
         raise NotOffered("cannot be looked at from outside")

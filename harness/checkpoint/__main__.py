@@ -1,0 +1,80 @@
+"""`python -m harness.checkpoint`: what the verbs `export` and `import` run, in a process that may load torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+
+from harness.checkpoint import folder as folders
+from harness.checkpoint import foreign
+from harness.checkpoint.manifest import Damaged
+from harness.store.rundir import RunDir
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+PICKLE = "warning: DCP's .metadata is a pickle: {}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert; 0 done, 2 refused."""
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.verb == "export":
+            print(_export(arguments))
+        else:
+            print(_import(arguments))
+    except (Damaged, foreign.Unfit, OSError, CheckpointException) as error:
+        print(f"bad request:\n  {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m harness.checkpoint")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    for verb in ("export", "import"):
+        each = verbs.add_parser(verb)
+        each.add_argument("source", type=Path)
+        each.add_argument("target", type=Path)
+        each.add_argument("--format", choices=("hf", "dcp"), required=True)
+        each.add_argument("--step", type=int)
+        each.add_argument("--dtype", choices=tuple(DTYPES))
+        each.add_argument("--shard-mb", type=int, default=foreign.SHARD_BYTES // 1_000_000)
+        each.add_argument("--rename", action="append", default=[])
+    return parser
+
+
+def _export(arguments: argparse.Namespace) -> str:
+    run = RunDir(arguments.source)
+    held = folders.steps(run.ckpt)
+    if not held or (arguments.step is not None and arguments.step not in held):
+        raise foreign.Unfit(f"{run.ckpt} has checkpoints of steps {held or 'none'}, not {arguments.step or 'any'}")
+    source = folders.path_of(run.ckpt, held[-1] if arguments.step is None else arguments.step)
+    if arguments.format == "dcp":
+        print(PICKLE.format("whoever reads what is written here runs it"), file=sys.stderr)
+        keys = foreign.export_dcp(source, arguments.target, foreign.parse_renames(arguments.rename))
+        return f"{arguments.target}: {len(keys)} tensors of {source}"
+    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
+    index = foreign.export_hugging_face(source, arguments.target, run.typed(), dtype, arguments.shard_mb * 1_000_000)
+    files, total = set(index["weight_map"].values()), index["metadata"]["total_size"]
+    return f"{arguments.target}: {len(index['weight_map'])} tensors, {total} bytes in {len(files)} files, of {source}"
+
+
+def _import(arguments: argparse.Namespace) -> str:
+    if arguments.format == "dcp":
+        print(PICKLE.format("reading it runs what it holds; go on only with files you trust"), file=sys.stderr)
+        manifest = foreign.import_dcp(arguments.source, arguments.target, foreign.parse_renames(arguments.rename))
+    else:
+        manifest = foreign.import_hugging_face(arguments.source, arguments.target)
+    return (
+        f"{arguments.target}: {len(manifest.tensors)} tensors, {manifest.bytes} bytes\n"
+        f"next: python run.py ckpt.load={arguments.target}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,96 @@
+"""A run's checkpoints as folders: which there are, whether one is intact, how one is published, which are kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from harness.checkpoint import tensor_file
+from harness.checkpoint.manifest import Damaged, Manifest
+
+PREFIX, UNFINISHED, REPLACED = "step-", ".tmp", ".old"
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return folder / f"{PREFIX}{step:06d}"
+
+
+def steps(folder: Path) -> list[int]:
+    """Steps that have a published checkpoint, oldest first."""
+    names = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def begin(folder: Path, step: int) -> Path:
+    """An empty folder to write into; leftovers of saves that were torn go."""
+    unfinished = path_of(folder, step).with_suffix(UNFINISHED)
+    for left in folder.glob(f"{PREFIX}*{UNFINISHED}"):
+        shutil.rmtree(left, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    return unfinished
+
+
+def publish(unfinished: Path) -> Path:
+    """Give a written folder its final name; names are on the disk only once their folder is."""
+    final = unfinished.with_suffix("")
+    flush(unfinished)
+    replaced = final.with_suffix(REPLACED)
+    if final.exists():
+        os.rename(final, replaced)
+    os.rename(unfinished, final)
+    flush(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def keep_newest(folder: Path, count: int) -> None:
+    """Delete all but the newest `count` checkpoints, and what torn saves left."""
+    for step in steps(folder)[:-count]:
+        shutil.rmtree(path_of(folder, step), ignore_errors=True)
+    for suffix in (UNFINISHED, REPLACED):
+        for left in folder.glob(f"{PREFIX}*{suffix}"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def flush(folder: Path) -> None:
+    """Put a folder's names on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def damage(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """What is wrong with these files of a checkpoint, one sentence each; every byte is read."""
+    found = []
+    for name in names:
+        right = manifest.files[name]
+        try:
+            held = tensor_file.digest_of(path / name)
+        except FileNotFoundError:
+            found.append(f"{name} is missing")
+            continue
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error}")
+            continue
+        if held.bytes != right.bytes:
+            found.append(f"{name} has {held.bytes} bytes, {right.bytes} were written")
+        elif held.sha256 != right.sha256:
+            found.append(f"{name} was changed: its SHA-256 does not fit")
+    return found
+
+
+def read_verified(path: Path) -> Manifest:
+    """The manifest of a checkpoint every byte of which is as it was written; by one process.
+
+    Raises:
+        Damaged: saying what is wrong.
+    """
+    manifest = Manifest.read(path)
+    if wrong := damage(path, manifest, manifest.files):
+        raise Damaged(f"{path}: {'; '.join(wrong)}")
+    return manifest

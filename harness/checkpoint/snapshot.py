@@ -1,0 +1,88 @@
+"""A state copied to the CPU, so that training can change it while it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+from harness.fsdp.rows import local_of
+
+
+class Copied:
+    """What this rank would write of one tensor, as it was when it was copied."""
+
+    def __init__(self, key: str, tensor: Tensor, memory: Tensor | None) -> None:
+        self.items: list[WriteItem] = _create_write_items(key, tensor)
+        local = local_of(tensor)
+        pinned = local.device.type == "cuda"
+        fits = memory is not None and memory.shape == local.shape and memory.dtype == local.dtype
+        self.tensor = (
+            memory if memory is not None and fits else torch.empty_like(local, device="cpu", pin_memory=pinned)
+        )
+        self.tensor.copy_(local)
+
+    def __create_write_items__(self, _fqn: str, _object: object) -> list[WriteItem]:
+        """DCP's question what there is to write."""
+        return self.items
+
+
+class Snapshots:
+    """Copies of states, each in the memory of the one before."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Copied] = {}
+
+    def take(self, state: Mapping[str, Tensor]) -> dict[str, Copied]:
+        """Copy a state; the copy before must not be needed any more."""
+        memory = {key: copied.tensor for key, copied in self._held.items()}
+        self._held = {key: Copied(key, tensor, memory.get(key)) for key, tensor in state.items()}
+        return self._held
+
+
+class SavePlanner(DefaultSavePlanner):
+    """Plans keys as they are, copied or not."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """The tensor behind a write item."""
+        held = self.state_dict[index.fqn]
+        return held.tensor if isinstance(held, Copied) else super().lookup_object(index)
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """Plans keys as they are."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+
+class ComparingPlanner(LoadPlanner):
+    """Reads what a load would read, and instead of loading holds it against what is there; one chunk in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrong: set[str] = set()
+        """Keys of tensors that are not, bit for bit, what the checkpoint says after the documented cast."""
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        """Memory of its own to read into."""
+        return torch.empty_like(super().resolve_tensor(read_item))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Compare."""
+        held = super().resolve_tensor(read_item).detach()
+        if not torch.equal(_bits(held), _bits(tensor)):
+            self.wrong.add(read_item.dest_index.fqn)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor

@@ -1,0 +1,105 @@
+"""One safetensors file, written as a stream: tensors are not gathered in memory first, and the sum is ready with it.
+
+Format: https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON header, the header, the data.
+The library's own `save_file` makes a second copy of everything it writes; reading uses the library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""Names in the header."""
+BLOCK_BYTES = 16 << 20
+"""What is hashed and written at a time: large enough to leave Python seldom, small enough to stay in the cache."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file on the disk."""
+
+    bytes: int
+    sha256: str
+
+
+def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
+    """Write tensors under these names, flushed to the disk. At most one tensor is copied at a time.
+
+    Raises:
+        ValueError: a dtype that safetensors has no name for.
+        OSError: the disk is full, say; what was written stays.
+    """
+    ordered = sorted(
+        tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
+    )  # aligned for whoever maps it
+    header = _header(ordered)
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        _put(file, digest, [header])
+        for _, tensor in ordered:
+            _put(file, digest, _blocks(tensor))
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return Written(size, digest.hexdigest())
+
+
+def _put(file: BinaryIO, digest: hashlib._Hash, blocks: Iterable[bytes | memoryview]) -> None:
+    for block in blocks:
+        digest.update(block)
+        file.write(block)
+
+
+def _header(ordered: list[tuple[str, Tensor]]) -> bytes:
+    table, begin = {}, 0
+    for name, tensor in ordered:
+        if tensor.dtype not in DTYPES:
+            raise ValueError(f"{name} is {tensor.dtype}, which safetensors files cannot hold")
+        end = begin + tensor.numel() * tensor.element_size()
+        table[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _blocks(tensor: Tensor) -> Iterable[memoryview]:
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    if not flat.numel():
+        return
+    raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    for begin in range(0, len(raw), BLOCK_BYTES):
+        yield raw[begin : begin + BLOCK_BYTES]
+
+
+def digest_of(path: Path) -> Written:
+    """What a file on the disk really holds.
+
+    Raises:
+        OSError: it is not there, or cannot be read.
+    """
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return Written(os.fstat(file.fileno()).st_size, digest)

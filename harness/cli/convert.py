@@ -1,0 +1,62 @@
+"""Checkpoints in other people's formats: `export RUN DIR` and `import DIR DIR`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+
+from harness.cli.verb import Verb
+from harness.store.rundir import Store
+
+
+def _format_argument(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--format",
+        choices=("hf", "dcp"),
+        required=True,
+        help="hf: safetensors in Hugging Face's Llama naming; dcp: torch's distributed checkpoint, whose index is a"
+        " pickle",
+    )
+    parser.add_argument(
+        "--rename", action="append", default=[], metavar="OLD=NEW", help="dcp: replace the beginning of keys"
+    )
+
+
+def _export_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a path, a prefix of a signature or @last")
+    parser.add_argument("target", metavar="DIR", help="a folder to make")
+    _format_argument(parser)
+    parser.add_argument("--step", help="of which checkpoint (default: the newest)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="hf: round to it")
+    parser.add_argument("--shard-mb", help="hf: largest file, in MB of 1,000,000 bytes (default: 5000)")
+
+
+def _export(arguments: Namespace) -> int:
+    run = Store(arguments.root).find(arguments.run)
+    return _convert("export", str(run.path), arguments)
+
+
+def _import_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("source", metavar="DIR", help="a Hugging Face or DCP folder")
+    parser.add_argument("target", metavar="CKPT", help="a folder to make, for ckpt.load")
+    _format_argument(parser)
+
+
+def _import(arguments: Namespace) -> int:
+    return _convert("import", arguments.source, arguments)
+
+
+def _convert(verb: str, source: str, arguments: Namespace) -> int:
+    """In a process of its own: the desk does not load torch."""
+    words = [verb, source, arguments.target, "--format", arguments.format]
+    for name in ("step", "dtype", "shard_mb"):
+        if getattr(arguments, name, None) is not None:
+            words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
+    for each in arguments.rename:
+        words += ["--rename", each]
+    return subprocess.run([sys.executable, "-m", "harness.checkpoint", *words], check=False).returncode
+
+
+EXPORT = Verb("export", "a run's checkpoint in Hugging Face's or DCP's format", _export_arguments, _export)
+IMPORT = Verb("import", "a checkpoint to begin from, of Hugging Face's or DCP's files", _import_arguments, _import)

@@ -1,0 +1,57 @@
+"""`rehearse RUN --preempt-at N`: would this run survive an interruption with every bit?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from harness.cli.verb import Verb
+from harness.store.rundir import Store
+from harness.study.rehearse import Rehearsal, rehearse
+
+SHOWN = 8
+
+
+def _arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("run", metavar="RUN", help="a run that is done: a path, a prefix of a signature or @last")
+    parser.add_argument("--preempt-at", type=int, required=True, metavar="N", help="the last step before it is stopped")
+    parser.add_argument(
+        "--as",
+        dest="changes",
+        metavar="KEY=VALUE",
+        nargs="+",
+        default=[],
+        help="go on under another layout, said as after run.py; the run must have numerics=exact",
+    )
+    parser.add_argument("--json", action="store_true", help="what was found as JSON")
+
+
+def _rehearse(arguments: Namespace) -> int:
+    store = Store(arguments.root)
+    found = rehearse(
+        store.find(arguments.run),
+        Path(arguments.root),
+        arguments.preempt_at,
+        arguments.changes,
+        lambda line: print(line, file=sys.stderr, flush=True),
+    )
+    print(json.dumps(found.as_json(), indent=2) if arguments.json else text(found))
+    return 0 if found.equal else 1
+
+
+def text(found: Rehearsal) -> str:
+    """For a person."""
+    if found.equal:
+        head = (
+            f"EQUAL: stopped after step {found.preempt_at} and gone on with, all {found.numbers} logged numbers of"
+            f" {found.steps} steps and the final weights have the bits of the uninterrupted run"
+        )
+    else:
+        head = f"DIFFERENT: {len(found.differences)} differences, the first: {found.differences[0]}"
+    lines = [head, *(f"  {each}" for each in found.differences[1:SHOWN])]
+    return "\n".join([*lines, f"next: python -m harness show {found.resumed}"])
+
+
+REHEARSE = Verb("rehearse", "stop a run after a step, go on, and hold every number against it", _arguments, _rehearse)

@@ -1,0 +1,149 @@
+"""Twenty random cells of docs/checkpoints.md, other ones in each run; dtypes; and what a wrong engine would show."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.checkpoint.folder import path_of
+from harness.checkpoint.manifest import Manifest
+from harness.checkpoint.storage import whole_tensor
+from harness.fsdp import sharded_state
+from harness.fsdp.layout import LocalSlice, Slot
+from harness.fsdp.model_state import StatefulModel
+from harness.fsdp.sharded_state import ShardedState
+from tests.checkpoint.cells import (
+    SAVED,
+    SINGLE,
+    Cell,
+    Layout,
+    build,
+    checkpoints_of,
+    draw,
+    read_all,
+    run_cells,
+    write_all,
+    write_reference,
+    written_right,
+)
+from tests.spawn import run_ranks
+
+
+def test_any_layout_takes_what_any_other_wrote(tmp_path: Path) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    pairs = draw(20, seed)
+    cells = run_cells(tmp_path, pairs)
+    assert len(cells) == len(pairs)
+    wrong = [
+        f"{cell.source} -> {cell.target}: {cell.next_step:.1e} {cell.problems[:3]}" for cell in cells if not cell.holds
+    ]
+    wrong += [f"{layout}: {told[:3]}" for layout, _ in pairs if (told := written_right(tmp_path, layout))]
+    assert not wrong, f"draw(20, {seed}): " + "\n".join(wrong)
+
+
+# -- dtypes ------------------------------------------------------------------------------------------------------------
+
+WIDE, NARROW = Layout("native", "optim", 2), Layout("native", "optim_grads_params", 2, dtype="bf16")
+
+
+def into_another_dtype(rank: int, root: Path, layout: Layout) -> list[str]:
+    """Load fp64 state where main weights are fp32: each element rounded once, to nearest, ties to even."""
+    config = layout.config()
+    engine = build(config, rank)
+    loaded = checkpoints_of(root / "reference", config, rank).load_newest(engine)
+    assert loaded is not None
+    assert loaded.cast == ("float64 to bfloat16", "float64 to float32")
+    held = dict(engine.named_weights())
+    path = path_of(root / "reference", SAVED)
+    wrong = list(loaded.wrong)
+    frozen = {name for name, param in engine.model.module.named_parameters() if not param.requires_grad}  # type: ignore[attr-defined]
+    for key, entry in Manifest.read(path).tensors.items():
+        name = key.removeprefix("weights/")
+        if key.startswith("weights/"):
+            stored = torch.bfloat16 if name in frozen else torch.float32
+            wrong += [] if torch.equal(held[name], whole_tensor(path, entry).to(stored).float()) else [key]
+    engine.close()
+    return wrong
+
+
+def test_another_dtype_rounds_once(tmp_path: Path) -> None:
+    write_reference(tmp_path / "reference")
+    assert run_ranks(into_another_dtype, 2, tmp_path, NARROW) == [[], []]
+
+
+def narrow_to_wide(rank: int, root: Path) -> list[str]:
+    """fp32 state in an fp64 run: the same numbers."""
+    config = WIDE.config()
+    engine = build(config, rank)
+    loaded = checkpoints_of(root / "narrow", config, rank).load_newest(engine)
+    assert loaded is not None
+    held = dict(engine.named_weights())
+    path = path_of(root / "narrow", SAVED)
+    engine.close()
+    return [
+        key
+        for key, entry in Manifest.read(path).tensors.items()
+        if key.startswith("weights/")
+        and not torch.equal(held[key.removeprefix("weights/")], whole_tensor(path, entry).double())
+    ]
+
+
+def save_narrow(rank: int, root: Path) -> None:
+    config = Layout("native", "optim_grads", 2, dtype="fp32").config()
+    engine = build(config, rank)
+    checkpoints_of(root / "narrow", config, rank).save(engine, SAVED, "")
+    engine.close()
+
+
+def test_a_wider_dtype_loses_nothing(tmp_path: Path) -> None:
+    run_ranks(save_narrow, 2, tmp_path)
+    assert run_ranks(narrow_to_wide, 2, tmp_path) == [[], []]
+
+
+# -- wrong engines -----------------------------------------------------------------------------------------------------
+
+TARGET = Layout("native", "optim", 3)
+MUTANTS: dict[str, tuple[Any, str, Any]] = {
+    "counters kept": (ShardedState, "adopt", lambda self: None),
+    "weights not installed": (StatefulModel, "adopt_state", lambda self, state: state.adopt()),
+    "rows of the neighbour": (sharded_state, "_rows", lambda slot, local: _swapped(slot, local)),
+}
+_ROWS = sharded_state._rows
+
+
+def _swapped(slot: Slot, local: LocalSlice) -> tuple[int, int]:
+    """Rows of a matrix numbered from its end: no overlap and no hole, so that nothing but the elements shows it."""
+    begin, end = _ROWS(slot, local)
+    rows = slot.spec.num_rows
+    return (rows - end, rows - begin) if len(slot.spec.shape) == 2 and begin < end else (begin, end)
+
+
+def loaded_by_a_mutant(rank: int, root: Path, how: str, after: dict[str, Tensor]) -> list[Cell]:
+    owner, name, wrong = MUTANTS[how]
+    with mock.patch.object(owner, name, wrong):
+        return [*read_all(rank, root, [(TARGET, [SINGLE])], after)]
+
+
+@pytest.mark.parametrize("how", MUTANTS)
+def test_an_engine_that_loads_wrongly_is_caught(tmp_path: Path, how: str) -> None:
+    after = write_reference(tmp_path / "reference")
+    write_all_of_one(tmp_path)
+    cells = run_ranks(loaded_by_a_mutant, 3, tmp_path, how, after)
+    assert not any(cell.holds for of_rank in cells for cell in of_rank)
+
+
+def write_all_of_one(root: Path) -> None:
+    run_ranks(write_all, 1, root, [SINGLE])
+
+
+def test_without_a_mutant_the_same_cell_holds(tmp_path: Path) -> None:
+    after = write_reference(tmp_path / "reference")
+    write_all_of_one(tmp_path)
+    cells = run_ranks(read_all, 3, tmp_path, [(TARGET, [SINGLE])], after)
+    assert all(cell.holds for of_rank in cells for cell in of_rank)

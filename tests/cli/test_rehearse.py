@@ -1,0 +1,97 @@
+"""`rehearse`: a run that survives, one that does not, another layout, and what is refused; `export` and `import`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli.main import main
+from harness.store.rundir import RunDir, Store
+
+ROOT = Path(__file__).resolve().parents[2]
+SMALL = (
+    *("model.dim=32", "model.num_layers=2", "model.ffn_dim=48", "data=synthetic", "data.seq_len=16"),
+    *("train.steps=6", "train.global_batch_size=8", "train.microbatch_size=2", "numerics=exact", "sharding=optim"),
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """An exact run of two ranks, done."""
+    root = tmp_path_factory.mktemp("store") / "runs"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *SMALL, f"launch.root={root}"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Store(root).find("@last")
+
+
+def rehearse(run: RunDir, *words: str) -> int:
+    return main(["rehearse", str(run.path), "--root", str(run.path.parents[1]), *words])
+
+
+def test_the_same_layout_keeps_every_bit(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    assert rehearse(run, "--preempt-at", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["equal"]
+    assert found["steps"] == 6
+    assert found["numbers"] >= 6 * 6
+
+
+def test_another_layout_keeps_every_bit_under_exact(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--as", "sharding=hfsdp", "mesh=two_by_two")
+    assert rehearse(run, "--preempt-at", "2", *words) == 0
+    assert capsys.readouterr().out.startswith("EQUAL: stopped after step 2 and gone on with")
+
+
+def test_a_record_that_differs_is_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    text = run.metrics.read_text()
+    lines = text.splitlines()
+    fifth = json.loads(lines[4])
+    fifth["loss"] += 1e-15 * fifth["loss"]
+    fifth["loss"] = float.fromhex(float(fifth["loss"]).hex())
+    lines[4] = json.dumps(fifth | {"loss": fifth["loss"] * (1 + 2**-52)})
+    run.metrics.write_text("\n".join(lines) + "\n")
+    try:
+        assert rehearse(run, "--preempt-at", "4") == 1
+        assert capsys.readouterr().out.startswith("DIFFERENT: 1 differences, the first: step 5: loss is ")
+    finally:
+        run.metrics.write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--preempt-at", "6"), "is no step before the last of 6"),
+        (("--preempt-at", "0"), "valid: 1 to 5"),
+    ],
+)
+def test_what_cannot_be_rehearsed_is_refused(
+    run: RunDir, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], says: str
+) -> None:
+    assert rehearse(run, *words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_run_is_exported_and_begun_from(run: RunDir, tmp_path: Path) -> None:
+    store = str(run.path.parents[1])
+    assert main(["export", str(run.path), str(tmp_path / "hf"), "--format", "hf", "--root", store]) == 0
+    assert (tmp_path / "hf" / "model.safetensors").exists()
+    assert main(["import", str(tmp_path / "hf"), str(tmp_path / "begin"), "--format", "hf"]) == 0
+    done = subprocess.run(
+        [
+            *(sys.executable, str(ROOT / "run.py"), *SMALL[:5], "train.steps=2", "train.global_batch_size=4"),
+            *("train.microbatch_size=2", f"ckpt.load={tmp_path / 'begin'}", f"launch.root={tmp_path / 'runs'}"),
+        ],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    begun = Store(tmp_path / "runs").find("@last")
+    told = json.loads(begun.summary.read_text())
+    assert told["initial_weights"] == json.loads(run.summary.read_text())["final_weights"]
+    assert told["restored"]["step"] == 0

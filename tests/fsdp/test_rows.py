@@ -1,0 +1,133 @@
+"""DTensors handed out by the engine, right or refused; weights taken back whole, as DTensors, from other layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import Replicate
+
+from harness.fsdp.rows import RowShard
+from tests.fsdp.pairs import PAIRS, Model, Pair, by_pair, data, loss_of, same, shard
+from tests.spawn import run_ranks
+
+WORLD = 4
+
+
+def handed_out(rank: int, pair: Pair) -> list[str]:
+    """What is wrong with a trained model's DTensors."""
+    model, optimizer = shard(pair)
+    loss_of(model, data(0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    told = []
+    right, held = dict(model.full_weights()), model.state_dict()
+    told += same({name: value.full_tensor() for name, value in held.items()}, right)
+    told += [name for name, value in held.items() if value.shape != right[name].shape]
+    state = model.sharded_state().tensors
+    moments = {key: value.full_tensor() for key, value in state.items() if key.endswith("/exp_avg")}
+    everyone: list[Any] = [None] * WORLD
+    dist.all_gather_object(everyone, {key: value.double().sum().item() for key, value in moments.items()})
+    told += ["moments differ between ranks"] if any(each != everyone[0] for each in everyone) else []
+    told += ["no moment is there"] if not moments or not any(everyone[0].values()) else []
+    model.close()
+    return told
+
+
+def taken_back(rank: int, pair: Pair) -> list[str]:
+    """Weights of another seed, given whole, as DTensors, and with faults."""
+    model, _ = shard(pair)
+    other, _ = shard(pair, Model(seed=8))
+    whole = dict(other.full_weights())
+    told = []
+    for given in (whole, other.state_dict()):
+        model.load_state_dict(dict(shard_of(model)))  # what it has: nothing changes
+        model.load_state_dict(given)
+        told += same(dict(model.full_weights()), whole)
+        x = data(0, rank)
+        told += [] if torch.equal(model(x), other(x)) else ["the next forward is another one"]
+    before = dict(model.full_weights())
+    first = next(iter(whole))
+    wrong: dict[str, tuple[dict[str, Tensor], str]] = {
+        "missing": ({name: value for name, value in whole.items() if name != first}, f"missing {first}"),
+        "unexpected": ({**whole, "nobody": torch.zeros(2)}, "unexpected nobody"),
+        "shape": ({**whole, first: torch.zeros(3)}, f"{first} is [3]"),
+    }
+    for what, (given, says) in wrong.items():
+        try:
+            model.load_state_dict(given)
+            told.append(f"{what}: loaded")
+        except ValueError as error:
+            told += [] if says in str(error) and "nothing was loaded" in str(error) else [str(error)]
+    told += same(dict(model.full_weights()), before)
+    relaxed = model.load_state_dict({**wrong["missing"][0], "nobody": torch.zeros(2)}, strict=False)
+    told += [] if relaxed == [f"missing {first}", "unexpected nobody"] else [str(relaxed)]
+    try:
+        model.load_state_dict(whole, assign=True)
+        told.append("assign was taken")
+    except ValueError:
+        pass
+    model.close()
+    other.close()
+    return told
+
+
+def shard_of(model: Any) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
+
+
+@every_pair
+def test_every_dtensor_gathers_rightly(pair: Pair) -> None:
+    assert by_pair(handed_out)[pair] == [[]] * WORLD
+
+
+@every_pair
+def test_weights_are_taken_whole_or_as_dtensors_or_refused(pair: Pair) -> None:
+    assert by_pair(taken_back)[pair] == [[]] * WORLD
+
+
+def operations(rank: int) -> list[str]:
+    """What a row shard does, and refuses, by name."""
+    model, _ = shard(Pair("optim_grads_params", ""))
+    weight = next(value for value in model.state_dict().values() if value.to_local().numel())
+    assert isinstance(weight, RowShard)
+    told = []
+    allowed: dict[str, Callable[[], Any]] = {
+        "clone": weight.clone,
+        "detach": weight.detach,
+        "double": weight.double,
+        "zeros_like": lambda: torch.zeros_like(weight),
+        "copy_": lambda: weight.clone().copy_(weight),
+    }
+    for name, call in allowed.items():
+        found = call()
+        told += [] if isinstance(found, RowShard) and found.shape == weight.shape else [f"{name} gives {type(found)}"]
+    doubled = weight.double().full_tensor()
+    told += [] if torch.equal(doubled, weight.full_tensor().double()) else ["a cast gathers otherwise"]
+    refused: dict[str, Callable[[], Any]] = {
+        "sum": weight.sum,
+        "add": lambda: weight + 1,
+        "norm": lambda: torch.linalg.vector_norm(weight),
+        "redistribute": lambda: weight.redistribute(placements=[Replicate()]),
+        "copy_ of a plain tensor": lambda: weight.copy_(torch.zeros(weight.shape)),
+        "index": lambda: weight[0],
+    }
+    for name, call in refused.items():
+        try:
+            call()
+            told.append(f"{name} is not refused")
+        except RuntimeError as error:
+            told += [] if "full_tensor()" in str(error) else [f"{name}: {error}"]
+    model.close()
+    return told
+
+
+def test_what_would_trust_the_placement_is_refused() -> None:
+    assert run_ranks(operations, 3) == [[]] * 3
