@@ -155,7 +155,7 @@ def _cost(part: dict[str, Any]) -> str:
         "",
         f"State in the shape of Llama 3.2 1B with {part['layers']} of its 16 blocks, weights and AdamW in fp32,"
         f" {part['ranks']} ranks that hold it twice and take turns, {part['rounds']} rounds, median (fastest to"
-        " slowest) of the slower rank. Ours sums every byte (SHA-256) when it is written and before it is loaded, and"
+        " slowest) of the slower rank. Ours sums every byte (XXH3) when it is written and before it is loaded, and"
         " afterwards holds the loaded state against the files; DCP checks nothing. Memory is what rose while it worked,"
         " of the larger rank: what cannot be given back, and all with mapped files.",
         "",

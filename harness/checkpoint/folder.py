@@ -79,8 +79,8 @@ def damage(path: Path, manifest: Manifest, names: Iterable[str]) -> list[str]:
             continue
         if held.bytes != right.bytes:
             found.append(f"{name} has {held.bytes} bytes, {right.bytes} were written")
-        elif held.sha256 != right.sha256:
-            found.append(f"{name} was changed: its SHA-256 does not fit")
+        elif held.xxh3 != right.xxh3:
+            found.append(f"{name} was changed: its checksum does not fit")
     return found
 
 

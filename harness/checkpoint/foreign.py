@@ -223,7 +223,7 @@ def write_weights(target: Path, named: Mapping[str, Callable[[], Tensor]], layou
     for number, (key, read) in enumerate(sorted(named.items())):
         file, tensor = f"tensor-{number:05d}.safetensors", read()
         written = tensor_file.write(unfinished / file, {key: tensor})
-        files[file] = FileEntry(written.bytes, written.sha256)
+        files[file] = FileEntry(written.bytes, written.xxh3)
         shape = tuple(tensor.shape)
         chunk = Chunk(tuple(0 for _ in shape), shape, file, key)
         tensors[key] = TensorEntry(str(tensor.dtype).removeprefix("torch."), shape, (chunk,))

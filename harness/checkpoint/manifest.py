@@ -40,10 +40,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file's size and SHA-256."""
+    """A file's size and its XXH3 of 128 bits, 32 hex digits."""
 
     bytes: int
-    sha256: str
+    xxh3: str
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Manifest:
             )
             for key, entry in body["tensors"].items()
         }
-        files = {name: FileEntry(entry["bytes"], entry["sha256"]) for name, entry in body["files"].items()}
+        files = {name: FileEntry(entry["bytes"], entry["xxh3"]) for name, entry in body["files"].items()}
         return cls(tensors, files, body["values"])
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
 from harness.fsdp.rows import local_of
@@ -63,26 +63,3 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-
-class ComparingPlanner(LoadPlanner):
-    """Reads what a load would read, and instead of loading holds it against what is there; one chunk in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wrong: set[str] = set()
-        """Keys of tensors that are not, bit for bit, what the checkpoint says after the documented cast."""
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Memory of its own to read into."""
-        return torch.empty_like(super().resolve_tensor(read_item))
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Compare."""
-        held = super().resolve_tensor(read_item).detach()
-        if not torch.equal(_bits(held), _bits(tensor)):
-            self.wrong.add(read_item.dest_index.fqn)
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor

@@ -1,20 +1,22 @@
 """One safetensors file, written as a stream: tensors are not gathered in memory first, and the sum is ready with it.
 
 Format: https://huggingface.co/docs/safetensors: eight bytes with the length of a JSON header, the header, the data.
-The library's own `save_file` makes a second copy of everything it writes; reading uses the library.
+The library's own `save_file` makes a second copy of everything it writes, and what it reads comes through mapped pages
+and a copy; here bytes go from the file to where they are wanted.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO
 
 import torch
+import xxhash
 from torch import Tensor
 
 DTYPES = {
@@ -32,6 +34,9 @@ DTYPES = {
     torch.bool: "BOOL",
 }
 """Names in the header."""
+TORCH = {name: dtype for dtype, name in DTYPES.items()}
+HASHED_BYTES = 1 << 20
+"""What is read and summed at a time: it stays in the cache between the two."""
 BLOCK_BYTES = 16 << 20
 """What is hashed and written at a time: large enough to leave Python seldom, small enough to stay in the cache."""
 
@@ -41,7 +46,7 @@ class Written:
     """A file on the disk."""
 
     bytes: int
-    sha256: str
+    xxh3: str
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
@@ -55,7 +60,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
         tensors.items(), key=lambda item: (-item[1].element_size(), item[0])
     )  # aligned for whoever maps it
     header = _header(ordered)
-    digest = hashlib.sha256()
+    digest = xxhash.xxh3_128()
     with path.open("wb") as file:
         _put(file, digest, [header])
         for _, tensor in ordered:
@@ -66,7 +71,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> Written:
     return Written(size, digest.hexdigest())
 
 
-def _put(file: BinaryIO, digest: hashlib._Hash, blocks: Iterable[bytes | memoryview]) -> None:
+def _put(file: BinaryIO, digest: xxhash.xxh3_128, blocks: Iterable[bytes | memoryview]) -> None:
     for block in blocks:
         digest.update(block)
         file.write(block)
@@ -89,17 +94,64 @@ def _blocks(tensor: Tensor) -> Iterable[memoryview]:
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     if not flat.numel():
         return
-    raw = memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    raw = bytes_of(flat)
     for begin in range(0, len(raw), BLOCK_BYTES):
         yield raw[begin : begin + BLOCK_BYTES]
 
 
+@dataclass(frozen=True)
+class Held:
+    """A tensor in a file: dtype, shape, and where its first byte is."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+
+
+def held_in(path: Path) -> dict[str, Held]:
+    """What a file's header says.
+
+    Raises:
+        OSError: it cannot be read. ValueError: its header is no JSON.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        table = json.loads(file.read(length))
+    return {
+        name: Held(TORCH[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name, entry in table.items()
+        if name != "__metadata__"
+    }
+
+
+def read_into(file: FileIO, begin: int, memory: memoryview) -> None:
+    """Fill memory with a file's bytes from `begin` on.
+
+    Raises:
+        EOFError: the file ends before.
+    """
+    file.seek(begin)
+    done = 0
+    while done < len(memory):
+        count = file.readinto(memory[done:])
+        if not count:
+            raise EOFError(f"{file.name} ends {len(memory) - done} bytes early")
+        done += count
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def digest_of(path: Path) -> Written:
-    """What a file on the disk really holds.
+    """What a file on the disk really holds. The sum (XXH3, 128 bits) is against damage, not against malice.
 
     Raises:
         OSError: it is not there, or cannot be read.
     """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Written(os.fstat(file.fileno()).st_size, digest)
+    with FileIO(path) as file:
+        digest, block = xxhash.xxh3_128(), bytearray(HASHED_BYTES)
+        while count := file.readinto(block):
+            digest.update(memoryview(block)[:count])
+        return Written(os.fstat(file.fileno()).st_size, digest.hexdigest())

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from harness.checkpoint import folder as folders
 from harness.checkpoint.manifest import Damaged, Manifest
-from harness.checkpoint.snapshot import ComparingPlanner, LoadPlanner, SavePlanner, Snapshots
-from harness.checkpoint.storage import Reader, Writer, dtype_of
+from harness.checkpoint.snapshot import LoadPlanner, SavePlanner, Snapshots
+from harness.checkpoint.storage import Comparer, Reader, Writer, dtype_of
 from harness.config.rules.environment import checkpoint_folder
 from harness.config.schema import Config
 from harness.engines.protocol import Engine, Ranks
@@ -220,7 +220,7 @@ class Checkpoints:
         tensors = self._own(state.tensors, portable=state.portable)
         skipped = self._check_names(path, manifest, tensors)
         wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
-        self._read(path, manifest, wanted, LoadPlanner())
+        self._read(path, Reader(path, manifest), wanted)
         state.adopt()
         self._restore_rng(path, manifest)
         wrong = self._told_wrong(path, manifest, engine, skipped)
@@ -277,14 +277,14 @@ class Checkpoints:
             self.warn(f"ckpt.strict=false: of {path}, {len(told)} names do not fit: {'; '.join(told[:SHOWN])}")
         return {key for key in mine if key not in held} | set(shapes)
 
-    def _read(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], planner: LoadPlanner) -> None:
+    def _read(self, path: Path, reader: Reader, tensors: Mapping[str, Tensor]) -> None:
         with self.control.meter.muted(), torch.no_grad():
             _dcp(
                 f"read {path}",
                 lambda: dcp_load(
                     dict(tensors),
-                    storage_reader=Reader(path, manifest),
-                    planner=planner,
+                    storage_reader=reader,
+                    planner=LoadPlanner(),
                     process_group=self.control.group,
                     no_dist=self.control.group is None,
                 ),
@@ -292,10 +292,10 @@ class Checkpoints:
 
     def _told_wrong(self, path: Path, manifest: Manifest, engine: Engine, skipped: set[str]) -> tuple[str, ...]:
         """What the engine holds now, against the files once more."""
-        state, planner = engine.state(), ComparingPlanner()
+        state, comparer = engine.state(), Comparer(path, manifest)
         tensors = self._own(state.tensors, portable=state.portable)
-        self._read(path, manifest, {key: t for key, t in tensors.items() if key not in skipped}, planner)
-        return tuple(sorted(set().union(*_everyone(planner.wrong, self.control))))
+        self._read(path, comparer, {key: t for key, t in tensors.items() if key not in skipped})
+        return tuple(sorted(set().union(*_everyone(comparer.wrong, self.control))))
 
     # -- random numbers ----------------------------------------------------------------------------------------------
 
@@ -309,7 +309,7 @@ class Checkpoints:
     def _restore_rng(self, path: Path, manifest: Manifest) -> None:
         """Rank r takes what rank r had; a rank there was none of, or on another device, keeps its own."""
         wanted = {key: torch.empty_like(held) for key, held in self._rng_state().items() if key in manifest.tensors}
-        self._read(path, manifest, wanted, LoadPlanner())
+        self._read(path, Reader(path, manifest), wanted)
         for key, state in wanted.items():
             if key.endswith("/cuda"):
                 torch.cuda.set_rng_state(state, self.ranks.device)

@@ -17,4 +17,3 @@ def test_nothing_told_saved_is_lost(tmp_path: Path) -> None:
     assert len(found) == KILLS
     assert all(each.holds for each in found), f"kill_many(..., {seed}): {[e for e in found if not e.holds]}"
     assert any(each.torn for each in found), "no kill hit a save before it was published"
-    assert any(not each.torn for each in found), "no kill hit a moment when none was being written"
