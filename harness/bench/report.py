@@ -306,12 +306,18 @@ def _late(processes: Sequence[Process]) -> Iterable[str]:
 
 def _mixed(processes: Sequence[Process]) -> Iterable[str]:
     for key in SAME:
-        found = sorted({str(process.origin.get(key)) for process in processes})
+        found = sorted({str(_fact(process, key)) for process in processes})
         if len(found) > 1:
             yield f"{key}: {' and '.join(found)}"
     versions = sorted({str(process.origin.get("versions", {}).get("torch")) for process in processes})
     if len(versions) > 1:
         yield f"torch: {' and '.join(versions)}"
+
+
+def _fact(process: Process, key: str) -> Any:
+    """Of hosts, which there are one a rank, each once: arms may have different numbers of ranks."""
+    held = process.origin.get(key)
+    return sorted(set(held)) if key == "hosts" and held is not None else held
 
 
 def machine(processes: Sequence[Process]) -> dict[str, Any]:

@@ -7,11 +7,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from harness.bench import Report, markdown, report, text
+from harness.bench.report import _mixed
 from harness.cli.main import main
 from harness.config.errors import BadRequest
 from harness.store.identity import signature
@@ -247,3 +249,13 @@ def test_arms_stand_with_what_they_are_held_against(tmp_path: Path) -> None:
     page = markdown(report(tmp_path, "lab"), "make")
     assert "dtype fp32 or bf16" in page
     assert "4 ranks on 2 cores take turns" in page
+
+
+def test_arms_of_other_numbers_of_ranks_on_one_machine_are_compared() -> None:
+    """Hosts are recorded one a rank."""
+
+    def process(*hosts: str) -> Any:
+        return SimpleNamespace(origin={"hosts": list(hosts)})
+
+    assert list(_mixed([process("a", "a"), process("a", "a", "a", "a")])) == []
+    assert list(_mixed([process("a", "b"), process("a", "a")])) == ["hosts: ['a', 'b'] and ['a']"]
