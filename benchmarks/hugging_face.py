@@ -33,7 +33,8 @@ def distance(folder: Path, *, tied: bool) -> dict[str, Any]:
     index = foreign.export_hugging_face(path_of(run / "ckpt", 4), folder / "hf", config, shard_bytes=20_000)
     from tests.engines.test_replicated import build
 
-    ours: Any = build(config).model  # type: ignore[attr-defined]
+    engine: Any = build(config)
+    ours = engine.model
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder / "hf", dtype=torch.float32)
     tokens = torch.randint(0, config.model.vocab_size, (3, 16), generator=torch.Generator().manual_seed(4))
     with torch.no_grad():

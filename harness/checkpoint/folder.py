@@ -46,9 +46,13 @@ def publish(unfinished: Path) -> Path:
     return final
 
 
-def keep_newest(folder: Path, count: int) -> None:
-    """Delete all but the newest `count` checkpoints, and what torn saves left."""
-    for step in steps(folder)[:-count]:
+def keep_newest(folder: Path, count: int, saved: int) -> None:
+    """Delete all but the newest `count` checkpoints up to the one just saved, and what torn saves left.
+
+    A later one goes too: a run that saves `saved` went on from before it because it is damaged.
+    """
+    kept = [step for step in steps(folder) if step <= saved][-count:]
+    for step in set(steps(folder)) - set(kept):
         shutil.rmtree(path_of(folder, step), ignore_errors=True)
     for suffix in (UNFINISHED, REPLACED):
         for left in folder.glob(f"{PREFIX}*{suffix}"):

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 import xxhash
@@ -141,7 +141,8 @@ def read_into(file: FileIO, begin: int, memory: memoryview) -> None:
 
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU."""
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()  # a buffer, which numpy's stubs do not say
+    return memoryview(array)
 
 
 def digest_of(path: Path) -> Written:

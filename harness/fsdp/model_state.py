@@ -65,7 +65,7 @@ class StatefulModel(nn.Module):
                 yield order[place], early.pop(order[place])
                 place += 1
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override] # torch's has overloads for destinations
         """Main weights by their first names as DTensors over the engine's own memory, and buffers that are saved.
 
         Raises:

@@ -144,7 +144,7 @@ class RowShard(DTensor):
     # -- operations --------------------------------------------------------------------------------------------------
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override] # torch types its default as a C function
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run what means the same row by row; refuse the rest.
@@ -164,7 +164,7 @@ class RowShard(DTensor):
             return first
         return _wrap(result, _spec_like(first, result.dtype), first._rows, first._group, first._place)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override] # torch leaves it untyped
         begin, end = self._rows[self._place]
         return f"RowShard(rows {begin}:{end} of {tuple(self.shape)}, {self._local_tensor!r})"
 

@@ -136,7 +136,7 @@ class Checkpoints:
             if self.ranks.rank == 0:
                 try:
                     folders.publish(writer.folder)
-                    folders.keep_newest(self.folder, self.config.ckpt.keep)
+                    folders.keep_newest(self.folder, self.config.ckpt.keep, writer.values["step"])
                 except OSError as error:
                     fault = error
             self._agree(f"publish {writer.folder}", fault, group)

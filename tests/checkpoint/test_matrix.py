@@ -55,14 +55,14 @@ WIDE, NARROW = Layout("native", "optim", 2), Layout("native", "optim_grads_param
 def into_another_dtype(rank: int, root: Path, layout: Layout) -> list[str]:
     """Load fp64 state where main weights are fp32: each element rounded once, to nearest, ties to even."""
     config = layout.config()
-    engine = build(config, rank)
+    engine: Any = build(config, rank)
     loaded = checkpoints_of(root / "reference", config, rank).load_newest(engine)
     assert loaded is not None
     assert loaded.cast == ("float64 to bfloat16", "float64 to float32")
     held = dict(engine.named_weights())
     path = path_of(root / "reference", SAVED)
     wrong = list(loaded.wrong)
-    frozen = {name for name, param in engine.model.module.named_parameters() if not param.requires_grad}  # type: ignore[attr-defined]
+    frozen = {name for name, param in engine.model.module.named_parameters() if not param.requires_grad}
     for key, entry in Manifest.read(path).tensors.items():
         name = key.removeprefix("weights/")
         if key.startswith("weights/"):

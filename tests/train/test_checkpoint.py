@@ -219,12 +219,12 @@ def test_full_disk_keeps_the_older_one(folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_save_in_the_background_is_of_the_moment_it_was_asked(folder: Path) -> None:
-    engine = build(small_config())
+    engine: Any = build(small_config())
     held = checkpoints(folder, ckpt__background=True)
     weights = {name: weight.clone() for name, weight in engine.named_weights()}
     held.save(engine, 1, "")
     with torch.no_grad():
-        for weight in engine.weights.values():  # type: ignore[attr-defined]
+        for weight in engine.weights.values():
             weight.fill_(7)
     held.finish()
     assert loaded(held, engine) == (1, ())
@@ -260,3 +260,16 @@ def test_replacing_a_checkpoint_leaves_one_at_every_moment(folder: Path, monkeyp
     held.save(engine, 2, "digest")
     assert loaded(held, engine) == (2, ())
     assert all(torch.equal(weight, weights[1][name]) for name, weight in engine.named_weights())
+
+
+def test_a_damaged_newer_one_does_not_push_out_what_was_saved_after_it(folder: Path) -> None:
+    """Step 2 is damaged; the run goes on from 1 under ckpt.keep=1 and is stopped before it comes to 2 again."""
+    keep_both(folder)
+    (folder / "step-000002").rename(folder / "step-000009")
+    DAMAGE["flipped bit in the data"](folder / "step-000009")
+    engine = build(small_config())
+    held = checkpoints(folder, ckpt__keep=1)
+    assert loaded(held, engine)[0] == 1
+    held.save(engine, 2, "digest")
+    assert [path.name for path in folder.iterdir()] == ["step-000002"]
+    assert loaded(held, engine) == (2, ())
