@@ -359,7 +359,7 @@ def layout_of(config: Config) -> dict[str, Any]:
 def data_position(config: Config, step: int) -> dict[str, Any]:
     """What says which tokens come next: sequences used by all ranks, and how they are drawn."""
     return {
-        "seed": config.train.seed,
+        "order_seed": config.data.order_seed,
         "sequences_done": step * config.train.global_batch_size,
         "seq_len": config.data.seq_len,
     }

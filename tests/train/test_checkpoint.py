@@ -150,7 +150,7 @@ FOREIGN = {
         {"optimizer__name": OptimizerName.sgd},
         r"unexpected optimizer/\S+/exp_avg; .*or another optimizer",
     ),
-    "another seed's": ({"train__seed": 9}, r"data.seed was 0, here it is 9"),
+    "another order's": ({"data__order_seed": 9}, r"data.order_seed was 1234, here it is 9"),
     "another batch size's": ({"train__global_batch_size": 4}, r"data.sequences_done was 16, here it is 8"),
 }
 
