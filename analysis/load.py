@@ -104,8 +104,8 @@ def gradients(arm: Path | str, control: Path | str, step: int = 1) -> pd.DataFra
         Columns `run` (the arm's), `tensor`, `numel`, `norm`, `distance`, `scale_error`, `standard_error`; relative to
         the control. Empty where one of them did not capture the step.
     """
-    from harness.parity.gradients import compare
     from harness.parity.record import load
+    from harness.parity.tiers.gradients import compare
 
     left, right = load(Path(arm)), load(Path(control))
     pairs = (

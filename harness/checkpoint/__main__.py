@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from harness.checkpoint import folder as folders
 from harness.checkpoint import foreign
 from harness.checkpoint.manifest import Damaged
+from harness.config.compose import load_config
 from harness.store.rundir import RunDir
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
@@ -59,7 +60,9 @@ def _export(arguments: argparse.Namespace) -> str:
         keys = foreign.export_dcp(source, arguments.target, foreign.parse_renames(arguments.rename))
         return f"{arguments.target}: {len(keys)} tensors of {source}"
     dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
-    index = foreign.export_hugging_face(source, arguments.target, run.typed(), dtype, arguments.shard_mb * 1_000_000)
+    index = foreign.export_hugging_face(
+        source, arguments.target, load_config(run.config()), dtype, arguments.shard_mb * 1_000_000
+    )
     files, total = set(index["weight_map"].values()), index["metadata"]["total_size"]
     return f"{arguments.target}: {len(index['weight_map'])} tensors, {total} bytes in {len(files)} files, of {source}"
 

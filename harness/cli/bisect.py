@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 
+from harness.bisect.history import Bisection, Culprit
+from harness.bisect.settings import KeySearch
+from harness.bisect.trials import Request
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
-from harness.study.history import Bisection, Culprit
-from harness.study.keys import KeySearch
-from harness.study.trials import Request
 
 EXIT_UNDECIDED = 3
 

@@ -7,12 +7,12 @@ import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
 
+from harness.bisect.history import compare_code
+from harness.bisect.trials import Request
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
 from harness.parity import Verdict, compare, scripted, study_text, text, verdict, zoom
 from harness.store.rundir import Store
-from harness.study.history import compare_code
-from harness.study.trials import Request
 
 
 def _compare_arguments(parser: ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.cli.verb import Verb
 from harness.config.faults import CORPUS
-from harness.parity.power import (
+from harness.parity.power.score import (
     Judged,
     Rate,
     as_json,
@@ -19,7 +19,7 @@ from harness.parity.power import (
     placed,
     published_rates,
 )
-from harness.parity.render import table
+from harness.parity.telling.render import table
 from harness.store.files import write_json
 from harness.store.identity import directory_name
 from harness.store.provenance import PACKAGE, git_facts, sources_digest, versions

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from harness.cli.verb import Verb
 from harness.launch.control import cancel, retry
-from harness.launch.scheduler import probe
+from harness.launch.slurm.scheduler import probe
 from harness.launch.watch import watch
 from harness.store import status
 from harness.store.gc import gc

@@ -1,7 +1,6 @@
 """What every setting is: its path, type, default and sentence, read from the schema's own source.
 
 `python -m harness.config.doc` prints the guide kept in docs/configuration.md; error messages quote the same sentences.
-With `--engine` it prints the guide to the engine's own knobs, docs/engine_knobs.md (see `harness.config.engine_doc`).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import ast
 import dataclasses
 import functools
 import inspect
-import sys
 import types
 import typing
 from collections.abc import Iterator
@@ -155,20 +153,5 @@ def _row(s: Setting) -> str:
     return f"| `{s.path}` | {s.expects} | `{default}` | {s.sentence} |"
 
 
-def main(arguments: list[str]) -> str:
-    """The guide that is asked for.
-
-    Raises:
-        SystemExit: an argument is not known.
-    """
-    if arguments == ["--engine"]:
-        from harness.config.engine_doc import engine_guide
-
-        return engine_guide()
-    if arguments:
-        raise SystemExit(f"usage: python -m harness.config.doc [--engine], not {' '.join(arguments)}")
-    return guide()
-
-
 if __name__ == "__main__":
-    print(main(sys.argv[1:]), end="")
+    print(guide(), end="")

@@ -1,6 +1,6 @@
 """The guide to the engine's own knobs: one row for each option, argument and dtype, read from the engine's source.
 
-`python -m harness.config.doc --engine` prints what is kept in docs/engine_knobs.md. The engine imports torch, the desk
+`python -m harness.config.engine_doc` prints what is kept in docs/engine_knobs.md. The engine imports torch, the desk
 does not: `harness/fsdp/options.py` and `harness/fsdp/knobs.py` are parsed, never run; every fact is a literal there.
 """
 
@@ -17,7 +17,7 @@ ENGINE = Path(__file__).resolve().parents[1] / "fsdp"
 
 INTRODUCTION = """# Every knob of the engine
 
-Made by `python -m harness.config.doc --engine > docs/engine_knobs.md` from `harness/fsdp/options.py` and
+Made by `python -m harness.config.engine_doc > docs/engine_knobs.md` from `harness/fsdp/options.py` and
 `harness/fsdp/knobs.py`; `tests/docs/test_knobs.py` fails when this page is older than they are. What the engine does
 with a gradient, and how its two entries differ, is in [engine.md](engine.md); every setting of a cell is in
 [configuration.md](configuration.md), what is asked of NCCL in [network.md](network.md).
@@ -120,3 +120,7 @@ def _setting(knob: Knob) -> str:
 
 def _code(text: str) -> str:
     return f"`{text}`" if text else "-"
+
+
+if __name__ == "__main__":
+    print(engine_guide(), end="")

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.config.data_source import describe
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
-from harness.data.inspect import describe
 from harness.data.order import MASK64, sequence_at
 from harness.data.sources import Tokens, open_source
 

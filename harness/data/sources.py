@@ -8,8 +8,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from harness.config.data_source import Piece, inspect, pieces
 from harness.config.schema import Config, DataKind
-from harness.data.inspect import Piece, inspect, pieces
 
 Tokens = NDArray[np.int64]
 RawTokens = NDArray[np.unsignedinteger]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
-from harness.fsdp.sharp import SharpOwnership
+from harness.fsdp.comm.sharp_groups import SharpOwnership
 
 
 class Microbatch(NamedTuple):

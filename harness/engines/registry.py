@@ -8,13 +8,13 @@ from harness.config.schema import EngineName
 from harness.engines.protocol import Engine
 
 ENGINES: dict[EngineName, str] = {
-    EngineName.native: "harness.engines.native:NativeEngine",
-    EngineName.fsdp2: "harness.engines.fsdp2:Fsdp2Engine",
-    EngineName.fsdp1: "harness.engines.fsdp1:Fsdp1Engine",
-    EngineName.megatron_fsdp: "harness.engines.megatron:MegatronEngine",
-    EngineName.deepspeed: "harness.engines.deepspeed:DeepspeedEngine",
-    EngineName.ddp: "harness.engines.ddp:DdpEngine",
-    EngineName.single: "harness.engines.single:SingleEngine",
+    EngineName.native: "harness.engines.adapters.native:NativeEngine",
+    EngineName.fsdp2: "harness.engines.adapters.fsdp2:Fsdp2Engine",
+    EngineName.fsdp1: "harness.engines.adapters.fsdp1:Fsdp1Engine",
+    EngineName.megatron_fsdp: "harness.engines.adapters.megatron:MegatronEngine",
+    EngineName.deepspeed: "harness.engines.adapters.deepspeed:DeepspeedEngine",
+    EngineName.ddp: "harness.engines.adapters.ddp:DdpEngine",
+    EngineName.single: "harness.engines.adapters.single:SingleEngine",
 }
 """Where each engine lives, as `module:class`; `ext` is wherever `engine.adapter` says."""
 

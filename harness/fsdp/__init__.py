@@ -1,6 +1,6 @@
 """An FSDP engine: ZeRO 0-3 over flat, row-preserving shards, on gloo and NCCL. It imports torch and nothing else.
 
-Names are imported on first use, so that `harness.fsdp.layout` stays free of torch.
+Names are imported on first use, so that `harness.fsdp.storage.layout` stays free of torch.
 """
 
 from __future__ import annotations

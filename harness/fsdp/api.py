@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp import optimizer as optim
-from harness.fsdp.arguments import groups_of, refuse_unbuilt
-from harness.fsdp.buffer import InitialValue
+from harness.fsdp.megatron_arguments import groups_of, refuse_unbuilt
 from harness.fsdp.model import ShardedModel
-from harness.fsdp.model_state import refuse_state_dict
 from harness.fsdp.options import OPTIONS
 from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
+from harness.fsdp.state.access import refuse_state_dict
+from harness.fsdp.storage.bucket import InitialValue
+from harness.fsdp.update import optimizer as optim
 
 
 def fully_shard_model(
@@ -98,7 +98,8 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer)
     refreshes the compute weights; `zero_grad` forgets the main gradients.
 
     Raises:
-        TypeError, ValueError: see `harness.fsdp.optimizer.ShardedOptimizer`; or the model has an optimizer already.
+        TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`; or the model has an optimizer
+        already.
     """
     if model._sharded_optimizer is not None:
         raise ValueError("the model has an optimizer already; put all parameter groups into one")

@@ -15,31 +15,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from harness.fsdp import labels
-from harness.fsdp import optimizer as optim
-from harness.fsdp.arguments import resolve_classes
-from harness.fsdp.buffer import Bucket, BucketContext, BucketKey, InitialValue
-from harness.fsdp.collectives import make_reduction
-from harness.fsdp.communicator import Pending
-from harness.fsdp.construction import build_units, leave_meta, reset_by_module, values_of_first_rank
-from harness.fsdp.device import DeviceRuntime, usual_device
-from harness.fsdp.drift import ReplicaCheck, held_by_several
-from harness.fsdp.fixed_point import beyond_message
-from harness.fsdp.gather import GatherPipeline
-from harness.fsdp.gradients import GradientPlan
-from harness.fsdp.guards import GradientGuard
-from harness.fsdp.hooks import HookDriver
-from harness.fsdp.job import Reductions
-from harness.fsdp.memory import BucketMemory
-from harness.fsdp.mesh import Groups, Mesh, Meshes
-from harness.fsdp.model_state import StatefulModel, refuse_state_dict
-from harness.fsdp.numbers import Integers
+from harness.fsdp.comm import events
+from harness.fsdp.comm.communicator import Pending
+from harness.fsdp.comm.device import DeviceRuntime, usual_device
+from harness.fsdp.comm.fixed_point import beyond_message
+from harness.fsdp.comm.gradient_format import Integers
+from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
+from harness.fsdp.comm.reduction import make_reduction
+from harness.fsdp.comm.user_buffers import Member, Registration, UserBuffers
+from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
+from harness.fsdp.guards.watchdog import watch_groups
+from harness.fsdp.megatron_arguments import resolve_classes
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
-from harness.fsdp.reduce import ReducePipeline
-from harness.fsdp.registration import Member, Registration, UserBuffers
-from harness.fsdp.units import Unit, plan_units
-from harness.fsdp.watchdog import watch_groups
+from harness.fsdp.runtime.bucket_reduction import Reductions
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.units import Unit, plan_units
+from harness.fsdp.state.access import StatefulModel, refuse_state_dict
+from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, InitialValue
+from harness.fsdp.storage.gradients import GradientPlan
+from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.update import optimizer as optim
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
@@ -53,7 +53,7 @@ class ShardedModel(StatefulModel):
     Args:
         module: sharded in place; on the "meta" device if `initial_value` or `init_on_meta` is given.
         group: process group of the data-parallel ranks; None is the default group. `groups` gives more of them.
-        groups: process groups of both axes; see `harness.fsdp.mesh.Groups`.
+        groups: process groups of both axes; see `harness.fsdp.comm.mesh.Groups`.
         expert_groups: the same for parameters with `allreduce = False`, those of experts; None: as the others.
         unit_modules: classes (or dotted paths) whose outermost instances are gathered and reduced together; none makes
             the whole module one unit.
@@ -361,7 +361,7 @@ class ShardedModel(StatefulModel):
 
     def _wait_until_installed(self) -> None:
         """Wait until the other ranks have taken this rank's weights too, so that they may change."""
-        with labels.waiting():
+        with events.waiting():
             for each in self._installing:
                 each.wait()
         self._installing = []

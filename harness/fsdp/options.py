@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from harness.fsdp.communicator import EAGER_LIMIT_BYTES
-from harness.fsdp.fixed_point import BITS, FixedPoint
+from harness.fsdp.comm.communicator import EAGER_LIMIT_BYTES
+from harness.fsdp.comm.fixed_point import BITS, FixedPoint
+from harness.fsdp.comm.user_buffers import Registration
 from harness.fsdp.knobs import knob
 from harness.fsdp.policy import GradBuffer, Numerics, Strategy
-from harness.fsdp.registration import Registration
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Options:
         setting="engine.report_nan_in_param_grad",
         peer="report_nan_in_param_grad",
     )
-    """Look for NaN and infinity before every reduction; see `harness.fsdp.guards`."""
+    """Look for NaN and infinity before every reduction; see `harness.fsdp.guards.nonfinite`."""
     watchdog_timeout_s: float | None = knob(
         None,
         costs="A thread that looks twice a second, and a connection to the store.",
@@ -116,7 +116,7 @@ class Options:
         setting="engine.watchdog_timeout_s",
     )
     """Seconds a wait for a collective may last before every rank raises one error that names ranks, units and
-    collectives (see `harness.fsdp.watchdog`); None waits as long as the backend does."""
+    collectives (see `harness.fsdp.guards.watchdog`); None waits as long as the backend does."""
     check_collectives: bool = knob(
         False,
         costs="Every collective waits for all ranks at the store before it starts: no overlap between ranks is left.",
@@ -144,7 +144,7 @@ class Options:
         use="Lower when a step is refused as beyond the range; higher where gradients are tiny throughout.",
         setting="numerics.exact_bits",
     )
-    """Resolution under numerics=exact; see `harness.fsdp.fixed_point`."""
+    """Resolution under numerics=exact; see `harness.fsdp.comm.fixed_point`."""
     exact_terms: int = knob(
         4096,
         costs="Twice the terms halve the largest gradient of a microbatch.",
@@ -161,8 +161,8 @@ class Options:
         setting="nccl_ub.mode",
         peer="nccl_ub",
     )
-    """NCCL user buffers, see `harness.fsdp.registration`: none, auto (or True): when the model is built, manual: after
-    the first step. They turn on `double_buffer`. Without NCCL, `user_buffers()` says that there are none."""
+    """NCCL user buffers, see `harness.fsdp.comm.user_buffers`: none, auto (or True): when the model is built, manual:
+    after the first step. They turn on `double_buffer`. Without NCCL, `user_buffers()` says that there are none."""
     disable_symmetric_registration: bool = knob(
         False,
         costs="Without symmetric windows NCCL has fewer kernels to choose from.",

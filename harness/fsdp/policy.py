@@ -93,7 +93,7 @@ class Numerics(Enum):
 
     fast: none. deterministic: the same run gives the same bits. ordered: sums run in rank order and the norm is
     order-free, so that all strategies agree bit for bit where the microbatches are summed in the same order. exact:
-    sums of integers, so that they agree whatever the order (see `harness.fsdp.fixed_point`).
+    sums of integers, so that they agree whatever the order (see `harness.fsdp.comm.fixed_point`).
     """
 
     fast = "fast"
@@ -220,7 +220,7 @@ class Dtypes:
             )
 
     def as_integers(self) -> Dtypes:
-        """The same with gradients sent and summed as int64; see `harness.fsdp.fixed_point`.
+        """The same with gradients sent and summed as int64; see `harness.fsdp.comm.fixed_point`.
 
         Raises:
             ValueError: gradients are sent in another dtype than they are kept in, or in more bits than fp32.

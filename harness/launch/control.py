@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from harness.config.compose import Cell
 from harness.config.schema import Rerun
 from harness.launch.order import in_blocks
-from harness.launch.scheduler import Scheduler, SlurmError, probe
-from harness.launch.scheduler import cancel as scancel
+from harness.launch.slurm.scheduler import Scheduler, SlurmError, probe
+from harness.launch.slurm.scheduler import cancel as scancel
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal
 from harness.store import status

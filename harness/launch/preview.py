@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from harness.config.compose import Cell
 from harness.launch.environment import rank_environment, run_environment
+from harness.launch.local.ranks import worker_command
 from harness.launch.opening import Sources, look
-from harness.launch.ranks import worker_command
-from harness.launch.scheduler import probe
-from harness.launch.slurm import SUBMISSIONS, is_remote, script, shapes
+from harness.launch.slurm.scheduler import probe
+from harness.launch.slurm.submission import SUBMISSIONS, is_remote, script, shapes
 from harness.store.rundir import Store
 
 

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.compose import Cell
-from harness.launch import preview, slurm
-from harness.launch.inline import run_inline
-from harness.launch.local import Ended
+from harness.launch import preview
+from harness.launch.local.inline import run_inline
+from harness.launch.local.pool import Pool, exit_code
+from harness.launch.local.run import Ended
 from harness.launch.opening import Opened, Sources, open_here
 from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
-from harness.launch.pool import Pool, exit_code
+from harness.launch.slurm import submission
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.waiting import wait_for
 from harness.store.rundir import RunDir, Store
@@ -45,11 +46,11 @@ class _Request:
         self._several = len(cells) > 1
         self._store = Store(cells[0].config["launch"]["root"])
         self._sources = Sources.gather()
-        self._jobs = slurm.probe()
+        self._jobs = submission.probe()
 
     def carry_out(self) -> int:
-        local = [cell for cell in self._cells if not slurm.is_remote(cell)]
-        remote = [cell for cell in self._cells if slurm.is_remote(cell)]
+        local = [cell for cell in self._cells if not submission.is_remote(cell)]
+        remote = [cell for cell in self._cells if submission.is_remote(cell)]
         codes = self._submit(remote) if remote else []
         if len(local) == 1 and local[0].typed.launch.inline:
             codes += self._run_inline(local[0])
@@ -60,7 +61,9 @@ class _Request:
         return code
 
     def _submit(self, cells: Sequence[Cell]) -> list[int]:
-        submitted = slurm.submit_cells(self._store, cells, self._sources, self._jobs, on_decision=self._on_decision)
+        submitted = submission.submit_cells(
+            self._store, cells, self._sources, self._jobs, on_decision=self._on_decision
+        )
         for array in submitted:
             self._terminal.line(f"submitted {array.describe()}")
         if not any(cell.config["launch"]["wait"] for cell in cells):
@@ -108,7 +111,7 @@ class _Request:
     def _next(self, code: int) -> list[str]:
         study = self._cells[0].study
         ref = study if self._several else self._cells[0].signature[:8]
-        if any(slurm.is_remote(cell) and not cell.config["launch"]["wait"] for cell in self._cells):
+        if any(submission.is_remote(cell) and not cell.config["launch"]["wait"] for cell in self._cells):
             verbs = [f"watch {study}", f"cancel {ref}"]
         elif code:
             verbs = [f"watch {study}" if self._several else f"show {ref}", f"retry {ref}"]

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from harness.launch.scheduler import probe
+from harness.launch.slurm.scheduler import probe
 from harness.launch.terminal import Terminal
 from harness.store import status
 from harness.store.rundir import RunDir

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from harness.launch.scheduler import probe
+from harness.launch.slurm.scheduler import probe
 from harness.launch.terminal import Terminal, duration
 from harness.store import provenance, status
 from harness.store.errors import StoreError

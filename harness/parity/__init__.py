@@ -13,10 +13,10 @@ comes from.
 
 from harness.parity.compare import CHECKOUT, compare, loss_bounds
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, StudyVerdict, Verdict
-from harness.parity.render import study_text, text
-from harness.parity.script import scripted
 from harness.parity.study import verdict
-from harness.parity.zoom import zoom
+from harness.parity.telling.render import study_text, text
+from harness.parity.telling.script import scripted
+from harness.parity.telling.zoom import zoom
 
 __all__ = [
     "CHECKOUT",

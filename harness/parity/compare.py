@@ -15,24 +15,15 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 
 from harness.config.errors import refuse
-from harness.parity import (
-    bitwise,
-    comparable,
-    finite,
-    numeric,
-    optimizer,
-    structure,
-    trajectory,
-    updates,
-    witness,
-    wording,
-)
-from harness.parity.admissible import Admission, admissible
-from harness.parity.envelope import Arithmetic, Envelope
-from harness.parity.gradients import Mismatch, TensorPair, compare_tensor, names, pool
+from harness.parity.alone import optimizer, structure, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record, load
-from harness.parity.trajectory import Kick
+from harness.parity.telling import wording
+from harness.parity.tiers import bitwise, comparable, finite, numeric, trajectory, updates
+from harness.parity.tiers.admissible import Admission, admissible
+from harness.parity.tiers.envelope import Arithmetic, Envelope
+from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor, names, pool
+from harness.parity.tiers.trajectory import Kick
 from harness.store.provenance import sources_digest
 
 CHECKOUT = "checkout"

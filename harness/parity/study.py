@@ -9,7 +9,7 @@ from harness.config.errors import refuse
 from harness.parity.compare import CHECKOUT, judge
 from harness.parity.outcome import Outcome, StudyVerdict
 from harness.parity.record import Record, load
-from harness.parity.seeds import over_seeds
+from harness.parity.tiers.seeds import over_seeds
 from harness.store.provenance import sources_digest
 from harness.store.rundir import Store
 from harness.store.study import read_study

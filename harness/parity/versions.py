@@ -18,11 +18,11 @@ from typing import Any
 
 from harness.config.doc import as_typed, settings
 from harness.config.errors import refuse
-from harness.parity import comparable
-from harness.parity.admissible import Admission, admissible, matters
 from harness.parity.compare import judge
 from harness.parity.outcome import Finding, Grade, Stage, Verdict
 from harness.parity.record import Record, load
+from harness.parity.tiers import comparable
+from harness.parity.tiers.admissible import Admission, admissible, matters
 from harness.store.rundir import RunDir, flatten
 
 SOURCES = "sources"

@@ -14,9 +14,9 @@ Bytes are what this rank has to send, whatever the algorithm, N being the size o
     all_to_all, send exactly what leaves for other ranks; a receive is counted at its sender
     broadcast        S (N - 1) at the root, 0 elsewhere; scatter, gather and reduce alike at whoever sends
 
-A collective that an engine builds of several operations is announced through `harness.fsdp.labels`: its operations'
-bytes then belong to the announced kind and bucket, and it counts once. What a peer reads from this process's memory
-passes no operation; the engine announces it too, by the tensors it lays out, and it counts as sent.
+A collective that an engine builds of several operations is announced through `harness.fsdp.comm.events`: its
+operations' bytes then belong to the announced kind and bucket, and it counts once. What a peer reads from this
+process's memory passes no operation; the engine announces it too, by the tensors it lays out, and it counts as sent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.fsdp import labels
+from harness.fsdp.comm import events
 
 AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
 
@@ -67,8 +67,8 @@ class CollectiveMeter:
         self._counts: dict[tuple[str, str], list[int]] = {}
         self._paused = False
         self._muted = threading.local()
-        self._end_labels = labels.on_begin(lambda label: self.add(label.kind, label.bucket, 1, 0))
-        self._end_offers = labels.on_offer(self._offered)
+        self._end_labels = events.on_begin(lambda label: self.add(label.kind, label.bucket, 1, 0))
+        self._end_offers = events.on_offer(self._offered)
         _active = self
 
     def close(self) -> None:
@@ -88,7 +88,7 @@ class CollectiveMeter:
             entry[0] += count
             entry[1] += num_bytes
 
-    def _offered(self, label: labels.Label | None, num_bytes: int) -> None:
+    def _offered(self, label: events.Label | None, num_bytes: int) -> None:
         if label is not None:
             self.add(label.kind, label.bucket, 0, num_bytes)
         else:
@@ -267,8 +267,8 @@ def _counting_method(name: str, kind: str, cost: Cost) -> Callable[..., Any]:
 
 
 def _count(meter: CollectiveMeter, kind: str, num_bytes: int) -> None:
-    label = labels.current()
+    label = events.current()
     if label is None:
         meter.add(kind, UNLABELLED, 1, num_bytes)
-    elif label is not labels.CONTROL:
+    elif label is not events.CONTROL:
         meter.add(label.kind, label.bucket, 0, num_bytes)

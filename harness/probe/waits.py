@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 import torch
 
-from harness.fsdp import labels
+from harness.fsdp.comm import events
 
 
 class WaitMeter:
-    """Adds up the waits an engine announces through `harness.fsdp.labels`, until `close`.
+    """Adds up the waits an engine announces through `harness.fsdp.comm.events`, until `close`.
 
     Observed on CPU only: on CUDA the host runs ahead, and what the device waits for is not what the host waits for.
     """
@@ -19,7 +19,7 @@ class WaitMeter:
     def __init__(self, device: torch.device) -> None:
         self._seconds: float | None = None
         self._paused = False
-        self._end = labels.on_wait(self._add) if device.type == "cpu" else lambda: None
+        self._end = events.on_wait(self._add) if device.type == "cpu" else lambda: None
 
     def take(self) -> float | None:
         """Seconds since the last call; None where no wait was announced."""

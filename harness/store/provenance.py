@@ -25,7 +25,10 @@ from harness.store.files import read_json, write_atomic, write_json
 PACKAGE = Path(__file__).resolve().parents[1]
 """Folder of the `harness` package."""
 
-SOURCES = ("worker", "train", "checkpoint", "engines", "models", "data", "fsdp", "config/derived.py")
+SOURCES = (
+    *("worker", "train", "checkpoint", "control.py", "engines", "models", "data", "fsdp"),
+    *("config/derived.py", "config/schedule.py", "config/data_source.py"),
+)
 """What can change a number, relative to the package. Meters, records and the desk cannot."""
 
 PACKAGES = (

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 import yaml
 
-from harness.config.schema import Config
 from harness.store import identity, status
 from harness.store.errors import StoreError
 from harness.store.files import Lock, held, read_json, write_atomic
@@ -99,12 +98,6 @@ class RunDir:
         if not isinstance(value, dict):
             raise StoreError(f"{path} is not a configuration")
         return value
-
-    def typed(self) -> Config:
-        """The frozen configuration as dataclasses."""
-        from harness.config.compose import load_config
-
-        return load_config(self.config())
 
     def overrides(self) -> tuple[str, ...]:
         """What the person typed, one override each."""
@@ -340,3 +333,8 @@ def read_summary(run: RunDir) -> dict[str, Any] | None:
     """`summary.json`; None before the run has ended."""
     value: dict[str, Any] | None = read_json(run.summary)
     return value
+
+
+def checkpoint_folder(path: Path) -> Path:
+    """Where the step-* folders of a run, or of its ckpt folder, lie."""
+    return path / "ckpt" if (path / "ckpt").is_dir() else path

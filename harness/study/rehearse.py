@@ -18,7 +18,7 @@ from typing import Any
 
 from harness.config.errors import refuse
 from harness.config.overrides import quote
-from harness.launch.ranks import log_tail
+from harness.launch.local.ranks import log_tail
 from harness.store import provenance, status
 from harness.store.metrics import read_metrics
 from harness.store.rundir import CONFIG, RunDir

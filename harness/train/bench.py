@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from harness.control import Control
 from harness.probe.load import LoadMeter, load_average
 from harness.probe.storage import StepBytes
-from harness.train.control import Control
 from harness.train.session import Session
 
 

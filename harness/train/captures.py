@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from harness.config.derived import captured_bytes, global_microbatches
+from harness.control import Control
+from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Microbatch
-from harness.engines.single import SingleEngine
 from harness.models.registry import workload_for
 from harness.probe import structure
 from harness.probe.capture import write_capture, write_rounding, write_update, write_weights, write_witness
 from harness.probe.rounding import COMPUTED, moves
 from harness.probe.witness import Witness, wrong_weights
-from harness.train.control import Control
 from harness.train.session import Session
 
 

@@ -17,7 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from harness.checkpoint.policy import Checkpoints
+from harness.config.schedule import lr_at
 from harness.config.schema import CkptPolicy, MeasureMode
+from harness.control import Control
 from harness.data.loader import RankBatch
 from harness.engines.protocol import Microbatch
 from harness.probe import nccl_log, network
@@ -25,11 +28,8 @@ from harness.probe.collectives import Row
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.bench import Bench
 from harness.train.captures import Captures
-from harness.train.checkpoint import Checkpoints
-from harness.train.control import Control
 from harness.train.mirror import Mirror
 from harness.train.record import Measured, StepRecords, weights_digest, write_summary
-from harness.train.schedule import lr_at
 from harness.train.session import Outcome, Progress, Session
 
 

@@ -46,6 +46,7 @@ from torch import Tensor
 
 from harness.config.derived import parameter_count, tokens_per_step
 from harness.config.schema import Config
+from harness.control import StepReport
 from harness.data.loader import global_digest
 from harness.engines.protocol import Ranks, Scaled
 from harness.probe.capture import raw_bytes
@@ -53,7 +54,6 @@ from harness.probe.collectives import Row, by_kind
 from harness.probe.flops import flops_per_token, peak_flops
 from harness.store.files import write_json
 from harness.store.metrics import encode
-from harness.train.control import StepReport
 
 
 def global_loss(losses: Sequence[float]) -> float:

@@ -2,7 +2,7 @@
 
 `python -P -m harness.worker.forkserver FD` reads requests from the socket FD, a JSON message each with descriptors
 beside it, and answers with the new rank's process id. It runs no torch operation and starts no thread, so that a fork
-copies a process in which nothing is under way; `harness.launch.forking` is the other end.
+copies a process in which nothing is under way; `harness.launch.local.forking` is the other end.
 
 A rank is forked twice, and the process between ends at once: the rank then belongs to the launcher, which declared
 itself the reaper of such orphans, and is watched and buried there like a rank that was started the usual way.
@@ -36,9 +36,9 @@ USED_BY_ALL = (
     "harness.worker.origin",
     "harness.data.loader",
     "harness.engines.registry",
-    "harness.engines.native",
-    "harness.engines.ddp",
-    "harness.engines.single",
+    "harness.engines.adapters.native",
+    "harness.engines.adapters.ddp",
+    "harness.engines.adapters.single",
     "harness.models.registry",
     "harness.probe.meters",
     "harness.train",

@@ -14,9 +14,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from harness.config.compose import load_config
 from harness.config.faults import NONE
+from harness.config.network_variables import network_environment
 from harness.config.schema import Config, MeasureMode
-from harness.launch.environment import network_environment
 from harness.store.placement import Placement, placement
 from harness.store.rundir import RunDir
 from harness.store.status import State
@@ -70,7 +71,7 @@ def _ownership(run_dir: Path, place: Placement) -> AbstractContextManager[object
 
 
 def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> int:
-    config = run.typed()
+    config = load_config(run.config())
     _check_size(config, place)
     if reporter.is_superseded():
         return INTERRUPTED

@@ -14,7 +14,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 from analysis import load, plot, stats
-from benchmarks import readme_figure
+from benchmarks.pages import readme_figure
 from harness.store import provenance
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, edit_config, edit_json, write

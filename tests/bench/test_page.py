@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import engine_step_time
+from benchmarks.pages import engine_step_time
 from tests.bench import lab
 
 

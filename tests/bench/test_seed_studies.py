@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from benchmarks import seed_evidence, seed_studies
-from benchmarks.seed_evidence import Arm, Found
-from benchmarks.seed_published import SEEDS, Seed
+from benchmarks.pages import seed_evidence, seed_studies
+from benchmarks.pages.seed_evidence import Arm, Found
+from benchmarks.pages.seed_published import SEEDS, Seed
 from harness.parity.outcome import Outcome, Verdict
 from harness.parity.record import Record
 from harness.store.identity import signature

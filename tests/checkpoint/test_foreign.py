@@ -20,7 +20,7 @@ from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Damaged
 from harness.config.schema import Config
 from tests.engines.test_replicated import build
-from tests.factory import freeze, small_config
+from tests.support.factory import freeze, small_config
 from tests.train.test_checkpoint import checkpoints
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness.checkpoint import folder as folders
-from tests.checkpoint.cells import Layout, build, checkpoints_of
-from tests.spawn import run_ranks
+from tests.support.layouts import Layout, build, checkpoints_of
+from tests.support.spawn import run_ranks
 
 LAYOUT = Layout("native", "optim_grads", 2, dtype="fp32")
 WIDTH = 8_000

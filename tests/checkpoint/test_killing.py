@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from tests.checkpoint.killing import kill_many
+from tests.support.killing import kill_many
 
 KILLS = 12
 """Fifty are in docs/checkpoints.md."""

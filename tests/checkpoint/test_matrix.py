@@ -14,11 +14,11 @@ from torch import Tensor
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.storage import whole_tensor
-from harness.fsdp import sharded_state
-from harness.fsdp.layout import LocalSlice, Slot
-from harness.fsdp.model_state import StatefulModel
-from harness.fsdp.sharded_state import ShardedState
-from tests.checkpoint.cells import (
+from harness.fsdp.state import named
+from harness.fsdp.state.access import StatefulModel
+from harness.fsdp.state.named import ShardedState
+from harness.fsdp.storage.layout import LocalSlice, Slot
+from tests.support.layouts import (
     SAVED,
     SINGLE,
     Cell,
@@ -32,7 +32,7 @@ from tests.checkpoint.cells import (
     write_reference,
     written_right,
 )
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 
 def test_any_layout_takes_what_any_other_wrote(tmp_path: Path) -> None:
@@ -112,9 +112,9 @@ TARGET = Layout("native", "optim", 3)
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "counters kept": (ShardedState, "adopt", lambda self: None),
     "weights not installed": (StatefulModel, "adopt_state", lambda self, state: state.adopt()),
-    "rows of the neighbour": (sharded_state, "_rows", lambda slot, local: _swapped(slot, local)),
+    "rows of the neighbour": (named, "_rows", lambda slot, local: _swapped(slot, local)),
 }
-_ROWS = sharded_state._rows
+_ROWS = named._rows
 
 
 def _swapped(slot: Slot, local: LocalSlice) -> tuple[int, int]:

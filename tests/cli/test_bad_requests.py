@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bad_requests import REQUESTS, Outcome, ask, full_disk, make_bad_data, poison_torch
+from benchmarks.checks.bad_requests import REQUESTS, Outcome, ask, full_disk, make_bad_data, poison_torch
 
 
 @pytest.fixture(scope="module")

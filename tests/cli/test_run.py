@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.bad_requests import poison_torch
+from benchmarks.checks.bad_requests import poison_torch
 from harness.cli.main import main
 from harness.config.catalog import ROOT
+from harness.config.compose import load_config
 from harness.store.metrics import read_metrics
 from harness.store.rundir import Store
 from harness.store.study import read_study
@@ -120,7 +121,7 @@ def test_torchrun_starts_ranks_of_one_run(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (one,) = Store(tmp_path / "runs").runs()
     assert one.attempts() == [0]
-    assert one.typed().mesh.world_size == 2
+    assert load_config(one.config()).mesh.world_size == 2
     assert [record["step"] for record in read_metrics(one.metrics)] == [1, 2]
     status = one.status()
     assert status is not None

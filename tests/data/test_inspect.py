@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.config.data_source import inspect, pieces
 from harness.config.schema import DataConfig, DataKind, TokenDtype
-from harness.data.inspect import inspect, pieces
 
 
 def text(path: Path | None, **changes: object) -> DataConfig:
@@ -88,5 +88,5 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_needs_neither_torch_nor_numpy() -> None:
-    code = "import sys, harness.data.inspect; assert not {'torch', 'numpy'} & set(sys.modules)"
+    code = "import sys, harness.config.data_source; assert not {'torch', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from harness.config.data_source import pieces
 from harness.config.schema import Config, DataKind, TokenDtype
-from harness.data.inspect import pieces
 from harness.data.loader import Loader, global_digest, sequence_digest
 from harness.data.sources import FileSource, SyntheticSource
-from tests.factory import small_config
+from tests.support.factory import small_config
 
 LAYOUTS = [(ranks, size) for ranks in (1, 2, 3, 4) for size in (1, 2) if 24 % (ranks * size) == 0]
 

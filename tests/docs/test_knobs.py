@@ -14,7 +14,7 @@ from harness.config.doc import guide, settings
 from harness.config.engine_doc import Knob, arguments, engine_guide, options
 from harness.fsdp import knobs
 from harness.fsdp.api import fully_shard_model
-from harness.fsdp.arguments import UNBUILT
+from harness.fsdp.megatron_arguments import UNBUILT
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.options import OPTIONS, Options
 from harness.fsdp.policy import MixedPrecisionPolicy
@@ -28,7 +28,7 @@ def every() -> list[Knob]:
 
 def test_the_guide_to_knobs_is_not_out_of_date() -> None:
     assert (DOCS / "engine_knobs.md").read_text() == engine_guide(), (
-        "run: python -m harness.config.doc --engine > docs/engine_knobs.md"
+        "run: python -m harness.config.engine_doc > docs/engine_knobs.md"
     )
 
 

@@ -21,8 +21,8 @@ from harness.config.derived import global_microbatches
 from harness.config.schema import Config, Strategy
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
-from harness.engines.replicated import TORCH_DTYPES
-from harness.fsdp.blank_state import create_state
+from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.fsdp.state.blank import create_state
 
 
 class Flat:

@@ -12,7 +12,7 @@ from harness.config.compose import compose
 from harness.config.errors import BadRequest
 from tests.engines.conformance.cases import Case
 from tests.engines.conformance.trial import run_case
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: make peers")
 

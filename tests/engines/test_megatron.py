@@ -21,14 +21,14 @@ from torch import Tensor
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config, Dtype, EngineName, OptimizerName, OuterStrategy, Strategy
 from harness.data.loader import Loader
-from harness.engines.megatron import MegatronEngine
+from harness.engines.adapters.megatron import MegatronEngine
+from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Engine, Microbatch
 from harness.engines.registry import engine_class
-from harness.engines.single import SingleEngine
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter, by_kind
-from tests.factory import ranks_of, small_config, with_dtypes
-from tests.spawn import run_ranks
+from tests.support.factory import ranks_of, small_config, with_dtypes
+from tests.support.spawn import run_ranks
 
 pytest.importorskip("megatron_fsdp")
 

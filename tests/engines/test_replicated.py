@@ -11,13 +11,13 @@ from torch import Tensor
 from harness.config.schema import Config, Dtype, EngineName, OptimizerConfig, OptimizerName
 from harness.data.loader import Loader
 from harness.engines import optim
+from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Engine, Microbatch
 from harness.engines.registry import engine_class
-from harness.engines.single import SingleEngine
-from harness.fsdp.blank_state import create_state
+from harness.fsdp.state.blank import create_state
 from harness.models.workload import LlamaWorkload
-from tests.factory import ranks_of, small_config, with_dtypes
-from tests.spawn import run_ranks
+from tests.support.factory import ranks_of, small_config, with_dtypes
+from tests.support.spawn import run_ranks
 
 LR = 1e-2
 ROUNDING = {Dtype.fp64: 1e-13, Dtype.fp32: 2e-5, Dtype.bf16: 0.05}

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from harness.config.compose import compose
 from harness.config.errors import BadRequest
-from harness.engines.fsdp1 import KNOWN_WARNINGS
+from harness.engines.adapters.fsdp1 import KNOWN_WARNINGS
+from harness.engines.base.sharded import units_of
 from harness.engines.protocol import Engine
-from harness.engines.sharded import units_of
 from tests.engines.peers import Awkward, AwkwardWorkload, Case, Record, accumulate, run_case, run_cases
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 PEERS = (
     ("fsdp2", "optim_grads"),

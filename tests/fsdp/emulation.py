@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from harness.engines import optim
-from harness.engines.replicated import TORCH_DTYPES
-from harness.fsdp import exact
-from harness.fsdp.blank_state import create_state
+from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp.policy import Dtypes
+from harness.fsdp.state.blank import create_state
+from harness.fsdp.update import order_free_norm
 from harness.models.workload import LlamaWorkload
 from tests.fsdp.trial import KEPT, Case, Record, batches
 
@@ -127,8 +127,8 @@ class Emulation:
     @torch.no_grad()
     def step(self, gradients: dict[str, Tensor]) -> float:
         """Clip, update; returns the norm before."""
-        counters = exact.square_counters(gradients.values(), torch.device("cpu"))
-        norm = exact.norm_from_counters(counters)
+        counters = order_free_norm.square_counters(gradients.values(), torch.device("cpu"))
+        norm = order_free_norm.norm_from_counters(counters)
         coefficient = 1.0 if self.clip is None else self.clip / (norm + 1e-6)
         for name, weight in self.main.items():
             gradient = gradients[name]

@@ -16,9 +16,9 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import labels
-from harness.fsdp.communicator import Communicator
-from harness.fsdp.memory import BucketMemory
+from harness.fsdp.comm import events
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.storage.memory import BucketMemory
 
 LONGEST_S = 0.004
 
@@ -41,7 +41,7 @@ class Delays:
     @contextmanager
     def before_collectives(self) -> Iterator[None]:
         """Before any logical collective is issued."""
-        end = labels.on_begin(self)
+        end = events.on_begin(self)
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.fsdp import ShardedModel, Strategy, fully_shard
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = tuple(strategy.name for strategy in Strategy)
 WIDTH = 6

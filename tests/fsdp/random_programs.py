@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, exact
+from harness.fsdp import MixedPrecisionPolicy
 from harness.fsdp.options import Options
 from harness.fsdp.policy import Strategy
+from harness.fsdp.update import order_free_norm
 
 torch.set_num_threads(1)  # as on the ranks: some kernels' bits depend on the number of threads
 
@@ -361,7 +362,7 @@ def train_plain(program: Program, summing: Summing, *, wide: bool = False) -> Re
 
 def _norm(gradients: list[Tensor], program: Program) -> float:
     if program.is_exact and gradients[0].dtype == fp32:
-        return exact.norm_from_counters(exact.square_counters(gradients, torch.device("cpu")))
+        return order_free_norm.norm_from_counters(order_free_norm.square_counters(gradients, torch.device("cpu")))
     return math.sqrt(sum(each.double().square().sum().item() for each in gradients))
 
 

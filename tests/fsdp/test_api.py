@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
 from harness.fsdp.api import fully_shard_optimizer
-from harness.fsdp.arguments import UNBUILT
-from tests.spawn import run_ranks
+from harness.fsdp.megatron_arguments import UNBUILT
+from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
 
@@ -395,7 +395,7 @@ def test_an_error_beside_the_backward_reaches_the_step() -> None:
 @pytest.mark.parametrize("add", [False, True])
 def test_contributions_are_summed_in_rank_order_in_the_accumulate_dtype(add: bool) -> None:
     """((2^25 - 2^25) + 1) is 1 in fp32; from the other end the 1 is lost. In bf16 256 + 1 - 256 is 0."""
-    from harness.fsdp.collectives import _sum_in_order
+    from harness.fsdp.comm.reduction import _sum_in_order
 
     contributions = [torch.tensor([2.0**25]), torch.tensor([-(2.0**25)]), torch.tensor([1.0])]
     target = torch.tensor([10.0])
@@ -409,7 +409,7 @@ def test_contributions_are_summed_in_rank_order_in_the_accumulate_dtype(add: boo
 
 
 def test_a_sum_over_any_length_leaves_no_block_out() -> None:
-    from harness.fsdp.collectives import FOLD_BLOCK, _sum_in_order
+    from harness.fsdp.comm.reduction import FOLD_BLOCK, _sum_in_order
 
     for length in (0, 1, FOLD_BLOCK - 1, FOLD_BLOCK, FOLD_BLOCK + 1):
         contributions = [torch.arange(length, dtype=torch.float32) * scale for scale in (1, 2, 3)]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.fsdp.awkward import Outcome, Setup, train_plain, train_sharded
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SETUPS = [

@@ -27,12 +27,12 @@ import torch
 
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
-from harness.fsdp.buffer import Bucket
-from harness.fsdp.labels import OUTER
+from harness.fsdp.comm.events import OUTER
+from harness.fsdp.storage.bucket import Bucket
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter, Row
 from tests.fsdp.trial import Case, batches, way_of
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 CASES = [

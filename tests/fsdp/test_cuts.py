@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from harness.fsdp.cuts import Cuts, Place
-from harness.fsdp.layout import ParamSpec, plan_bucket
-from harness.fsdp.parts import Part
+from harness.fsdp.comm.parts import Part
 from harness.fsdp.policy import OuterStrategy, Strategy
+from harness.fsdp.storage.cuts import Cuts, Place
+from harness.fsdp.storage.layout import ParamSpec, plan_bucket
 
 PAIRS = list(itertools.product(Strategy, OuterStrategy))
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -60,7 +60,7 @@ def reduced_inside(cuts: Cuts) -> list[Tensor]:
 
 
 def sent_outside(cuts: Cuts) -> list[Part]:
-    """What goes over the outer axis then (as `harness.fsdp.job` has it)."""
+    """What goes over the outer axis then (as `harness.fsdp.runtime.bucket_reduction` has it)."""
     splits = cuts.splits_inner or cuts.splits_outer
     return cuts.outer(cuts.inner_pieces(whole_of(cuts)) if splits else reduced_inside(cuts))
 

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
-from harness.fsdp import optimizer as optim
-from harness.fsdp.communicator import Communicator
-from harness.fsdp.device import DeviceRuntime
-from harness.fsdp.drift import Replica, ReplicaCheck, ReplicaDrift, bit_hash, check_equal
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.guards.replicas import Replica, ReplicaCheck, ReplicaDrift, bit_hash, check_equal
+from harness.fsdp.update import optimizer as optim
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 # -- the hash ----------------------------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ def test_what_compares_equal_or_cancels_is_told_apart(dtype: torch.dtype) -> Non
 def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     flat = torch.randn(10_001)
     whole = int(bit_hash(flat))
-    monkeypatch.setattr("harness.fsdp.drift.BLOCK", 77)
+    monkeypatch.setattr("harness.fsdp.guards.replicas.BLOCK", 77)
     assert int(bit_hash(flat)) == whole
 
 

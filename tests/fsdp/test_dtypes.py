@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Dtype
-from harness.engines.replicated import TORCH_DTYPES
+from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import MixedPrecisionPolicy, fully_shard_model
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.emulation import dtypes_of, emulate, summed_per_microbatch, summed_per_step, summing_of
 from tests.fsdp.trial import Case, Record, run_cases
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 FORMATS = ("fp32", "bf16", "fp16", "fp64")

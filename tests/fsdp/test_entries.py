@@ -23,7 +23,7 @@ from tests.fsdp.pairs import (
     same,
     shard,
 )
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 WORLD, K = 4, 3
 M = WORLD * K

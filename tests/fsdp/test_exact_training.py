@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.fsdp.trial import Case, Record, run_cases
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 M = 12
 STEPS = 3

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 WORLD, WIDTH, STEPS = 4, 6, 3
 STRATEGIES = (0, 1, 2, 3)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.engines.native import NativeEngine
+from harness.engines.adapters.native import NativeEngine
 from harness.engines.protocol import Ranks
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
 from harness.models.workload import LlamaWorkload
@@ -21,7 +21,7 @@ from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
 from tests.fsdp.test_strange_programs import same_gradients
 from tests.fsdp.trial import Case, batches
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)

@@ -10,7 +10,7 @@ import torch
 
 from tests.fsdp.test_oracle import check
 from tests.fsdp.trial import Case, Record, run_cases
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PAIRS = tuple(itertools.product(STRATEGIES, ("no_shard", "optim")))

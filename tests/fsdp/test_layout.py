@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.fsdp.layout import FUSED_CUT, BucketLayout, ParamSpec, plan_bucket
+from harness.fsdp.storage.layout import FUSED_CUT, BucketLayout, ParamSpec, plan_bucket
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)
 rank_counts = st.one_of(st.integers(1, 16), st.sampled_from([63, 64, 255, 1024]))
@@ -117,7 +117,7 @@ def test_bad_plans_are_refused() -> None:
 
 
 def test_the_layout_does_not_load_torch() -> None:
-    code = "import sys, harness.fsdp.layout; sys.exit('torch' in sys.modules)"
+    code = "import sys, harness.fsdp.storage.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

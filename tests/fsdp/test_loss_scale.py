@@ -15,17 +15,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.config.schema import Dtype, EngineName
-from harness.engines.native import NativeEngine
+from harness.engines.adapters.native import NativeEngine
 from harness.engines.protocol import Ranks
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
 from harness.fsdp.loss_scale import LossScale
-from harness.fsdp.optimizer import ShardedOptimizer
+from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.models.workload import LlamaWorkload
 from harness.store.metrics import read_metrics
-from tests.factory import small_config, train
 from tests.fsdp.test_api import Block
 from tests.fsdp.trial import Case, batches
-from tests.spawn import run_ranks
+from tests.support.factory import small_config, train
+from tests.support.spawn import run_ranks
 
 RANKS = 3
 STEPS = 10

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy
 from tests.fsdp.pairs import PAIRS, STRATEGIES, WIDTH, Pair, data, same, shard
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 WORLD, STEPS = 4, 2
 

@@ -16,7 +16,7 @@ from harness.engines.registry import engine_class
 from harness.models.registry import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import Case, batches, way_of
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 PLAIN: tuple[tuple[str, Any], ...] = ()

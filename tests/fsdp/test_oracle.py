@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.fsdp.trial import KEPT, Case, Record, run_cases
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SLACK = 4.0

@@ -10,16 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import fully_shard_model, peer_memory
-from harness.fsdp.collectives import Exchange, make_reduction
-from harness.fsdp.communicator import Communicator, _has_spare_cores
-from harness.fsdp.device import DeviceRuntime
-from harness.fsdp.labels import Label
-from harness.fsdp.parts import Part
+from harness.fsdp import fully_shard_model
+from harness.fsdp.comm import peer_memory
+from harness.fsdp.comm.communicator import Communicator, _has_spare_cores
+from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.comm.events import Label
+from harness.fsdp.comm.parts import Part
+from harness.fsdp.comm.reduction import Exchange, make_reduction
 from harness.fsdp.policy import MixedPrecisionPolicy, Numerics
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import WAYS
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 CPU = torch.device("cpu")
 LENGTHS = (0, 1, 3, 65_536 * 3 + 5)

@@ -21,7 +21,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.fsdp import communicator, fully_shard
+from harness.fsdp import fully_shard
+from harness.fsdp.comm import communicator
 from harness.fsdp.policy import Dtypes
 from tests.fsdp.pairs import mesh_of as grid
 from tests.fsdp.random_programs import (
@@ -40,7 +41,7 @@ from tests.fsdp.random_programs import (
     train_plain,
 )
 from tests.fsdp.test_oracle import FLOOR_ROUNDINGS, SLACK
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 IN_CI = 56
 ASKED = os.environ.get("FSDP_PROPERTIES", str(IN_CI))

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.fsdp import ShardedModel, fully_shard
-from harness.fsdp.memory import BucketMemory
-from harness.fsdp.registration import NCCL_NEEDS, Member, Registration, UserBuffers, why_not
-from tests.spawn import run_ranks
+from harness.fsdp.comm.user_buffers import NCCL_NEEDS, Member, Registration, UserBuffers, why_not
+from harness.fsdp.storage.memory import BucketMemory
+from tests.support.spawn import run_ranks
 
 CPU = torch.device("cpu")
 NEW = (2, 31, 0)

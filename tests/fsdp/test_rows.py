@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Replicate
 
-from harness.fsdp.rows import RowShard
+from harness.fsdp.state.row_shard import RowShard
 from tests.fsdp.pairs import PAIRS, Model, Pair, by_pair, data, loss_of, same, shard
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 WORLD = 4
 

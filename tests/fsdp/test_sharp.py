@@ -9,9 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from harness.fsdp import sharp
-from harness.fsdp.sharp import COLLNET, SharpOwnership, ThreadBlocks, axis_groups, communicator_options, variable
-from tests.spawn import run_ranks
+from harness.fsdp.comm import sharp_groups
+from harness.fsdp.comm.sharp_groups import (
+    COLLNET,
+    SharpOwnership,
+    ThreadBlocks,
+    axis_groups,
+    communicator_options,
+    variable,
+)
+from tests.support.spawn import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -33,7 +40,7 @@ def test_a_variable_is_afterwards_what_it_was_also_after_an_error(before: dict[s
 def _seen(monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]) -> list[str | None]:
     """The variable at the moment each communicator is created."""
     seen: list[str | None] = []
-    monkeypatch.setattr(sharp, "barrier", lambda group, device: seen.append(environment.get(COLLNET)))
+    monkeypatch.setattr(sharp_groups, "barrier", lambda group, device: seen.append(environment.get(COLLNET)))
     return seen
 
 
@@ -130,16 +137,16 @@ def test_without_nccl_there_are_no_options() -> None:
 def _axes(rank: int, num_outer: int, owner: str) -> tuple[list[int], list[int], list[tuple[str, str | None]]]:
     environment: dict[str, str] = {COLLNET: "0"}
     created: list[tuple[str, str | None]] = []
-    make = sharp._own_group
+    make = sharp_groups._own_group
 
     def noting(groups: list[list[int]], name: str) -> dist.ProcessGroup:
         created.append((name, environment.get(COLLNET)))
         return make(groups, name)
 
-    sharp._own_group = noting
+    sharp_groups._own_group = noting
     ownership = SharpOwnership(CPU, environment)
     ownership.device = CUDA  # what it sets
-    barrier, sharp.barrier = sharp.barrier, lambda group, device: barrier(group, CPU)
+    barrier, sharp_groups.barrier = sharp_groups.barrier, lambda group, device: barrier(group, CPU)
     inner, outer = axis_groups(num_outer, ownership, owner)
     assert ownership.owner == owner
     return dist.get_process_group_ranks(inner), dist.get_process_group_ranks(outer), created

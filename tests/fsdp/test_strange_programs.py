@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
 from harness.fsdp.api import fully_shard_optimizer
 from tests.fsdp.test_api import Block, make, sgd
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
 

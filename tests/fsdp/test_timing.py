@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from harness.fsdp import Strategy, fully_shard
-from harness.fsdp.communicator import Communicator, Pending
-from harness.fsdp.peer_memory import Laid
-from harness.fsdp.readiness import Readiness
+from harness.fsdp.comm.communicator import Communicator, Pending
+from harness.fsdp.comm.peer_memory import Laid
+from harness.fsdp.runtime.readiness import Readiness
 from tests.fsdp.jitter import Branches, Branching, Delays, poisoned_buffers
 from tests.fsdp.pairs import Pair, arguments_of
 from tests.fsdp.trial import WAYS, Way
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STEPS = 3
 

@@ -17,13 +17,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel, Strategy, fully_shard, labels
-from harness.fsdp.labels import Label
-from harness.fsdp.positions import Position, tell
-from harness.fsdp.watchdog import CollectiveError, Watchdog
+from harness.fsdp import ShardedModel, Strategy, fully_shard
+from harness.fsdp.comm import events
+from harness.fsdp.comm.events import Label
+from harness.fsdp.guards.hang_report import Position, tell
+from harness.fsdp.guards.watchdog import CollectiveError, Watchdog
 from tests.fsdp.test_api import Block, sgd
 from tests.fsdp.trial import WAYS
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
 LIMIT_S = 1.0
@@ -197,7 +198,7 @@ def mismatched(rank: int) -> list[Told]:
         _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), strategy, check_collectives=True)
         step(wrapped, optimizer)
         moved: list[Label] = []
-        end = labels.on_begin(moved.append)
+        end = events.on_begin(moved.append)
         told = provoke(lambda w=wrapped: w.weight_norm() if rank == 1 else list(w.full_weights()))  # type: ignore[misc]
         end()
         assert not moved, "no data may move"
@@ -239,7 +240,7 @@ def trained(rank: int) -> list[tuple[bool, int, int]]:
             outcomes.append([weight for _, weight in wrapped.full_weights()])
             wrapped.close()
         same = all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
-        left = len(labels._watchers) + len(labels._checkers)
+        left = len(events._watchers) + len(events._checkers)
         for _ in range(100):  # threads end at their next look
             alive = sum(thread.name == "fsdp-watchdog" for thread in threading.enumerate())
             if not alive:
@@ -292,7 +293,7 @@ def on_a_device(rank: int) -> tuple[bool, Told, int]:
     runtime: Any = FakeRuntime()
     group: Any = dist.group.WORLD
     watchdog = Watchdog([group], runtime, LIMIT_S, lambda: "in the backward of blocks.0")
-    with labels.begin(Label("all_gather", "blocks.0/float32")), labels.waiting():
+    with events.begin(Label("all_gather", "blocks.0/float32")), events.waiting():
         pass
     early = watchdog._overdue() is None
     if rank == 1:
@@ -300,7 +301,7 @@ def on_a_device(rank: int) -> tuple[bool, Told, int]:
     assert watchdog._told.wait(GENEROUS_S)
 
     def next_collective() -> None:
-        with labels.begin(Label("all_gather", "blocks.1/float32")):
+        with events.begin(Label("all_gather", "blocks.1/float32")):
             raise AssertionError("nothing may be issued any more")
 
     return early, provoke(next_collective), len(runtime.aborted)

@@ -24,7 +24,7 @@ from harness.config.schema import (
 )
 from harness.engines.protocol import Microbatch, Ranks
 from harness.engines.registry import engine_class
-from harness.fsdp import communicator
+from harness.fsdp.comm import communicator
 from harness.models.registry import workload_for
 
 DTYPES = {

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.launch import ranks as ranks_module
-from harness.launch.local import Ended, LocalRun
+from harness.launch.local import ranks as ranks_module
+from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Sources, open_here
 from harness.store import status
 from harness.store.files import is_held

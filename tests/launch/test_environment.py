@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from harness.launch.environment import HEAP, network_environment, rank_environment, run_environment
+from harness.config.network_variables import network_environment
+from harness.launch.environment import HEAP, rank_environment, run_environment
 from tests.launch.cells import make_cell
 
 CUDA = "cluster.device=cuda"

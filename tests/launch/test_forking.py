@@ -16,7 +16,7 @@ import pytest
 
 from harness.config.compose import compose
 from harness.config.errors import BadRequest
-from harness.launch.forking import Adopted
+from harness.launch.local.forking import Adopted
 from harness.store import status
 from harness.store.metrics import read_metrics
 from harness.store.status import State

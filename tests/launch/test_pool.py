@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from harness.config.compose import Cell
-from harness.launch import pool as pool_module
-from harness.launch import ranks as ranks_module
+from harness.launch.local import pool as pool_module
+from harness.launch.local import ranks as ranks_module
+from harness.launch.local.pool import Pool
 from harness.launch.opening import Sources
 from harness.launch.order import in_blocks
-from harness.launch.pool import Pool
 from harness.store.files import Lock
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell

@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from harness.launch import scheduler
-from harness.launch.scheduler import Job, Scheduler, SlurmError, judge, parse_sacct, parse_scontrol, parse_squeue
+from harness.launch.slurm import scheduler
+from harness.launch.slurm.scheduler import Job, Scheduler, SlurmError, judge, parse_sacct, parse_scontrol, parse_squeue
 from harness.store.status import Keeper, State, Status
 
 NOW = datetime.now(UTC).isoformat()

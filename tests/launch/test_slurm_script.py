@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness.launch import preview as preview_module
-from harness.launch import slurm
 from harness.launch.preview import preview
-from harness.launch.slurm import Shape, script, shapes
+from harness.launch.slurm import submission
+from harness.launch.slurm.submission import Shape, script, shapes
 from tests.launch.cells import make_cell
 
 
@@ -99,17 +99,17 @@ def test_a_surrounding_job_is_hidden_from_sbatch_and_only_then(monkeypatch):
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    with slurm.outside_any_job():
+    with submission.outside_any_job():
         assert os.environ["SLURM_MEM_PER_NODE"] == "1"
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with slurm.outside_any_job():
+    with submission.outside_any_job():
         assert not {"SLURM_JOB_ID", "SLURM_MEM_PER_NODE", "RANK"} & os.environ.keys()
         assert (os.environ["SLURM_CONF"], os.environ["SBATCH_ACCOUNT"]) == ("/etc/slurm.conf", "mine")
     assert os.environ["SLURM_JOB_ID"] == "7"
 
 
 def test_more_cells_than_an_array_holds_are_several_arrays():
-    chunks = list(slurm._chunks(list(range(7)), 3))
+    chunks = list(submission._chunks(list(range(7)), 3))
     assert chunks == [[0, 1, 2], [3, 4, 5], [6]]
 
 

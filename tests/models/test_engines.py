@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness.models.registry import workload_for
 from tests.models.families import STEPS, Case, Outcome, filled, plain_run, run_cases
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 MODELS = ("odd", "odd_units", "moe")

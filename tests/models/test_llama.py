@@ -16,7 +16,7 @@ from harness.models.llama import Attention, Block, Embedding, Head, Llama, RMSNo
 from harness.models.registry import workload_for
 from harness.models.workload import LlamaWorkload
 from harness.probe.flops import flops_per_token
-from tests.factory import small_config
+from tests.support.factory import small_config
 
 PUBLISHED = {"gpt_125m": 124e6, "llama_1b": 1.236e9, "llama_8b": 8.03e9, "llama_70b": 70.55e9}
 """Parameters as their publishers state them (GPT-2 small's 124 M stands for its class)."""

@@ -12,8 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.admissible import admissible
-from harness.parity.bitwise import same_float
+from harness.parity.tiers.admissible import admissible
+from harness.parity.tiers.bitwise import same_float
 from harness.store.rundir import flatten
 from tests.parity.conftest import Bench
 from tests.parity.corpus import OURS

@@ -13,7 +13,7 @@ import pytest
 from harness.config.errors import BadRequest
 from harness.config.schema import Config
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.comparable import must_agree
+from harness.parity.tiers.comparable import must_agree
 from harness.store.errors import StoreError
 from harness.store.rundir import flatten
 from tests.parity.conftest import Bench

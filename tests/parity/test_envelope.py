@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from harness.config.roundoff import RMS, UNIT
-from harness.parity.envelope import SAFETY, Arithmetic, Envelope
-from harness.parity.orders import ORDERS, error, noise, rounder
+from harness.parity.tiers.envelope import SAFETY, Arithmetic, Envelope
+from harness.parity.tiers.orders import ORDERS, error, noise, rounder
 from tests.parity.lab import Arm, bf16
 
 TINY = Arithmetic("fp32", "fp32", "fp32", "fp32", 4, 2, 2, 4, 2048, 512, 200_000)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from harness.parity.equivalence import ALPHA, POWER, decide, holm, paired_test
 from harness.parity.outcome import Outcome
+from harness.parity.tiers.equivalence import ALPHA, POWER, decide, holm, paired_test
 
 MARGIN = 1.0
 LOSS = {"loss": MARGIN}

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from harness.parity import Grade, Outcome, Verdict, compare, numeric
-from harness.parity.admissible import Admission
-from harness.parity.envelope import Arithmetic, Envelope
-from harness.parity.gradients import Block, TensorPair
+from harness.parity import Grade, Outcome, Verdict, compare
+from harness.parity.tiers import numeric
+from harness.parity.tiers.admissible import Admission
+from harness.parity.tiers.envelope import Arithmetic, Envelope
+from harness.parity.tiers.gradients import Block, TensorPair
 from harness.store.rundir import flatten
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, OURS_BF16, TWINS, WIDE, Case, fifteen_bits, stored_as

@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from harness.parity import compare, optimizer
+from harness.parity import compare
+from harness.parity.alone import optimizer
 from harness.parity.outcome import Finding, Grade, Outcome, Stage
 from harness.parity.record import load
 from tests.parity.conftest import Bench

@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.envelope import SAFETY, Arithmetic, Envelope
+from harness.parity.tiers.envelope import SAFETY, Arithmetic, Envelope
 from harness.store.rundir import flatten
 from tests.parity.conftest import Bench
 from tests.parity.lab import CLEAN, Arm, write_capture

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from harness.parity import numeric
-from harness.parity.envelope import Arithmetic, Envelope
-from harness.parity.gradients import Block, Mismatch, TensorPair
 from harness.parity.outcome import Grade
+from harness.parity.tiers import numeric
+from harness.parity.tiers.envelope import Arithmetic, Envelope
+from harness.parity.tiers.gradients import Block, Mismatch, TensorPair
 
 DENSE = Arithmetic("fp32", "fp32", "fp32", "fp32", 3, 2, 2, 4, 2048, 512, 157_392)
 ROUTED = replace(DENSE, num_experts=8, experts_per_token=2)

@@ -19,8 +19,8 @@ from harness.cli.main import main
 from harness.config.catalog import ROOT
 from harness.config.compose import compose
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.looks import LOOKS
-from harness.parity.script import first_shown, overrides, script, scripted, write_script
+from harness.parity.telling.looks import LOOKS
+from harness.parity.telling.script import first_shown, overrides, script, scripted, write_script
 from harness.store.identity import signature
 from harness.store.rundir import RunDir, flatten
 from tests.parity.conftest import Bench

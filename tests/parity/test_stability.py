@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.parity import Outcome, compare, trajectory
-from harness.parity.trajectory import stable_until
+from harness.parity import Outcome, compare
+from harness.parity.tiers import trajectory
+from harness.parity.tiers.trajectory import stable_until
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import CLEAN, edit_lines

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from harness.parity import Outcome, Verdict, compare, structure
+from harness.parity import Outcome, Verdict, compare
+from harness.parity.alone import structure
 from tests.parity.conftest import Bench
 from tests.parity.lab import CLEAN, Arm, edit_json
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from harness.parity.gradients import compare_tensor, names, pool, unit
 from harness.parity.tensors import Capture, Unreadable
+from harness.parity.tiers.gradients import compare_tensor, names, pool, unit
 from tests.parity.lab import bf16
 
 

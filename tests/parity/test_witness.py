@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.parity import Grade, Outcome, Verdict, compare, witness
-from harness.parity.envelope import Arithmetic
+from harness.parity import Grade, Outcome, Verdict, compare
+from harness.parity.alone import witness
 from harness.parity.outcome import Stage
+from harness.parity.tiers.envelope import Arithmetic
 from tests.parity.conftest import Bench
 from tests.parity.corpus import (
     BF16,

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from harness.fsdp import labels
+from harness.fsdp.comm import events
 from harness.probe.collectives import CollectiveMeter, Row, by_kind
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 RANKS = 3
 SHARD = 1000
@@ -107,10 +107,10 @@ def subgroup(rank: int) -> None:
 
 def labelled(rank: int) -> None:
     """A reduce-scatter built of sends counts once, in its bucket."""
-    with labels.begin(labels.Label("reduce_scatter", "blocks.0/fp32")):
+    with events.begin(events.Label("reduce_scatter", "blocks.0/fp32")):
         ring(rank)
         ring(rank)
-    with labels.begin(labels.Label("all_gather", "blocks.0/fp32")):
+    with events.begin(events.Label("all_gather", "blocks.0/fp32")):
         all_gather_base(rank)
 
 

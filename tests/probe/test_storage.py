@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from harness.probe import storage
 from harness.probe.storage import Event, StepBytes, StorageMeter, summed
-from tests.spawn import run_ranks
+from tests.support.spawn import run_ranks
 
 KIB = 256
 """fp32 elements of one KiB."""

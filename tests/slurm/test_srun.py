@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from harness.config.catalog import ROOT
+from harness.config.compose import load_config
 from harness.store.metrics import read_metrics
 from harness.store.rundir import Store
 from tests.slurm.cluster import Cluster
@@ -27,7 +28,7 @@ def test_tasks_on_two_nodes_are_ranks_of_one_run(cluster: Cluster, tmp_path: Pat
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = Store(tmp_path / "runs").runs()
     assert run.attempts() == [0]
-    assert run.typed().mesh.world_size == 2
+    assert load_config(run.config()).mesh.world_size == 2
     assert [record["step"] for record in read_metrics(run.metrics)] == [1, 2]
     status = run.status()
     assert status is not None

@@ -13,7 +13,7 @@ import pytest
 
 from harness.config.compose import Cell
 from harness.launch.control import cancel
-from harness.launch.scheduler import Scheduler
+from harness.launch.slurm.scheduler import Scheduler
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal
 from harness.store import provenance, status

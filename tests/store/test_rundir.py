@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from harness.config.compose import load_config
 from harness.store import identity
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, Store, cancel_requested, request_cancel
@@ -33,7 +34,7 @@ def test_the_same_cell_twice_is_one_run(tmp_path):
     assert len(store.runs()) == 1
     assert run.path.name == f"tiny-ddp-no_shard-fp32-dp2-k2-{run.signature()[:8]}"
     assert run.overrides() == ("train.steps=7",)
-    assert run.typed().train.steps == 7
+    assert load_config(run.config()).train.steps == 7
 
 
 def test_from_many_threads_at_once_too(tmp_path):

@@ -10,16 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from harness.bisect import history, revisions, settings
+from harness.bisect.history import Bisection, Culprit, compare_code
+from harness.bisect.revisions import WORKTREE, Version
+from harness.bisect.search import Answer
+from harness.bisect.settings import KeySearch
+from harness.bisect.trials import Request, answer_of
 from harness.config.compose import compose
 from harness.config.errors import BadRequest, refuse
 from harness.parity import Finding, Grade, Outcome, Stage, Verdict
 from harness.store.rundir import Store
-from harness.study import code, history, keys
-from harness.study.code import WORKTREE, Version
-from harness.study.history import Bisection, Culprit, compare_code
-from harness.study.keys import KeySearch
-from harness.study.search import Answer
-from harness.study.trials import Request, answer_of
 from tests.parity.lab import Arm, broken, edit_json, write
 from tests.study.test_code import commit, git
 
@@ -41,7 +41,7 @@ class ToySnapshot:
 
     ran: list[str] = []  # noqa: RUF012
 
-    def __init__(self, repository: code.Repository, version: Version) -> None:
+    def __init__(self, repository: revisions.Repository, version: Version) -> None:
         self.version = version
         self.folder = repository.folder(version)
         self.kind = (repository.files(version) / "file.py").read_text().partition(":")[0]
@@ -76,7 +76,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     git(top, "init", "--quiet", "--initial-branch=main")
     (top / ".gitignore").write_text("/runs/\n")
     monkeypatch.chdir(top)
-    monkeypatch.setattr(code, "PACKAGE", top / "harness")
+    monkeypatch.setattr(revisions, "PACKAGE", top / "harness")
     monkeypatch.setattr(history, "Snapshot", ToySnapshot)
     monkeypatch.setattr(ToySnapshot, "ran", [])
     return top
@@ -257,8 +257,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch, judge: dict[str, str]) -> None:
 
     monkeypatch.setattr(KeySearch, "_judge", judged)
     monkeypatch.setattr(KeySearch, "_run", lambda search, cells: None)
-    monkeypatch.setattr(keys, "load", lambda path: path)
-    monkeypatch.setattr(keys, "own_fault", lambda run: "")
+    monkeypatch.setattr(settings, "load", lambda path: path)
+    monkeypatch.setattr(settings, "own_fault", lambda run: "")
 
 
 def test_one_setting_among_harmless_ones_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +293,7 @@ def test_runs_that_do_not_differ_are_refused(tmp_path: Path, monkeypatch: pytest
 
 def test_a_good_end_that_is_wrong_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated(monkeypatch, {"engine.prefetch": "DIFFERENT"})
-    monkeypatch.setattr(keys, "own_fault", lambda run: "sum of local gradients at step 1")
+    monkeypatch.setattr(settings, "own_fault", lambda run: "sum of local gradients at step 1")
     with pytest.raises(BadRequest, match="is wrong by itself"):
         KeySearch(Request(root=str(tmp_path)), *two_cells(tmp_path, *HARMLESS), [].append).find()
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from harness.bisect import revisions
+from harness.bisect.revisions import WORKTREE, Repository
 from harness.config.errors import BadRequest
-from harness.study import code
-from harness.study.code import WORKTREE, Repository
 
 
 def git(folder: Path, *words: str) -> str:
@@ -38,7 +38,7 @@ def top(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def repository(top: Path) -> Repository:
-    return Repository(top, top / "runs" / code.FOLDER)
+    return Repository(top, top / "runs" / revisions.FOLDER)
 
 
 def test_a_revision_becomes_its_own_read_only_files(repository: Repository) -> None:
@@ -105,10 +105,10 @@ def test_code_outside_a_checkout_has_one_version(tmp_path: Path, top: Path, monk
     """Also where the place it is installed in happens to lie inside somebody's repository."""
     for home in (tmp_path / "site-packages", top / "venv"):
         (home / "harness").mkdir(parents=True)
-        monkeypatch.setattr(code, "PACKAGE", home / "harness")
+        monkeypatch.setattr(revisions, "PACKAGE", home / "harness")
         with pytest.raises(BadRequest, match="no git checkout of its own"):
             Repository.own(tmp_path / "runs")
-    monkeypatch.setattr(code, "PACKAGE", top / "harness")
+    monkeypatch.setattr(revisions, "PACKAGE", top / "harness")
     assert Repository.own(tmp_path / "runs").top == top
 
 
@@ -120,13 +120,13 @@ def test_a_hooks_variables_lead_nowhere(repository: Repository, monkeypatch: pyt
 
 def test_two_who_write_one_version_get_the_same(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     version = repository.version("HEAD")
-    protect = code._protect
+    protect = revisions._protect
 
     def meanwhile(folder: Path) -> None:
-        monkeypatch.setattr(code, "_protect", protect)
+        monkeypatch.setattr(revisions, "_protect", protect)
         repository.files(version)
         protect(folder)
 
-    monkeypatch.setattr(code, "_protect", meanwhile)
+    monkeypatch.setattr(revisions, "_protect", meanwhile)
     assert (repository.files(version) / "file.py").read_text() == "2\n"
     assert [path.name for path in repository.folder(version).iterdir()] == ["files"]

@@ -14,7 +14,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.config.faults import AMOUNTS, CORPUS
-from harness.parity.power import Judged
+from harness.parity.power.score import Judged
 from harness.study.power import Kind, pairs
 
 FAULTY = [pair.name for pair in pairs(short=True) if pair.kind is Kind.faulty]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from harness.study.search import Answer, first_differing, smallest
+from harness.bisect.search import Answer, first_differing, smallest
 
 SAME, DIFFERS, BROKEN = Answer.same, Answer.differs, Answer.unresolved
 

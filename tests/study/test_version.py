@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from harness.bisect.revisions import FOLDER, Repository
+from harness.bisect.snapshot import Snapshot
 from harness.config.errors import BadRequest
 from harness.store import provenance
-from harness.study.code import FOLDER, Repository
-from harness.study.version import Snapshot
 from tests.study.test_code import commit, git
 
 RUN = """

@@ -11,8 +11,8 @@ import pytest
 from harness.config.schema import CkptPolicy, Config, EngineName, MeasureMode, Strategy
 from harness.store.metrics import read_metrics
 from harness.train import Outcome
-from tests.factory import small_config, train
-from tests.spawn import run_ranks
+from tests.support.factory import small_config, train
+from tests.support.spawn import run_ranks
 
 WARM_UP, STEPS = 3, 7
 

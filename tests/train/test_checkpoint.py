@@ -13,13 +13,13 @@ import torch
 
 from harness.checkpoint import tensor_file
 from harness.checkpoint.manifest import Manifest
+from harness.checkpoint.policy import Checkpoint, Checkpoints
 from harness.config.schema import OptimizerName
+from harness.control import Control
 from harness.probe.collectives import CollectiveMeter
 from harness.store.errors import StoreError
-from harness.train.checkpoint import Checkpoint, Checkpoints
-from harness.train.control import Control
 from tests.engines.test_replicated import build
-from tests.factory import ranks_of, small_config
+from tests.support.factory import ranks_of, small_config
 
 RANK_FILE = "rank-00000.safetensors"
 

@@ -18,17 +18,17 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
+from harness.config.schedule import lr_at
 from harness.config.schema import CkptPolicy, Config, DataKind, Dtype, EngineName
+from harness.control import Control, StepReport
 from harness.data.loader import Loader, global_digest
 from harness.engines.protocol import Engine, Microbatch
 from harness.probe.collectives import CollectiveMeter
 from harness.store.metrics import read_metrics
 from harness.train import Outcome, Progress
-from harness.train.control import Control, StepReport
 from harness.train.record import global_loss, weights_digest
-from harness.train.schedule import lr_at
-from tests.factory import ranks_of, small_config, train, with_dtypes
-from tests.spawn import run_ranks
+from tests.support.factory import ranks_of, small_config, train, with_dtypes
+from tests.support.spawn import run_ranks
 
 LINE = {
     "step": int,

@@ -12,7 +12,7 @@ import pytest
 from harness.config.schema import WandbMode
 from harness.store.metrics import read_metrics
 from harness.train.mirror import Mirror, flatten, mirror_id
-from tests.factory import freeze, small_config, train
+from tests.support.factory import freeze, small_config, train
 
 
 class FakeRun:

@@ -22,12 +22,12 @@ from harness.config.schema import (
     OuterStrategy,
     Strategy,
 )
-from harness.fsdp.rows import local_of
+from harness.fsdp.state.row_shard import local_of
 from harness.probe.faults import inject
 from harness.store.metrics import read_metrics
 from harness.study.rehearse import COSTS
-from tests.factory import small_config, train
-from tests.spawn import run_ranks
+from tests.support.factory import small_config, train
+from tests.support.spawn import run_ranks
 
 STEPS = 12
 

@@ -2,9 +2,9 @@
 
 import pytest
 
+from harness.config.schedule import lr_at
 from harness.config.schema import Schedule
-from harness.train.schedule import lr_at
-from tests.factory import small_config
+from tests.support.factory import small_config
 
 
 def rates(schedule: Schedule, steps: int = 6, warmup: int = 2) -> list[float]:

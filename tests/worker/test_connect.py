@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from harness.config.schema import Config, SharpAxis
-from harness.fsdp import sharp
-from harness.fsdp.sharp import COLLNET
+from harness.fsdp.comm import sharp_groups
+from harness.fsdp.comm.sharp_groups import COLLNET
 from harness.store.placement import Placement
 from harness.worker import connect
 
@@ -34,7 +34,7 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setattr(connect.dist, "init_process_group", init)
     monkeypatch.setattr(connect.dist, "group", group)
     monkeypatch.setattr(connect, "_store", lambda place, attempt: "store")
-    monkeypatch.setattr(sharp, "barrier", lambda group, device: made[-1].update(met=os.environ.get(COLLNET)))
+    monkeypatch.setattr(sharp_groups, "barrier", lambda group, device: made[-1].update(met=os.environ.get(COLLNET)))
     return made
 
 

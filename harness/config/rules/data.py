@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 
+from harness.config.data_source import SourceFacts, describe, inspect
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import DataConfig, DataKind, TokenDtype
-from harness.data.inspect import SourceFacts, describe, inspect
 
 _READS = ("data.seq_len", "data.header_bytes", "data.num_sequences")
 

@@ -20,6 +20,7 @@ from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Backend, CkptPolicy, Config, Device, UserBuffers, WandbMode
 from harness.store.provenance import versions
+from harness.store.rundir import checkpoint_folder
 
 PROBE_BYTES = 1 << 20
 """Bytes written and synced to find out whether a disk takes any: about what the logs of a short run need."""
@@ -151,11 +152,6 @@ def checkpoint_problem(path: Path) -> str:
     if not whole:
         return f"{path} holds no checkpoint"
     return "" if any((each / "manifest.json").exists() for each in whole) else f"{whole[-1]} has no manifest.json"
-
-
-def checkpoint_folder(path: Path) -> Path:
-    """Where the step-* folders of a run, or of its ckpt folder, lie."""
-    return path / "ckpt" if (path / "ckpt").is_dir() else path
 
 
 def expected_bytes(cfg: Config) -> int:

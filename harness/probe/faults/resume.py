@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.rows import local_of
+from harness.fsdp.state.row_shard import local_of
 from harness.probe.faults.site import Site, blend, fault, share
 
 

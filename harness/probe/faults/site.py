@@ -13,8 +13,8 @@ from torch import Tensor
 
 from harness.config.faults import AMOUNTS, BITS
 from harness.config.schema import Config
-from harness.fsdp import collectives
-from harness.fsdp.buffer import Bucket
+from harness.fsdp.comm import reduction
+from harness.fsdp.storage.bucket import Bucket
 
 Injector = Callable[["Site"], None]
 
@@ -136,7 +136,7 @@ class Site:
 
             return wrapped
 
-        self.around(collectives, "_sum_in_order", wrap)
+        self.around(reduction, "_sum_in_order", wrap)
 
     def on_reduced(self, change: Callable[[list[Bucket]], None]) -> None:
         """Change the step's gradients, when all of them are summed and scaled and before anybody looks at them."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from harness.fsdp.buffer import Bucket
+from harness.fsdp.storage.bucket import Bucket
 from harness.probe.faults.site import Site, blend, fault, rounded, share
 
 

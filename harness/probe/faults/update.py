@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.fsdp import optimizer as engine_optimizer
-from harness.fsdp.buffer import Bucket
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.update import optimizer as engine_optimizer
 from harness.probe.faults.site import Site, blend, fault, rounded
 
 

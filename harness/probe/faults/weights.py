@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.buffer import Bucket
+from harness.fsdp.storage.bucket import Bucket
 from harness.probe.faults.site import Site, blend, fault, rounded, share
 
 

@@ -8,11 +8,13 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import model, state, units
-from harness.fsdp.gather import GatherPipeline
-from harness.fsdp.gradients import Gradients
-from harness.fsdp.guards import GradientGuard
+from harness.fsdp import model
+from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.model import ShardedModel
+from harness.fsdp.runtime import units
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.state import flat
+from harness.fsdp.storage.gradients import Gradients
 from tests.fsdp.behaviours.lab import ALL, SHARDED, Lab, Mutant, behaviour, first_line
 from tests.fsdp.behaviours.models import Batch, Block, Net, Unused, batch, loss_of, seeded
 from tests.fsdp.behaviours.subject import Setup, Subject, sgd
@@ -92,7 +94,7 @@ def nan_is_named(lab: Lab) -> str:
 
 
 def _loads_main_alone(self: ShardedModel, values: Any) -> None:
-    state.load_local_state(self.buckets, self._require_optimizer(), values)
+    flat.load_local_state(self.buckets, self._require_optimizer(), values)
     self.zero_grad()
 
 
@@ -129,11 +131,11 @@ def _loss(subject: Subject, data: Batch) -> float:
         return loss_of(subject.model, data).item()
 
 
-_load_local_state = state.load_local_state
+_load_local_state = flat.load_local_state
 
 
 def _forgiving(buckets: Any, optimizer: Any, values: Any) -> None:
-    held = state.local_state(buckets, optimizer)
+    held = flat.local_state(buckets, optimizer)
     _load_local_state(buckets, optimizer, {key: values.get(key, value) for key, value in held.items()})
 
 
@@ -142,7 +144,7 @@ def _forgiving(buckets: Any, optimizer: Any, values: Any) -> None:
     "Missing and unexpected keys raise.",
     Mutant(
         "what is missing is left, what is unexpected is dropped",
-        lambda: mock.patch.object(state, "load_local_state", _forgiving),
+        lambda: mock.patch.object(flat, "load_local_state", _forgiving),
     ),
 )
 def strict_keys(lab: Lab) -> str:

@@ -27,7 +27,7 @@ PENDING: dict[str, str] = {}
 
 DECIDED = {
     3: "Buckets are not padded to a common multiple of all row lengths: a bucket is one segment for each row length, so"
-    " that padding stays near zero at any number of ranks (harness/fsdp/layout.py).",
+    " that padding stays near zero at any number of ranks (harness/fsdp/storage/layout.py).",
     9: "Initial values come by name (`initial_value`), the same whatever was built where, or from the first rank;"
     " equality with an eager run under one seed is not promised for modules that draw random numbers. What is checked"
     " is a module whose reset_parameters does not.",

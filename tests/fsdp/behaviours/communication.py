@@ -9,12 +9,13 @@ from unittest import mock
 import torch
 from torch import nn
 
-from harness.fsdp import model, units
-from harness.fsdp.gather import GatherPipeline
-from harness.fsdp.memory import BucketMemory
+from harness.fsdp import model
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
-from harness.fsdp.reduce import ReducePipeline
+from harness.fsdp.runtime import units
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.storage.memory import BucketMemory
 from tests.fsdp.behaviours.lab import Broken, Lab, Mutant, behaviour, first_line, live_bytes
 from tests.fsdp.behaviours.models import Block, Branches, Net, loss_of, seeded
 from tests.fsdp.behaviours.sharding_memory import ONE_UNIT

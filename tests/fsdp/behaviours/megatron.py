@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from harness.engines import megatron_on_cpu
-from harness.engines.megatron import Buckets
+from harness.engines.adapters import megatron_on_cpu
+from harness.engines.adapters.megatron import Buckets
 from harness.engines.protocol import Ranks
 from tests.fsdp.behaviours.models import Make
 from tests.fsdp.behaviours.subject import (

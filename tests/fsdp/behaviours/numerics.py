@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness.fsdp import api, model
-from harness.fsdp.buffer import Bucket
-from harness.fsdp.collectives import PeerReduction
-from harness.fsdp.gather import GatherPipeline
-from harness.fsdp.reduce import ReducePipeline
+from harness.fsdp.comm.reduction import PeerReduction
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.storage.bucket import Bucket
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, first_line, relative
 from tests.fsdp.behaviours.models import Block, Experts, Mixture, Net, batch, loss_of, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, expert_mesh

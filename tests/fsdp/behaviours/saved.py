@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import sharded_state
-from harness.fsdp.model_state import StatefulModel
-from harness.fsdp.rows import RowShard
-from harness.fsdp.sharded_state import ShardedState, ShardMap
+from harness.fsdp.state import named
+from harness.fsdp.state.access import StatefulModel
+from harness.fsdp.state.named import ShardedState, ShardMap
+from harness.fsdp.state.row_shard import RowShard
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour
 from tests.fsdp.behaviours.models import Block, Net, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, Subject, adamw
@@ -29,7 +29,7 @@ LAYOUTS = [(strategy, 1, "no_shard") for strategy in ALL] + [
 ]
 """Inner strategy, size of the outer axis, what it splits."""
 
-_rows = sharded_state._rows
+_rows = named._rows
 
 
 def _refuse_unless_offered(lab: Lab, name: str) -> None:
@@ -70,7 +70,7 @@ def _one_row_on(slot: Any, local: Any) -> tuple[int, int]:
         "a whole tensor is put together as torch's placement says",
         lambda: mock.patch.object(RowShard, "full_tensor", _as_torch_cuts),
     ),
-    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(sharded_state, "_rows", _one_row_on)),
+    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(named, "_rows", _one_row_on)),
     ranks=4,
 )
 def dtensors_gather_rightly(lab: Lab) -> str:
@@ -141,7 +141,7 @@ def _weights_alone(self: StatefulModel, state: ShardedState) -> None:
     Mutant(
         "compute weights are not refreshed", lambda: mock.patch.object(StatefulModel, "adopt_state", _weights_alone)
     ),
-    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(sharded_state, "_rows", _one_row_on)),
+    Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(named, "_rows", _one_row_on)),
     ranks=4,
 )
 def on_another_layout(lab: Lab) -> str:

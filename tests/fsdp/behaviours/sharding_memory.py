@@ -9,13 +9,15 @@ from unittest import mock
 import torch
 from torch import nn
 
-from harness.fsdp import api, layout, model, units
-from harness.fsdp.buffer import Bucket
-from harness.fsdp.gradients import Gradients
-from harness.fsdp.layout import BucketLayout
-from harness.fsdp.memory import BucketMemory
+from harness.fsdp import api, model
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
-from harness.fsdp.units import UnitPlan
+from harness.fsdp.runtime import units
+from harness.fsdp.runtime.units import UnitPlan
+from harness.fsdp.storage import layout
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.layout import BucketLayout
+from harness.fsdp.storage.memory import BucketMemory
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, live_bytes
 from tests.fsdp.behaviours.models import (
     Block,

@@ -8,12 +8,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from harness.fsdp import optimizer
-from harness.fsdp.communicator import Communicator
-from harness.fsdp.gather import GatherPipeline
-from harness.fsdp.gradients import Gradients
+from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.model import ShardedModel
-from harness.fsdp.optimizer import ShardedOptimizer
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.update import optimizer
+from harness.fsdp.update.optimizer import ShardedOptimizer
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, relative
 from tests.fsdp.behaviours.models import Block, FusedBlock, FusedNet, Net, seeded
 from tests.fsdp.behaviours.numerics import ADDS_TO_LOCAL, FP32, SCALED_TWICE

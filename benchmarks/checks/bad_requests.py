@@ -1,0 +1,232 @@
+"""How long a bad request takes to be refused, and what it is told: writes benchmarks/data/bad_requests.json.
+
+    python benchmarks/checks/bad_requests.py
+
+Each request is a process of its own, started in an empty folder; `torch` is replaced by a package that leaves a mark
+and fails when imported. `tests/cli/test_bad_requests.py` runs the same table and asserts what it shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN = [sys.executable, str(ROOT / "run.py")]
+
+
+@dataclass(frozen=True)
+class BadRequest:
+    """A command line, and parts its refusal must hold."""
+
+    words: tuple[str, ...]
+    told: tuple[str, ...]
+
+
+def _bad(words: str | list[str], *told: str) -> BadRequest:
+    return BadRequest(tuple(words.split() if isinstance(words, str) else words), told)
+
+
+REQUESTS: dict[str, BadRequest] = {
+    "typo in a group": _bad("shardng=optim", "shardng", "did you mean sharding"),
+    "typo in a key": _bad("train.stps=5", "train.stps", "train.steps"),
+    "typo in a key's group": _bad("trian.steps=5", "trian.steps", "did you mean train.steps"),
+    "typo in an option": _bad("sharding=optim_grad", "sharding=optim_grad", "did you mean sharding=optim_grads"),
+    "a key without its group": _bad("lr=0.1", "did you mean optimizer.lr?"),
+    "another project's word": _bad("sharding=zero3", "did you mean sharding=optim_grads_params?", "no_shard, optim"),
+    "typo in an enum": _bad(
+        "engine.name=natve", "engine.name=natve", "did you mean engine.name=native?", "native, fsdp2, fsdp1"
+    ),
+    "engine that is not built": _bad("engine=horovod", "engine=horovod", "ddp, deepspeed, ext, fsdp1"),
+    "wrong type": _bad("train.steps=abc", "train.steps=abc", "a whole number", "Optimizer updates"),
+    "no value": _bad("train.steps=", "train.steps=", "a whole number"),
+    "a fraction for a count": _bad("train.steps=1e3", "train.steps=1000.0", "a whole number"),
+    "null for a number": _bad("train.steps=null", "train.steps=null", "a whole number"),
+    "zero steps": _bad("train.steps=0", "train.steps=0", "1 to"),
+    "negative batch": _bad("train.global_batch_size=-8", "train.global_batch_size=-8", "1 to"),
+    "learning rate nan": _bad("optimizer.lr=nan", "optimizer.lr=nan", "0 to"),
+    "learning rate inf": _bad("optimizer.lr=inf", "optimizer.lr=inf", "0 to"),
+    "number beyond 64 bits": _bad("train.seed=99999999999999999999", "train.seed=", "0 to 9,223,372,036,854,775,807"),
+    "added setting": _bad("+new=1", "+new=1", "cannot be added"),
+    "forced typo": _bad("++train.stps=1", "++train.stps=1", "cannot be added"),
+    "removed group": _bad("~engine", "~engine", "cannot be removed"),
+    "not key=value": _bad("native", "'native'", "did you mean engine=native?"),
+    "empty word": _bad([""], "is not key=value"),
+    "given twice": _bad("train.steps=5 train.steps=6", "is given 2 times"),
+    "list without -m": _bad("sharding=optim,no_shard", "python run.py -m"),
+    "unbalanced quote": _bad(["data=text", "data.path=it's"], "cannot be read", "data.path="),
+    "batch not divisible": _bad("train.global_batch_size=10", "train.global_batch_size=10", "8, 16, 24"),
+    "heads do not divide": _bad("model.num_heads=3 model.num_kv_heads=3", "model.dim=64", "multiples of 6"),
+    "sequence too long": _bad("data.seq_len=4096", "data.seq_len=4096", "model.max_seq_len=2048"),
+    "engine without that strategy": _bad(
+        "engine=ddp sharding=optim_grads", "sharding.strategy=optim_grads", "engine=ddp"
+    ),
+    "engine without that setting": _bad("engine=ddp engine.prefetch=2", "engine.prefetch=2", "engine=native"),
+    "engine without that many ranks": _bad("engine=single mesh.world_size=2", "mesh.world_size=2", "engine=single"),
+    "engine without that promise": _bad("engine=ddp numerics=ordered", "numerics.mode=ordered", "fast, deterministic"),
+    "engine without that dtype": _bad("engine=ddp dtype.main_grads=fp64", "dtype.main_grads=fp64", "engine=native"),
+    "hybrid the engine does not run": _bad(
+        "engine=deepspeed sharding=hsdp mesh=two_by_two", "mesh.dp_outer=2", "engine=native"
+    ),
+    "hybrid without an outer axis": _bad("sharding=hsdp", "mesh.dp_outer=1", "mesh=two_by_two"),
+    "a checkpoint that is not there": _bad("ckpt.load=/nowhere", "ckpt.load=/nowhere", "is no folder", "step-*"),
+    "ext without an adapter": _bad("engine=ext", "engine.adapter=package.module:Class"),
+    "main weights that cannot hold": _bad("dtype.compute=fp16 dtype.main_params=bf16", "cannot hold", "fp16, fp64"),
+    "16-bit gradients unasked": _bad(
+        "dtype.main_grads=bf16", "dtype.main_grads=bf16", "allow_low_precision_grads=true"
+    ),
+    "setting without effect": _bad("data.path=README.md", "data.path=README.md", "data=text"),
+    "missing data path": _bad("data=text data.path=nowhere.txt", "nowhere.txt", "does not exist"),
+    "no data path": _bad("data=text", "data.path"),
+    "empty data": _bad("data=text data.path={tmp}/empty.txt", "empty"),
+    "data too short for a batch": _bad("data=text data.path={tmp}/short.txt", "train.global_batch_size=16"),
+    "ids beyond the vocabulary": _bad("data=tokens data.path={tmp}/ids.bin", "model.vocab_size=256", "60000"),
+    "cut token file": _bad("data=tokens data.path={tmp}/odd.bin", "whole number of 2-byte tokens"),
+    "root is a file": _bad("launch.root={tmp}/empty.txt/runs", "launch.root=", "is a file"),
+    "root not writable": _bad("launch.root=/proc/runs", "launch.root=/proc/runs"),
+    "newline in the root": _bad(["launch.root='a\nb'"], "launch.root=", "control character"),
+    "no such device": _bad(
+        "cluster.device=cuda mesh.world_size=64", "cluster.device=cuda", "NVIDIA devices for 64 ranks"
+    ),
+    "no scheduler": _bad("cluster=slurm", "sbatch", "cluster=local"),
+    "two ranks inline": _bad("launch.inline=true", "launch.inline=true", "mesh=one"),
+    "model beyond this machine": _bad("model=llama_70b", "model=llama_70b", "this machine has"),
+    "study without -m": _bad("study=parity_pair", "python run.py -m study=parity_pair"),
+    "unknown study": _bad("-m study=parity_par", "study=parity_par", "did you mean study=parity_pair?"),
+    "unknown run": _bad("--from 0123abcd", "0123abcd"),
+    "two bad cells of a sweep": _bad(
+        "-m engine=ddp,native sharding=optim_grads", "sharding.strategy=optim_grads", "in 1 of 2 cells"
+    ),
+    "many at once": _bad(
+        "train.steps=0 optimizer.lr=-1 data.seq_len=4096", "3 problems", "train.steps=0", "lr=-1", "4096"
+    ),
+    "disk full at start": _bad("launch.root={full}/runs", "launch.root=", "free"),
+}
+"""Requests by kind. `{tmp}` is a folder with bad data, `{full}` a disk without room."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a refused request did."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float
+    """Wall time, process start to end."""
+    cpu_seconds: float
+    """Processor time of the process: what is left of `seconds` on a busy machine; mixed up where several are asked."""
+    torch_imported: bool
+    left_behind: tuple[str, ...]
+    """Files below the folder it was started in."""
+
+
+def make_bad_data(folder: Path) -> None:
+    """Files that each lack something."""
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("a" * 300)
+    (folder / "ids.bin").write_bytes((60_000).to_bytes(2, "little") * 100_000)
+    (folder / "odd.bin").write_bytes(b"abc" * 1001)
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path) -> Iterator[Path | None]:
+    """A mounted disk of 64 KiB; None where this user may not mount."""
+    disk = folder / "full"
+    disk.mkdir()
+    if shutil.which("mount") is None:
+        yield None
+        return
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)], capture_output=True)
+    if mounted.returncode:
+        yield None
+        return
+    try:
+        yield disk
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def poison_torch(folder: Path) -> None:
+    """A package `torch` that leaves a mark where it is imported, and fails."""
+    package = folder / "poison" / "torch"
+    package.mkdir(parents=True)
+    mark = folder / "torch-was-imported"
+    (package / "__init__.py").write_text(f"open({str(mark)!r}, 'w').close()\nraise ImportError('torch on the desk')\n")
+
+
+def ask(request: BadRequest, folder: Path, full: Path | None) -> Outcome:
+    """Make one request in an empty working folder; `folder` holds bad data and the poison."""
+    mark = folder / "torch-was-imported"
+    mark.unlink(missing_ok=True)
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
+    environment = os.environ | {"PYTHONPATH": str(folder / "poison"), "PATH": path}
+    words = [word.replace("{tmp}", str(folder)).replace("{full}", str(full)) for word in request.words]
+    with tempfile.TemporaryDirectory() as cwd:
+        started, used = time.perf_counter(), _children_cpu()
+        done = subprocess.run([*RUN, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+        seconds, cpu = time.perf_counter() - started, _children_cpu() - used
+        left = tuple(sorted(str(p.relative_to(cwd)) for p in Path(cwd).rglob("*")))
+    return Outcome(done.returncode, done.stdout, done.stderr, seconds, cpu, mark.exists(), left)
+
+
+def _children_cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _median(rows: list[dict[str, str | float]], key: str) -> float:
+    return statistics.median(float(row[key]) for row in rows)
+
+
+def main() -> None:
+    """Ask everything once and write the record."""
+    rows: list[dict[str, str | float]] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_bad_data(folder)
+        poison_torch(folder)
+        with full_disk(folder) as full:
+            for kind, request in REQUESTS.items():
+                if "{full}" in " ".join(request.words) and full is None:
+                    continue
+                outcome = ask(request, folder, full)
+                message = re.sub(re.escape(name), "TMP", outcome.err)
+                assert outcome.code == 2, (kind, message)
+                shown = " ".join(request.words).replace("\n", "\\n")
+                times = {"seconds": round(outcome.seconds, 3), "cpu_seconds": round(outcome.cpu_seconds, 3)}
+                rows.append({"kind": kind, "request": shown, **times, "message": message})
+                print(f"{outcome.seconds:6.2f} s  {kind}")
+    record = {
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in ("hydra-core", "omegaconf")},
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "requests": len(rows),
+        "median_seconds": _median(rows, "seconds"),
+        "median_cpu_seconds": _median(rows, "cpu_seconds"),
+        "rows": rows,
+    }
+    target = ROOT / "benchmarks" / "data" / "bad_requests.json"
+    target.parent.mkdir(exist_ok=True)
+    target.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    print(
+        f"{len(rows)} requests, median {record['median_seconds']} s, {record['median_cpu_seconds']} s cpu -> {target}"
+    )
+
+
+if __name__ == "__main__":
+    main()

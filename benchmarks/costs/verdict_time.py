@@ -1,0 +1,170 @@
+"""How long a verdict takes, as a user types it. Writes data/verdict_time.json.
+
+    python benchmarks/costs/verdict_time.py
+
+Whole commands in fresh processes: `compare` of two runs of 1,000 steps, and `verdict` of a study of 12 arms and 5 seeds
+against a control of 5 seeds, 200 steps each. The records are those of three short real runs of the tiny model (a
+control by DDP, a clean arm, one with a fault) with gradients, witnesses and updates of three steps. Their last lines
+are repeated to the length that is wanted, and the study's runs are copies under other seeds and prefetch depths,
+captures as hard links. Processor time is user's and system's, of all threads; other processes on the machine take the
+clock's seconds, not these.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import yaml
+
+from harness.store.identity import directory_name, signature
+from harness.store.metrics import encode
+from harness.store.rundir import Dumper, Loader
+from harness.store.study import write_study
+
+ROOT = Path(__file__).resolve().parents[2]
+OUTPUT = Path(__file__).resolve().parents[1] / "data" / "verdict_time.json"
+SHORT, LONG, STUDY_STEPS = 12, 1000, 200
+ARMS, SEEDS = 12, 5
+REPETITIONS = {"compare": 7, "verdict": 5}
+LIMITS = {"compare": 2.0, "verdict": 20.0}
+CELL = (
+    f"train.steps={SHORT}",
+    "train.schedule=constant",
+    "data.seq_len=32",
+    "train.global_batch_size=8",
+    "train.microbatch_size=2",
+    "measure.capture_steps=[1,2,3]",
+    "measure.update_steps=[1,2,3]",
+    "ckpt=none",
+)
+KINDS = {
+    "control": ("engine=ddp",),
+    "clean": ("sharding=optim_grads",),
+    "faulty": ("sharding=optim_grads", "fault=F12_boundary_resets"),
+}
+
+
+@dataclass(frozen=True)
+class Copied:
+    """A run made of another, as a cell of a study."""
+
+    config: dict[str, Any]
+    overrides: tuple[str, ...] = ()
+
+
+def real_run(root: Path, name: str) -> Path:
+    """Train one cell; its directory."""
+    command = [sys.executable, "run.py", *CELL, *KINDS[name], f"study.name={name}", f"launch.root={root}"]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return next((root / name).glob("*/config.yaml")).parent
+
+
+def extended(source: Path, root: Path, study: str, steps: int, **changes: dict[str, Any]) -> Copied:
+    """Write a copy of a run that has so many steps and other settings."""
+    config = yaml.load((source / "config.yaml").read_text(encoding="utf-8"), Loader=Loader)
+    config["train"]["steps"], config["study"]["name"] = steps, study
+    for group, settings in changes.items():
+        config[group].update(settings)
+    target = root / study / directory_name(config)
+    shutil.copytree(source, target, copy_function=link_captures)
+    (target / "config.yaml").write_text(yaml.dump(config, Dumper=Dumper, sort_keys=False), encoding="utf-8")
+    lines = [json.loads(line) for line in (source / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines += [{**lines[-1], "step": step} for step in range(len(lines) + 1, steps + 1)]
+    (target / "metrics.jsonl").write_text("".join(encode(line) + "\n" for line in lines), encoding="utf-8")
+    return Copied(config)
+
+
+def link_captures(source: str, target: str) -> None:
+    """Copy a file, or link it where it is large and never written to."""
+    (os.link if source.endswith(".safetensors") else shutil.copy2)(source, target)
+
+
+def make_study(runs: dict[str, Path], root: Path) -> None:
+    """Twelve arms, the last of them faulty, and a control, each with five seeds."""
+    cells, controls = [], {}
+    for seed in range(SEEDS):
+        control = extended(runs["control"], root, "timed", STUDY_STEPS, train={"seed": seed})
+        cells.append(control)
+        for arm in range(ARMS):
+            kind = "faulty" if arm == ARMS - 1 else "clean"
+            changes: dict[str, Any] = {"train": {"seed": seed}, "engine": {"prefetch": arm}}
+            cells.append(extended(runs[kind], root, "timed", STUDY_STEPS, **changes))
+            controls[signature(cells[-1].config)] = signature(control.config)
+    for cell in cells:
+        cell.config["study"].update(question="How long?", margins={"loss": 1e-3, "grad_norm": 0.05})
+    write_study(root, cells, controls)
+
+
+def timed(repetitions: int, expected: int, *words: str) -> dict[str, Any]:
+    """Seconds of a whole command: the median of its repetitions, and their spread."""
+    found: dict[str, list[float]] = {"wall_s": [], "processor_s": []}
+    command = [sys.executable, "-m", "harness", *words]
+    for _ in range(repetitions):
+        before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        found["wall_s"].append(time.perf_counter() - began)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        found["processor_s"].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        if done.returncode != expected:
+            raise RuntimeError(f"exit code {done.returncode}, not {expected}:\n{done.stdout}\n{done.stderr}")
+    return {"repetitions": repetitions, "answer": done.stdout.split(":")[0]} | {
+        key: {name: round(of(each), 2) for name, of in (("median", statistics.median), ("least", min), ("most", max))}
+        for key, each in found.items()
+    }
+
+
+def measure(root: Path) -> dict[str, Any]:
+    """Every command."""
+    runs = {name: real_run(root, name) for name in KINDS}
+    for name, run in runs.items():
+        extended(run, root, f"long_{name}", LONG)
+    long = {name: next((root / f"long_{name}").iterdir()) for name in runs}
+    make_study(runs, root)
+    count = REPETITIONS["compare"]
+    return {
+        "compare, EQUIVALENT": timed(count, 0, "compare", str(long["clean"]), str(long["control"])),
+        "compare, DIFFERENT": timed(count, 1, "compare", str(long["faulty"]), str(long["control"])),
+        "verdict": timed(REPETITIONS["verdict"], 1, "verdict", "timed", "--root", str(root)),
+    }
+
+
+def main() -> None:
+    """Measure and write."""
+    before = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        commands = measure(Path(folder))
+    facts = {
+        "unit": "s",
+        "limits_s": LIMITS,
+        "records": {
+            "kind": "real runs of the tiny model, their last line repeated; captures are hard links",
+            "compare_steps": LONG,
+            "study": {"arms": ARMS, "seeds": SEEDS, "controls": SEEDS, "steps": STUDY_STEPS, "faulty_arms": 1},
+            "captured_steps": [1, 2, 3],
+        },
+        "commands": commands,
+        "versions": {"python": platform.python_version(), **{name: version(name) for name in ("numpy", "scipy")}},
+        "cores": os.cpu_count(),
+        "load_average": {"before": before, "after": os.getloadavg()[0]},
+    }
+    OUTPUT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    print(OUTPUT.read_text(encoding="utf-8"), end="")
+
+
+if __name__ == "__main__":
+    main()

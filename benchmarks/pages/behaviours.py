@@ -1,0 +1,173 @@
+"""Write docs/behaviours.md: the behaviours an FSDP engine is known by, as measured on three engines.
+
+    python benchmarks/pages/behaviours.py                          run all checks on all engines, write data and page
+    python benchmarks/pages/behaviours.py --engines native         run these engines alone, keep the others' answers
+    python benchmarks/pages/behaviours.py --keys 16,31             run these behaviours alone, keep the other answers
+    python benchmarks/pages/behaviours.py --page                   write the page again from the data
+
+The checks are those of tests/fsdp/behaviours; every answer and the versions are in benchmarks/data/behaviours.json.
+megatron-fsdp runs through harness/engines/adapters/megatron_on_cpu.py where there is no CUDA. Exits 1 where our engine
+lacks a behaviour that is not listed as pending.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.fsdp.behaviours.catalog import (  # noqa: E402
+    BEHAVIOURS,
+    DECIDED,
+    PENDING,
+    SECTIONS,
+    SUBJECTS,
+    UNPROVEN,
+    WAITING,
+)
+from tests.fsdp.behaviours.lab import Behaviour  # noqa: E402
+from tests.fsdp.behaviours.running import Trial, run  # noqa: E402
+
+DATA = ROOT / "benchmarks" / "data" / "behaviours.json"
+PAGE = ROOT / "docs" / "behaviours.md"
+PACKAGES = ("torch", "megatron-fsdp")
+PATIENCE = 20.0
+"""Seconds that a rank of an engine waits for another; some do so for ever."""
+
+KNOWN = {
+    ("megatron_fsdp", "2"): "rows_are_cut",
+    ("megatron_fsdp", "16"): "idle_parameters",
+    ("megatron_fsdp", "23"): "average_in_collective",
+    ("megatron_fsdp", "26"): "lone_rank_doubles",
+    ("megatron_fsdp", "27"): "hfsdp_sums_gradients",
+    ("megatron_fsdp", "27-overlap"): "no_overlap_param_gather",
+    ("megatron_fsdp", "28"): "adam_first_updates",
+    ("megatron_fsdp", "29"): "one_parameter_group",
+    ("megatron_fsdp", "45"): "no_units",
+}
+"""Failures that a script in docs/upstream shows without this repository's code."""
+
+Answers = dict[str, dict[str, dict[str, Any]]]
+"""Engine -> behaviour -> answer."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run, write; returns 1 where our own engine fails unexpectedly."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engines", default=",".join(SUBJECTS), help="comma-separated (default: all)")
+    parser.add_argument("--keys", default=",".join(BEHAVIOURS), help="comma-separated (default: all)")
+    parser.add_argument("--page", action="store_true", help="run nothing")
+    arguments = parser.parse_args(argv)
+    facts = json.loads(DATA.read_text()) if DATA.exists() else {"answers": {}}
+    if not arguments.page:
+        measured = measure(arguments.engines.split(","), arguments.keys.split(","))
+        for engine, answers in measured.items():
+            facts["answers"].setdefault(engine, {}).update(answers)
+        facts |= {"versions": versions(), "machine": f"{platform.machine()}, gloo on CPU"}
+        DATA.write_text(json.dumps(facts, indent=1) + "\n")
+    PAGE.write_text(page(facts))
+    bad = [key for key, each in facts["answers"]["native"].items() if each["outcome"] != "holds" and key not in PENDING]
+    print(f"{PAGE}: {len(BEHAVIOURS)} checks on {len(facts['answers'])} engines")
+    for key in bad:
+        print(f"native fails {key}: {facts['answers']['native'][key]['fact']}", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def measure(engines: Sequence[str], keys: Sequence[str]) -> Answers:
+    """Answers of every engine to every check."""
+    found: Answers = {engine: {} for engine in engines}
+    for engine in engines:
+        for ranks in sorted({BEHAVIOURS[key].ranks for key in keys}):
+            trials = [Trial(engine, key) for key in keys if BEHAVIOURS[key].ranks == ranks]
+            for trial, answer in run(trials, ranks, PATIENCE).items():
+                told = {name: value for name, value in asdict(answer).items() if name in ("outcome", "fact")}
+                found[engine][trial.key] = told
+                print(f"{engine} {trial.key}: {answer.outcome}: {answer.fact} ({answer.seconds:.1f} s)", flush=True)
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of what was measured."""
+    return {"python": platform.python_version(), **{name: metadata.version(name) for name in PACKAGES}}
+
+
+def page(facts: dict[str, Any]) -> str:
+    """The page."""
+    shown = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    parts = [
+        "# What an FSDP engine is known by\n",
+        "Made by `python benchmarks/pages/behaviours.py`; every answer is in `benchmarks/data/behaviours.json`.",
+        f"{shown}; {facts['machine']}.\n",
+        "Each behaviour is one check (`tests/fsdp/behaviours/`), the same for all engines: our own, NVIDIA's",
+        "megatron-fsdp as released, and torch's FSDP2. *holds*, *fails*: what was measured. *not offered*: the engine",
+        "cannot be asked for it. *pending*: our engine does not have it yet. A mutant is our engine with one mistake;",
+        "the check fails on it (`pytest tests/fsdp/behaviours`). Without a GPU megatron-fsdp runs through",
+        "`harness/engines/adapters/megatron_on_cpu.py`: one thread does everything in the order of issue, so memory",
+        "and overlap say less about a GPU than numbers do.",
+        "Names in brackets are reports with scripts that need nothing of this repository.\n",
+        *_counts(facts["answers"]),
+    ]
+    for title, module in SECTIONS.items():
+        parts += _section(title, [b for b in BEHAVIOURS.values() if b.check.__module__ == module.__name__], facts)
+    parts += [
+        *_listed("Decided otherwise", "Not wanted as they stand; what is done instead:", DECIDED),
+        *_listed("Unproven here", "No machine that ran this can show:", UNPROVEN),
+        *_listed("Waiting", "Not checked, or in part only, until other work is done:", WAITING),
+        *_listed("Pending in our engine", "Checked, and expected to fail until it has:", PENDING),
+    ]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _counts(answers: Answers) -> list[str]:
+    lines = ["| engine | holds | fails | not offered | pending |", "|---|---|---|---|---|"]
+    for engine in SUBJECTS:
+        outcomes = [_outcome(engine, key, each) for key, each in answers.get(engine, {}).items()]
+        counts = [str(outcomes.count(name)) for name in ("holds", "fails", "not offered", "pending")]
+        lines.append(f"| {engine} | " + " | ".join(counts) + " |")
+    return [*lines, ""]
+
+
+def _outcome(engine: str, key: str, answer: dict[str, Any]) -> str:
+    pending = engine == "native" and key in PENDING and answer["outcome"] != "holds"
+    return "pending" if pending else str(answer["outcome"])
+
+
+def _section(title: str, behaviours: Sequence[Behaviour], facts: dict[str, Any]) -> list[str]:
+    lines = [f"## {title}\n", "| | behaviour | " + " | ".join(SUBJECTS) + " | mutants |", "|---|---|---|---|---|---|"]
+    for each in behaviours:
+        cells = [_cell(engine, each.key, facts["answers"].get(engine, {}).get(each.key)) for engine in SUBJECTS]
+        mutants = "; ".join(mutant.says for mutant in each.mutants)
+        lines.append(f"| {each.key} | {each.says} | " + " | ".join(map(_escaped, [*cells, mutants])) + " |")
+    return [*lines, ""]
+
+
+def _cell(engine: str, key: str, answer: dict[str, Any] | None) -> str:
+    if answer is None:
+        return "not run"
+    outcome = _outcome(engine, key, answer)
+    if outcome == "pending":
+        return f"**pending**: {PENDING[key]}"
+    report = KNOWN.get((engine, key)) if outcome == "fails" else None
+    link = f" [[{report}](upstream/{report}.md)]" if report else ""
+    return f"**{outcome}**: {answer['fact']}{link}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _listed(title: str, lead: str, entries: dict[Any, str]) -> list[str]:
+    return [f"## {title}\n", f"{lead}\n", *(f"- {key}: {text}" for key, text in entries.items()), ""]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

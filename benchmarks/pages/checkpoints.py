@@ -1,0 +1,199 @@
+"""Write docs/checkpoints.md and benchmarks/data/checkpoints.json: every layout into every other, kills, and the cost.
+
+    python benchmarks/pages/checkpoints.py                  the page, from the data that is there
+    python benchmarks/pages/checkpoints.py --run            all three parts (about a quarter of an hour), then the page
+    python benchmarks/pages/checkpoints.py --run matrix     one part: matrix, kills or cost
+
+`matrix` saves and loads every pair of layouts and compares bit by bit (tests/support/layouts.py says how); `kills`
+kills a rank at fifty random moments of a save; `cost` needs a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from harness.store.files import write_atomic, write_json
+from harness.store.provenance import versions
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, DATA = ROOT / "docs" / "checkpoints.md", ROOT / "benchmarks" / "data" / "checkpoints.json"
+PROSE = ROOT / "benchmarks" / "pages" / "checkpoints_prose.md"
+PARTS = ("matrix", "kills", "cost")
+KILLS, KILL_SEED = 50, 1
+GIB = 1 << 30
+
+
+def run_matrix() -> dict[str, Any]:
+    """Every pair of layouts."""
+    from tests.support.layouts import LAYOUTS, NEXT_STEP_TOLERANCE, run_cells, written_right
+
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        cells = run_cells(Path(folder), [(source, target) for target in LAYOUTS for source in LAYOUTS])
+        written = {str(layout): written_right(Path(folder), layout) for layout in LAYOUTS}
+    return {
+        "layouts": [str(layout) for layout in LAYOUTS],
+        "tolerance": NEXT_STEP_TOLERANCE,
+        "written_wrong": {name: keys for name, keys in written.items() if keys},
+        "seconds": time.monotonic() - began,
+        "cells": [
+            {
+                "from": str(cell.source),
+                "to": str(cell.target),
+                "holds": cell.holds,
+                "next_step": cell.next_step,
+                "problems": list(cell.problems[:5]),
+            }
+            for cell in cells
+        ],
+    }
+
+
+def run_kills() -> dict[str, Any]:
+    """Fifty kills."""
+    from tests.support.killing import kill_many
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = kill_many(Path(folder), KILLS, KILL_SEED)
+    return {"seed": KILL_SEED, "kills": [asdict(each) | {"holds": each.holds} for each in found]}
+
+
+def run_cost() -> dict[str, Any]:
+    """Against FSDP2 with DCP."""
+    from benchmarks.costs import checkpoint_cost
+
+    with tempfile.TemporaryDirectory(dir=ROOT) as folder:  # on the disk runs lie on, not in memory
+        return checkpoint_cost.run(Path(folder) / "cost", layers=4, rounds=5)
+
+
+def page(data: dict[str, Any]) -> str:
+    """The Markdown of docs/checkpoints.md."""
+    parts = [PROSE.read_text(encoding="utf-8").rstrip()]
+    parts += [_matrix(data["matrix"])] if "matrix" in data else []
+    parts += [_kills(data["kills"])] if "kills" in data else []
+    parts += [_cost(data["cost"])] if "cost" in data else []
+    return "\n\n".join(parts) + "\n"
+
+
+def _made(part: dict[str, Any], name: str) -> str:
+    return f"Made by `python benchmarks/pages/checkpoints.py --run {name}`; {part['made_with']}."
+
+
+def _matrix(part: dict[str, Any]) -> str:
+    names = part["layouts"]
+    cells = {(cell["from"], cell["to"]): cell for cell in part["cells"]}
+    held = sum(cell["holds"] for cell in part["cells"])
+    largest = max(cell["next_step"] for cell in part["cells"])
+    head = ["", *(str(number) for number in range(1, len(names) + 1))]
+    lines = [
+        "## Every layout into every other",
+        "",
+        _made(part, "matrix"),
+        "",
+        f"{held} of {len(part['cells'])} cells hold: every weight, as the engine gathers it, and every tensor of the"
+        " state, chunk by chunk, has the bits of the one process that trained it, and the next update in fp64 lands"
+        f" within {part['tolerance']:.0e} of that process's (largest distance {largest:.1e}). Each row's checkpoint,"
+        " put together without DCP, has those bits too"
+        + (f", but for {part['written_wrong']}" if part["written_wrong"] else "")
+        + ". The model is the awkward one: tied, frozen and unused weights, odd sizes; AdamW, clipped.",
+        "",
+        "`=` bit for bit; `x` not. Rows wrote, columns loaded.",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+    ]
+    for number, source in enumerate(names, start=1):
+        marks = ["=" if cells[source, target]["holds"] else "x" for target in names]
+        lines.append("| " + " | ".join([f"{number} {source}", *marks]) + " |")
+    return "\n".join(lines)
+
+
+def _kills(part: dict[str, Any]) -> str:
+    kills = part["kills"]
+    torn = sum(kill["torn"] for kill in kills)
+    newer = sum(kill["step"] == kill["begun"] for kill in kills)
+    held = sum(kill["holds"] for kill in kills)
+    moments = sorted(1e3 * kill["seconds"] for kill in kills)
+    lines = [
+        "## kill -9 during a save",
+        "",
+        _made(part, "kills"),
+        "",
+        f"Two ranks save without end; one of them is killed at a random moment, {len(kills)} times, and two new ranks"
+        " take up what is there. The state of step n is n in every element, so that a mixture of two saves would show.",
+        "",
+        "| kills | left a torn folder | new ranks took the step told saved | or the one under way | as it should be |",
+        "|---|---|---|---|---|",
+        f"| {len(kills)} | {torn} | {len(kills) - newer} | {newer} | {held} |",
+        "",
+        f"Moments of the kills after the save began: {moments[0]:.1f} to {moments[-1]:.1f} ms,"
+        f" median {moments[len(moments) // 2]:.1f} ms. The same with another seed runs in CI"
+        " (tests/checkpoint/test_killing.py).",
+    ]
+    return "\n".join(lines)
+
+
+def _cost(part: dict[str, Any]) -> str:
+    rows = {(row["who"], row["what"]): row for row in part["rows"]}
+    ours, theirs = (dict.fromkeys(who for who, _ in rows)).keys()
+    lines = [
+        "## Cost",
+        "",
+        _made(part, "cost"),
+        "",
+        f"State in the shape of Llama 3.2 1B with {part['layers']} of its 16 blocks, weights and AdamW in fp32,"
+        f" {part['ranks']} ranks that hold it twice and take turns, {part['rounds']} rounds, median (fastest to"
+        " slowest) of the slower rank. Ours sums every byte (XXH3) when it is written and before it is loaded, and"
+        " afterwards holds the loaded state against the files; DCP checks nothing. Memory is what rose while it worked,"
+        " of the larger rank: what cannot be given back, and all with mapped files.",
+        "",
+        "| | | seconds | cannot be given back, GiB | all, GiB | on the disk, GiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (who, what), row in rows.items():
+        lines.append(
+            f"| {who} | {what} | {row['seconds']:.2f} ({row['fastest']:.2f} to {row['slowest']:.2f}) |"
+            f" {row['anonymous'] / GIB:.3f} | {row['resident'] / GIB:.3f} |"
+            f" {part['bytes'][who] / GIB:.3f} |"
+        )
+    ratios = {what: rows[ours, what]["seconds"] / rows[theirs, what]["seconds"] for what in ("save", "load")}
+    lines += ["", f"Ours over theirs: save {ratios['save']:.2f}, load {ratios['load']:.2f}."]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run what is asked for, and write both files."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", nargs="*", choices=PARTS, help="parts to run; none named: all")
+    arguments = parser.parse_args(argv)
+    data: dict[str, Any] = json.loads(DATA.read_text()) if DATA.exists() else {}
+    if arguments.run is not None:
+        runs = {"matrix": run_matrix, "kills": run_kills, "cost": run_cost}
+        for name in arguments.run or PARTS:
+            held = {key: value for key, value in versions().items() if key in ("python", "torch", "safetensors")}
+            told = ", ".join(f"{key} {value}" for key, value in held.items())
+            data[name] = runs[name]() | {"made_with": f"{told}, {platform.machine()}, gloo"}
+            write_json(DATA, data)
+    write_atomic(PAGE, page(data))
+    wrong = [cell for cell in data.get("matrix", {}).get("cells", []) if not cell["holds"]]
+    wrong += [kill for kill in data.get("kills", {}).get("kills", []) if not kill["holds"]]
+    print(f"{PAGE.relative_to(ROOT)}: {Counter(name for name in PARTS if name in data)}, {len(wrong)} do not hold")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    from benchmarks.pages import checkpoints  # ranks import what they run by name
+
+    sys.exit(checkpoints.main(sys.argv[1:]))

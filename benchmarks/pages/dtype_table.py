@@ -1,0 +1,214 @@
+"""Which dtype a gradient really had at each station, for every dtype policy and strategy. Writes docs/dtypes.md.
+
+    python benchmarks/pages/dtype_table.py > docs/dtypes.md
+
+Nothing in the table is read from a policy: two ranks train two microbatches and one update, and every station is
+watched from outside: what the forward computes with, what is handed to *encode*, every message sent, every addition
+made while ranks are summed (seen at torch's dispatcher), the buffer that keeps the sum, what the optimizer steps.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from harness.config.schema import Dtype, DtypeConfig
+from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.fsdp import MixedPrecisionPolicy, Strategy, fully_shard
+from harness.fsdp.comm import reduction
+from tests.support.spawn import run_ranks
+
+STATIONS = ("forward", "unreduced", "sent", "summed", "sums sent", "kept", "stepped")
+HEADINGS = (
+    "weights in the forward",
+    "gradient before encode",
+    "on the wire",
+    "running sum over ranks",
+    "second leg of an all-reduce",
+    "main gradient",
+    "stepped weights",
+)
+EXTRA = {
+    "fp16_comm": ("fp16", "fp32", "fp32", "fp16", None),
+    "bf16_sums": ("bf16", "fp32", "fp32", "bf16", "bf16"),
+    "fp32_in_fp64": ("fp32", "fp64", "fp64", "fp32", "fp64"),
+}
+"""Policies without a file in conf/dtype: compute, main weights, main gradients, wire, sum."""
+INTRODUCTION = """# Which dtype a gradient really had at each station, for every dtype policy and strategy
+
+Made by `python benchmarks/pages/dtype_table.py > docs/dtypes.md` with the native engine on two ranks, two microbatches
+a step. Every entry was observed, none is copied from the policy: what the forward computed with, what was handed to
+*encode*, the messages, the additions between ranks, the buffer that keeps the sum, the tensors the optimizer stepped.
+`tests/fsdp/test_dtype_table.py` fails when this page is not what the engine does.
+
+- Under `no_shard` and `optim` microbatches add up in the main gradient's dtype before anything is sent; under
+  `optim_grads` and `optim_grads_params` autograd writes each microbatch in the wire's dtype.
+- Ranks are summed one after the other, in rank order, every partial sum rounded to the running sum's dtype; the result
+  is rounded once to the main gradient's dtype, also where it is added to earlier microbatches.
+- An all-reduce carries gradients in the wire's dtype and sums in the main gradient's.
+- Gradients are divided once, after the last sum: a 16-bit wire or sum must hold them undivided.
+- `numerics=ordered` with 16-bit main weights needs AdamW: other updates round by where a shard ends.
+"""
+NAMES = {dtype: short.name for short, dtype in TORCH_DTYPES.items()}
+
+Trace = dict[str, set[str]]
+"""Station -> dtypes seen there."""
+
+
+class Additions(TorchDispatchMode):
+    """Collects the dtype of every running sum: the left side of additions in place, or into a place that is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation; note additions."""
+        if func in (torch.ops.aten.add_.Tensor, torch.ops.aten.add.out):
+            self.left.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def watching(trace: Trace) -> Iterator[None]:
+    """Note what passes through the engine's stations while the body runs."""
+    encode, sum_in_order = reduction.Reduction.encode, reduction._sum_in_order
+    send, second_leg = reduction.Communicator.send, reduction.Communicator.second_leg
+    leg = ["sent"]
+
+    def note(station: str, tensor: Tensor) -> None:
+        trace[station].add(NAMES[tensor.dtype])
+
+    def noting_encode(self: Any, gradients: Tensor) -> Tensor:
+        note("unreduced", gradients)
+        return encode(self, gradients)
+
+    def noting_sum(contributions: list[Tensor], target: Tensor, accum: torch.dtype, **how: Any) -> None:
+        with Additions() as seen:
+            sum_in_order(contributions, target, accum, **how)
+        between_ranks = seen.left[: len(contributions) - 1]  # the next one, if any, adds to what is kept
+        trace["summed"].update(NAMES[dtype] for dtype in between_ranks)
+
+    def noting_send(self: Any, tensor: Tensor, peer: int, tag: int) -> Any:
+        label = reduction.labels.current()
+        if label is not None and label.kind in ("reduce_scatter", "all_reduce") and tensor.dtype.is_floating_point:
+            note(leg[0], tensor)
+        return send(self, tensor, peer, tag)
+
+    def noting_leg(self: Any, parts: Any, label: Any) -> Any:
+        leg[0] = "sums sent"
+        try:
+            return second_leg(self, parts, label)
+        finally:
+            leg[0] = "sent"
+
+    with (
+        mock.patch.object(reduction.Reduction, "encode", noting_encode),
+        mock.patch.object(reduction, "_sum_in_order", noting_sum),
+        mock.patch.object(reduction.Communicator, "send", noting_send),
+        mock.patch.object(reduction.Communicator, "second_leg", noting_leg),
+    ):
+        yield
+
+
+def trace_of(rank: int, policy: MixedPrecisionPolicy, compute: torch.dtype, strategy: str) -> Trace:
+    """Train one update of two microbatches and say what was seen."""
+    trace: Trace = {station: set() for station in STATIONS}
+    torch.manual_seed(0)
+    module = nn.Linear(8, 8, bias=False, dtype=compute)
+    module.register_forward_pre_hook(lambda m, args: trace["forward"].add(NAMES[m.weight.dtype]))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+
+    def stepping(opt: torch.optim.Optimizer, *_: Any) -> None:
+        params = [param for group in opt.param_groups for param in group["params"]]
+        trace["stepped"].update(NAMES[each.dtype] for param in params for each in (param, param.grad))
+
+    with watching(trace):
+        model, _ = fully_shard(module, optimizer, zero_dp_strategy=strategy, mixed_precision_policy=policy)
+        optimizer.register_step_pre_hook(stepping)
+        for last in (False, True):
+            model.set_model_auto_sync(last)
+            model(torch.full((1, 8), 1.0 + rank, dtype=compute)).sum().backward()
+        model.finish_grad_sync()
+        trace["kept"].update(NAMES[piece.dtype] for bucket in model.buckets for piece in bucket.grad_pieces)
+        optimizer.step()
+    model.close()
+    return trace
+
+
+def policies() -> dict[str, DtypeConfig]:
+    """Every option of the group `dtype`, and some more."""
+    from harness.config.compose import compose
+
+    folder = Path(__file__).resolve().parents[2] / "conf" / "dtype"
+    found = {
+        path.stem: compose([f"dtype={path.stem}", "launch.dry_run=true"]).typed.dtype
+        for path in sorted(folder.glob("*.yaml"))
+    }
+    for name, roles in EXTRA.items():
+        dtypes = [None if each is None else Dtype[each] for each in roles]
+        found[name] = DtypeConfig(name, *dtypes, True)  # type: ignore[arg-type]
+    return found
+
+
+def traces(rank: int) -> dict[str, dict[str, Trace]]:
+    """Policy -> strategy -> what this rank saw."""
+
+    def torch_dtype(dtype: Dtype | None) -> torch.dtype | None:
+        return None if dtype is None else TORCH_DTYPES[dtype]
+
+    found = {}
+    for name, d in policies().items():
+        policy = MixedPrecisionPolicy(
+            torch_dtype(d.main_params),
+            torch_dtype(d.main_grads),
+            torch_dtype(d.grad_comm),
+            torch_dtype(d.grad_accum),
+            d.allow_low_precision_grads,
+        )
+        found[name] = {s.name: trace_of(rank, policy, TORCH_DTYPES[d.compute], s.name) for s in Strategy}
+    return found
+
+
+def asked(d: DtypeConfig) -> str:
+    """A policy as it is typed."""
+    roles = ("compute", "main_params", "main_grads", "grad_comm", "grad_accum")
+    return " ".join(f"{role}={'null' if getattr(d, role) is None else getattr(d, role).name}" for role in roles)
+
+
+def page(found: dict[str, dict[str, Trace]]) -> str:
+    """The Markdown of docs/dtypes.md."""
+    lines = [INTRODUCTION]
+    head = f"| strategy | {' | '.join(HEADINGS)} |"
+    for name, d in policies().items():
+        lines += ["", f"## {name}", "", f"`{asked(d)}`", "", head, "|" + "---|" * (len(HEADINGS) + 1)]
+        for strategy, trace in found[name].items():
+            cells = [" and ".join(sorted(trace[station])) or "-" for station in STATIONS]
+            lines.append(f"| `{strategy}` | {' | '.join(cells)} |")
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def main(run: Callable[..., list[Any]] = run_ranks) -> str:
+    """The page, from two ranks that must have seen the same."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    first, second = run(traces, 2)
+    if first != second:
+        raise RuntimeError("the two ranks saw different dtypes")
+    return page(first)
+
+
+if __name__ == "__main__":
+    from benchmarks.pages import dtype_table  # ranks import what they run by name
+
+    sys.stdout.write(dtype_table.main())

@@ -1,0 +1,309 @@
+"""Fills in the made parts of docs/engine.md and draws docs/gradient_life.svg.
+
+    python benchmarks/pages/engine_page.py
+
+The prose is written by hand; what stands between `<!-- made: NAME -->` and `<!-- end -->` is made here, and what a
+block of code prints is put into the `text` block below it: all blocks run in order, on two ranks, in one namespace.
+`tests/docs/test_engine_page.py` fails when the page is not what this makes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+from omegaconf import OmegaConf
+
+from benchmarks.pages.engine_formulas import Setup, kept, sent_inside, sent_outside, transient
+from benchmarks.pages.gradient_life import PAIRS, STAGES, Event, Life, lives
+from harness.config.schema import Config
+from harness.fsdp.comm.fixed_point import FixedPoint
+from harness.fsdp.megatron_arguments import UNBUILT
+from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.runtime.units import plan_units
+from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
+from harness.models.workload import LlamaWorkload
+from tests.support.spawn import run_ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE, PICTURE = ROOT / "docs" / "engine.md", ROOT / "docs" / "gradient_life.svg"
+GIB = 2.0**30
+INNER, OUTER, MICROBATCHES = 8, 8, 4
+
+# -- the gradient's life -----------------------------------------------------------------------------------------------
+
+SHORT = {
+    "write": lambda e: f"{'write' if e.how == 'copy' else 'add'} {e.dtype}",
+    "reduce_scatter": lambda e: f"send {e.dtype}, {e.axis}",
+    "all_reduce": lambda e: f"send {e.dtype}, {e.axis}",
+    "fold": lambda e: f"{e.how} {e.dtype} sum",
+    "share": lambda e: f"share {e.dtype}, {e.axis}",
+    "scale": lambda e: "scale, once",
+    "free": lambda e: f"free {'sums' if e.where == 'the sums' else 'bucket'}",
+    "all_gather": lambda e: f"gather {e.dtype}, {e.axis}",
+}
+COLOURS = {
+    "write": "#cfe3f7", "reduce_scatter": "#f8dcb8", "all_reduce": "#f8dcb8", "fold": "#d6ecd2", "share": "#f8dcb8",
+    "scale": "#f3c6c6", "free": "#e4e4e4", "all_gather": "#e2d5f0",
+}  # fmt: skip
+BOX, HIGH, LEFT, TOP = 112, 22, 150, 44
+
+
+def picture(found: dict[tuple[str, str], Life]) -> str:
+    """All lives as one drawing: a lane a pair, a column a stage."""
+    widths = [max(sum(e.stage == stage for e in life) for life in found.values()) for stage in STAGES]
+    begins = [LEFT + sum(widths[:i]) * BOX + i * 10 for i in range(len(widths))]
+    width, height = begins[-1] + widths[-1] * BOX + 8, TOP + len(found) * (HIGH + 12) + 6
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif"'
+        ' font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for stage, begin, number in zip(STAGES, begins, widths, strict=True):
+        lines.append(f'<text x="{begin}" y="18" font-weight="bold">{stage}</text>')
+        lines.append(f'<path d="M{begin} 26h{number * BOX - 8}" stroke="black"/>')
+    for row, ((inner, outer), life) in enumerate(found.items()):
+        y = TOP + row * (HIGH + 12)
+        lines.append(f'<text x="4" y="{y + 9}">{inner}</text>')
+        lines.append(f'<text x="4" y="{y + 21}" fill="#666">outer {outer}</text>')
+        for stage, begin in zip(STAGES, begins, strict=True):
+            for place, event in enumerate(e for e in life if e.stage == stage):
+                x = begin + place * BOX
+                lines.append(
+                    f'<rect x="{x}" y="{y}" width="{BOX - 8}" height="{HIGH}" rx="3" fill="{COLOURS[event.kind]}"/>'
+                    f'<text x="{x + 4}" y="{y + 15}">{SHORT[event.kind](event)}</text>'
+                )
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def life_table(found: dict[tuple[str, str], Life]) -> list[str]:
+    """A row a pair, a column a question."""
+    heads = "inner | outer | born | each microbatch | last microbatch, then | scaled | after the update | freed"
+    lines = [f"| {heads} |", "|---" * 8 + "|"]
+    for (inner, outer), life in found.items():
+        cells = [_born(life), _each(life), _last(life), _scaled(life), _after(life), _freed(life)]
+        lines.append(f"| `{inner}` | `{outer}` | {' | '.join(cells)} |")
+    return lines
+
+
+def _of(life: Life, stage: str, *kinds: str) -> list[Event]:
+    return [event for event in life if event.stage == stage and event.kind in kinds]
+
+
+def _born(life: Life) -> str:
+    event = _of(life, STAGES[0], "write")[0]
+    return f"{event.dtype}, in {event.where}"
+
+
+def _sum(event: Event) -> str:
+    return "*copied* over what was sent" if event.how == "copy" else "*added* to the shard's sums"
+
+
+def _each(life: Life) -> str:
+    """What both microbatches do, and how the second differs from the first."""
+    folds = [_of(life, stage, "fold") for stage in STAGES[:2]]
+    if not folds[0]:
+        return f"autograd {_of(life, STAGES[1], 'write')[0].how}s the next one in place"
+    sent = _of(life, STAGES[0], "reduce_scatter")[0]
+    return (
+        f"{sent.kind} {sent.axis}, {sent.dtype}; the sum is {folds[0][0].dtype}, *{_past(folds[0][0].how)}* to an"
+        f" empty shard, later *{_past(folds[1][0].how)}* to it"
+    )
+
+
+def _past(how: str) -> str:
+    return {"copy": "copied", "add": "added"}[how]
+
+
+def _last(life: Life) -> str:
+    words = []
+    ran = {event.axis for event in _of(life, STAGES[0], "fold")}
+    for event in _of(life, STAGES[1], "reduce_scatter", "all_reduce", "fold", "share"):
+        if event.axis in ran:
+            continue
+        if event.kind == "fold":
+            words.append(f"sum {event.dtype} *{_past(event.how)}* in place")
+        elif event.kind == "share":
+            words.append(f"second leg {event.axis}, {event.dtype}")
+        else:
+            words.append(f"{event.kind} {event.axis}, {event.dtype}")
+    return "; ".join(words)
+
+
+def _scaled(life: Life) -> str:
+    scales = [event for event in life if event.kind == "scale"]
+    return " and ".join(f"{event.where}, {event.axis or 'no'} axis" for event in scales) + f" ({len(scales)}x)"
+
+
+def _after(life: Life) -> str:
+    gathers = [f"all_gather {event.axis}, {event.dtype}" for event in _of(life, STAGES[2], "all_gather")]
+    return "; ".join(gathers) or "-"
+
+
+def _freed(life: Life) -> str:
+    freed = {}
+    for event in life:
+        if event.kind == "free":
+            when = "zero_grad()" if event.stage == STAGES[3] else "each reduction"
+            freed[event.where] = f"{event.where} after {when}" if when == "each reduction" else f"{event.where}: {when}"
+    return "; ".join(freed.values()) or "nothing: flat storage stays"
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def llama_units() -> dict[str, list[ParamSpec]]:
+    """Units of the Llama 3 8B shape (`model=llama_8b`) with names and shapes of their parameters."""
+    config = Config()
+    sizes: Any = OmegaConf.load(ROOT / "conf" / "model" / "llama_8b.yaml")  # no machine at hand need hold it
+    for name, value in sizes.items():
+        setattr(config.model, name, value)
+    workload = LlamaWorkload(config)
+    module = workload.build("meta", torch.bfloat16)
+    return {
+        plan.name: [ParamSpec(name, tuple(p.shape)) for members in plan.buckets.values() for name, p in members]
+        for plan in plan_units(module, workload.unit_classes)
+        if plan.buckets
+    }
+
+
+def layouts(num_ranks: int) -> list[BucketLayout]:
+    """Of every unit, in forward order, with a bf16 wire and bf16 weights."""
+    align = MixedPrecisionPolicy(grad_comm_dtype=torch.bfloat16).resolve(torch.bfloat16).align_elements
+    return [plan_bucket(specs, num_ranks, align) for specs in llama_units().values()]
+
+
+def lcm_padding(specs: list[ParamSpec], num_ranks: int) -> float:
+    """What is added where one row grid holds all matrices: a multiple of ranks x the lcm of their row lengths."""
+    grid = num_ranks * math.lcm(*(p.row_numel for p in specs if len(p.shape) > 1))
+    numel = sum(p.numel for p in specs)
+    return -(-numel // grid) * grid / numel - 1
+
+
+def padding() -> list[str]:
+    """Padding of one block, by ranks."""
+    specs = next(each for name, each in llama_units().items() if name.endswith("0") and len(each) > 2)
+    lines = ["| ranks | padding of one block | with one grid of rows |", "|---|---|---|"]
+    for num_ranks in (8, 64, 256, 512, 1024):
+        layout = plan_bucket(specs, num_ranks, 128)
+        ours = layout.comm_numel / layout.param_numel - 1
+        lines.append(f"| {num_ranks} | {ours:.3%} | {lcm_padding(specs, num_ranks):.2%} |")
+    return lines
+
+
+def example() -> list[str]:
+    """Bytes sent and kept by one rank, for all pairs."""
+    units = layouts(INNER)
+    moved, last = sum(each.comm_numel for each in units), units[-1].comm_numel
+    largest = max(each.bucket_numel for each in units)
+    lines = [
+        f"P = {moved:,} elements as they travel over {INNER} ranks ({moved / sum(u.param_numel for u in units) - 1:.4%}"
+        f" padding), U = {largest:,} in the largest unit; I = {INNER}, O = {OUTER}, k = {MICROBATCHES}; w = 2, c = 2,"
+        " g = 4, m = 4, o = 8. GiB a rank:",
+        "",
+        "| inner | outer | sent inside | sent outside | weights | main weights | main gradients | optimizer |"
+        " transient |",
+        "|---" * 9 + "|",
+    ]
+    for inner, outer in PAIRS:
+        s = Setup(inner, outer, INNER, OUTER, MICROBATCHES, c=2)
+        numbers = [sent_inside(s, moved, last), sent_outside(s, moved), *kept(s, moved).values(), transient(s, largest)]
+        lines.append(f"| `{inner}` | `{outer}` | {' | '.join(f'{number / GIB:.2f}' for number in numbers)} |")
+    return lines
+
+
+def fixed_point() -> list[str]:
+    """Range and resolution of exact sums."""
+    lines = ["| exact_bits | resolution | an element of a microbatch stays below, with 64 terms | with 4096 terms |"]
+    lines.append("|---|---|---|---|")
+    for bits in (36, 40, 44, 48):
+        limits = [f"{FixedPoint(bits, terms).limit:g}" for terms in (64, 4096)]
+        lines.append(f"| {bits} | {2.0**-bits:.2g} | {' | '.join(limits)} |")
+    return lines
+
+
+def guards() -> list[str]:
+    """Costs that were measured, from the committed records."""
+
+    def rows(name: str) -> Any:
+        return json.loads((ROOT / "benchmarks" / "data" / f"{name}.json").read_text())["rows"]
+
+    nan, dog = rows("nan_guard"), rows("watchdog_cost")
+    lines = [
+        "| strategy | NaN check | watchdog | step with the collective check, times that without |",
+        "|---|---|---|---|",
+    ]
+    for strategy in nan:
+        slower = dog[strategy]["checked"]["median_ms"] / dog[strategy]["off"]["median_ms"]
+        alone = dog[strategy]["alone_share"]
+        lines.append(f"| `{strategy}` | {nan[strategy]['alone_share']:.2%} | {alone:.3%} | {slower:.1f} |")
+    return lines
+
+
+def unbuilt() -> list[str]:
+    """Arguments of megatron-fsdp that are refused."""
+    lines = ["| argument | accepted value, which asks for nothing |", "|---|---|"]
+    return lines + [f"| `{name}` | `{value}` |" for name, value in UNBUILT.items()]
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+CODE = re.compile(r"```python\n(.*?)```\n(?:\n```text\n.*?```\n)?", re.S)
+
+
+def run_code(rank: int, blocks: list[str]) -> list[str]:
+    """Run all blocks in order in one namespace; what each printed. A module, so that classes can be found by name."""
+    namespace: dict[str, Any] = {"rank": rank, "__name__": "docs_engine"}
+    printed = []
+    for block in blocks:
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            exec(compile(block, "docs/engine.md", "exec"), namespace)
+        printed.append(out.getvalue())
+    return printed
+
+
+def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> tuple[str, str]:
+    """The page with its made parts made again, and the picture."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    per_rank = run(lives, 4)
+    found: dict[tuple[str, str], Life] = per_rank[0]
+    if any(each != found for each in per_rank):
+        raise RuntimeError("the ranks saw different lives of a gradient")
+    made = {
+        "life": life_table(found), "padding": padding(), "example": example(), "fixed_point": fixed_point(),
+        "guards": guards(), "unbuilt": unbuilt(),
+    }  # fmt: skip
+    for name, lines in made.items():
+        text = "\n".join(lines)
+        page, count = re.subn(
+            rf"(<!-- made: {name} -->\n).*?(<!-- end -->)", lambda m, t=text: f"{m[1]}{t}\n{m[2]}", page, flags=re.S
+        )
+        if count != 1:
+            raise RuntimeError(f"docs/engine.md has {count} places for {name}")
+    printed = iter(run(run_code, 2, [match[1] for match in CODE.finditer(page)])[0])
+
+    def with_output(match: re.Match[str]) -> str:
+        output = next(printed)
+        return f"```python\n{match[1]}```\n" + (f"\n```text\n{output}```\n" if output else "")
+
+    return CODE.sub(with_output, page), picture(found)
+
+
+if __name__ == "__main__":
+    from benchmarks.pages import engine_page  # ranks import what they run by name
+
+    made_page, made_picture = engine_page.render(PAGE.read_text())
+    PAGE.write_text(made_page)
+    PICTURE.write_text(made_picture)

@@ -1,0 +1,210 @@
+"""Write docs/power.md from benchmarks/data/power.json: what the verdicts are worth.
+
+python -m harness power --part all --out benchmarks/data/power.json
+python benchmarks/pages/power_table.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.config.faults import AMOUNTS, CORPUS, Fault
+from harness.parity.power.published import RULES
+from harness.parity.power.score import Judged, Rate, caught, caught_unwitnessed, false_alarms, placed, published_rates
+from harness.store.files import read_json, write_atomic
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = ROOT / "benchmarks" / "data" / "power.json"
+PAGE = ROOT / "docs" / "power.md"
+
+PARTS = {"tolerances were fixed on": False, "held out": True}
+
+ABSENT = {
+    "F27": "the outer reduction of hybrid sharding is wrong in every variant (NVIDIA/Megatron-LM PR 5972); the engine "
+    "has had hybrid sharding since, held to one process by tests/fsdp, but no run of this corpus has an outer axis",
+    "F28": "FP8 scales come back from a checkpoint one unit off (TransformerEngine); there is no FP8 here yet",
+    "F29": "FP8 maxima are reduced over the wrong group (TransformerEngine#656); there is neither FP8 nor tensor "
+    "parallelism here yet",
+}
+"""Mechanisms of the list that no run of the corpus can have."""
+
+HEAD = """# Power: what the verdicts are worth
+
+Faults were put into the engine on purpose, one at a time, and each faulty run was held against two clean ones: its
+*twin*, the same cell without the fault, and a *reference*, the same training by torch's DDP. Clean pairs differ only
+in what must not matter: how the model is sharded, over how many ranks, in how many microbatches, by which engine,
+with which messages. What each fault does stands in `harness/config/faults.py`, and how in `harness/probe/faults/`;
+`python run.py fault=NAME` puts it into any run. F numbers are silent bugs that were reported in public, the others
+are families of mistakes. At `full` strength a fault is as reported; at `middle` and `weak` a tenth and a hundredth of
+it, or, for a fault of precision, 8, 11 and 16 significant bits.
+
+A third of the faults and of the clean pairs was held out, by a hash, and run after the tolerances were fixed (at
+commit `{frozen}`). One thing was changed after that, because a study with longer sequences asked for it: the perturbed
+reference lets an embedding's gradient err as it does in the dtype itself, which allows more there. It concerns the 168
+clean pairs held against that reference, whose twelve references were made again; no other judgement changed. All runs
+are of one set of sources. The published rules are written from the thresholds their
+projects state (`harness/parity/power/published.py`) and judge the same pairs by the same losses.
+
+*Made by `python -m harness power --part all --out benchmarks/data/power.json && python benchmarks/pages/power_table.py
+--frozen {frozen}`; {made}.* A fault is *found* where the verdict is anything but EQUAL or EQUIVALENT; *stage right*
+where the first finding is in the part of the step where the fault is. Bounds are one-sided, 95 % (Clopper and Pearson).
+"""
+
+
+LIMITS = (
+    "- Every cell captures gradients and updates of its first three steps, and most faults act there. A fault that",
+    "  begins later, in steps that nobody captured, is found by what the losses show, if at all.",
+    "- The faults are in the native engine, which has witnesses, as DDP and one process have. Engines without them",
+    "  (FSDP1, FSDP2, megatron-fsdp, DeepSpeed, yours) are judged as in the last row of the table of rules.",
+    "- Models are small (about 0.2 M weights, 1 to 4 ranks on one machine), and whoever wrote the faults also wrote",
+    "  the comparator. Held-out faults guard the tolerances against that, not the choice of checks.",
+    "- Clean pairs of one world and seed share runs: they are fewer independent trials than pairs.",
+)
+
+
+def main() -> int:
+    """Read the judgements, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--frozen", required=True, metavar="COMMIT", help="at which the tolerances were fixed")
+    frozen = parser.parse_args().frozen
+    data = read_json(DATA)
+    if data is None:
+        print(f"{DATA} is missing: python -m harness power --part all --out {DATA}", file=sys.stderr)
+        return 2
+    judged = [Judged(**each) for each in data["pairs"]]
+    write_atomic(PAGE, "\n".join([HEAD.format(frozen=frozen, made=_made(data)), *_page(judged)]))
+    return 0
+
+
+def _made(data: dict[str, Any]) -> str:
+    code = data["code"] or {}
+    torch, commit = data["versions"]["torch"], str(code.get("sha", ""))[:8]
+    return f"torch {torch} on CPU, gloo, sources {data['sources'][:8]}, commit {commit}"
+
+
+def _page(judged: Sequence[Judged]) -> list[str]:
+    return [
+        "## In short",
+        "",
+        *_summary(judged),
+        "",
+        "## Published rules beside it",
+        "",
+        *_published(judged),
+        "",
+        "## Fault by fault",
+        "",
+        "Verdict against twin / reference (D different, U undecided, N not comparable, = passed), step and tier of the",
+        "first finding, and the stage it names (bold where it is another one than the fault's). The last columns: does",
+        "the published rule stop the full fault (twin / reference)?",
+        "",
+        *_faults(judged),
+        "",
+        "## Missed",
+        "",
+        *_missed(judged),
+        "",
+        "## False alarms",
+        "",
+        *_alarms(judged),
+        "",
+        "## What these numbers do not say",
+        "",
+        *LIMITS,
+        "",
+        "## Not in the corpus",
+        "",
+        *(f"- {name}: {why}." for name, why in ABSENT.items()),
+        "",
+    ]
+
+
+def _rows(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
+    return lines + [f"| {' | '.join(row)} |" for row in rows]
+
+
+def _summary(judged: Sequence[Judged]) -> list[str]:
+    parts = {name: [each for each in judged if each.held_out is held] for name, held in PARTS.items()}
+    parts["all"] = list(judged)
+    rows = []
+    for name, part in parts.items():
+        at = [_share(caught(each for each in part if each.strength == strength)) for strength in AMOUNTS]
+        alarms = false_alarms(part)
+        found = placed(part)
+        right = f"{_share(found)}, at least {100 * found.at_least:.1f} %"
+        rows.append((name, *at, right, f"{alarms.hits} of {alarms.of}", f"{100 * alarms.at_most:.2f} %"))
+    header = ("part", *(f"found, {strength}" for strength in AMOUNTS), "stage right", "false alarms", "at most")
+    return _rows(header, rows)
+
+
+def _share(rate: Rate) -> str:
+    return f"{rate.hits} of {rate.of} ({100 * rate.share:.1f} %)" if rate.of else "none"
+
+
+def _published(judged: Sequence[Judged]) -> list[str]:
+    by = {strength: published_rates((e for e in judged if e.strength == strength), "faulty") for strength in AMOUNTS}
+    alarms = published_rates(judged, "clean")
+    rows = [
+        (rule.name, *(_share(by[strength][rule.name]) for strength in AMOUNTS), _share(alarms[rule.name]))
+        for rule in RULES
+    ]
+    ours = [_share(caught(each for each in judged if each.strength == strength)) for strength in AMOUNTS]
+    rows.append(("**this comparator**", *ours, _share(false_alarms(judged))))
+    blind = [_share(caught_unwitnessed(each for each in judged if each.strength == strength)) for strength in AMOUNTS]
+    passed = [each.unwitnessed in ("EQUAL", "EQUIVALENT") for each in judged if each.kind == "clean"]
+    alarmed = _share(Rate(passed.count(False), len(passed)))
+    rows.append(("the same, where runs say nothing of themselves", *blind, alarmed))
+    return _rows(("rule", *(f"found, {strength}" for strength in AMOUNTS), "false alarms"), rows)
+
+
+LETTERS = {"DIFFERENT": "D", "UNDECIDED": "U", "NOT_COMPARABLE": "N", "EQUAL": "=", "EQUIVALENT": "="}
+
+
+def _faults(judged: Sequence[Judged]) -> list[str]:
+    by = {(each.fault, each.strength, each.against): each for each in judged if each.kind == "faulty"}
+    rows = []
+    for fault in CORPUS.values():
+        each = [[by.get((fault.name, strength, against)) for against in ("twin", "reference")] for strength in AMOUNTS]
+        rules = [_stops([pair for pair in each[0] if pair], rule.name) for rule in RULES]
+        held = any(pair.held_out for pairs in each for pair in pairs if pair)
+        rows.append((f"{fault.name}{' (held out)' if held else ''}", _says(fault), *map(_cell, each), *rules))
+    return _rows(("fault", "what it does", *AMOUNTS, *(rule.name for rule in RULES)), rows)
+
+
+def _says(fault: Fault) -> str:
+    return f"{fault.does}{f' ({fault.report})' if fault.report else ''}; {fault.stage}"
+
+
+def _cell(pairs: Sequence[Judged | None]) -> str:
+    return " / ".join("" if pair is None else _one(pair) for pair in pairs)
+
+
+def _one(pair: Judged) -> str:
+    if not pair.caught:
+        return "="
+    named = pair.named if pair.placed else f"**{pair.named}**"
+    return f"{LETTERS[pair.outcome]} {pair.step if pair.step is not None else '-'} {pair.tier} {named}"
+
+
+def _stops(pairs: Sequence[Judged], rule: str) -> str:
+    return " / ".join("no" if pair.published[rule] else "yes" for pair in pairs)
+
+
+def _missed(judged: Sequence[Judged]) -> list[str]:
+    missed = [each for each in judged if each.kind == "faulty" and not each.caught]
+    lines = [f"- {each.fault}, {each.strength}, against its {each.against}: {each.sentence}" for each in missed]
+    return lines or ["None."]
+
+
+def _alarms(judged: Sequence[Judged]) -> list[str]:
+    alarms = [each for each in judged if each.kind == "clean" and each.caught]
+    return [f"- {each.fault} ({each.against}): {each.sentence}" for each in alarms] or ["None."]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""Two versions of the code as arms, and the first commit between two that differs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from harness.bisect.revisions import WORKTREE, Repository, Version
+from harness.bisect.search import Answer, first_differing
+from harness.bisect.snapshot import Snapshot
+from harness.bisect.trials import Request, answer_of, brief, check_ends, unfit
+from harness.config.doc import as_typed
+from harness.config.errors import BadRequest, refuse
+from harness.parity import Outcome, Verdict
+from harness.parity.versions import Side, changed_defaults, compare_versions
+
+Tell = Callable[[str], None]
+"""Is given a line of progress."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A verdict on two versions, and their runs."""
+
+    verdict: Verdict
+    arm: Path
+    control: Path
+
+
+def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
+    """Is the run that `new` makes still the one that `old` makes? Runs of either are made once, and used again.
+
+    Args:
+        request: what both are asked.
+        old: the revision that is the control.
+        new: the revision that is held against it.
+        tell: is given progress.
+
+    Raises:
+        BadRequest: there is no such revision, both are one, or one of them does not compose the request; then nothing
+            was run.
+        KeyboardInterrupt: we were asked to stop.
+    """
+    request.check()
+    repository = Repository.own(request.root)
+    control, arm = (repository.version(revision) for revision in (old, new))
+    if control.tree == arm.tree:
+        fix = f"{WORKTREE} for what is not committed; train.replicate=1 for an A/A pair of one version"
+        raise refuse(f"{control.label} and {arm.label}", "hold the same files: one version", fix=fix)
+    _warn_of_dirt(repository, (control, arm), tell)
+    snapshots = [Snapshot(repository, version) for version in (control, arm)]
+    for snapshot in snapshots:
+        snapshot.check(request.words)
+    runs = [_run(snapshot, request, tell) for snapshot in snapshots]
+    verdict = _judge(request, arm, runs[1], control, runs[0])
+    return Compared(replace(verdict, commands=_commands(request, verdict, control, arm)), runs[1], runs[0])
+
+
+def _warn_of_dirt(repository: Repository, versions: Sequence[Version], tell: Tell) -> None:
+    if any(version.asked == "HEAD" for version in versions) and repository.is_dirty():
+        tell(f"note: files differ from HEAD, and HEAD is the commit; {WORKTREE} stands for the files")
+
+
+def _run(snapshot: Snapshot, request: Request, tell: Tell) -> Path:
+    before = snapshot.done(request.words) is not None
+    tell(f"{snapshot.version.label}: {'was run' if before else f'runs; {snapshot.log(request.words)} tells how far'}")
+    return snapshot.run(request.words)
+
+
+def _judge(request: Request, arm: Version, run: Path, control: Version, control_run: Path) -> Verdict:
+    return compare_versions(Side(run, arm.label), Side(control_run, control.label), bitwise=request.bitwise)
+
+
+def _commands(request: Request, verdict: Verdict, control: Version, arm: Version) -> tuple[str, ...]:
+    """What to type next: run directories of two versions can be looked at, but only we can judge or make them."""
+    looks = tuple(command for command in verdict.commands if " --tensor " in command or " diff " in command)
+    again = ("compare", "--code", control.word, arm.word)
+    if verdict.outcome is Outcome.NOT_COMPARABLE and not unfit(verdict):
+        typed = {word.partition("=")[0] for word in request.words}
+        values = changed_defaults(Path(verdict.arm), Path(verdict.control)).items()
+        more = tuple(f"{key}={as_typed(value)}" for key, value in values if key not in typed)
+        return (replace(request, words=(*request.words, *more)).command(*again), *looks) if more else looks
+    return looks or (f"{request.command(*again)} --json",)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A version that could not be tried, and why."""
+
+    version: Version
+    why: str
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """Where the run changed."""
+
+    control: Version
+    same: Version
+    """The last version that is the same."""
+    first: Version
+    """The first that is known to differ."""
+    verdict: Verdict
+    """Of `first`, against the control."""
+    skipped: tuple[Skipped, ...]
+    """Versions between the two: the change may lie in one of them."""
+    next: tuple[str, ...]
+    """What to type next; the first command shows the change by itself."""
+
+    @property
+    def sentence(self) -> str:
+        """The answer."""
+        if self.skipped:
+            rest = len(self.skipped)
+            what = f"{self.first.title} is the first that is known to differ, after {rest} that could not be tried"
+        else:
+            what = f"{self.first.title} is the first that differs"
+        return f"{what}: {self.verdict.sentence}"
+
+
+class Bisection:
+    """Trials along a history, each held against the good end."""
+
+    def __init__(self, request: Request, good: str, bad: str, tell: Tell) -> None:
+        """
+        Args:
+            request: what every version is asked.
+            good: the revision all others are held against.
+            bad: a revision built on it, or WORKTREE.
+            tell: is given a line a trial.
+
+        Raises:
+            BadRequest: a revision is unknown, or the two are no history.
+        """
+        request.check()
+        if good == WORKTREE:
+            raise refuse(
+                f"bisect {WORKTREE}", "nothing is built on it yet: it can be the bad end alone", fix="a commit"
+            )
+        self._request, self._tell = request, tell
+        self._repository = Repository.own(request.root)
+        self.good, self.bad = (self._repository.version(revision) for revision in (good, bad))
+        _check_history(self._repository, self.good, self.bad)
+        _warn_of_dirt(self._repository, (self.good, self.bad), tell)
+        self._verdicts: dict[int, Verdict] = {}
+        self._reasons: dict[int, str] = {}
+        self._number = itertools.count(1)
+
+    def find(self) -> Culprit:
+        """Try versions by halves.
+
+        Raises:
+            BadRequest: an end cannot be run, or they do not differ.
+            KeyboardInterrupt: we were asked to stop; asked again, runs that were made are used again.
+        """
+        self._line = self._repository.between(self.good, self.bad)
+        ends = [Snapshot(self._repository, version) for version in (self.good, self.bad)]
+        for end in ends:
+            end.check(self._request.words)
+        self._tell(f"{len(self._line) - 1} versions after {self.good.title}, each held against it")
+        self._tell(f"how far the first one is: {ends[0].log(self._request.words)}; each version has such a file")
+        self._control = ends[0].run(self._request.words)
+        verdict = self._verdict(self.bad)
+        check_ends(verdict, self.good.label, self.bad.label)
+        last = len(self._line) - 1
+        self._verdicts[last] = verdict
+        self._tell(f"  the end  {self.bad.title}: {brief(verdict)}")
+        span = first_differing(len(self._line), self._try)
+        skipped = [Skipped(self._line[at], self._reasons[at]) for at in range(span.same + 1, span.differs)]
+        same, first = self._line[span.same], self._line[span.differs]
+        found = Culprit(self.good, same, first, self._verdicts[span.differs], tuple(skipped), ())
+        return replace(found, next=tuple(self._next(found)))
+
+    def _verdict(self, version: Version) -> Verdict:
+        run = Snapshot(self._repository, version).run(self._request.words)
+        return _judge(self._request, version, run, self.good, self._control)
+
+    def _try(self, at: int, left: int) -> Answer:
+        version = self._line[at]
+        number = next(self._number)
+        head = f"  {number} of about {number + left - 1}  {version.title}"
+        if version.tree == self.good.tree:
+            self._tell(f"{head}: EQUAL, the same files")
+            return Answer.same
+        try:
+            verdict = self._verdict(version)
+        except BadRequest as error:
+            self._reasons[at] = " ".join(error.violations[0].problem.split())
+            self._tell(f"{head}: skipped, {self._reasons[at]}")
+            return Answer.unresolved
+        self._verdicts[at] = verdict
+        answer = answer_of(verdict, self._verdicts[len(self._line) - 1].outcome)
+        if answer is Answer.unresolved:
+            self._reasons[at] = verdict.sentence
+        self._tell(f"{head}: {'skipped, ' * (answer is Answer.unresolved)}{brief(verdict)}")
+        return answer
+
+    def _next(self, found: Culprit) -> list[str]:
+        commands = [self._request.command("compare", "--code", found.same.word, found.first.word)]
+        parents = [] if found.first.asked == WORKTREE or found.skipped else self._repository.parents(found.first)
+        if len(parents) > 1:  # what was merged has a history of its own
+            fork = self._repository.fork(*parents[:2])
+            commands += [self._request.command("bisect", fork, parents[1])] if fork else []
+        return commands
+
+
+def _check_history(repository: Repository, good: Version, bad: Version) -> None:
+    if good.tree == bad.tree:
+        fix = f"two revisions that differ; {WORKTREE} for what is not committed"
+        raise refuse(f"bisect {good.label} {bad.label}", "names the same files twice", fix=fix)
+    if repository.is_ancestor(good, bad):
+        return
+    fork = repository.fork(good.commit, bad.commit)
+    if repository.is_ancestor(bad, good):
+        fix = f"bisect {bad.word} {good.word}: the first version that differs from the older one, be it a repair"
+    else:
+        fix = f"bisect {fork} {bad.word}: from where they part" if fork else "two revisions of one history"
+    raise refuse(f"bisect {good.label} {bad.label}", "the second is not built on the first", fix=fix)

@@ -1,0 +1,190 @@
+"""The smallest set of settings that makes two runs differ: delta debugging over their configurations.
+
+Every trial is the good run's frozen cell with some of the bad run's settings, run in the study `bisect` and held
+against the good cell, which is run there too: so old or distant runs serve as descriptions alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from harness.bisect.search import Answer, smallest
+from harness.bisect.trials import Request, answer_of, brief, check_ends
+from harness.config.compose import Cell, compose_cell
+from harness.config.doc import as_typed
+from harness.config.errors import BadRequest, refuse
+from harness.config.overrides import quote
+from harness.launch.terminal import Terminal
+from harness.parity import Verdict, compare
+from harness.parity.record import load
+from harness.parity.versions import own_fault
+from harness.store.identity import EXCLUDED
+from harness.store.rundir import RunDir, Store, flatten
+from harness.study.replay import replay
+
+STUDY = "bisect"
+Tell = Callable[[str], None]
+Frozen = dict[str, Any]
+
+OURS = {
+    "wait": True,
+    "inline": False,
+    "dry_run": False,
+    "rerun": "stale",
+    "preempt_at": 0,
+}
+"""How a trial is carried out, whatever the two runs were told."""
+
+
+@dataclass(frozen=True)
+class Responsible:
+    """What makes two runs differ."""
+
+    settings: tuple[tuple[str, Any, Any], ...]
+    """Each with the good run's value and the bad one's; none can be left out."""
+    of: int
+    """In how many settings the two differ."""
+    verdict: Verdict
+    """Of the good run with these settings, against the good run."""
+    next: tuple[str, ...]
+
+    @property
+    def sentence(self) -> str:
+        """The answer."""
+        changes = ", ".join(f"{key}={as_typed(bad)} for {as_typed(good)}" for key, good, bad in self.settings)
+        what = f"{changes} is the smallest difference" if self.of > 1 else f"{changes} is the only difference"
+        return f"{what}{f' of {self.of}' * (self.of > 1)} that flips the verdict: {self.verdict.sentence}"
+
+
+class KeySearch:
+    """Trials between two configurations."""
+
+    def __init__(self, request: Request, good: str, bad: str, tell: Tell) -> None:
+        """
+        Args:
+            request: overrides put over both cells before anything else, and where runs lie.
+            good: the run whose cell all trials start from: a path, a prefix of a signature or `@last`.
+            bad: the run whose settings are tried.
+            tell: is given a line a trial.
+
+        Raises:
+            StoreError: there is no such run.
+            BadRequest: their cells cannot be composed any more, or do not differ.
+        """
+        self._store = Store(request.root)
+        self._good_run, self._bad_run = self._store.find(good), self._store.find(bad)
+        self._good, self._bad = (self._frozen(run, request) for run in (self._good_run, self._bad_run))
+        self._request, self._tell = request, tell
+        left, right = flatten(self._good), flatten(self._bad)
+        self._values = {key: (left.get(key), right[key]) for key in sorted(right) if _counts(key, left, right)}
+        self._verdicts: dict[tuple[str, ...], Verdict] = {}
+        self._number = itertools.count(1)
+        if not self._values:
+            fix = "python -m harness diff names other differences; compare --code tries versions of the code"
+            raise refuse(f"bisect --keys {good} {bad}", "are one configuration: no setting of a run differs", fix=fix)
+
+    def _frozen(self, run: RunDir, request: Request) -> Frozen:
+        """A run's configuration with the request's overrides over it, to be carried out as a trial."""
+        found = deepcopy(replay(run.config(), run.overrides(), request.words).config)
+        found["study"]["name"] = STUDY
+        found["launch"] |= OURS | {"root": str(self._store.root)}
+        return found
+
+    def find(self) -> Responsible:
+        """Try subsets.
+
+        Raises:
+            BadRequest: the two cells cannot be run, or do not differ.
+            KeyboardInterrupt: we were asked to stop; asked again, runs that were made are used again.
+        """
+        names = tuple(self._values)
+        control = self._cell(())
+        self._run([control])
+        if fault := own_fault(load(self._store.path_of(control))):
+            fix = "name a run as GOOD whose own witnesses agree with it"
+            raise refuse(
+                self._good_run.name, f"is wrong by itself, so nothing can be held against it: {fault}", fix=fix
+            )
+        self._tell(
+            f"{self._good_run.name} and {self._bad_run.name} differ in {len(names)} settings: {', '.join(names)}"
+        )
+        everything = self._judge(names)
+        check_ends(everything, "the good run", "the good run with every setting of the bad one")
+        self._tell(f"  all {len(names)}: {brief(everything)}")
+        self._sought = everything.outcome
+        found = smallest(names, self._try)
+        verdict = self._verdicts[found]
+        settings = tuple((key, *self._values[key]) for key in found)
+        return Responsible(settings, len(names), verdict, self._next(found, verdict))
+
+    def _try(self, names: tuple[str, ...]) -> Answer:
+        head = f"  {next(self._number)}  {', '.join(self._words(names))}"
+        try:
+            verdict = self._judge(names)
+        except BadRequest as error:
+            self._tell(f"{head}: skipped, {' '.join(str(error.violations[0]).split())}")
+            return Answer.unresolved
+        answer = answer_of(verdict, self._sought)
+        self._tell(f"{head}: {'skipped, ' * (answer is Answer.unresolved)}{brief(verdict)}")
+        return answer
+
+    def _judge(self, names: tuple[str, ...]) -> Verdict:
+        control, arm = self._cell(()), self._cell(names)
+        self._run([arm])
+        verdict = compare(self._store.path_of(arm), self._store.path_of(control))
+        self._verdicts[names] = verdict
+        return verdict
+
+    def _cell(self, names: tuple[str, ...]) -> Cell:
+        """The good cell with some of the bad one's settings.
+
+        Raises:
+            BadRequest: the rules refuse it.
+        """
+        mixed = deepcopy(self._good)
+        for name in names:
+            *path, last = name.split(".")
+            group = mixed
+            for key in path:
+                group = group[key]
+            group[last] = self._values[name][1]
+        # Not held against the request: a setting that has no effect without another is a trial like any other.
+        return compose_cell(OmegaConf.create(mixed), (), earlier=self._words(names))
+
+    def _run(self, cells: Sequence[Cell]) -> None:
+        from harness.launch.submit import submit  # late: a refusal needs none of it
+
+        with open(os.devnull, "w", encoding="utf-8") as nowhere:
+            code = submit(cells, Terminal(nowhere, several=True))
+        if code == 130:
+            raise KeyboardInterrupt
+        if code == 75:
+            raise refuse(f"--keys {STUDY}", "a trial was stopped, or another request runs it", fix="ask again later")
+
+    def _words(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(f"{name}={_typed(self._values[name][1])}" for name in names)
+
+    def _next(self, found: tuple[str, ...], verdict: Verdict) -> tuple[str, ...]:
+        again = ("run.py", "--from", str(self._good_run.path), *self._request.words, *self._words(found))
+        where = [] if self._store.root == Path("runs").absolute() else [f"launch.root={_typed(str(self._store.root))}"]
+        return (shlex.join(["python", *again, *where]), *verdict.commands[:1])
+
+
+def _counts(key: str, left: Frozen, right: Frozen) -> bool:
+    return key.split(".")[0] not in EXCLUDED and left.get(key) != right[key]
+
+
+def _typed(value: Any) -> str:
+    """A value as Hydra's grammar reads it."""
+    text = as_typed(value)
+    return text if not isinstance(value, str) or re.fullmatch(r"[\w./-]+", text) else quote(text)

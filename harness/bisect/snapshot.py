@@ -1,0 +1,183 @@
+"""A version of the code at work: its own `run.py` composes and trains, under this interpreter, in a store of its own.
+
+What a version is asked stays words: it reads them with its own schema, its own `conf/` and its own rules. All we rely
+on across versions is `run.py`, `launch.root`, `launch.dry_run`, and what a run directory holds.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from harness.bisect.revisions import OUTER, WORKTREE, Repository, Version
+from harness.config.errors import refuse
+from harness.config.overrides import quote
+from harness.launch.local.pool import listening
+from harness.launch.local.ranks import log_tail
+from harness.store import provenance, status
+from harness.store.files import Lock
+from harness.store.placement import FOREIGN
+from harness.store.provenance import PACKAGE
+from harness.store.rundir import CONFIG
+from harness.store.status import State
+
+TICK_S = 0.2
+OURS = {
+    "launch.root": "each version has a store of its own, under --root",
+    "launch.dry_run": "a verdict needs runs",
+    "launch.inline": "each version runs in processes of its own",
+}
+"""Settings that are not the request's to choose, and why."""
+
+
+def check_words(words: Sequence[str]) -> None:
+    """Refuse what cannot be asked of a version.
+
+    Raises:
+        BadRequest: a setting is ours to choose.
+    """
+    for word in words:
+        if why := OURS.get(word.partition("=")[0]):
+            raise refuse(word, why, fix="leave it out")
+
+
+class Snapshot:
+    """A version with files to run from."""
+
+    def __init__(self, repository: Repository, version: Version) -> None:
+        """Write the version's files, unless they are there.
+
+        Raises:
+            BadRequest: it has no `run.py`, or Python would import another copy of the package.
+        """
+        self.version = version
+        self._folder = repository.folder(version)
+        self._files = repository.files(version)
+        if not (self._files / "run.py").is_file():
+            fix = "git log --diff-filter=A --format=%h -- run.py names the first commit that has it"
+            raise refuse(version.label, "has no run.py: it is older than this command line", fix=fix)
+        self._check_import()
+
+    def check(self, words: Sequence[str]) -> None:
+        """Let the version compose the request, and start nothing.
+
+        Raises:
+            BadRequest: it does not; with its own message.
+        """
+        if self.done(words) is not None:
+            return
+        log = self._store(words).with_suffix(".check.log")
+        if self._call([*words, "launch.dry_run=true"], self._store(words), log):
+            raise self._refusal(log)
+
+    def run(self, words: Sequence[str]) -> Path:
+        """The run directory of the request, run if it is not done; look at its state for how it ended.
+
+        Raises:
+            BadRequest: the version does not compose the request, or made no run; with its own message.
+            KeyboardInterrupt: we were asked to stop, and so was the run; asked again, it goes on.
+        """
+        with self._alone(words):
+            if (done := self.done(words)) is not None:
+                return done
+            log = self.log(words)
+            code = self._call(words, self._store(words), log)
+            run = self._found(words)
+            if code == 2 or run is None:
+                raise self._refusal(log)
+            self._sign(run)
+            return run
+
+    @contextmanager
+    def _alone(self, words: Sequence[str]) -> Iterator[None]:
+        """Wait for another request that runs the same, and keep later ones waiting."""
+        path = self._store(words).with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = Lock.acquire(path, timeout_s=math.inf)
+        assert lock is not None
+        with lock:
+            yield
+
+    def log(self, words: Sequence[str]) -> Path:
+        """What its `run.py` prints."""
+        return self._store(words).with_suffix(".log")
+
+    def _store(self, words: Sequence[str]) -> Path:
+        """The store of one request; one run is all it holds."""
+        return self._folder / "runs" / hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]
+
+    def _found(self, words: Sequence[str]) -> Path | None:
+        return next((path.parent for path in sorted(self._store(words).glob(f"*/*/{CONFIG}"))), None)
+
+    def done(self, words: Sequence[str]) -> Path | None:
+        """The run directory of the request where it is done."""
+        run = self._found(words)
+        state = None if run is None else status.effective(run)
+        return run if state is not None and state.state is State.done else None
+
+    def _call(self, words: Sequence[str], root: Path, log: Path) -> int:
+        """Carry out a command line of the version's; returns its exit code."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, str(self._files / "run.py"), *words, f"launch.root={quote(str(root))}"]
+        with listening() as asked, log.open("wb") as output:
+            started = subprocess.Popen(
+                command, env=self._environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+            told = False
+            while _is_running(started):
+                if (asked.interrupted or asked.stops) and not told:
+                    told = True
+                    started.send_signal(signal.SIGTERM if asked.stops else signal.SIGINT)
+        if told:
+            raise KeyboardInterrupt
+        return started.returncode
+
+    def _environment(self) -> dict[str, str]:
+        """Ours, but for what would lead Python or git elsewhere than to the version's files."""
+        kept = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, *OUTER)}
+        entries = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry]
+        others = [entry for entry in entries if Path(entry).resolve() != PACKAGE.parent]
+        path = os.pathsep.join([str(self._files), *others])
+        # The store may lie inside a repository: its commit is not the version's.
+        return kept | {"PYTHONPATH": path, "GIT_CEILING_DIRECTORIES": str(self._folder)}
+
+    def _check_import(self) -> None:
+        command = [sys.executable, "-P", "-c", "import harness; print(list(harness.__path__)[0])"]
+        done = subprocess.run(command, env=self._environment(), capture_output=True, text=True, check=False)
+        found = done.stdout.strip()
+        if not found or Path(found).resolve() != (self._files / "harness").resolve():
+            last = (done.stderr.strip().splitlines() or ["nothing"])[-1]
+            problem = f"is not what Python imports from its own files: it finds {found or last}"
+            raise refuse(self.version.label, problem, fix="leave -I, -E and import hooks out of the environment")
+
+    def _refusal(self, log: Path) -> Exception:
+        return refuse(self.version.label, f"cannot do what is asked. {_own_words(log)}")
+
+    def _sign(self, run: Path) -> None:
+        """Record which commit a run was made by: git itself cannot tell from the version's files."""
+        if not provenance.read(run).get("git"):
+            held = {"sha": self.version.commit, "branch": "", "dirty": self.version.asked == WORKTREE, "changed": []}
+            provenance.merge(run, {"git": held})
+
+
+def _own_words(log: Path) -> str:
+    """What a version says of a request it refuses, or the last line of what it broke with."""
+    told = log_tail(log)
+    if (at := told.rfind("bad request")) >= 0:
+        return f"Its own words:\n{told[at:]}"
+    return f"It ends with: {told.splitlines()[-1] if told else 'nothing'} ({log})"
+
+
+def _is_running(process: subprocess.Popen[bytes]) -> bool:
+    try:
+        process.wait(TICK_S)
+    except subprocess.TimeoutExpired:
+        return True
+    return False

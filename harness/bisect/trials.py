@@ -1,0 +1,94 @@
+"""What comparing versions, and the two searches, share: the request in words, and what a verdict says of one trial."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.bisect.search import Answer
+from harness.bisect.snapshot import check_words
+from harness.config.doc import settings
+from harness.config.errors import refuse
+from harness.parity import Grade, Outcome, Stage, Verdict
+from harness.parity.telling.wording import describe
+from harness.parity.tiers.admissible import REPEATABLE
+
+PASSED = (Outcome.EQUAL, Outcome.EQUIVALENT)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every trial is asked: overrides as typed, where runs lie, and whether any unequal bit is a difference."""
+
+    words: tuple[str, ...] = ()
+    root: str = "runs"
+    bitwise: bool = False
+
+    def check(self) -> None:
+        """Refuse what no version could answer.
+
+        Raises:
+            BadRequest: a setting is not the request's to choose, or bits are demanded where sums have no order.
+        """
+        check_words(self.words)
+        modes = [word.partition("=")[2] for word in self.words if word.startswith(("numerics=", "numerics.mode="))]
+        if self.bitwise and not set(modes) & set(REPEATABLE):
+            problem = "demands bits, and numerics=fast promises no order of sums: two runs of one code may differ"
+            raise refuse("--bitwise", problem, choices=f"with numerics={' or numerics='.join(REPEATABLE)}")
+
+    def command(self, *before: str) -> str:
+        """A command line of ours that asks the same."""
+        flags = ["--bitwise"] * self.bitwise
+        flags += [] if Path(self.root) == Path("runs") else ["--root", self.root]
+        return shlex.join(["python", "-m", "harness", *before, *self.words, *flags])
+
+
+def unfit(verdict: Verdict) -> str:
+    """Why a pair says nothing of what was tried: a run that is not whole, or another machine; empty where it does."""
+    if verdict.outcome is not Outcome.NOT_COMPARABLE:
+        return ""
+    known = settings()
+    strange = [f for f in verdict.findings if f.stage is Stage.record and f.check not in known]
+    return verdict.sentence if strange else ""
+
+
+def brief(verdict: Verdict) -> str:
+    """A verdict without the names of the two, for a line of many that share a control."""
+    if verdict.outcome in PASSED:
+        return verdict.outcome.value
+    grave = Grade.bad if verdict.outcome is Outcome.DIFFERENT else Grade.doubt
+    first = next((finding for finding in verdict.findings if finding.grade is grave), None)
+    return verdict.sentence if first is None else f"{verdict.outcome.value}: {describe(first, first, first.note)}"
+
+
+def answer_of(verdict: Verdict, sought: Outcome) -> Answer:
+    """What a trial's verdict says to a search.
+
+    DIFFERENT differs, EQUAL and EQUIVALENT are the same, UNDECIDED is neither. NOT_COMPARABLE (other data, other
+    initial weights) differs where what is sought is NOT_COMPARABLE itself; elsewhere it hides what is sought.
+
+    Args:
+        verdict: of the trial against the control.
+        sought: the outcome at the bad end.
+    """
+    if verdict.outcome in PASSED:
+        return Answer.same
+    if verdict.outcome is Outcome.DIFFERENT:
+        return Answer.differs
+    if verdict.outcome is Outcome.NOT_COMPARABLE and verdict.outcome is sought and not unfit(verdict):
+        return Answer.differs
+    return Answer.unresolved
+
+
+def check_ends(verdict: Verdict, good: str, bad: str) -> None:
+    """Refuse a search between ends that do not differ.
+
+    Raises:
+        BadRequest: with the verdict's sentence.
+    """
+    if why := unfit(verdict):
+        raise refuse(bad, f"cannot be held against {good}: {why}", fix="both ends must run to their end on one machine")
+    if answer_of(verdict, verdict.outcome) is not Answer.differs:
+        fix = "a longer run, another seed, or --bitwise with numerics=deterministic may tell them apart"
+        raise refuse(bad, f"does not differ from {good}, so there is nothing to find. {verdict.sentence}", fix=fix)

@@ -1,0 +1,403 @@
+"""Saving a run's state and going on from it: under any layout, and not before every byte of it has been checked.
+
+What is saved, by key, is the engine's state by the model's own names (`weights/...`, `optimizer/...`), each rank's
+random number states (`rng/00003/cpu`), and as plain values the step, from which schedule, data and record have their
+positions. [Note: A checkpoint's folder] has the form on disk.
+
+Going on means: every file's sum fits, every name and shape is the one that is wanted, only then is anything loaded,
+and what the engine holds afterwards is held against the files once more: an engine is not believed to have loaded what
+it was given.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from harness.checkpoint import folder as folders
+from harness.checkpoint.manifest import Damaged, Manifest
+from harness.checkpoint.snapshot import LoadPlanner, SavePlanner, Snapshots
+from harness.checkpoint.storage import Comparer, Reader, Writer, dtype_of
+from harness.config.schedule import lr_at
+from harness.config.schema import Config
+from harness.control import Control
+from harness.engines.protocol import Engine, Ranks
+from harness.store.errors import StoreError
+from harness.store.rundir import checkpoint_folder
+
+RNG = "rng/"
+SHOWN = 6
+"""Names in a message."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a loaded checkpoint says beside the engine's state."""
+
+    step: int
+    initial_weights: str
+    """SHA-256 of the weights the run began with."""
+    begins_after: int = 0
+    """The step of another run's checkpoint that this run began from: its record has the steps after it."""
+    wrong: tuple[str, ...] = ()
+    """What an engine holds after loading that is not what was loaded, by key."""
+    layout: Mapping[str, Any] | None = None
+    """Who wrote it."""
+    passed_over: tuple[str, ...] = ()
+    """Newer checkpoints that are damaged, and how."""
+    cast: tuple[str, ...] = ()
+    """Dtypes that were rounded, "float32 to bfloat16"."""
+    skipped: tuple[str, ...] = ()
+    """With ckpt.strict=false: what did not fit and stayed as it was."""
+
+
+class Checkpoints:
+    """The `ckpt/` folder of one run. Every method is called by all ranks together.
+
+    Args:
+        folder: the run's `ckpt/`.
+        warn: is told once, by rank 0, what a person should know.
+    """
+
+    def __init__(
+        self, folder: Path, config: Config, ranks: Ranks, control: Control, warn: Callable[[str], None] = print
+    ) -> None:
+        self.folder = folder
+        self.config = config
+        self.ranks = ranks
+        self.control = control
+        self.warn = warn
+        self.layout = layout_of(config)
+        self.background = Background(ranks) if config.ckpt.background else None
+
+    # -- saving ------------------------------------------------------------------------------------------------------
+
+    def save(self, engine: Engine, step: int, initial_weights: str, begins_after: int = 0) -> None:
+        """Write the state after `step` and drop checkpoints beyond `ckpt.keep`.
+
+        In the background where `ckpt.background` asks for it: this then waits for the save before, copies the state,
+        and returns; `finish` waits for the last one.
+
+        Raises:
+            RuntimeError: some rank could not write (the disk is full, say), now or the time before; older ones stay.
+        """
+        self.finish()
+        unfinished = folders.path_of(self.folder, step).with_suffix(folders.UNFINISHED)
+        fault = None
+        if self.ranks.rank == 0:
+            try:
+                folders.begin(self.folder, step)
+            except OSError as error:
+                fault = error
+        self._agree(f"make {unfinished}", fault)
+        state = engine.state()
+        tensors: Mapping[str, Any] = {**self._own(state.tensors, portable=state.portable), **self._rng_state()}
+        writer = Writer(unfinished, self.ranks.rank, self._values(step, initial_weights, begins_after, state.portable))
+        if self.background is None:
+            self._write(tensors, writer, self.control.group)
+        else:
+            copied = self.background.snapshots.take(tensors)
+            group = self.background.group
+            self.background.begin(lambda: self._write(copied, writer, group))
+
+    def finish(self) -> None:
+        """Wait for a save in the background.
+
+        Raises:
+            RuntimeError: it could not be written.
+        """
+        if self.background is not None:
+            self.background.wait()
+
+    def _write(self, tensors: Mapping[str, Any], writer: Writer, group: dist.ProcessGroup | None) -> None:
+        with self.control.meter.muted():
+            _dcp(
+                f"write {writer.folder}",
+                lambda: dcp_save(
+                    dict(tensors),
+                    storage_writer=writer,
+                    planner=SavePlanner(),
+                    process_group=group,
+                    no_dist=group is None,
+                ),
+            )
+            fault = None
+            if self.ranks.rank == 0:
+                try:
+                    folders.publish(writer.folder)
+                    folders.keep_newest(self.folder, self.config.ckpt.keep, writer.values["step"])
+                except OSError as error:
+                    fault = error
+            self._agree(f"publish {writer.folder}", fault, group)
+
+    def _values(self, step: int, initial_weights: str, begins_after: int, portable: bool) -> dict[str, Any]:
+        return {
+            "step": step,
+            "layout": self.layout,
+            "portable": portable,
+            "initial_weights": initial_weights,
+            "data": data_position(self.config, step),
+            "schedule": {"lr": lr_at(self.config, step), "next_step": step + 1},
+            "record": {"begins_after": begins_after, "lines": step - begins_after},
+        }
+
+    def _own(self, tensors: Mapping[str, Tensor], *, portable: bool) -> dict[str, Tensor]:
+        """Keys of a state that only its own layout understands are this rank's alone."""
+        return dict(tensors) if portable else {f"local/{self.ranks.rank:05d}/{key}": t for key, t in tensors.items()}
+
+    # -- loading -----------------------------------------------------------------------------------------------------
+
+    def load_newest(self, engine: Engine) -> Checkpoint | None:
+        """Go on from the newest intact checkpoint; where there is none, begin from `ckpt.load`, or return None.
+
+        Raises:
+            StoreError: there are checkpoints, and all of them are damaged; or `ckpt.load` has no intact one.
+            ValueError: it does not fit this run; nothing was loaded.
+        """
+        found = self._load_from(self.folder, engine)
+        if found is None and self.config.ckpt.load is not None:
+            source = Path(self.config.ckpt.load)
+            single = source.name.startswith(folders.PREFIX)
+            folder = source.parent if single else checkpoint_folder(source)
+            found = self._load_from(folder, engine, source if single else None)
+            if found is None:
+                raise StoreError(f"ckpt.load={source} holds no checkpoint: name a run, or one of its step-* folders")
+        return found
+
+    def _load_from(self, folder: Path, engine: Engine, only: Path | None = None) -> Checkpoint | None:
+        steps = folders.steps(folder) if self.ranks.rank == 0 else []
+        if only is not None and self.ranks.rank == 0:
+            steps = [step for step in steps if folders.path_of(folder, step) == only]
+        passed: list[str] = []
+        while True:
+            # Rank 0 proposes, so that all ranks try the same one whatever their view of a shared disk.
+            step = self.control.gather([steps.pop() if steps else -1])[0][0]
+            if step < 0:
+                if passed:
+                    told = "; ".join(passed)
+                    raise StoreError(f"no checkpoint in {folder} is intact: {told}. Remove it to begin at step 0")
+                return None
+            path = folders.path_of(folder, step)
+            manifest, wrong = self._verified(path)
+            if manifest is None or wrong:
+                passed.append(f"{path.name}: {wrong or 'another rank finds it damaged; see its log'}")
+                if self.ranks.rank == 0:
+                    self.warn(f"checkpoint {path} is damaged and passed over: {passed[-1]}")
+                continue
+            return self._take(path, manifest, engine, tuple(passed))
+
+    def _verified(self, path: Path) -> tuple[Manifest | None, str]:
+        """The manifest, and what this or another rank finds wrong. Every file is read once, by one rank."""
+        wrong, manifest = "", None
+        try:
+            manifest = Manifest.read(path)
+            mine = sorted(manifest.files)[self.ranks.rank :: self.ranks.world_size]
+            wrong = "; ".join(folders.damage(path, manifest, mine))
+        except Damaged as error:
+            wrong = str(error)
+        found = _everyone(wrong, self.control)
+        return manifest, "; ".join(each for each in found if each)
+
+    def _take(self, path: Path, manifest: Manifest, engine: Engine, passed: tuple[str, ...]) -> Checkpoint:
+        values, state = manifest.values, engine.state()
+        if not (values["portable"] and state.portable) and values["layout"] != self.layout:
+            raise StoreError(
+                f"{path} was written as {values['layout']}, this run is {self.layout}: only native, fsdp2, ddp and"
+                " single take what another layout wrote; remove ckpt/ to start from step 0"
+            )
+        self._check_position(path, values)
+        tensors = self._own(state.tensors, portable=state.portable)
+        skipped = self._check_names(path, manifest, tensors)
+        wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
+        self._read(path, Reader(path, manifest), wanted)
+        state.adopt()
+        self._restore_rng(path, manifest)
+        wrong = self._told_wrong(path, manifest, engine, skipped)
+        return Checkpoint(
+            step=values["step"],
+            initial_weights=values["initial_weights"],
+            begins_after=values["record"]["begins_after"] if path.parent == self.folder else values["step"],
+            wrong=wrong,
+            layout=values["layout"],
+            passed_over=passed,
+            cast=_casts(manifest, wanted),
+            skipped=tuple(sorted(skipped)),
+        )
+
+    def _check_position(self, path: Path, values: Mapping[str, Any]) -> None:
+        here = data_position(self.config, values["step"])
+        faults = [
+            f"data.{key} was {value}, here it is {here.get(key)}"
+            for key, value in values["data"].items()
+            if here.get(key) != value
+        ]
+        if faults and self.config.ckpt.strict:
+            raise ValueError(
+                f"{path} does not fit this run, nothing was loaded: {'; '.join(faults)}; the position in the data would"
+                " be another one. ckpt.strict=false takes it all the same"
+            )
+
+    def _check_names(self, path: Path, manifest: Manifest, tensors: Mapping[str, Tensor]) -> set[str]:
+        """Keys to leave out; none if strict.
+
+        Raises:
+            ValueError: on all ranks, naming what is missing, unexpected or of another shape; nothing was loaded.
+        """
+        mine = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+        wanted: dict[str, tuple[int, ...]] = {}
+        for theirs in _everyone(mine, self.control):
+            wanted |= theirs
+        held = {key: entry for key, entry in manifest.tensors.items() if not key.startswith(RNG)}
+        if parts := manifest.values.get("parts"):  # weights alone, say: the rest stays as a new run has it
+            wanted = {key: shape for key, shape in wanted.items() if key.startswith(tuple(parts))}
+        missing = sorted((key for key in wanted if key not in held and 0 not in wanted[key]), key=_weights_first)
+        unexpected = sorted((key for key in held if key not in wanted), key=_weights_first)
+        fitting = wanted.keys() & held.keys()
+        shapes = sorted((key for key in fitting if held[key].shape != wanted[key]), key=_weights_first)
+        told = [f"missing {key}" for key in missing] + [f"unexpected {key}" for key in unexpected]
+        told += [f"{key} is {list(held[key].shape)}, here {list(wanted[key])}" for key in shapes]
+        if told and self.config.ckpt.strict:
+            shown = "; ".join(told[:SHOWN]) + (f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else "")
+            raise ValueError(
+                f"{path} does not fit this run, nothing was loaded ({len(told)} differences): {shown}. Is it another"
+                " model's, or another optimizer's? ckpt.strict=false loads what fits and leaves the rest as it is"
+            )
+        if told and self.ranks.rank == 0:
+            self.warn(f"ckpt.strict=false: of {path}, {len(told)} names do not fit: {'; '.join(told[:SHOWN])}")
+        return {key for key in mine if key not in held} | set(shapes)
+
+    def _read(self, path: Path, reader: Reader, tensors: Mapping[str, Tensor]) -> None:
+        with self.control.meter.muted(), torch.no_grad():
+            _dcp(
+                f"read {path}",
+                lambda: dcp_load(
+                    dict(tensors),
+                    storage_reader=reader,
+                    planner=LoadPlanner(),
+                    process_group=self.control.group,
+                    no_dist=self.control.group is None,
+                ),
+            )
+
+    def _told_wrong(self, path: Path, manifest: Manifest, engine: Engine, skipped: set[str]) -> tuple[str, ...]:
+        """What the engine holds now, against the files once more."""
+        state, comparer = engine.state(), Comparer(path, manifest)
+        tensors = self._own(state.tensors, portable=state.portable)
+        self._read(path, comparer, {key: t for key, t in tensors.items() if key not in skipped})
+        return tuple(sorted(set().union(*_everyone(comparer.wrong, self.control))))
+
+    # -- random numbers ----------------------------------------------------------------------------------------------
+
+    def _rng_state(self) -> dict[str, Tensor]:
+        prefix = f"{RNG}{self.ranks.rank:05d}/"
+        state = {f"{prefix}cpu": torch.get_rng_state()}
+        if self.ranks.device.type == "cuda":
+            state[f"{prefix}cuda"] = torch.cuda.get_rng_state(self.ranks.device)
+        return state
+
+    def _restore_rng(self, path: Path, manifest: Manifest) -> None:
+        """Rank r takes what rank r had; a rank there was none of, or on another device, keeps its own."""
+        wanted = {key: torch.empty_like(held) for key, held in self._rng_state().items() if key in manifest.tensors}
+        self._read(path, Reader(path, manifest), wanted)
+        for key, state in wanted.items():
+            if key.endswith("/cuda"):
+                torch.cuda.set_rng_state(state, self.ranks.device)
+            else:
+                torch.set_rng_state(state)
+
+    def _agree(self, what: str, fault: Exception | None, group: dist.ProcessGroup | None = None) -> None:
+        """Wait for all ranks; if one failed, fail on all, so that none waits for it in the next exchange."""
+        faults = _everyone(None if fault is None else str(fault), self.control, group)
+        failed = [(rank, text) for rank, text in enumerate(faults) if text is not None]
+        if failed:
+            raise RuntimeError(f"checkpoint: rank {failed[0][0]} cannot {what}: {failed[0][1]}") from fault
+
+
+class Background:
+    """One save at a time beside the training, over a group of its own."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.group = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
+        self.snapshots = Snapshots()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._under_way: Future[None] | None = None
+
+    def begin(self, save: Callable[[], None]) -> None:
+        """Start a save; the one before is over."""
+        self._under_way = self._thread.submit(save)
+
+    def wait(self) -> None:
+        """Wait for the save that is under way; raises what it raised."""
+        pending, self._under_way = self._under_way, None
+        if pending is not None:
+            pending.result()
+
+
+def layout_of(config: Config) -> dict[str, Any]:
+    """Who writes: engine, strategies, ranks, dtype of the main weights."""
+    return {
+        "engine": config.engine.name.name,
+        "strategy": config.sharding.strategy.name,
+        "outer": config.sharding.outer.name,
+        "world_size": config.mesh.world_size,
+        "dp_outer": config.mesh.dp_outer,
+        "main_params": config.dtype.main_params.name,
+    }
+
+
+def data_position(config: Config, step: int) -> dict[str, Any]:
+    """What says which tokens come next: sequences used by all ranks, and how they are drawn."""
+    return {
+        "order_seed": config.data.order_seed,
+        "sequences_done": step * config.train.global_batch_size,
+        "seq_len": config.data.seq_len,
+    }
+
+
+def _everyone(value: Any, control: Control, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Every rank's value, by rank."""
+    chosen = group or control.group
+    if chosen is None:
+        return [value]
+    found: list[Any] = [None] * chosen.size()
+    with control.meter.muted():
+        dist.all_gather_object(found, value, group=chosen)
+    return found
+
+
+def _dcp(what: str, call: Callable[[], object]) -> None:
+    """Run a save or load of DCP, which fails on all ranks alike.
+
+    Raises:
+        RuntimeError: the first rank's reason, without the traceback DCP makes of it.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            call()
+    except CheckpointException as error:
+        rank, (reason, _) = next(iter(error.failures.items()))
+        raise RuntimeError(f"checkpoint: rank {rank} cannot {what}: {reason}") from reason
+
+
+def _weights_first(key: str) -> tuple[bool, str]:
+    return not key.startswith("weights/"), key
+
+
+def _casts(manifest: Manifest, tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    pairs = {
+        (dtype_of(manifest.tensors[key]), tensor.dtype) for key, tensor in tensors.items() if key in manifest.tensors
+    }
+    names = ((str(a).removeprefix("torch."), str(b).removeprefix("torch.")) for a, b in pairs if a is not b)
+    return tuple(sorted(f"{a} to {b}" for a, b in names))

@@ -1,0 +1,78 @@
+"""What NCCL, torch's face of it and the SHARP library are told through the environment: config -> variables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.config.derived import wants_infiniband_sharp
+from harness.config.schema import Config, CtaPolicy, Device, NcclLog, SharpAxis, UserBuffers
+
+NCCL_LOG = "nccl.%h.%p.log"
+"""Name of a rank's NCCL log in the attempt's folder; NCCL puts host and process in."""
+
+CTA_POLICIES = {CtaPolicy.default: "0", CtaPolicy.efficiency: "1", CtaPolicy.zero: "2"}
+"""By number: names are understood from NCCL 2.29 on."""
+
+
+def network_environment(config: Config, attempt: Path | None = None) -> dict[str, str]:
+    """What NCCL, torch's face of it and the SHARP library are told; nothing on CPU, where gloo takes no such wish."""
+    if config.cluster.device is not Device.cuda:
+        return {}
+    return _algorithms(config) | _thread_blocks(config) | _sharp_library(config) | _log(config, attempt)
+
+
+def _algorithms(config: Config) -> dict[str, str]:
+    sharp = config.sharp
+    nvlink = sharp.group is not SharpAxis.none and sharp.nvlink
+    variables = {
+        # 2 is "where the devices have it"; 1 would claim it of any device and fail while a communicator is made
+        "NCCL_NVLS_ENABLE": "2" if nvlink else "0",
+        # NCCL reads this for each communicator anew: whoever creates the one that owns SHARP raises it meanwhile
+        "NCCL_COLLNET_ENABLE": "0",
+    }
+    if sharp.algo is not None:
+        variables["NCCL_ALGO"] = sharp.algo
+    if nvlink and sharp.nvls_ctas is not None:
+        variables["NCCL_NVLS_NCHANNELS"] = str(sharp.nvls_ctas)
+    return variables
+
+
+def _thread_blocks(config: Config) -> dict[str, str]:
+    ub = config.nccl_ub
+    variables = {}
+    if ub.cta_policy is not CtaPolicy.default:
+        variables["NCCL_CTA_POLICY"] = CTA_POLICIES[ub.cta_policy]
+    if ub.min_ctas is not None:
+        variables["NCCL_MIN_CTAS"] = str(ub.min_ctas)
+    if ub.max_ctas is not None:
+        variables["NCCL_MAX_CTAS"] = str(ub.max_ctas)
+    if ub.mode is not UserBuffers.none:
+        # torch would register every tensor of every collective by itself, beside the engine's pool
+        variables["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"
+    return variables
+
+
+def _sharp_library(config: Config) -> dict[str, str]:
+    if not wants_infiniband_sharp(config):
+        return {}
+    variables = {"SHARP_COLL_ENABLE_SAT": str(int(config.sharp.streaming))}
+    if config.sharp.overlap_gather:
+        variables["SHARP_COLLNET_OVERLAP_AG"] = "1"
+    if config.launch.nccl_log is not NcclLog.none:
+        variables["SHARP_COLL_LOG_LEVEL"] = "3"  # information: whether the switches gave the job a tree
+    return variables
+
+
+def _log(config: Config, attempt: Path | None) -> dict[str, str]:
+    """A log of NCCL's own, so that what it really did can be read back; the user's own settings stand without one."""
+    if config.launch.nccl_log is NcclLog.none or attempt is None:
+        return {}
+    kinds = ["INIT", "ENV", "NET", "GRAPH", "NVLS", "REG"]
+    if config.launch.nccl_log is NcclLog.choices:
+        kinds.append("TUNING")
+    folder = str(attempt.absolute()).replace("%", "%%")
+    return {
+        "NCCL_DEBUG": "INFO",
+        "NCCL_DEBUG_SUBSYS": ",".join(kinds),
+        "NCCL_DEBUG_FILE": f"{folder}/{NCCL_LOG}",
+    }

@@ -1,0 +1,100 @@
+"""Torch's DistributedDataParallel, used as its users use it; with `sharding=optim` beside ZeroRedundancyOptimizer.
+
+Microbatches accumulate locally in the main dtype under `no_sync`; the last backward all-reduces DDP's buckets. A wire
+narrower than the main gradients is torch's own `bf16_compress_hook` or `fp16_compress_hook`: each bucket is cast to 16
+bits, divided by the number of ranks there, summed by the backend in 16 bits, and cast back.
+
+`sharding=optim`: the all-reduce is DDP's, whole, on every rank; then each rank steps the parameters dealt to it (whole
+ones, largest first, to the rank with least) and sends them to the others, one flat bucket a rank
+(`parameters_as_bucket_view=True`). So gradients cost as much traffic as without it, unlike a reduce-scatter, and a rank
+may hold more than 1/N of the optimizer state where parameters are few. `overlap_with_ddp` is left off: it does not step
+in the first two or three iterations.
+
+`find_unused_parameters` is on where the model may leave parameters unused; without it, an unused parameter ends the
+next forward in torch's "Expected to have finished reduction". It costs DDP a walk over the graph and one more
+all-reduce a step, of 4 bytes a parameter tensor. It is on under numerics=deterministic too, because it keeps DDP's
+first buckets: without it DDP lays them out anew after its first step, in the order gradients came, and the order of
+sums then depends on how many steps ago the process began. A resumed run would not repeat the bits of one never stopped.
+The first step that uses all parameters makes torch advise against the flag, once, in a rank's log: that comes from C++
+straight to stderr, and nothing silences it alone.
+
+Limits, on torch 2.13: gradients have the dtype of the main weights; a wire of 16 bits goes with any of these, one of
+more bits must be theirs. The compute dtype is not DDP's doing: `replicated` casts all weights before each forward.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.config.derived import microbatches_per_rank
+from harness.config.schema import Config, Dtype, Numerics, Strategy
+from harness.engines.base.replicated import ReplicatedEngine
+from harness.engines.protocol import Microbatch, Ranks, Workload
+
+COMPRESSION: dict[Dtype, Callable[..., Any]] = {
+    # In a lambda, because DDP refuses torch's hook by its *name* where there is no NCCL; gloo sums bf16 well enough.
+    Dtype.bf16: lambda group, bucket: bf16_compress_hook(group, bucket),
+    Dtype.fp16: fp16_compress_hook,
+}
+"""Hooks that send gradients in another dtype than they are stored in, by that dtype."""
+
+
+class DdpEngine(ReplicatedEngine):
+    """Every rank holds all weights and gradients, and all optimizer state or its part of it."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        """Build and wrap the model.
+
+        Raises:
+            ValueError: gradients are to travel in a dtype that DDP has no way to send, or as `ReplicatedEngine`.
+        """
+        wire = config.dtype.grad_comm
+        if wire is not config.dtype.main_grads and wire not in COMPRESSION:
+            raise ValueError(
+                f"engine=ddp sends gradients as they are stored or in 16 bits: dtype.grad_comm={wire.name}, "
+                f"dtype.main_grads={config.dtype.main_grads.name}; make them equal or use engine=native"
+            )
+        super().__init__(workload, config, ranks, fused=True)
+        self.microbatches_per_rank = microbatches_per_rank(config)
+        with warnings.catch_warnings():
+            # Deprecated in torch 2.13 for forward_sync_buffers, which 2.11 does not have.
+            warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
+            self.replica = DistributedDataParallel(
+                self.model,
+                device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
+                broadcast_buffers=False,  # the rotary tables are computed alike on every rank
+                init_sync=False,  # and so are the weights, from their names
+                gradient_as_bucket_view=True,
+                find_unused_parameters=workload.may_leave_unused or config.numerics.mode is not Numerics.fast,
+            )
+        if wire is not config.dtype.main_grads:
+            self.replica.register_comm_hook(None, COMPRESSION[wire])
+
+    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        if self.config.sharding.strategy is not Strategy.optim:
+            return whole, whole
+        sharded = ZeroRedundancyOptimizer(
+            whole.param_groups,  # each carries all of its settings
+            optimizer_class=type(whole),
+            parameters_as_bucket_view=True,
+            overlap_with_ddp=False,
+            lr=whole.defaults["lr"],
+        )
+        return sharded, sharded.optim
+
+    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
+        """One microbatch, its loss scaled by 1 / k; DDP itself divides by the number of ranks."""
+        with nullcontext() if last else self.replica.no_sync():
+            loss = self.workload.loss(self.replica, batch)
+            (loss / self.microbatches_per_rank).backward()
+        self.reduced = last
+        return loss.detach()

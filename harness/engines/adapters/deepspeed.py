@@ -1,0 +1,296 @@
+"""DeepSpeed ZeRO 0 to 3, as its documentation says: a client optimizer of two groups, its own clipping and boundary.
+
+Main weights, gradients and moments are fp32. Weights are computed with in fp32 or bf16, gradients travel in
+`communication_data_type` and are summed there by the backend; between microbatches they accumulate in fp32
+(`data_types.grad_accum_dtype`). With bf16, `optim` is DeepSpeed's BF16_Optimizer, which accumulates the whole gradient
+on every rank and all-reduces it at the boundary. DeepSpeed scales each loss by 1 / k and averages over the ranks.
+
+Limits, on DeepSpeed 0.19.8:
+
+- `no_shard` has one dtype for all roles but the wire: bf16 weights with fp32 gradients are refused by DeepSpeed itself.
+- ZeRO leaves a step out whose gradient norm is not finite and reports `inf`; BF16_Optimizer and ZeRO-3 do so in every
+  dtype. Nothing else here skips a step (docs/upstream/deepspeed_skips_nonfinite.md).
+- Every trained weight gets a gradient in every microbatch on every rank. ZeRO-1 and 2 leave a weight without one out of
+  that rank's bucket, and the ranks then reduce buckets of different sizes (gloo aborts). ZeRO-3 keeps the last gradient
+  of a weight that gets none, and updates by it again (docs/upstream/deepspeed_stale_gradient.md).
+- fp16 would bring loss scaling; fp64 and 16-bit main weights or gradients are not asked of it.
+- MoE, tensor parallelism, offloading and hpZ are not used: there is no outer axis.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.config.derived import microbatches_per_rank, parameter_count
+from harness.config.schema import Config, Strategy
+from harness.engines import optim
+from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
+from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.fsdp.state.blank import create_state
+
+STAGES = {strategy: stage for stage, strategy in enumerate(Strategy)}
+MAIN_BYTES = 4
+
+
+class DeepspeedEngine(Engine):
+    """One DeepSpeedEngine; what differs between its optimizers is which flat tensors hold the main weights."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        """Build the model, fill it by name, hand it to DeepSpeed, and give its main weights the unrounded values."""
+        self.workload, self.config, self.ranks = workload, config, ranks
+        self.stage = STAGES[config.sharding.strategy]
+        self.compute_dtype = TORCH_DTYPES[config.dtype.compute]
+        self.model = workload.build(ranks.device, self.compute_dtype)
+        self.params = dict(self.model.named_parameters())
+        self.shapes = {name: param.shape for name, param in self.params.items()}
+        self.trained = {name: param for name, param in self.params.items() if param.requires_grad}
+        with torch.no_grad():
+            for name, param in self.params.items():
+                param.copy_(workload.initial_weight(name, param.shape))
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, param in self.trained.items():
+            groups[workload.decays(name, param.shape)].append(param)
+        self.base = optim.make_optimizer(
+            config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=True
+        )
+        with _surroundings(ranks), redirect_stdout(io.StringIO()):  # some of what it tells passes by its logger
+            deepspeed = _quiet_deepspeed()
+            self.engine: Any = deepspeed.initialize(
+                model=self.model, optimizer=self.base, config=_deepspeed_config(config, self.stage)
+            )[0]
+        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # that a step was skipped is worth a line
+        self.main = self._main_weights()
+        if self.compute_dtype is not torch.float32:
+            self._fill_main_weights()
+        with self._listed():
+            create_state(self.base)
+
+    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
+        """Run one microbatch; `last` is DeepSpeed's accumulation boundary."""
+        with _surroundings(self.ranks):
+            self.engine.set_gradient_accumulation_boundary(last)
+            loss = self.workload.loss(self.engine, batch)
+            self.engine.backward(loss)
+        return loss.detach()
+
+    def step(self, lr: float) -> float:
+        """Clip, update, drop the gradients; returns the norm before clipping, `inf` where the step was skipped."""
+        optim.set_lr(self.base, lr)
+        norm = optim.global_norm(self._gradients_here()) if self.stage == 0 else 0.0
+        if self.stage == 0:
+            coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
+            for gradient in self._gradients_here():
+                gradient.mul_(coefficient)
+        with _surroundings(self.ranks):
+            self.engine.step()
+        return norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole fp32 gradients, put together one by one."""
+        from deepspeed.utils import safe_get_full_grad
+
+        for name, param in self.trained.items():
+            gradient = safe_get_full_grad(param)
+            if gradient is None:
+                gradient = torch.zeros(self.shapes[name])
+            yield name, gradient.detach().to("cpu", torch.float32, copy=True).view(self.shapes[name])
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole fp32 main weights, put together one by one; frozen ones as they are computed with."""
+        from deepspeed.runtime.zero import GatheredParameters
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        for name, param in self.params.items():
+            if self.stage and name in self.trained:
+                weight = safe_get_full_fp32_param(param)
+                yield name, weight.detach().to("cpu", torch.float32, copy=True).view(self.shapes[name])
+            else:
+                with GatheredParameters([param], enabled=self.stage == 3):
+                    whole = param.detach().to("cpu", torch.float32, copy=True)
+                yield name, whole
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's main weights and optimizer state, as DeepSpeed keeps them: flat, one tensor a parameter group."""
+        with self._listed():
+            moments = optim.optimizer_state(self.base, {tensor: name for name, tensor in self.main.items()})
+        weights = {f"weights/{name}": tensor.detach() for name, tensor in self.main.items()}
+        return weights | {f"optimizer/{key}": value for key, value in moments.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back main weights and optimizer state, and compute with them from now on."""
+        held = self.state_dict()
+        optim.check_state(held, state)
+        for key, tensor in held.items():
+            tensor.copy_(state[key])
+        self._publish()
+
+    def accounted_bytes(self) -> dict[str, int]:
+        """Bytes by role. ZeRO-1 keeps the whole gradient between microbatches, ZeRO-2 and 3 this rank's part."""
+        trained = sum(self.shapes[name].numel() for name in self.trained)
+        flat = sum(tensor.numel() for tensor in self.main.values())
+        spare = self._padding_here()
+        moments = {key: t for key, t in self.state_dict().items() if key.startswith("optimizer/")}
+        per_element = sum(t.element_size() for key, t in moments.items() if not key.endswith("/step")) // len(self.main)
+        optimizer = sum(tensor.numel() * tensor.element_size() for tensor in moments.values())
+        grads = trained if self.stage < 2 else flat - spare
+        compute = self._compute_elements()
+        aliased = self.stage == 0 or (self.stage == 3 and self.compute_dtype is torch.float32)
+        return {
+            "compute_weights": 0 if aliased else compute * self.compute_dtype.itemsize,
+            "main_weights": (compute if aliased else flat - spare) * MAIN_BYTES,
+            "main_grads": grads * MAIN_BYTES,
+            "optimizer": optimizer - spare * per_element,
+            "padding": spare * (MAIN_BYTES + per_element) + self._compute_padding() * self.compute_dtype.itemsize,
+            "buffers": sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
+        }
+
+    def close(self) -> None:
+        """Take DeepSpeed's hooks off the model."""
+        if self.engine is not None:
+            self.engine.destroy()
+            self.engine = None
+
+    def _main_weights(self) -> dict[str, Tensor]:
+        """What the base optimizer steps on this rank, by a name of ours."""
+        if self.stage == 0:
+            return dict(self.trained)
+        optimizer = self.engine.optimizer
+        for attribute in ("fp32_partitioned_groups_flat", "fp32_groups_flat_partition"):
+            if hasattr(optimizer, attribute):
+                return {f"group{index}": flat for index, flat in enumerate(getattr(optimizer, attribute))}
+        return {f"group{index}": flat for index, flat in enumerate(optimizer.single_partition_of_fp32_groups)}
+
+    @torch.no_grad()
+    def _fill_main_weights(self) -> None:
+        """DeepSpeed made them from weights that were rounded already."""
+        from deepspeed.utils import safe_get_local_fp32_param, safe_set_full_fp32_param
+
+        for name, param in self.trained.items():
+            value = self.workload.initial_weight(name, self.shapes[name]).to(self.ranks.device)
+            if self.stage < 3:
+                safe_set_full_fp32_param(param, value)
+            else:  # not by safe_set_full_fp32_param, which does not know that the last part may be shorter
+                part = safe_get_local_fp32_param(param)
+                mine = value.flatten()[part.numel() * self.ranks.rank :][: part.numel()]
+                part[: mine.numel()].copy_(mine)
+
+    def _publish(self) -> None:
+        """Bring main weights to where they are computed with."""
+        if self.stage == 3:
+            for index in range(len(self.main)):
+                self.engine.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        elif self.stage:
+            self.engine.optimizer.update_lp_params()
+
+    @contextmanager
+    def _listed(self) -> Iterator[None]:
+        """Show the base optimizer the tensors it steps; ZeRO-3 lists them for the time of a step only."""
+        before = [group["params"] for group in self.base.param_groups]
+        if self.stage == 3:
+            for group, flat in zip(self.base.param_groups, self.main.values(), strict=True):
+                group["params"] = [flat]
+        yield
+        for group, params in zip(self.base.param_groups, before, strict=True):
+            group["params"] = params
+
+    def _gradients_here(self) -> list[Tensor]:
+        """ZeRO-0: the averaged gradients; what no microbatch used has been given zeros by DeepSpeed's reduction."""
+        return [param.grad for param in self.trained.values() if param.grad is not None]
+
+    def _padding_here(self) -> int:
+        """Elements of this rank's main weights that are no weight's."""
+        rank, size = self.ranks.rank, self.ranks.world_size
+        if self.stage == 0:
+            return 0
+        if self.stage == 3:
+            parts = [(self.shapes[name].numel(), -(-self.shapes[name].numel() // size)) for name in self.trained]
+        else:
+            counts = [sum(p.numel() for p in group) for group in self._groups()]
+            parts = [(count, flat.numel()) for count, flat in zip(counts, self.main.values(), strict=True)]
+        return sum(part - max(min(count - part * rank, part), 0) for count, part in parts)
+
+    def _groups(self) -> list[list[nn.Parameter]]:
+        optimizer = self.engine.optimizer
+        found: list[list[nn.Parameter]] = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
+        return found
+
+    def _compute_elements(self) -> int:
+        """Weights this rank computes with between steps, frozen ones too, without padding."""
+        if self.stage < 3:
+            return sum(shape.numel() for shape in self.shapes.values())
+        rank, size = self.ranks.rank, self.ranks.world_size
+        counts = [shape.numel() for shape in self.shapes.values()]
+        return sum(max(min(count - -(-count // size) * rank, -(-count // size)), 0) for count in counts)
+
+    def _compute_padding(self) -> int:
+        if self.stage == 0 or (self.stage == 3 and self.compute_dtype is torch.float32):
+            return 0
+        if self.stage == 3:
+            return sum(-(-shape.numel() // self.ranks.world_size) for shape in self.shapes.values()) - (
+                self._compute_elements()
+            )
+        flat = sum(tensor.numel() for tensor in self.main.values()) * self.ranks.world_size
+        return flat - sum(self.shapes[name].numel() for name in self.trained)
+
+
+def _deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
+    """Every dtype and every choice that changes numbers, said; and a reduce bucket no larger than the model, because
+    ZeRO-2 and 3 allocate the 500 million elements of the default whether they are filled or not."""
+    return {
+        "train_micro_batch_size_per_gpu": config.train.microbatch_size,
+        "gradient_accumulation_steps": microbatches_per_rank(config),
+        "gradient_clipping": (config.optimizer.clip_norm or 0.0) if stage else 0.0,
+        "bf16": {"enabled": TORCH_DTYPES[config.dtype.compute] is torch.bfloat16, "check_grad_overflow": True},
+        "fp16": {"enabled": False},
+        "data_types": {"grad_accum_dtype": config.dtype.main_grads.name},
+        "communication_data_type": config.dtype.grad_comm.name,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": min(500_000_000, parameter_count(config)),
+            "ignore_unused_parameters": True,
+            "stage3_param_persistence_threshold": 0,
+            "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
+        },
+        "steps_per_print": None,
+    }
+
+
+def _quiet_deepspeed() -> Any:
+    """The package, told to log errors only, and not to compile its shared-memory kernel, which is for inference."""
+    import deepspeed
+
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    warnings.filterwarnings(
+        "ignore", message=".*(all_gather_into|reduce_scatter)_tensor` is dep", category=FutureWarning
+    )
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+@contextmanager
+def _surroundings(ranks: Ranks) -> Iterator[None]:
+    """What DeepSpeed reads from the environment, there for the time of a call."""
+    wanted = {"LOCAL_RANK": str(ranks.local_rank), "LOCAL_SIZE": str(ranks.world_size)}
+    wanted["DS_ACCELERATOR"] = ranks.device.type
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,174 @@
+"""Torch's FSDP1 (`FullyShardedDataParallel`, use_orig_params=True), used as its documentation recommends.
+
+    sharding             one axis        with an outer axis     reduces
+    no_shard             NO_SHARD        -                      once a step, `no_sync` before
+    optim_grads          SHARD_GRAD_OP   _HYBRID_SHARD_ZERO2    every microbatch
+    optim_grads_params   FULL_SHARD      HYBRID_SHARD           every microbatch
+
+`optim_grads` gathers weights once a microbatch, not once a step: FSDP1 frees them after each backward that reduces.
+With an outer axis its all-reduce follows each reduce-scatter, every microbatch: the only way around that is `no_sync`,
+which would keep whole gradients.
+
+Dtypes: the flat parameters are the main weights; a unit is gathered in the compute dtype (`param_dtype`), its gradients
+travel in the wire dtype (`reduce_dtype`), summed there by the backend, and are cast to the main dtype before shards
+accumulate. Buffers keep their dtype (`buffer_dtype=None`). Inputs are not cast, for the reason given in `fsdp2`.
+
+On a group of one rank FSDP1 turns every strategy into NO_SHARD. There, for `optim_grads` and `optim_grads_params`, each
+microbatch's reduced gradient is moved out and added up here, as a shard does it: left in place, it would be averaged
+and cast to the wire dtype again with every further microbatch. Where only the *inner* group has one rank, a hybrid
+strategy turned into NO_SHARD would silently leave out the outer all-reduce, and divide by its size all the same; that
+mesh is therefore given to FSDP1 as one axis, replicated over all ranks.
+
+Limits, on torch 2.13:
+
+- Parameters of shape [] are refused here, as by FSDP1 itself (`ValueError`).
+- Under `no_sync` microbatches are summed in the *compute* dtype. A rule refuses no_shard with 16-bit compute and
+  several microbatches unless dtype.allow_low_precision_grads=true accepts it.
+- All ranks run the same units in the same order in each microbatch, as in `fsdp2`; parameters unused inside a unit
+  that does run get zeros from the flat parameter.
+- Frozen parameters are flattened with the others of their unit, so that gradients have room for them (`padding`).
+- fp16 gets no loss scale.
+"""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from harness.config.schema import Config, Strategy
+from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, refuse_scalars, units_of
+from harness.engines.protocol import Ranks, Workload
+
+STRATEGIES = {
+    Strategy.no_shard: (ShardingStrategy.NO_SHARD, ShardingStrategy.NO_SHARD),
+    Strategy.optim_grads: (ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2),
+    Strategy.optim_grads_params: (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD),
+}
+"""FSDP1's name of each strategy on one axis, and with an outer axis."""
+
+KNOWN_WARNINGS: tuple[tuple[str, type[Warning]], ...] = (
+    (r"The `NO_SHARD` sharding strategy is deprecated\. If having issues, please use ", FutureWarning),
+    (r"\S* has both parameters with requires_grad=True and False\. We do not recommend wrapping such", UserWarning),
+)
+"""What FSDP1 says of choices made on purpose: the strategy, and units of a model that freezes part of them."""
+
+
+class Fsdp1Engine(ShardedEngine):
+    """Built on meta, given memory and values one module at a time, and sharded at once."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        """Build, fill and shard the model.
+
+        Raises:
+            ValueError: a parameter has no dimension.
+        """
+        super().__init__(workload, config, ranks)
+        model = workload.build("meta", self.main_dtype)
+        workload.materialise_buffers(model, ranks.device)
+        refuse_scalars("fsdp1", model)
+        shapes = {name: param.shape for name, param in model.named_parameters()}
+        filler = _Filler(workload, model, ranks.device)
+        strategy, mesh = self._strategy(config, ranks)
+        units = {id(unit) for unit in units_of(model, workload.unit_classes)}
+        with warnings.catch_warnings():
+            for message, category in KNOWN_WARNINGS:
+                warnings.filterwarnings("ignore", message=message, category=category)
+            self.model = FullyShardedDataParallel(
+                model,
+                device_mesh=mesh,
+                sharding_strategy=strategy,
+                auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+                backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+                mixed_precision=MixedPrecision(
+                    param_dtype=self.compute_dtype,
+                    reduce_dtype=self.wire_dtype,
+                    buffer_dtype=None,
+                    keep_low_precision_grads=False,
+                    cast_forward_inputs=False,
+                    cast_root_forward_inputs=False,
+                ),
+                param_init_fn=filler,
+                device_id=ranks.device,
+                sync_module_states=False,  # every rank computes the same values from names
+                use_orig_params=True,
+            )
+        self.whole = strategy is ShardingStrategy.NO_SHARD
+        """Whether every rank keeps all weights: pieces are whole tensors."""
+        self.sums_here = self.whole and config.sharding.strategy is not Strategy.no_shard
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        weights = {name: filler.made[name] for name in shapes}
+        if self.whole:
+            for weight in weights.values():
+                weight.grad_dtype = None  # under no_sync FSDP1 hands tied ones a gradient in the compute dtype
+        self._finish(weights, shapes, None if self.whole else mesh.get_group("dp_shard"), fused=True)
+
+    def _strategy(self, config: Config, ranks: Ranks) -> tuple[ShardingStrategy, DeviceMesh]:
+        """FSDP1's strategy and the mesh it runs on."""
+        outer = config.mesh.dp_outer
+        if ranks.world_size == outer:  # the inner group, or the only one, has one rank
+            mesh = init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
+            return ShardingStrategy.NO_SHARD, mesh
+        return STRATEGIES[config.sharding.strategy][outer > 1], data_parallel_mesh(config, ranks)
+
+    def _piece(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    def _rhythm(self, last: bool) -> AbstractContextManager[object]:
+        assert isinstance(self.model, FullyShardedDataParallel)
+        waits = self.config.sharding.strategy is Strategy.no_shard and not last
+        return self.model.no_sync() if waits else nullcontext()
+
+    def _after_backward(self, last: bool) -> None:
+        if not self.sums_here or self.microbatches_per_rank == 1:
+            return
+        for weight in self.trained.values():
+            if weight.grad is not None:
+                if weight in self.sums:
+                    self.sums[weight].add_(weight.grad)
+                else:
+                    self.sums[weight] = weight.grad
+                weight.grad = None
+            if last:
+                weight.grad = self.sums.pop(weight, None)
+
+    def _flat_elements(self) -> tuple[int, int]:
+        """Elements this rank keeps of all flat parameters, and of those that have a gradient."""
+        handles = [module._handle for module in FullyShardedDataParallel.fsdp_modules(self.model)]
+        flats = [handle.flat_param for handle in handles if handle is not None]
+        trained = [flat for flat in flats if any(param.requires_grad for param in flat._params or ())]
+        return sum(flat.numel() for flat in flats), sum(flat.numel() for flat in trained)
+
+    def _padding_elements(self) -> tuple[int, int]:
+        """Gradients are laid out as flat parameters are: the room of frozen weights in them belongs to none."""
+        weights, gradients = self._flat_elements()
+        return (
+            weights - sum(weight.numel() for weight in self.weights.values()),
+            gradients - sum(weight.numel() for weight in self.trained.values()),
+        )
+
+
+class _Filler:
+    """FSDP1's `param_init_fn`: gives a module's own meta parameters memory and their initial values, tied ones once."""
+
+    def __init__(self, workload: Workload, model: nn.Module, device: torch.device) -> None:
+        self.workload, self.device = workload, device
+        self.names: dict[nn.Parameter, str] = {param: name for name, param in model.named_parameters()}
+        self.made: dict[str, nn.Parameter] = {}
+        """Parameters by the model's own names, in no particular order."""
+
+    @torch.no_grad()
+    def __call__(self, module: nn.Module) -> None:
+        for slot, param in module._parameters.items():
+            if param is None or not param.is_meta:
+                continue
+            name = self.names[param]
+            if name not in self.made:
+                value = self.workload.initial_weight(name, param.shape).to(self.device, param.dtype)
+                self.made[name] = nn.Parameter(value, requires_grad=param.requires_grad)
+            module._parameters[slot] = self.made[name]

@@ -1,0 +1,135 @@
+"""Torch's FSDP2 (`torch.distributed.fsdp.fully_shard`), used as its documentation recommends.
+
+`optim_grads_params` gathers a unit's weights for its forward and again for its backward, except the root's, which torch
+keeps from one to the other. `optim_grads` gathers them once a step: they stay after the forward
+(`reshard_after_forward=False`) and, while microbatches follow, after the backward
+(`set_reshard_after_backward(False)`), which is what ZeRO-2 keeps; after the last backward they are freed, since the
+optimizer is about to change them. Both reduce-scatter every microbatch's gradients and add them to the shard in the
+main dtype. With an outer axis the mesh is (Replicate, Shard), and the outer all-reduce runs once a step
+(`set_requires_all_reduce`).
+
+Dtypes: the sharded parameters are the main weights; a unit is gathered in the compute dtype (`param_dtype`) and its
+gradients travel in the wire dtype (`reduce_dtype`), where the backend sums them. Inputs are not cast at unit borders
+(`cast_forward_inputs=False`): activations have the weights' dtype already, and a cast would reach what a model keeps
+wider on purpose, such as rotary tables.
+
+Limits, on torch 2.13:
+
+- Parameters of shape [] are refused here (`ValueError`); `fully_shard` fails on them in an assertion.
+- With an outer axis, several microbatches and a wire narrower than the main gradients, what each microbatch's
+  reduce-scatter gives is summed in the *wire's* dtype until the outer all-reduce. A rule refuses that pair unless
+  dtype.allow_low_precision_grads=true accepts it.
+- All ranks run the same units in the same order in each microbatch: a unit's all-gather and reduce-scatter are
+  collective. A parameter that some ranks do not use inside a unit they do run is handled
+  (`set_reduce_scatter_unused_params`). Ranks that run *different units* disagree about their collectives: gloo raises
+  or waits until its timeout, or, where two units have the same shapes and trade places, exchanges the wrong buffers
+  without a word. No shipped model does that.
+- fp16 gets no loss scale.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from harness.config.schema import Config, OptimizerName, Strategy
+from harness.engines import optim
+from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, refuse_scalars, units_of
+from harness.engines.protocol import Ranks, State, Workload
+
+
+class Fsdp2Engine(ShardedEngine):
+    """Sharded on meta, then given memory for shards only, then filled shard by shard."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        """Build, shard and fill the model.
+
+        Raises:
+            ValueError: a parameter has no dimension to split.
+        """
+        super().__init__(workload, config, ranks)
+        model = workload.build("meta", self.main_dtype)
+        workload.materialise_buffers(model, ranks.device)
+        refuse_scalars("fsdp2", model)
+        shapes = {name: param.shape for name, param in model.named_parameters()}
+        mesh = data_parallel_mesh(config, ranks)
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.compute_dtype,
+            reduce_dtype=self.wire_dtype,
+            output_dtype=None,  # the loss widens what it needs wide
+            cast_forward_inputs=False,
+        )
+        self.keeps_weights = config.sharding.strategy is Strategy.optim_grads
+        for unit in units_of(model, workload.unit_classes):
+            fully_shard(
+                unit,
+                mesh=mesh,
+                reshard_after_forward=not self.keeps_weights,
+                mp_policy=policy,
+                offload_policy=OffloadPolicy(),
+            )
+        # None: torch keeps the root's weights from forward to backward, where they are needed first.
+        root = fully_shard(
+            model,
+            mesh=mesh,
+            reshard_after_forward=False if self.keeps_weights else None,
+            mp_policy=policy,
+            offload_policy=OffloadPolicy(),
+        )
+        root.set_reduce_scatter_unused_params(True)
+        self.model, self.root, self.mesh = model, root, mesh
+        give_memory(model, ranks.device)
+        weights = dict(model.named_parameters())
+        for name, weight in weights.items():
+            self._fill(weight, workload.initial_weight(name, shapes[name]))
+        shard_group = mesh.get_group("dp_shard")
+        fused = config.optimizer.name is not OptimizerName.sgd  # DTensor has no rule for aten._fused_sgd_
+        self._finish(weights, shapes, shard_group if shard_group.size() > 1 else None, fused=fused)
+
+    @torch.no_grad()
+    def _fill(self, weight: nn.Parameter, value: Tensor) -> None:
+        """Copy this rank's rows of the full initial value [shape of the weight]; nothing is sent."""
+        assert isinstance(weight, DTensor)
+        rows = distribute_tensor(value.to(self.ranks.device), self.mesh, weight.placements, src_data_rank=None)
+        weight.to_local().copy_(rows.to_local())
+
+    def _piece(self, tensor: Tensor) -> Tensor:
+        # Asked for each time: torch replaces the local tensor once, in the first forward, to pad it.
+        tensor = tensor.detach()
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def state(self) -> State:
+        """The sharded parameters themselves and their moments: DTensors, cut as `torch.chunk` does."""
+        tensors: dict[str, Tensor] = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}
+        moments = optim.optimizer_state(self.optimizer, self.names)
+        return State(tensors | {f"optimizer/{key}": value for key, value in moments.items()}, lambda: None)
+
+    def _rhythm(self, last: bool) -> AbstractContextManager[object]:
+        # Not set_is_last_backward(last): the order of units would then be kept from one microbatch to the next, and the
+        # last unit of a backward would prefetch the weights of the one before its forward, which nobody uses.
+        self.root.set_requires_all_reduce(last)  # acts only with an outer axis
+        if self.keeps_weights:
+            self.root.set_reshard_after_backward(last)
+        return nullcontext()
+
+    def _padding_elements(self) -> tuple[int, int]:
+        """Each rank stores as many rows of a weight as the first one does, and of its gradient."""
+        own = self.mesh.get_local_rank("dp_shard") if self.group is not None else 0
+        unused = {name: max(extents) - extents[own] for name, extents in self.extents.items()}
+        return sum(unused.values()), sum(unused[name] for name in self.trained)
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Replace each meta parameter by an uninitialised one; unlike `to_empty`, tied parameters stay one."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is None:
+                continue
+            if param not in made:
+                made[param] = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            module._parameters[name] = made[param]

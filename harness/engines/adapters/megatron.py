@@ -1,0 +1,349 @@
+"""NVIDIA's megatron-fsdp as released, behind the protocol.
+
+[Note: Used as documented] `fully_shard_model` and `fully_shard_optimizer` over an explicit mesh, defaults elsewhere:
+both overlap flags stay true (without them strategies `optim` and `optim_grads` train wrongly, docs/upstream/). Not
+`fully_shard`, which puts all parameters into one optimizer group and so gives weight decay to vectors.
+
+[Note: Microbatches] With `sync_model_each_microbatch=False` the caller says which microbatch is the last one. `no_sync`
+is no help for k = 1: before it was left once, no microbatch is the last, and `no_shard` and `optim` never reduce. So
+the attribute it sets, `is_last_microbatch`, is set here before every microbatch.
+
+[Note: Main weights] The package copies main weights from the compute weights, which bf16 has rounded by then. It takes
+an unrounded value from a parameter that offers `get_high_precision_init_val`, meant for FP8; every parameter offers it
+here, so that main weights equal the initial values to the bit. Main weights are always a buffer of their own, even
+where they have the compute dtype: that is what naming `main_params_dtype` means to the package.
+
+[Note: The step before the first] `fully_shard_optimizer` takes an optimizer step on zero gradients to create state, and
+leaves its traces: Adam's step count is 1 (the first updates are too small), and momentum holds the weight decay of a
+gradient (SGD, Adam). That is how the release trains, so it is left alone. The one thing kept from it is the weights:
+that step is taken with a learning rate of 0, because all engines start from the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from harness.config.derived import microbatches_per_rank
+from harness.config.schema import Config, OptimizerName, OuterStrategy, Strategy
+from harness.engines import optim
+from harness.engines.adapters import megatron_on_cpu
+from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
+from harness.engines.torch_dtypes import TORCH_DTYPES
+
+OUTER, INNER, TENSOR = "dp_outer", "dp_shard", "tp"
+"""Names of the mesh's axes; the package wants a tensor-parallel one, of size 1 too."""
+
+
+class MegatronEngine(Engine):
+    """All four strategies, HSDP of the sharded ones, HFSDP of `optim_grads_params`."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        """Build on meta where the package can, shard, and wrap the optimizer.
+
+        Raises:
+            ModuleNotFoundError: megatron-fsdp is not installed.
+        """
+        megatron_on_cpu.install()
+        package = import_module("megatron_fsdp")
+        self.workload = workload
+        self.config = config
+        self.ranks = ranks
+        self.microbatches_per_rank = microbatches_per_rank(config)
+        self.shards_state = config.sharding.strategy is not Strategy.no_shard
+        self.is_reduced = False
+        module = self._build()
+        mesh, outer = self._mesh()
+        self.model = package.fully_shard_model(
+            module,
+            device_mesh=mesh,
+            dp_shard_dim=INNER,
+            tp_dim=TENSOR,
+            **outer,
+            expt_device_mesh=mesh,  # parameters with ".experts." in their names are experts to it; here no other axis
+            fsdp_unit_modules=list(workload.unit_classes),
+            zero_dp_strategy=config.sharding.strategy.name,
+            device=ranks.device,
+            init_model_with_meta_device=next(module.parameters()).is_meta,
+            mixed_precision_policy=package.MixedPrecisionPolicy(
+                main_params_dtype=TORCH_DTYPES[config.dtype.main_params],
+                main_grads_dtype=TORCH_DTYPES[config.dtype.main_grads],
+                grad_comm_dtype=TORCH_DTYPES[config.dtype.grad_comm],
+            ),
+            sync_model_each_microbatch=False,
+            preproc_state_dict_for_dcp_ckpt=False,
+            report_nan_in_param_grad=config.engine.report_nan_in_param_grad,
+        )
+        workload.materialise_buffers(module, ranks.device)  # emptied again where beside a parameter on meta
+        self.weights: dict[str, nn.Parameter] = dict(module.named_parameters())
+        self.buckets = Buckets(self.model.param_and_grad_buffer, self.shards_state, ranks)
+        self.shard_group = self._shard_group(mesh)
+        self.optimizer = self._optimizer(package)
+
+    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
+        """One microbatch, its loss scaled by 1 / k; the package divides by the number of ranks."""
+        self.model.is_last_microbatch = last
+        loss = self.workload.loss(self.model, batch)
+        (loss / self.microbatches_per_rank).backward()
+        if last:
+            self.model.finish_grad_sync()
+            self.is_reduced = True
+        return loss.detach()
+
+    def step(self, lr: float) -> float:
+        """Clip, update, drop the gradients; returns the norm before clipping.
+
+        Raises:
+            RuntimeError: no microbatch was marked as the step's last one.
+        """
+        if not self.is_reduced:
+            raise RuntimeError("no gradients: no microbatch was marked as the step's last one")
+        gradients = [_local(weight.grad) for weight in self.weights.values() if weight.grad is not None]
+        norm = self._norm(gradients)
+        coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
+        if coefficient != 1.0:
+            for gradient in gradients:
+                gradient.mul_(coefficient)
+        optim.set_lr(self.optimizer, lr)
+        self.optimizer.step(sync_grad_before_optimizer_step=False)  # again, it would take unclipped ones
+        self.optimizer.zero_grad()
+        self.is_reduced = False
+        return norm
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole main gradients on the CPU, gathered one bucket at a time."""
+        if not self.is_reduced:
+            raise RuntimeError("no gradients: no microbatch was marked as the step's last one")
+        return self.buckets.gather(lambda group: group.main_grad_buffer, self.weights)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole main weights on the CPU, gathered one bucket at a time; of frozen parameters the compute weights."""
+        dtype = TORCH_DTYPES[self.config.dtype.main_params]
+        whole: Iterable[tuple[str, Tensor]]
+        if self.shards_state:
+            whole = self.buckets.gather(lambda it: it.main_weight_buffer or it.model_weight_buffer, self.weights)
+        else:
+            whole = ((name, _local(weight).cpu().clone()) for name, weight in self.weights.items())
+        return ((name, tensor.to(dtype)) for name, tensor in whole)
+
+    def weight_norm(self) -> float:
+        """Norm of the main weights, where they lie."""
+        return self._norm([_local(weight) for weight in self.weights.values()])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's parts of main weights and optimizer state by parameter name; not copied."""
+        state = {f"weights/{name}": _local(weight) for name, weight in self.weights.items()}
+        for name, weight in self.weights.items():
+            for entry, value in self.optimizer.state.get(weight, {}).items():
+                if isinstance(value, Tensor):
+                    state[f"optimizer/{name}/{entry}"] = _local(value)
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back main weights and optimizer state, all or nothing, and refresh the compute weights."""
+        held = self.state_dict()
+        optim.check_state(held, state)
+        with torch.no_grad():
+            for key, tensor in held.items():
+                tensor.copy_(state[key])
+        self.model.install_optimized_model_weights()
+
+    def accounted_bytes(self) -> dict[str, int]:
+        """Bytes by role; gathered weights of modules outside every unit stay, and are counted as compute weights."""
+        total = self.buckets.bytes()
+        state = [value for key, value in self.state_dict().items() if key.startswith("optimizer/")]
+        total["optimizer"] = sum(value.nbytes for value in state)
+        total["buffers"] = sum(buffer.nbytes for buffer in self.model.module.buffers())
+        return total
+
+    def _build(self) -> nn.Module:
+        """The module in the compute dtype, every parameter ready to give its unrounded initial value."""
+        workload, device = self.workload, self.ranks.device
+        dtype = TORCH_DTYPES[self.config.dtype.compute]
+        module = workload.build("meta", dtype)
+        if self.shards_state and not _has_ties(module):
+            for name, part in module.named_modules():
+                if part._parameters:
+                    part.reset_parameters = _filler(part, name, workload)
+            return module
+        module = workload.build(device, dtype)
+        workload.materialise_buffers(module, device)
+        for name, param in module.named_parameters():
+            _fill(param, name, workload)
+        return module
+
+    def _mesh(self) -> tuple[Any, dict[str, Any]]:
+        """The mesh, and what the package must be told of its outer axis."""
+        outer = self.config.mesh.dp_outer
+        inner, kind = self.ranks.world_size // outer, self.ranks.device.type
+        if outer == 1:
+            return init_device_mesh(kind, (inner, 1), mesh_dim_names=(INNER, TENSOR)), {}
+        mesh = init_device_mesh(kind, (outer, inner, 1), mesh_dim_names=(OUTER, INNER, TENSOR))
+        return mesh, {
+            "dp_outer_dim": OUTER,
+            "hybrid_fsdp_group": dist.group.WORLD,  # outer-major, as the mesh is
+            "hybrid_fsdp_expt_group": dist.group.WORLD,
+            "outer_dp_sharding_strategy": self.config.sharding.outer.name,
+        }
+
+    def _shard_group(self, mesh: Any) -> dist.ProcessGroup | None:
+        """The ranks whose optimizer shards make up the model; None where every rank has all of it."""
+        if not self.shards_state:
+            return None
+        if self.config.mesh.dp_outer > 1 and self.config.sharding.outer is OuterStrategy.optim:
+            return dist.group.WORLD
+        group: dist.ProcessGroup = mesh[INNER].get_group()
+        return group
+
+    def _optimizer(self, package: Any) -> Any:
+        """Two groups over the sharded weights, wrapped; see [Note: The step before the first]."""
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, weight in self.weights.items():
+            if weight.requires_grad:
+                groups[self.workload.decays(name, weight.shape)].append(weight)
+        config = self.config.optimizer
+        optimizer = optim.make_optimizer(
+            config,
+            [optim.Group(params, decays) for decays, params in groups.items()],
+            fused=config.name is not OptimizerName.sgd,  # DTensors have no fused SGD
+        )
+        optim.set_lr(optimizer, 0.0)
+        return package.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
+
+    def _norm(self, tensors: list[Tensor]) -> float:
+        """Euclidean norm over this rank's tensors and those of its shard group, squares summed in fp64."""
+        square = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for tensor in tensors:
+            square += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+        if self.shard_group is not None:
+            dist.all_reduce(square, group=self.shard_group)
+        return square.sqrt().item()
+
+
+class Buckets:
+    """The package's buffers, read from outside: whole tensors by name, and bytes.
+
+    Args:
+        storage: the model's `param_and_grad_buffer`.
+        sharded: whether main weights and reduced gradients are cut over the ranks.
+        ranks: where this process stands.
+    """
+
+    def __init__(self, storage: Any, sharded: bool, ranks: Ranks) -> None:
+        self.sharded = sharded
+        self.groups: list[Any] = list(storage.parameter_groups)
+        self.places: dict[str, tuple[int, int]] = {}
+        """Parameter -> (bucket, number within it)."""
+        for number, group in enumerate(self.groups):
+            for item, param in enumerate(group.params):
+                self.places[storage.param_to_name[param]] = number, item
+        self.orders = self._orders(ranks.device)
+
+    def gather(self, pick: Callable[[Any], Any], names: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of one buffer of every bucket, on the CPU, in the order of `names`. *Collective.*
+
+        A bucket is gathered when its first parameter comes and dropped after its last. Parameters of a bucket without
+        that buffer (frozen ones have no gradients) are left out.
+        """
+        left = [len(group.params) for group in self.groups]
+        whole: dict[int, Tensor] = {}
+        for name, weight in names.items():
+            number, item = self.places[name]
+            buffer = pick(self.groups[number])
+            if buffer is None:
+                continue
+            if number not in whole:
+                whole[number] = self._whole(buffer)
+            index = buffer.item_index_map[item]
+            start = index.global_data_index
+            yield name, whole[number][start : start + index.size].reshape(weight.shape).clone()
+            left[number] -= 1
+            if not left[number]:
+                del whole[number]
+
+    def bytes(self) -> dict[str, int]:
+        """Bytes of persistent storage by role, padding apart."""
+        total = dict.fromkeys(("compute_weights", "main_weights", "main_grads", "optimizer", "padding", "buffers"), 0)
+        for group in self.groups:
+            compute = group.hfsdp_helper_wbuf or group.model_weight_buffer
+            for role, buffer in (
+                ("compute_weights", compute),
+                ("main_weights", group.main_weight_buffer),
+                ("main_grads", group.hfsdp_helper_gbuf or group.main_grad_buffer),
+            ):
+                if buffer is not None:
+                    used = _used(buffer)
+                    total[role] += used * buffer.dtype.itemsize
+                    total["padding"] += (buffer.data_size - used) * buffer.dtype.itemsize
+            if compute is None:  # no_shard: the parameters are what the module was built with
+                total["compute_weights"] += sum(param.nbytes for param in group.params)
+            elif compute.is_data_distributed and group.fsdp_unit_id is None:
+                total["compute_weights"] += compute.bucket_index.size * compute.dtype.itemsize
+        return total
+
+    def _orders(self, device: torch.device) -> dict[Any, list[int]]:
+        """For each process group that shards: which piece of a bucket each of its ranks holds."""
+        orders: dict[Any, list[int]] = {}
+        for group in self.groups:
+            buffer = group.main_weight_buffer
+            if buffer is None or buffer.data_parallel_group in orders or not self.sharded:
+                continue
+            mine = torch.tensor([buffer.dp_rank], device=device)
+            pieces = [torch.empty_like(mine) for _ in range(buffer.dp_world_size)]
+            dist.all_gather(pieces, mine, group=buffer.data_parallel_group)
+            orders[buffer.data_parallel_group] = [int(piece) for piece in pieces]
+        return orders
+
+    def _whole(self, buffer: Any) -> Tensor:
+        """A bucket of all ranks on the CPU, flat."""
+        order = self.orders.get(buffer.data_parallel_group)
+        if order is None:
+            data: Tensor = buffer.data
+            return data.to("cpu", copy=True)
+        mine = buffer.get_shard_from_local_buffer().contiguous()
+        pieces = [torch.empty_like(mine) for _ in order]
+        dist.all_gather(pieces, mine, group=buffer.data_parallel_group)
+        placed = sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])
+        return torch.cat([piece.cpu() for _, piece in placed])
+
+
+def _used(buffer: Any) -> int:
+    """Elements of a buffer on this rank that belong to a parameter."""
+    spans = (buffer.locate_item_in_global_item(item) for item in range(len(buffer.params)))
+    return sum(end - start for start, end in spans)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part, detached, sharing memory."""
+    part: Tensor = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return part.detach()
+
+
+def _has_ties(module: nn.Module) -> bool:
+    """Whether a parameter stands in two places: materialising each place from meta would untie them."""
+    return len(list(module.named_parameters(remove_duplicate=False))) > len(list(module.named_parameters()))
+
+
+def _filler(part: nn.Module, prefix: str, workload: Workload) -> Callable[[], None]:
+    """What fills a module's own parameters once they have memory."""
+
+    def fill() -> None:
+        for name, param in part.named_parameters(prefix, recurse=False):
+            _fill(param, name, workload)
+
+    return fill
+
+
+def _fill(param: Any, name: str, workload: Workload) -> None:
+    """Give a parameter its initial value, and let the package ask for the unrounded one; see [Note: Main weights]."""
+    with torch.no_grad():
+        param.copy_(workload.initial_weight(name, param.shape))
+    param.get_high_precision_init_val = lambda: workload.initial_weight(name, param.shape)
+    param.clear_high_precision_init_val = lambda: None

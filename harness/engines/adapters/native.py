@@ -1,0 +1,192 @@
+"""The adapter of our own engine: `harness.fsdp` behind the protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from enum import Enum
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.config.derived import accumulate_dtype, global_microbatches, loss_scale
+from harness.config.schema import Config, SharpAxis
+from harness.engines import optim
+from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
+from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.fsdp.api import fully_shard_optimizer
+from harness.fsdp.comm.mesh import Groups
+from harness.fsdp.comm.sharp_groups import axis_groups
+from harness.fsdp.loss_scale import INIT, LossScale
+from harness.fsdp.model import ShardedModel
+from harness.fsdp.options import OPTIONS
+from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.state.blank import create_state
+
+LOSS_SCALE = "loss_scale/"
+"""Prefix of the loss scale's state."""
+
+
+class NativeEngine(Engine):
+    """Built on meta, initialised by name, sharded over the default process group."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        self.workload = workload
+        self.config = config
+        dtype = config.dtype
+        module = workload.build("meta", TORCH_DTYPES[dtype.compute])
+        workload.materialise_buffers(module, ranks.device)
+        self.model = ShardedModel(
+            module,
+            groups=_groups(config, ranks),
+            unit_modules=workload.unit_classes,
+            strategy=config.sharding.strategy.name,
+            outer_strategy=config.sharding.outer.name,
+            mixed_precision_policy=MixedPrecisionPolicy(
+                main_params_dtype=TORCH_DTYPES[dtype.main_params],
+                main_grads_dtype=TORCH_DTYPES[dtype.main_grads],
+                grad_comm_dtype=TORCH_DTYPES[dtype.grad_comm],
+                grad_accum_dtype=TORCH_DTYPES[accumulate_dtype(config)],
+                allow_low_precision_grads=dtype.allow_low_precision_grads,
+            ),
+            device=ranks.device,
+            grad_divisor=global_microbatches(config),
+            initial_value=workload.initial_weight,
+            numerics=config.numerics.mode.value,
+            exact_bits=config.numerics.exact_bits,
+            exact_terms=global_microbatches(config),
+            nccl_ub=config.nccl_ub.mode.value,
+            disable_symmetric_registration=not config.nccl_ub.symmetric,
+            registration_fallback=config.nccl_ub.fallback.value,
+            **_options(config),
+        )
+        scale = loss_scale(config)
+        self.loss_scale = (
+            None
+            if scale is None
+            else LossScale(
+                self.model,
+                init=scale or INIT,
+                dynamic=not scale,
+                growth_interval=dtype.loss_scale_growth_steps,
+            )
+        )
+        self._scaled: Scaled | None = None
+        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        for name, param in module.named_parameters():
+            groups[workload.decays(name, param.shape)].append(param)
+        optimizer = optim.make_optimizer(
+            config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=True
+        )
+        self.optimizer = fully_shard_optimizer(self.model, optimizer)
+        create_state(self.optimizer)
+
+    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
+        """Run one microbatch; only the last one lets `no_shard` and `optim` communicate."""
+        with nullcontext() if last else self.model.no_sync():
+            loss = self.workload.loss(self.model, batch)
+            (loss if self.loss_scale is None else self.loss_scale.scale(loss)).backward()
+        return loss.detach()
+
+    def step(self, lr: float) -> float:
+        """Clip, update, drop the gradients; returns the norm before clipping, NaN where a loss scale overflowed."""
+        clip = self.config.optimizer.clip_norm
+        if self.loss_scale is not None:
+            return self._scaled_step(self.loss_scale, lr, clip)
+        norm = self.model.grad_norm() if clip is None else self.model.clip_grad_norm_(clip)
+        optim.set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return norm
+
+    def _scaled_step(self, scale: LossScale, lr: float, clip: float | None) -> float:
+        optim.set_lr(self.optimizer, lr)
+        outcome = scale.step(self.optimizer, clip)
+        self._scaled = Scaled(outcome.scale, outcome.skipped)
+        self.optimizer.zero_grad()
+        return outcome.norm
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole main gradients on the CPU, gathered one bucket at a time; not scaled, whatever the loss was."""
+        if self.loss_scale is not None:
+            self.loss_scale.unscale_()
+        return self.model.full_gradients()
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole main weights on the CPU, gathered one bucket at a time; frozen ones are kept in the compute dtype."""
+        main = TORCH_DTYPES[self.config.dtype.main_params]
+        return ((name, weight.to(main)) for name, weight in self.model.full_weights())
+
+    def weight_norm(self) -> float:
+        """Norm of the main weights, without gathering them."""
+        return self.model.weight_norm()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's flat weights and optimizer state, and the loss scale where there is one."""
+        scale = {} if self.loss_scale is None else self.loss_scale.state_dict()
+        return self.model.local_state() | {f"{LOSS_SCALE}{key}": value for key, value in scale.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state_dict` gave."""
+        scale = {key.removeprefix(LOSS_SCALE): value for key, value in state.items() if key.startswith(LOSS_SCALE)}
+        if self.loss_scale is not None:
+            self.loss_scale.check_state(scale)
+        elif scale:
+            raise ValueError(f"state holds a loss scale, and dtype.loss_scale={self.config.dtype.loss_scale} has none")
+        self.model.load_local_state({key: value for key, value in state.items() if not key.startswith(LOSS_SCALE)})
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(scale)
+
+    def state(self) -> State:
+        """Main weights and optimizer state as DTensors over flat storage, and the loss scale where there is one."""
+        held, scale = self.model.sharded_state(), self.loss_scale
+        scaling = {} if scale is None else {f"{LOSS_SCALE}{key}": value for key, value in scale.state_dict().items()}
+
+        def adopt() -> None:
+            self.model.adopt_state(held)
+            if scale is not None:
+                scale.load_state_dict({key.removeprefix(LOSS_SCALE): value for key, value in scaling.items()})
+
+        return State(held.tensors | scaling, adopt)
+
+    def accounted_bytes(self) -> dict[str, int]:
+        """Persistent bytes by role; main weights that are the compute weights are counted once, as compute weights."""
+        return self.model.persistent_bytes()
+
+    def seen(self) -> Seen:
+        """The user's module; its losses are unscaled, but for the loss scale of the step."""
+        factor = 1 if self.loss_scale is None else int(self.loss_scale.value)
+        return Seen(
+            self.model.module, factor * global_microbatches(self.config), TORCH_DTYPES[self.config.dtype.compute]
+        )
+
+    def scaled(self) -> Scaled | None:
+        """The loss scale of the step taken last."""
+        return self._scaled
+
+    def facts(self) -> dict[str, str]:
+        """How data moves between ranks, and whether work beside the backward has cores of its own."""
+        return self.model.transport()
+
+    def user_buffers(self) -> dict[str, str]:
+        """What became of nccl_ub."""
+        return self.model.user_buffers()
+
+    def close(self) -> None:
+        """Take hooks off and end threads."""
+        self.model.close()
+
+
+def _groups(config: Config, ranks: Ranks) -> Groups:
+    if config.mesh.dp_outer == 1:
+        return Groups()
+    owner = "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp"
+    inner, outer = axis_groups(config.mesh.dp_outer, ranks.sharp, owner)
+    return Groups(inner, outer, dist.group.WORLD)
+
+
+def _options(config: Config) -> dict[str, Any]:
+    """Settings of the group `engine` that are the engine's own options, under the same names."""
+    chosen = {name: getattr(config.engine, name) for name in OPTIONS if hasattr(config.engine, name)}
+    return {name: value.value if isinstance(value, Enum) else value for name, value in chosen.items()}

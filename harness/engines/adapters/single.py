@@ -1,0 +1,106 @@
+"""One process that sees the whole global batch: in fp64, what every other engine is held against."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from harness.config.derived import global_microbatches
+from harness.config.schema import Config, Numerics
+from harness.engines.base.replicated import ReplicatedEngine
+from harness.engines.protocol import Microbatch, Ranks, Seen, Workload
+from harness.fsdp.comm.fixed_point import FixedPoint, beyond_message
+from harness.fsdp.update import order_free_norm
+
+
+class SingleEngine(ReplicatedEngine):
+    """Plain torch: backward of each microbatch in global order, sums in the main dtype, one division by M."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        """Build the model.
+
+        Raises:
+            ValueError: there is more than one rank.
+        """
+        if ranks.world_size != 1:
+            raise ValueError(f"engine=single is one process, mesh.world_size={ranks.world_size}: set mesh.world_size=1")
+        super().__init__(workload, config, ranks, fused=False)
+        self.num_microbatches = 0
+        self.sums = IntegerSums(config, self.trained) if config.numerics.mode is Numerics.exact else None
+
+    def seen(self) -> Seen:
+        """The user's module; its losses are unscaled."""
+        return Seen(self.model, global_microbatches(self.config), self.compute_dtype)
+
+    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
+        """Add one microbatch's gradients; after the step's last one they are the mean."""
+        loss = self.workload.loss(self.model, batch)
+        loss.backward()
+        self.num_microbatches += 1
+        self.reduced = last
+        if self.sums is not None:
+            self.sums.absorb()
+        if last:
+            self._average()
+            self.num_microbatches = 0
+        return loss.detach()
+
+    def step(self, lr: float) -> float:
+        """As every engine's.
+
+        Raises:
+            OverflowError: under numerics=exact, if a gradient could not be written as an integer; no weight changed.
+        """
+        if self.sums is not None:
+            self.sums.refuse()
+        return super().step(lr)
+
+    def _average(self) -> None:
+        if self.sums is not None:
+            self.sums.finish(self.num_microbatches)
+            return
+        for _, gradient in self._gradients():
+            gradient.div_(self.num_microbatches)
+
+    def _norm(self, tensors: Sequence[Tensor]) -> float:
+        if self.sums is None:
+            return super()._norm(tensors)
+        return order_free_norm.norm_from_counters(order_free_norm.square_counters(tensors, self.ranks.device))
+
+
+class IntegerSums:
+    """Gradients of a step as integers: what numerics=exact makes of them on any number of ranks."""
+
+    def __init__(self, config: Config, weights: Mapping[str, Tensor]) -> None:
+        self.fixed = FixedPoint(config.numerics.exact_bits, global_microbatches(config))
+        self.weights = list(weights.values())
+        device = self.weights[0].device
+        self.sums = [torch.zeros(weight.numel(), dtype=torch.int64, device=device) for weight in self.weights]
+        self.beyond = torch.zeros(1, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def absorb(self) -> None:
+        """Add one microbatch's gradients and drop them."""
+        for weight, total in zip(self.weights, self.sums, strict=True):
+            if weight.grad is not None:
+                self.fixed.encode(weight.grad.reshape(-1), total, self.beyond, add=True)
+                weight.grad = None
+
+    @torch.no_grad()
+    def finish(self, divisor: float) -> None:
+        """Give every weight its averaged gradient, and begin again."""
+        for weight, total in zip(self.weights, self.sums, strict=True):
+            weight.grad = torch.empty_like(weight)
+            self.fixed.decode(total, divisor, weight.grad.view(-1))
+            total.zero_()
+
+    def refuse(self) -> None:
+        """Drop the step's gradients and raise OverflowError if one of them could not be written as an integer."""
+        count = int(self.beyond)
+        self.beyond.zero_()
+        if count:
+            for weight in self.weights:
+                weight.grad = None
+            raise OverflowError(beyond_message(count, self.fixed))

@@ -1,0 +1,159 @@
+"""An engine that keeps the whole model on every rank: what `single` and `ddp` have in common.
+
+Main weights are the module's ordinary parameters, so that gradients, norm and optimizer are plain torch in the main
+dtype. Where the compute dtype is another one, every forward first casts all weights and lets the cast copies shadow the
+parameters; autograd brings their gradients back, each cast to the main dtype before it is accumulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from harness.config.schema import Config
+from harness.engines import optim
+from harness.engines.protocol import Engine, Ranks, Seen, State, Workload
+from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.fsdp.state.blank import create_state
+
+
+class ReplicatedEngine(Engine):
+    """Everything but `forward_backward`."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks, *, fused: bool) -> None:
+        """Build the model and fill it by name.
+
+        Raises:
+            ValueError: main gradients are to have another dtype than main weights, which plain torch does not do.
+        """
+        if config.dtype.main_grads is not config.dtype.main_params:
+            raise ValueError(
+                f"engine={config.engine.name.name} keeps gradients in the dtype of the main weights: "
+                f"dtype.main_grads={config.dtype.main_grads.name}, dtype.main_params={config.dtype.main_params.name}; "
+                "make them equal or use engine=native"
+            )
+        self.workload = workload
+        self.config = config
+        self.ranks = ranks
+        self.main_dtype = TORCH_DTYPES[config.dtype.main_params]
+        self.compute_dtype = TORCH_DTYPES[config.dtype.compute]
+        self.model = workload.build(ranks.device, self.main_dtype)
+        self.weights: dict[str, nn.Parameter] = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, weight in self.weights.items():
+                weight.copy_(workload.initial_weight(name, weight.shape))
+        if self.compute_dtype is not self.main_dtype:
+            shadow_weights(self.model, self.compute_dtype)
+        self.names: dict[Tensor, str] = {weight: name for name, weight in self.weights.items()}
+        self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
+        self.reduced = False
+        """Whether the step's last microbatch has been run."""
+        groups = {True: list[Tensor](), False: list[Tensor]()}
+        for name, weight in self.trained.items():
+            groups[workload.decays(name, weight.shape)].append(weight)
+        whole = optim.make_optimizer(
+            config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=fused
+        )
+        self.optimizer, self.local_optimizer = self._place_optimizer(whole)
+        create_state(self.local_optimizer)
+
+    def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        """What is stepped, and what holds this rank's state; of an optimizer over all weights that has no state yet."""
+        return whole, whole
+
+    def step(self, lr: float) -> float:
+        """Clip, update, drop the gradients; returns the norm before clipping."""
+        gradients = [gradient for _, gradient in self._gradients()]
+        norm = self._norm(gradients)
+        coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
+        if coefficient != 1.0:
+            for gradient in gradients:
+                gradient.mul_(coefficient)
+        optim.set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.reduced = False
+        return norm
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the averaged gradients on the CPU."""
+        for name, gradient in self._gradients():
+            yield name, gradient.detach().to("cpu", copy=True)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Copies of the main weights on the CPU."""
+        for name, weight in self.weights.items():
+            yield name, weight.detach().to("cpu", copy=True)
+
+    def weight_norm(self) -> float:
+        """Norm of the main weights, where they lie."""
+        return self._norm(list(self.weights.values()))
+
+    def _norm(self, tensors: Sequence[Tensor]) -> float:
+        """Euclidean norm over all elements."""
+        return optim.global_norm(tensors)
+
+    def seen(self) -> Seen:
+        """The user's module; its losses are scaled by 1 / k, which leaves the division by the ranks."""
+        return Seen(self.model, self.ranks.world_size, self.compute_dtype)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Main weights and optimizer state by parameter name; not copied."""
+        state = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}
+        moments = optim.optimizer_state(self.local_optimizer, self.names)
+        return state | {f"optimizer/{key}": value for key, value in moments.items()}
+
+    def state(self) -> State:
+        """The state itself: whole tensors; moments only where this rank updates them."""
+        return State(self.state_dict(), lambda: None)
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back main weights and optimizer state; all or nothing."""
+        held = self.state_dict()
+        optim.check_state(held, state)
+        with torch.no_grad():
+            for key, tensor in held.items():
+                tensor.copy_(state[key])
+
+    def accounted_bytes(self) -> dict[str, int]:
+        """Bytes by role; gradients are counted as held, though they are freed between steps."""
+        elements = sum(weight.numel() for weight in self.weights.values())
+        shadowed = self.compute_dtype is not self.main_dtype
+        moments = optim.optimizer_state(self.local_optimizer, self.names).values()
+        return {
+            "compute_weights": elements * self.compute_dtype.itemsize if shadowed else 0,
+            "main_weights": elements * self.main_dtype.itemsize,
+            "main_grads": sum(weight.numel() for weight in self.trained.values()) * self.main_dtype.itemsize,
+            "optimizer": sum(value.numel() * value.element_size() for value in moments),
+            "padding": 0,
+            "buffers": sum(buffer.numel() * buffer.element_size() for buffer in self.model.buffers()),
+        }
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Gradients by name; zeros for what no microbatch of the step used, which is then updated like all others."""
+        for name, weight in self.trained.items():
+            if not self.reduced:
+                raise RuntimeError(f"no gradient for {name}: no microbatch was marked as the step's last one")
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            yield name, weight.grad
+
+
+def shadow_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Before every forward of `model`, put a cast copy of each parameter where its module looks it up.
+
+    An instance attribute is found before a registered parameter, so `module.weight` is the copy while
+    `named_parameters()` still gives the parameter. The copies stay until the next forward: a recomputation in the
+    backward must see the same ones.
+    """
+    slots = [
+        (module, name, param) for module in model.modules() for name, param in module.named_parameters(recurse=False)
+    ]
+
+    def cast(_module: nn.Module, _args: object) -> None:
+        for module, name, param in slots:
+            module.__dict__[name] = param.to(dtype)
+
+    model.register_forward_pre_hook(cast)

@@ -1,0 +1,270 @@
+"""What torch's two FSDP engines have in common once wrapped: a step, a norm, full tensors, and state by name.
+
+Both leave on every rank a module whose parameters hold, between steps, this rank's piece of each main weight: the
+elements of the flattened weight from some offset on, in rank order, possibly none. Here everything is said in terms of
+those pieces; how they come about, and when gradients are reduced into them, is for the adapters.
+
+The norm is made of exact local squares: each piece's squares are summed in fp64 and added over the ranks that share one
+copy of the model. Torch's own `clip_grad_norm_` sums in the gradient's dtype, and FSDP1's needs the root wrapper.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from harness.config.derived import microbatches_per_rank
+from harness.config.schema import Config
+from harness.engines import optim
+from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
+from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.fsdp.state.blank import create_state
+
+
+class ShardedEngine(Engine):
+    """Everything but construction and the rhythm of reductions.
+
+    A subclass builds and wraps the model, then calls `_finish` with its parameters by the model's own names.
+    """
+
+    model: nn.Module
+    """The wrapped module: what a forward calls."""
+
+    def __init__(self, workload: Workload, config: Config, ranks: Ranks) -> None:
+        self.workload = workload
+        self.config = config
+        self.ranks = ranks
+        self.main_dtype = TORCH_DTYPES[config.dtype.main_params]
+        self.compute_dtype = TORCH_DTYPES[config.dtype.compute]
+        self.wire_dtype = TORCH_DTYPES[config.dtype.grad_comm]
+        self.microbatches_per_rank = microbatches_per_rank(config)
+        self.reduced = False
+
+    def _finish(
+        self,
+        weights: Mapping[str, nn.Parameter],
+        shapes: Mapping[str, torch.Size],
+        group: dist.ProcessGroup | None,
+        *,
+        fused: bool,
+    ) -> None:
+        """Make the optimizer, and learn how much of each weight lies where.
+
+        Args:
+            weights: parameters in model order, each once; their pieces lie on `group`'s ranks, whole where it is None.
+            shapes: full shapes, by the same names.
+            group: the ranks that share one copy of the model.
+            fused: step all tensors of a group in one kernel; else by torch's multi-tensor (foreach) operations.
+        """
+        self.weights, self.shapes, self.group = dict(weights), dict(shapes), group
+        self.names: dict[Tensor, str] = {weight: name for name, weight in weights.items()}
+        self.trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
+        groups = {True: list[Tensor](), False: list[Tensor]()}
+        for name, weight in self.trained.items():
+            groups[self.workload.decays(name, shapes[name])].append(weight)
+        self.optimizer = optim.make_optimizer(
+            self.config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=fused
+        )
+        if not fused:
+            for table in self.optimizer.param_groups:
+                table["foreach"] = True
+        create_state(self.optimizer)
+        self.extents = self._exchange_extents()
+
+    @abstractmethod
+    def _piece(self, tensor: Tensor) -> Tensor:
+        """This rank's elements of a weight, a gradient or a moment, as a plain tensor that shares their memory."""
+
+    @abstractmethod
+    def _rhythm(self, last: bool) -> AbstractContextManager[object]:
+        """What surrounds one microbatch's forward and backward."""
+
+    def _after_backward(self, last: bool) -> None:
+        """Called when a microbatch's gradients have been reduced, or not, as `_rhythm` arranged."""
+
+    @abstractmethod
+    def _padding_elements(self) -> tuple[int, int]:
+        """Elements of this rank's storage of weights that belong to none, and of its storage of gradients."""
+
+    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
+        """One microbatch, its loss scaled by 1 / k; the wrapper itself divides by the number of ranks.
+
+        That is the way both are documented. FSDP2's `set_gradient_divide_factor` could divide by M at once, but where
+        it is not the group's size it takes PREMUL_SUM, which gloo lacks, and on a group of one it divides fp64 twice.
+        """
+        with self._rhythm(last):
+            loss = self.workload.loss(self.model, batch)
+            (loss / self.microbatches_per_rank).backward()
+        self._after_backward(last)
+        self.reduced = last
+        return loss.detach()
+
+    def step(self, lr: float) -> float:
+        """Clip, update, drop the gradients; returns the norm before clipping."""
+        gradients = [self._piece(gradient) for gradient in self._gradients().values()]
+        norm = self._norm(gradients)
+        coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
+        if coefficient != 1.0:
+            for gradient in gradients:
+                gradient.mul_(coefficient)
+        optim.set_lr(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.reduced = False
+        return norm
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole averaged gradients on the CPU, gathered one at a time."""
+        for name, gradient in self._gradients().items():
+            yield name, self._gather(name, self._piece(gradient))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole main weights on the CPU, gathered one at a time."""
+        for name, weight in self.weights.items():
+            yield name, self._gather(name, self._piece(weight))
+
+    def weight_norm(self) -> float:
+        """Norm of the main weights, where their pieces lie."""
+        return self._norm([self._piece(weight) for weight in self.weights.values()])
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's pieces of weights and optimizer state, by parameter name; not copied."""
+        state = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
+        moments = optim.optimizer_state(self.optimizer, self.names)
+        return state | {f"optimizer/{key}": self._piece(value) for key, value in moments.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state_dict` gave; all or nothing. The next forward gathers from the same memory."""
+        held = self.state_dict()
+        optim.check_state(held, state)
+        with torch.no_grad():
+            for key, tensor in held.items():
+                tensor.copy_(state[key])
+
+    def accounted_bytes(self) -> dict[str, int]:
+        """Bytes by role; gradients are counted as held, though they are freed between steps.
+
+        Gathered weights in the compute dtype are gone after the step's last backward, under every strategy.
+        """
+        moments = optim.optimizer_state(self.optimizer, self.names).values()
+        itemsize = self.main_dtype.itemsize
+        return {
+            "compute_weights": 0,
+            "main_weights": sum(self._piece(weight).numel() for weight in self.weights.values()) * itemsize,
+            "main_grads": sum(self._piece(weight).numel() for weight in self.trained.values()) * itemsize,
+            "optimizer": sum(self._piece(value).nbytes for value in moments),
+            "padding": sum(self._padding_elements()) * itemsize,
+            "buffers": sum(buffer.nbytes for buffer in self.model.buffers()),
+        }
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Reduced gradients by name; zeros for what no microbatch of the step used.
+
+        Raises:
+            RuntimeError: the step's last microbatch has not been run.
+        """
+        if not self.reduced:
+            first = next(iter(self.trained), "any weight")
+            raise RuntimeError(f"no gradient for {first}: no microbatch was marked as the step's last one")
+        found = {}
+        for name, weight in self.trained.items():
+            if weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            found[name] = weight.grad
+        return found
+
+    @torch.no_grad()
+    def _norm(self, pieces: Iterable[Tensor]) -> float:
+        squares = [torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in pieces]
+        total = torch.stack(squares).sum()
+        if self.group is not None:
+            dist.all_reduce(total, group=self.group)
+        return math.sqrt(total.item())
+
+    def _exchange_extents(self) -> dict[str, list[int]]:
+        """Elements of each weight on each rank of the group, in rank order. *Collective.*
+
+        Raises:
+            RuntimeError: the pieces of a weight do not add up to it.
+        """
+        own = [self._piece(weight).numel() for weight in self.weights.values()]
+        if self.group is None:
+            return {name: [numel] for name, numel in zip(self.weights, own, strict=True)}
+        mine = torch.tensor(own, dtype=torch.int64, device=self.ranks.device)
+        rows = [torch.empty_like(mine) for _ in range(self.group.size())]
+        dist.all_gather(rows, mine, group=self.group)
+        table = torch.stack(rows).T.tolist()
+        for name, extents in zip(self.weights, table, strict=True):
+            if sum(extents) != self.shapes[name].numel():
+                raise RuntimeError(f"{name} has {self.shapes[name].numel()} elements, its pieces {extents}")
+        return dict(zip(self.weights, table, strict=True))
+
+    @torch.no_grad()
+    def _gather(self, name: str, piece: Tensor) -> Tensor:
+        """The full tensor on the CPU, of this rank's piece of it: pieces padded to the longest, gathered, cut again.
+
+        Not DTensor.full_tensor(): one way for both engines, which does not depend on how placements are interpreted.
+        """
+        extents = self.extents[name]
+        if self.group is None:
+            return piece.detach().to("cpu", copy=True).reshape(self.shapes[name])
+        padded = piece.new_zeros(max(extents))
+        padded[: piece.numel()] = piece.flatten()
+        rows = [torch.empty_like(padded) for _ in extents]
+        dist.all_gather(rows, padded, group=self.group)
+        parts = [row[:numel] for row, numel in zip(rows, extents, strict=True)]
+        return torch.cat(parts).to("cpu").reshape(self.shapes[name])
+
+
+def data_parallel_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
+    """One axis `dp_shard`, or `dp_outer` x `dp_shard` in outer-major order. *Collective.*"""
+    outer = config.mesh.dp_outer
+    if outer == 1:
+        return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
+    inner = ranks.world_size // outer
+    return init_device_mesh(ranks.device.type, (outer, inner), mesh_dim_names=("dp_outer", "dp_shard"))
+
+
+def units_of(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:
+    """Modules to wrap one by one, innermost first; the model itself is not among them.
+
+    A module that shares a parameter with something outside it is left to the root, which both wrappings need: neither
+    takes a parameter in two units, and a copy would silently untie the weights.
+    """
+    users: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                users[param] = users.get(param, 0) + 1
+    found = [module for module in model.modules() if module is not model and isinstance(module, tuple(classes))]
+    return [module for module in reversed(found) if _owns_its_weights(module, users)]
+
+
+def _owns_its_weights(module: nn.Module, users: Mapping[nn.Parameter, int]) -> bool:
+    inside: dict[nn.Parameter, int] = {}
+    for part in module.modules():
+        for param in part._parameters.values():
+            if param is not None:
+                inside[param] = inside.get(param, 0) + 1
+    return all(users[param] == count for param, count in inside.items())
+
+
+def refuse_scalars(engine: str, model: nn.Module) -> None:
+    """Neither wrapping splits a parameter without a first dimension.
+
+    Raises:
+        ValueError: naming the parameters of shape [].
+    """
+    scalars = [name for name, param in model.named_parameters() if param.ndim == 0]
+    if scalars:
+        raise ValueError(
+            f"engine={engine} splits parameters along their first dimension, and these have none: {', '.join(scalars)};"
+            " give them the shape [1], or use engine=native, engine=ddp or engine=single"
+        )

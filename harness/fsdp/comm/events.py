@@ -1,0 +1,156 @@
+"""Names for collectives in flight, so that a meter outside the engine can say which bucket its bytes belong to.
+
+The engine announces each logical collective (a reduce-scatter may be many sends underneath); whoever counts reads the
+label of the calling thread. In the same way it announces where the thread that computes stands still for a collective:
+on a CPU that time is exposed communication, and what lasts too long is a hang (see `harness.fsdp.guards.watchdog`).
+Nothing here counts, and no collective depends on a label.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+
+class Label(NamedTuple):
+    """kind: all_gather, reduce_scatter, all_reduce, broadcast.
+
+    bucket: unit and dtype, or the purpose of one outside buckets (norm).
+    """
+
+    kind: str
+    bucket: str
+
+
+OUTER = " outer"
+"""What a label adds to a bucket's name on the outer axis."""
+
+CONTROL = Label("control", "")
+"""Of messages about where data lies: nobody counts them, for the data itself is announced by `offer`."""
+
+
+class Watcher(Protocol):
+    """Who must know of a wait before it is over."""
+
+    def enter(self, waited: tuple[Label, ...]) -> int:
+        """A wait for these collectives begins on this thread; returns a token for `leave`."""
+
+    def leave(self, token: int) -> None:
+        """It is over, also by an exception."""
+
+    def explain(self, error: Exception) -> Exception:
+        """What to raise for an error that ended a wait: itself, or one that tells more."""
+
+
+_local = threading.local()
+_listeners: list[Callable[[Label], None]] = []
+_offer_listeners: list[Callable[[Label | None, int], None]] = []
+_wait_listeners: list[Callable[[float], None]] = []
+_checkers: list[Callable[[Label, Sequence[Any]], None]] = []
+_watchers: list[Watcher] = []
+
+
+def current() -> Label | None:
+    """Label of the collective this thread is issuing, if any."""
+    return getattr(_local, "label", None)
+
+
+def on_begin(listener: Callable[[Label], None]) -> Callable[[], None]:
+    """Call `listener` once for each logical collective; returns a function that ends it."""
+    _listeners.append(listener)
+    return lambda: _listeners.remove(listener)
+
+
+def on_check(checker: Callable[[Label, Sequence[Any]], None]) -> Callable[[], None]:
+    """Call `checker` with label and data before each logical collective; it may raise. Returns a function to end it."""
+    _checkers.append(checker)
+    return lambda: _checkers.remove(checker)
+
+
+@contextmanager
+def begin(label: Label, data: Sequence[Any] = ()) -> Iterator[None]:
+    """Announce a logical collective and label the operations it issues here.
+
+    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only checkers look at them.
+    """
+    for checker in _checkers:
+        checker(label, data)
+    for listener in _listeners:
+        listener(label)
+    with resume(label):
+        try:
+            yield
+        except Exception as error:
+            told = explained(error)
+            if told is error:
+                raise
+            raise told from error
+
+
+@contextmanager
+def resume(label: Label) -> Iterator[None]:
+    """Label further operations of a collective announced before (another thread, a second leg)."""
+    before = current()
+    _local.label = label
+    try:
+        yield
+    finally:
+        _local.label = before
+
+
+def on_offer(listener: Callable[[Label | None, int], None]) -> Callable[[], None]:
+    """Call `listener` with label and bytes of all that peers read from this process; returns a function to end it."""
+    _offer_listeners.append(listener)
+    return lambda: _offer_listeners.remove(listener)
+
+
+def offer(num_bytes: int) -> None:
+    """Announce bytes of the current collective that a peer fetches from here: sent, though by no operation of torch."""
+    for listener in _offer_listeners:
+        listener(current(), num_bytes)
+
+
+def on_wait(listener: Callable[[float], None]) -> Callable[[], None]:
+    """Call `listener` with the seconds of every wait for a collective; returns a function that ends it."""
+    _wait_listeners.append(listener)
+    return lambda: _wait_listeners.remove(listener)
+
+
+def watch(watcher: Watcher) -> Callable[[], None]:
+    """Tell `watcher` of every wait; returns a function that ends it."""
+    _watchers.append(watcher)
+    return lambda: _watchers.remove(watcher)
+
+
+def explained(error: Exception) -> Exception:
+    """What watchers make of an error of a collective: itself where nobody knows more."""
+    for watcher in _watchers:
+        error = watcher.explain(error)
+    return error
+
+
+@contextmanager
+def waiting(*waited: Label) -> Iterator[None]:
+    """The body blocks the host until collectives are done: these, or the one that this thread is issuing."""
+    if not _wait_listeners and not _watchers:
+        yield
+        return
+    label = current()
+    of = waited or ((label,) if label is not None else ())
+    began = time.perf_counter()
+    tokens = [(watcher, watcher.enter(of)) for watcher in _watchers]
+    try:
+        yield
+    except Exception as error:
+        told = explained(error)
+        if told is error:
+            raise
+        raise told from error
+    finally:
+        for watcher, token in tokens:
+            watcher.leave(token)
+        for listener in _wait_listeners:
+            listener(time.perf_counter() - began)

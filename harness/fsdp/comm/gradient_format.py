@@ -1,0 +1,84 @@
+"""What a gradient is between a backward and an update: a floating-point number, or an integer.
+
+Two of a reduction's four verbs are made of these: *encode* before the traffic and *finish* after it (see [Note: Four
+verbs]); and *absorb*, which adds up microbatches where that is done before any traffic.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.comm.fixed_point import FixedPoint
+from harness.fsdp.policy import Dtypes
+
+
+class Numbers(ABC):
+    """How gradients are written down while they are summed."""
+
+    scales_sums = True
+    """Whether sums may be multiplied by a factor as they are made."""
+
+    @abstractmethod
+    def encode(self, gradients: Tensor) -> Tensor:
+        """Gradients, or sums of them, as they are sent: the same tensor where they already are. Flat."""
+
+    @abstractmethod
+    def absorb(self, gradients: Tensor, sums: Tensor, *, add: bool) -> None:
+        """Put (or `add`) unreduced gradients into sums of the same length."""
+
+    @abstractmethod
+    def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
+        """Turn sums into main gradients (the same tensors, or others), multiplied by what is left of `factor`."""
+
+
+class Floating(Numbers):
+    """Numbers of a dtype policy."""
+
+    def __init__(self, dtypes: Dtypes) -> None:
+        self.dtypes = dtypes
+
+    def encode(self, gradients: Tensor) -> Tensor:
+        return gradients.to(self.dtypes.wire)
+
+    def absorb(self, gradients: Tensor, sums: Tensor, *, add: bool) -> None:
+        (sums.add_ if add else sums.copy_)(gradients)
+
+    def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
+        for source, target in zip(sums, main, strict=True):
+            if factor != 1.0:
+                source.mul_(factor)
+            if target.data_ptr() != source.data_ptr():
+                target.copy_(source)
+
+
+class Integers(Numbers):
+    """Multiples of 2^-bits; see [Note: Exact sums].
+
+    divisor: of the finished sums; a factor, which could not be undone exactly, is not used. beyond: int64, shape [1]:
+    blocks of this step in which an element could not be written down.
+    """
+
+    scales_sums = False
+
+    def __init__(self, fixed: FixedPoint, divisor: float, device: torch.device) -> None:
+        self.fixed = fixed
+        self.divisor = divisor
+        self.beyond = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def encode(self, gradients: Tensor) -> Tensor:
+        if gradients.dtype == torch.int64:
+            return gradients
+        encoded = torch.empty_like(gradients, dtype=torch.int64)
+        self.fixed.encode(gradients, encoded, self.beyond)
+        return encoded
+
+    def absorb(self, gradients: Tensor, sums: Tensor, *, add: bool) -> None:
+        self.fixed.encode(gradients, sums, self.beyond, add=add)
+
+    def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
+        for source, target in zip(sums, main, strict=True):
+            self.fixed.decode(source, self.divisor, target)

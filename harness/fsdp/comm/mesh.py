@@ -1,0 +1,160 @@
+"""The ranks of a model: an inner axis, an outer one, and everyone; and the same for expert parameters.
+
+[Note: Communicators] Gathers and reductions of the inner axis can have a communicator each, so that neither waits for
+the other on the device: on CUDA they have, unless one is given for both. On gloo messages are told apart by their tags
+and nothing is gained. The outer axis has one of its own: it is another group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from harness.fsdp.comm.communicator import EAGER_LIMIT_BYTES, Communicator
+from harness.fsdp.comm.device import DeviceRuntime
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Process groups of one grid of ranks.
+
+    inner: ranks a model is sharded over; None is the default group. outer: ranks with the same place in their inner
+    group; None where there is no outer axis. everyone: all ranks of the grid, outer-major; needed with `outer`. gather:
+    the ranks of `inner`, for all-gathers alone.
+    """
+
+    inner: dist.ProcessGroup | None = None
+    outer: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
+    gather: dist.ProcessGroup | None = None
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this rank stands in its grid."""
+
+    inner_rank: int = 0
+    inner_size: int = 1
+    outer_rank: int = 0
+    outer_size: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the grid."""
+        return self.inner_size * self.outer_size
+
+
+class Mesh:
+    """Communicators of one grid of ranks.
+
+    Args:
+        groups: its process groups.
+        runtime: streams of the device the buckets live on.
+        eager_limit: see `Communicator`.
+        separate_gather: whether gathers get a communicator of their own; None: on devices with streams.
+
+    Raises:
+        ValueError: the groups do not form a grid.
+    """
+
+    def __init__(
+        self,
+        groups: Groups,
+        runtime: DeviceRuntime,
+        eager_limit: int | None = EAGER_LIMIT_BYTES,
+        separate_gather: bool | None = None,
+    ) -> None:
+        self.inner = Communicator(groups.inner, runtime, eager_limit)
+        gather = groups.gather
+        if gather is None and (runtime.has_streams if separate_gather is None else separate_gather):
+            gather = _second_group(self.inner.group)
+        self.gather = self.inner if gather is None else Communicator(gather, runtime, eager_limit)
+        self.outer: Communicator | None = None
+        self.everyone = self.inner
+        if groups.outer is not None:
+            self.outer = Communicator(groups.outer, runtime, eager_limit)
+            if groups.everyone is None:
+                raise ValueError("an outer axis needs the group of all ranks too: give hybrid_fsdp_group")
+            self.everyone = Communicator(groups.everyone, runtime, None)
+        self._check()
+        self.place = Place(
+            self.inner.rank,
+            self.inner.size,
+            self.outer.rank if self.outer is not None else 0,
+            self.outer.size if self.outer is not None else 1,
+        )
+
+    def _check(self) -> None:
+        ranks = [dist.get_process_group_ranks(each.group) for each in (self.inner, self.gather, self.everyone)]
+        if ranks[0] != ranks[1]:
+            raise ValueError(
+                f"the gather group has ranks {ranks[1]}, the sharding group {ranks[0]}: they must be equal"
+            )
+        if self.outer is None:
+            return
+        outer = dist.get_process_group_ranks(self.outer.group)
+        if self.inner.size * self.outer.size != self.everyone.size or not {*ranks[0], *outer} <= {*ranks[2]}:
+            raise ValueError(
+                f"dp_shard_dim (ranks {ranks[0]}) and dp_outer_dim (ranks {outer}) are no axes of one grid with the"
+                f" ranks {ranks[2]} of hybrid_fsdp_group; its size must be {self.inner.size} x {self.outer.size}"
+            )
+
+    @property
+    def has_outer(self) -> bool:
+        """Whether anything goes over the outer axis."""
+        return self.outer is not None and self.outer.size > 1
+
+    @property
+    def communicators(self) -> Sequence[Communicator]:
+        """Each of them once, in the order they were made: the outer one after the inner ones."""
+        return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))
+
+    def close(self) -> None:
+        """End the threads of the communicators."""
+        for each in self.communicators:
+            each.close()
+
+
+_SECOND: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""A second group of the same ranks. Made once: torch gives groups of equal ranks, made one after another was destroyed,
+one name, and the second finds the first one's addresses."""
+
+
+def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
+    """Another communicator of a group's ranks; None where it has one. *Collective* among them."""
+    if dist.get_world_size(group) == 1:
+        return None
+    if group not in _SECOND:
+        ranks = dist.get_process_group_ranks(group)
+        _SECOND[group] = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_gather")
+    return _SECOND[group]
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """The meshes of a model: of its dense parameters, and of its experts (the same where none is given)."""
+
+    dense: Mesh
+    experts: Mesh
+
+    def __iter__(self) -> Iterator[Mesh]:
+        """Each of them once."""
+        return iter([self.dense] if self.experts is self.dense else [self.dense, self.experts])
+
+    @property
+    def moving(self) -> dict[str, Communicator]:
+        """Every communicator that moves buckets, by name, the outer ones last."""
+        found: dict[str, Communicator] = {}
+        for mark, mesh in zip(("", "expert_"), self, strict=False):
+            found |= {f"{mark}dp": mesh.inner}
+            found |= {f"{mark}dp_gather": mesh.gather} if mesh.gather is not mesh.inner else {}
+        for mark, mesh in zip(("", "expert_"), self, strict=False):
+            found |= {f"{mark}dp_outer": mesh.outer} if mesh.outer is not None else {}
+        return found
+
+    def of(self, *, expert: bool) -> Mesh:
+        """The mesh of dense or of expert parameters."""
+        return self.experts if expert else self.dense

@@ -1,0 +1,211 @@
+"""Reading what another rank of this host holds, straight from its memory.
+
+[Note: Reads instead of messages] Between ranks of one host a message through a socket is copied twice by the kernel and
+costs both ranks a core. Linux lets a process read another one's memory with a single copy (`process_vm_readv`, also
+called cross memory attach; MPI libraries and UCX do so). A sender then only says where its data lies, and each reader
+fetches it to where it is wanted: a gather into its place, a contribution into a block that stays in cache while it is
+summed. The sender is told when it may have its memory back. What says so are small messages, so that a rank that dies
+or never comes is noticed as in any collective. What is summed, and in which order, is the same.
+
+A system may forbid it: another user, another PID namespace, seccomp, Yama. All ranks of a group try once, with the
+memory they will read from, and agree; where one fails, all use messages. Yama's restriction to descendants is met by
+naming the launcher (the parent process), whose descendants may then read this process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import socket
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.fsdp.comm import events
+from harness.fsdp.comm.events import Label
+
+PR_SET_PTRACER = 0x59616D61
+CANARY = 0x5EEDED_FACE5
+
+
+class _Span(ctypes.Structure):
+    """struct iovec."""
+
+    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
+
+
+class PeerMemory:
+    """The ranks of one group, all on this host and all readable.
+
+    Args:
+        pids: process id of each group rank.
+    """
+
+    def __init__(self, pids: list[int]) -> None:
+        self.pids = pids
+        self.bytes_read = 0
+
+    def read(self, rank: int, address: int, into: Tensor) -> None:
+        """Copy `into.nbytes` bytes at `address` of a group rank's memory over a contiguous CPU tensor.
+
+        Raises:
+            RuntimeError: the system refuses, or the rank has died.
+        """
+        _read(self.pids[rank], address, into, rank)
+        self.bytes_read += into.nbytes
+
+
+def meet(group: dist.ProcessGroup, rank: int, size: int) -> tuple[PeerMemory | None, str]:
+    """Find out whether all ranks of a group can read each other. *Collective.*
+
+    Returns the group's memory and "", or None and the reason, the same on all ranks.
+    """
+    canary = torch.tensor([CANARY + rank])
+    mine = torch.tensor([_host(), os.getpid(), canary.data_ptr(), int(_READV is not None)])
+    everyone = torch.empty(size, mine.numel(), dtype=torch.int64)
+    with events.begin(Label("all_gather", "peer memory")):
+        group.allgather([list(everyone)], [mine]).wait()
+    failed = torch.tensor([0])
+    if int(everyone[:, 3].min()) and bool((everyone[:, 0] == everyone[0, 0]).all()):
+        _let_siblings_read()
+        with events.begin(Label("all_reduce", "peer memory")):  # nobody reads before everybody may be read
+            group.allreduce([torch.zeros(1)]).wait()
+        failed[0] = _first_failure(everyone, rank)
+    else:
+        failed[0] = _ELSEWHERE
+    with events.begin(Label("all_reduce", "peer memory")):
+        group.allreduce([failed], dist.ReduceOp.MAX).wait()
+    if reason := int(failed[0]):
+        return None, _reason(reason)
+    return PeerMemory([int(pid) for pid in everyone[:, 1]]), ""
+
+
+RECEIPT = 1 << 30
+"""Added to the tag of a message for the one that answers it."""
+
+
+def lay_out(group: dist.ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int) -> list[Any]:
+    """Tell a peer where contiguous tensors lie that are meant for it; the works are done when it has read them.
+
+    The tensors belong to the works until then. Their bytes count as sent, the messages about them do not.
+    """
+    events.offer(sum(tensor.nbytes for tensor in tensors))
+    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    receipt = torch.empty(1, dtype=torch.uint8)
+    with events.resume(events.CONTROL):
+        return [group.send([addresses], peer, tag), group.recv([receipt], peer, tag + RECEIPT)]
+
+
+class Laid:
+    """What a peer has laid out for this rank.
+
+    Args:
+        num_tensors: how many it lays out. tag: under which it tells so.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, memory: PeerMemory, peer: int, num_tensors: int, tag: int) -> None:
+        self.group = group
+        self.memory = memory
+        self.peer = peer
+        self._tag = tag
+        self._told = torch.empty(num_tensors, dtype=torch.int64)
+        self._work: Any = group.recv([self._told], peer, tag)
+        self._addresses: list[int] = []
+
+    def read(self, index: int, into: Tensor, offset: int = 0) -> None:
+        """Copy from `offset` bytes on of the tensor at `index` over a contiguous tensor; waits for the peer to tell."""
+        if self._work is not None:
+            self._work.wait()
+            self._addresses, self._work = self._told.tolist(), None
+        if into.numel():
+            self.memory.read(self.peer, self._addresses[index] + offset, into)
+
+    def finish(self) -> None:
+        """Tell the peer that all is read."""
+        if self._work is not None:  # nothing was to be read
+            self._work.wait()
+        with events.resume(events.CONTROL):
+            self.group.send([torch.zeros(1, dtype=torch.uint8)], self.peer, self._tag + RECEIPT).wait()
+
+
+_ELSEWHERE = 1 << 20
+_DIFFERS = _ELSEWHERE + 1
+
+
+def _reason(code: int) -> str:
+    if code == _ELSEWHERE:
+        return "the ranks are on several hosts or in several PID namespaces, or the system has no process_vm_readv"
+    if code == _DIFFERS:
+        return "process_vm_readv gave other bytes than the rank holds"
+    return f"process_vm_readv: {os.strerror(code)}"
+
+
+def _first_failure(everyone: Tensor, rank: int) -> int:
+    """0 if this rank can read the canaries of all others, else an errno or `_DIFFERS`."""
+    for peer, (_, pid, address, _) in enumerate(everyone.tolist()):
+        seen = torch.zeros(1, dtype=torch.int64)
+        if peer != rank:
+            try:
+                _read(pid, address, seen, peer)
+            except _ReadFailed as failure:
+                return failure.errno
+            if int(seen) != CANARY + peer:
+                return _DIFFERS
+    return 0
+
+
+class _ReadFailed(RuntimeError):
+    def __init__(self, message: str, code: int) -> None:
+        super().__init__(message)
+        self.errno = code
+
+
+def _read(pid: int, address: int, into: Tensor, rank: int) -> None:
+    done, wanted, base = 0, into.nbytes, into.data_ptr()
+    while done < wanted:  # the kernel may stop early, at a signal or after 2 GiB
+        local = _Span(base + done, wanted - done)
+        remote = _Span(address + done, wanted - done)
+        got = _READV(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) if _READV is not None else -1
+        if got <= 0:
+            code = ctypes.get_errno() or errno.ENOSYS
+            raise _ReadFailed(
+                f"rank {rank} of the group (process {pid}) cannot be read any more: {os.strerror(code)}; it has ended"
+                " unless its log says otherwise",
+                code,
+            )
+        done += got
+
+
+def _readv() -> Any:
+    try:
+        call = ctypes.CDLL(None, use_errno=True).process_vm_readv
+    except (AttributeError, OSError, TypeError):  # not Linux
+        return None
+    call.restype = ctypes.c_ssize_t
+    span, number = ctypes.POINTER(_Span), ctypes.c_ulong
+    call.argtypes = [ctypes.c_int, span, number, span, number, number]
+    return call
+
+
+_READV = _readv()
+
+
+def _host() -> int:
+    """A number that two processes share if one can name the other by its process id."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        boot, namespace = socket.gethostname(), ""
+    return zlib.crc32(f"{boot} {namespace}".encode())
+
+
+def _let_siblings_read() -> None:
+    """Under Yama, allow the parent's descendants; fails harmlessly on a kernel without it."""
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)

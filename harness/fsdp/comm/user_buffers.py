@@ -1,0 +1,326 @@
+"""NCCL user buffers: buckets that collectives read and write without a copy of NCCL's own.
+
+[Note: A pool of the backend's] Buckets are allocated inside a pool over the process group's own allocator
+(ncclMemAlloc), and the pool is registered with every communicator that moves them, the outer one last. From then on
+torch registers segments that the pool adds by itself: a symmetric registration is a meeting of all ranks, so buffers
+must come in one order on all of them, which fixed buffers do. What lies in the pool stays there after `close`.
+
+[Note: All or none] A registration that fails on one rank while others use theirs is a hang at best. After each
+communicator the ranks agree over all of them: if any failed, every rank takes back what it registered, and all of them
+raise, or all of them go on without and their facts give the reason.
+
+[Note: What versions can] Arguments are chosen by version, never by trying: a TypeError inside a registration would be
+swallowed with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from harness.fsdp.comm import events
+from harness.fsdp.comm.events import CONTROL
+
+SYMMETRIC_FROM_TORCH = (2, 9)
+"""First torch whose register_mem_pool takes `symm`."""
+
+NCCL_NEEDS = {
+    "symmetric registration": (2, 27, 0),
+    "gathers by copy engines (zero thread blocks)": (2, 28, 0),
+    "averages in symmetric reductions": (2, 30, 3),
+}
+"""First NCCL with each; sums are symmetric from the first on, which is what this engine asks for."""
+
+
+class Registration(Enum):
+    """When buckets are registered: never, as soon as the model is built, or after the first step."""
+
+    none = "none"
+    auto = "auto"
+    manual = "manual"
+
+    @classmethod
+    def parse(cls, value: Registration | str | bool) -> Registration:
+        """A member by itself, by name, or as megatron-fsdp's bool, whose True is `auto`.
+
+        Raises:
+            ValueError: none of these.
+        """
+        if isinstance(value, bool):
+            return cls.auto if value else cls.none
+        try:
+            return cls(value)
+        except ValueError:
+            raise ValueError(f"nccl_ub={value!r} is not one of none, auto, manual, False, True") from None
+
+
+class Backend(Protocol):
+    """What of torch's NCCL backend is used. Others lack `register_mem_pool`, and are left alone."""
+
+    @property
+    def mem_allocator(self) -> Any:
+        """Allocator whose memory NCCL can register."""
+
+    def register_mem_pool(self, pool: Any, symm: bool = ...) -> None:
+        """Register what the pool holds, and from now on what it adds."""
+
+    def deregister_mem_pool(self, pool: Any) -> None:
+        """Take that back."""
+
+
+class PoolRuntime(Protocol):
+    """What of a device is used; `harness.fsdp.comm.device.DeviceRuntime` is one."""
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether the device is one that NCCL moves memory of."""
+
+    @property
+    def nccl_version(self) -> tuple[int, int, int] | None:
+        """Version of the NCCL that is loaded; None without one."""
+
+    def make_pool(self, allocator: Any) -> Any:
+        """A memory pool over an allocator."""
+
+    def allocating_from(self, pool: Any) -> AbstractContextManager[None]:
+        """Allocations of this thread come from the pool."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all it was given."""
+
+
+class Member:
+    """One communicator that moves the buckets, and how its ranks agree.
+
+    Args:
+        name: used in messages: "dp", "dp_outer".
+        group: its process group.
+        device: where flags for agreement are made.
+        backend: what is registered with; None is the group's own backend for this device.
+    """
+
+    def __init__(
+        self, name: str, group: dist.ProcessGroup, device: torch.device, backend: Backend | None = None
+    ) -> None:
+        self.name = name
+        self.group = group
+        self.device = device
+        self.backend: Backend = backend if backend is not None else group._get_backend(device)  # type: ignore[assignment]
+
+    def all_succeeded(self, mine: bool) -> bool:
+        """Whether every rank of this communicator says so. *Collective*; makes a lazy communicator exist."""
+        flag = torch.tensor([int(mine)], dtype=torch.int32, device=self.device)
+        with events.resume(CONTROL), events.waiting():  # no traffic of the step's
+            dist.all_reduce(flag, op=dist.ReduceOp.MIN, group=self.group)
+            return bool(flag.item())
+
+
+class UserBuffers:
+    """A pool for buckets, registered with every communicator that moves them, or the reason why it is not.
+
+    Args:
+        mode: when to register.
+        members: communicators in order of registration, the outer one last; none where there is nothing to move.
+        runtime: the buckets' device.
+        symmetric: as symmetric windows where torch and NCCL can; false registers for zero copy alone.
+        may_fall_back: a failed registration goes on without user buffers, and the facts say why; false raises.
+        torch_version: (major, minor) of torch.
+
+    Raises:
+        RuntimeError: the pool could not be made, on any rank, and `may_fall_back` is false.
+    """
+
+    def __init__(
+        self,
+        mode: Registration,
+        members: Sequence[Member],
+        runtime: PoolRuntime,
+        *,
+        symmetric: bool = True,
+        may_fall_back: bool = False,
+        torch_version: tuple[int, int] | None = None,
+    ) -> None:
+        self.mode = mode
+        self.may_fall_back = may_fall_back
+        self._members = list(members)
+        self._runtime = runtime
+        self._registered: list[Member] = []
+        self._pool: Any = None
+        self._failure = ""
+        self._closed = False
+        self._unable = "" if mode is Registration.none else _why_unable(self._members, runtime)
+        self._asked_symmetric = symmetric
+        self._takes_symm = (torch_version or _torch_version()) >= SYMMETRIC_FROM_TORCH
+        self._plain_because = self._why_plain()
+        if mode is not Registration.none and not self._unable:
+            self._make_pool()
+
+    @property
+    def active(self) -> bool:
+        """Whether buckets are, or will be, registered."""
+        return self._pool is not None and not self._failure and not self._closed
+
+    @property
+    def due(self) -> bool:
+        """Whether a registration waits for the end of the first step; nothing may be in flight when it is made."""
+        return self.active and self.mode is Registration.manual and not self._registered
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether registrations are, or would be, symmetric windows."""
+        return not self._plain_because
+
+    def allocating(self) -> AbstractContextManager[None]:
+        """Surrounds every allocation of a bucket."""
+        return self._runtime.allocating_from(self._pool) if self.active else nullcontext()
+
+    def model_built(self) -> None:
+        """The buckets that stay exist now: register, unless that waits for the first step. *Collective.*
+
+        Raises:
+            RuntimeError: a rank could not, and `may_fall_back` is false.
+        """
+        if self.active and self.mode is Registration.auto:
+            self._register()
+
+    def step_done(self) -> None:
+        """A step is over and nothing in flight: register, if that waited for it. *Collective*, the first time.
+
+        Raises:
+            RuntimeError: a rank could not, and `may_fall_back` is false.
+        """
+        if self.due:
+            self._register()
+
+    def facts(self) -> dict[str, str]:
+        """requested, effective (none, pending, or what is registered how, with whom), reason where these differ."""
+        facts = {"requested": self.mode.value, "effective": self._effective()}
+        reason = self._unable or self._failure
+        if not reason and self.mode is not Registration.none and self._asked_symmetric:
+            reason = self._plain_because
+        return facts | ({"reason": reason} if reason else {})
+
+    def close(self) -> None:
+        """Take all registrations back, the last one first. Repeatable; buckets keep their memory."""
+        if self._registered:
+            self._runtime.synchronize()  # no collective of this rank may still touch what is taken back
+        while self._registered:
+            self._registered.pop().backend.deregister_mem_pool(self._pool)
+        self._closed = True
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _effective(self) -> str:
+        if self._pool is None or self._failure:
+            return "none"
+        if self.due:
+            return "pending"
+        kind = "symmetric" if self.symmetric else "zero-copy"
+        return f"{self.mode.value}, {kind}, {'+'.join(member.name for member in self._members)}"
+
+    def _why_plain(self) -> str:
+        if not self._asked_symmetric:
+            return "not asked for"
+        if not self._takes_symm:
+            wanted = ".".join(map(str, SYMMETRIC_FROM_TORCH))
+            return f"not symmetric: torch {wanted} or later is needed"
+        return why_not("symmetric registration", self._runtime.nccl_version)
+
+    def _make_pool(self) -> None:
+        pool, error = None, ""
+        try:
+            pool = self._runtime.make_pool(self._members[0].backend.mem_allocator)
+        except RuntimeError as caught:
+            error = _words(caught)
+        if self._agree(not error):
+            self._pool = pool
+        else:
+            self._fail(f"no memory pool of NCCL's: {error or 'another rank could not make one'}")
+
+    def _register(self) -> None:
+        """See [Note: All or none]."""
+        self._runtime.synchronize()
+        self._agree(True)  # a meeting of all ranks, and communicators that were lazy exist now: torch asks for both
+        for member in self._members:
+            error = self._register_with(member)
+            if not self._agree(not error):
+                self._take_back(member)
+                self._fail(f"registration with {member.name}: {error or 'it failed on another rank'}")
+                return
+
+    def _register_with(self, member: Member) -> str:
+        try:
+            if self._takes_symm:
+                member.backend.register_mem_pool(self._pool, symm=self.symmetric)
+            else:
+                member.backend.register_mem_pool(self._pool)
+        except RuntimeError as error:
+            return _words(error)
+        self._registered.append(member)
+        return ""
+
+    def _take_back(self, failed: Member) -> None:
+        if failed not in self._registered:
+            # torch lists a pool before it registers its segments: unlisted, or its next segment would try again.
+            # Of those that were never registered it complains, which is no news.
+            with suppress(RuntimeError):
+                failed.backend.deregister_mem_pool(self._pool)
+        while self._registered:
+            self._registered.pop().backend.deregister_mem_pool(self._pool)
+
+    def _agree(self, mine: bool) -> bool:
+        """Whether all ranks of all communicators succeeded: over one after the other, which reaches a whole grid."""
+        for member in self._members:
+            mine = member.all_succeeded(mine)
+        return mine
+
+    def _fail(self, reason: str) -> None:
+        self._failure = reason
+        if not self.may_fall_back:
+            raise RuntimeError(
+                f"nccl_ub={self.mode.value} failed: {reason}. Valid: nccl_ub=none, or a recorded fallback"
+                " (nccl_ub.fallback=record; registration_fallback='record'), or disable_symmetric_registration=True"
+                " (nccl_ub.symmetric=false) where only symmetric windows fail"
+            )
+
+
+def why_not(feature: str, nccl_version: tuple[int, int, int] | None) -> str:
+    """Why this NCCL lacks a feature of `NCCL_NEEDS`; empty if it has it."""
+    needed = NCCL_NEEDS[feature]
+    if nccl_version is None:
+        return f"{feature}: no NCCL is loaded"
+    if nccl_version >= needed:
+        return ""
+    have, want = (".".join(map(str, version)) for version in (nccl_version, needed))
+    return f"{feature} needs NCCL {want}, and {have} is loaded"
+
+
+def _why_unable(members: Sequence[Member], runtime: PoolRuntime) -> str:
+    if not runtime.has_streams:
+        return "buckets are on the CPU, where there is no NCCL"
+    if not members:
+        return "one rank moves nothing"
+    lacking = [member for member in members if not hasattr(member.backend, "register_mem_pool")]
+    if lacking:
+        names = ", ".join(f"{member.name} ({type(member.backend).__name__})" for member in lacking)
+        return f"the backend registers no memory: {names}"
+    return ""
+
+
+def _words(error: BaseException) -> str:
+    """The first line of an error, with its type."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    return major, minor
+
+
+Allocating = Callable[[], AbstractContextManager[None]]
+"""What surrounds allocations of buckets."""

@@ -1,0 +1,228 @@
+"""The reduce pipeline: gradients leave in one static order, at most two units of them at a time.
+
+What one bucket goes through is told in `harness.fsdp.runtime.bucket_reduction`; here is when it does, and who waits.
+
+[Note: Issue order] Units are reduced in reverse forward order on every rank. A unit that is ready early waits for its
+turn; a unit that this rank did not use contributes zeros, as soon as that is known.
+
+[Note: Who waits for whom] A reduction lands when all ranks have come to it and have taken what they get, at the latest
+when they make room two units on; for that they need the weights of every unit so far, of which this rank holds a part.
+A rank that did not use these units is done with them early; before it waits, it takes its turn in the gathers up to
+the unit it makes room for. No rank then waits for one that waits for it.
+
+[Note: Folding beside compute] On gloo the host must sum what arrives. One thread does that, in issue order, while the
+backward goes on; its result is waited for like any collective. Where no core is to spare for that thread, the sum is
+made when it is waited for (see [Note: Spare cores]). On CUDA the same work is queued on a side stream.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from harness.fsdp.comm import events
+from harness.fsdp.comm.communicator import Pending
+from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.runtime.bucket_reduction import Job, Reductions
+from harness.fsdp.runtime.units import Unit
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.memory import BucketMemory
+
+MAX_UNITS = 2
+"""Units whose unreduced gradients may exist at once, the one being written included: a rank may be so far ahead.
+
+A unit's storage is found when its first gradient arrives, not when its backward begins.
+"""
+
+
+class ReducePipeline:
+    """Reductions of all units with trained parameters.
+
+    Args:
+        units: in forward order; they are reduced in reverse.
+        reductions: how the sums of a bucket are made, along each axis, by bucket name.
+        meshes: whose communicators they use.
+        factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
+            sums are in cache; where it has one a microbatch, by `finish`.
+        guard: looks at gradients before they are reduced; None looks at nothing.
+        before_wait: called with a unit before others are waited for to make room for it;
+            see [Note: Who waits for whom].
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        reductions: dict[str, Reductions],
+        meshes: Meshes,
+        runtime: DeviceRuntime,
+        memory: BucketMemory,
+        *,
+        factor: float,
+        guard: GradientGuard | None = None,
+        before_wait: Callable[[Unit], None] = lambda unit: None,
+    ) -> None:
+        self.guard = guard
+        self.before_wait = before_wait
+        self.order = [unit for unit in reversed(units) if unit.trainable]
+        self.reductions = reductions
+        self.meshes = meshes
+        self.runtime = runtime
+        self.memory = memory
+        self.factor = factor
+        beside = runtime.has_streams or all(mesh.inner.threads_help for mesh in meshes)
+        self.sums_when_wanted = not beside
+        self._is_last = True
+        self._ready: set[str] = set()
+        self._issued = 0
+        self._in_flight: deque[tuple[Unit, list[Job]]] = deque()
+        self._sending: list[Pending] = []
+        self._folder = (
+            ThreadPoolExecutor(1, thread_name_prefix="fsdp-fold") if beside and not runtime.has_streams else None
+        )
+
+    def expect(self, unit: Unit) -> None:
+        """A unit's backward begins: its gradients will come, in the dtype they are sent in."""
+        for gradients in unit.gradients:
+            gradients.expect()
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """A backward begins; is_last: it ends the step's accumulation."""
+        self._is_last = is_last
+
+    def prepare(self, unit: Unit) -> None:
+        """Give a unit's parameters flat gradient storage, waiting while too many units have theirs."""
+        for gradients in unit.gradients:
+            if not gradients.is_prepared:
+                self._make_room(unit)
+            gradients.prepare()
+
+    def _make_room(self, unit: Unit) -> None:
+        if len(self._in_flight) >= MAX_UNITS and not unit.is_root:
+            self.before_wait(unit)
+        while len(self._in_flight) >= MAX_UNITS:
+            self._land()
+
+    def mark_ready(self, unit: Unit) -> None:
+        """All gradients of a unit are in; reduce it and whatever waited behind it as soon as its turn comes."""
+        self._ready.add(unit.name)
+        while self._issued < len(self.order) and self.order[self._issued].name in self._ready:
+            self._issue(self.order[self._issued])
+
+    def is_done_with(self, unit: Unit) -> bool:
+        """Whether this backward's gradients of a unit have been handed over."""
+        return unit.name in self._ready
+
+    def end_backward(self, *, reduce: bool) -> None:
+        """Reduce what is left, zeros for units that were not used; `reduce=False` keeps accumulating instead."""
+        for unit in self.order[self._issued :]:
+            if reduce:
+                self._issue(unit)
+            elif self.guard is not None:
+                self._look(unit, self.guard)
+        self._ready.clear()
+        self._issued = 0
+
+    def drain(self) -> None:
+        """Wait until every issued reduction has landed in the main gradients."""
+        if self.sums_when_wanted and all(job.gradients.is_whole for job in self._jobs_in_flight()):
+            self._sum_all()
+        while self._in_flight:
+            self._land()
+        self._release()
+
+    def _jobs_in_flight(self) -> Iterator[Job]:
+        return (job for _, jobs in self._in_flight for job in jobs)
+
+    def finish(self) -> None:
+        """Wait for the step's reductions; turn sums into main gradients and scale what was left unscaled."""
+        self.drain()
+        for unit in self.order:
+            for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
+                reductions = self.reductions[bucket.name]
+                factor = 1.0 if reductions.scales_as_it_sums(gradients) else self.factor
+                reductions.inner.finish(gradients.own_pieces, gradients.main_pieces, factor)
+
+    def discard(self) -> None:
+        """Wait until nothing is in flight any more, for gradients that nobody wants.
+
+        What failed in a reduction does not matter then. Sums that landed do: raises where others could not take theirs.
+        """
+        unfinished = bool(self._in_flight)
+        while self._in_flight:
+            with suppress(Exception):
+                self._land()
+        try:
+            self._wait_until_sent()
+        except RuntimeError:
+            if not unfinished:
+                raise
+        self._release()
+
+    def _wait_until_sent(self) -> None:
+        """Wait until other ranks have taken what whole gradient buffers held for them, so that these may be reused."""
+        sending, self._sending = self._sending, []
+        with events.waiting():
+            for each in sending:
+                each.wait()
+
+    def _release(self) -> None:
+        """Free what is only kept between one reduction and the next."""
+        for mesh in self.meshes:
+            for comm in mesh.communicators:
+                comm.release_scratch()
+        self.memory.release_spare()
+
+    def close(self) -> None:
+        """End the folding thread."""
+        if self._folder is not None:
+            self._folder.shutdown(wait=True)
+
+    def _issue(self, unit: Unit) -> None:
+        self._issued += 1
+        if not all(gradients.is_prepared for gradients in unit.gradients):  # not used: it contributes zeros
+            self.prepare(unit)
+        if any(gradients.is_copied for gradients in unit.gradients):
+            self._make_room(unit)
+        self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
+
+    def _look(self, unit: Unit, guard: GradientGuard) -> None:
+        for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
+            if gradients.bucket is not None:
+                gradients.settle()
+                guard.look(bucket, gradients.bucket)
+
+    def _start(self, bucket: Bucket) -> Job:
+        job = Job(bucket, self.reductions[bucket.name], self.runtime, self.factor, self.guard, is_last=self._is_last)
+        with self.runtime.stream("reduce"):
+            job.begin()
+            if self.runtime.has_streams:
+                job.run()
+            elif self._folder is not None:
+                job.future = self._folder.submit(job.run)
+        return job
+
+    def _sum_all(self) -> None:
+        """Sum every bucket that nobody sums beside the backward, step by step, before waiting for any of them."""
+        jobs = list(self._jobs_in_flight())
+        with events.waiting(*(job.label for job in jobs)):
+            while any(jobs):
+                jobs = [job for job in jobs if job.advance()]
+
+    def _land(self) -> None:
+        """Wait for the oldest unit in flight and free its buckets, also where a reduction failed; raises its error."""
+        _, jobs = self._in_flight.popleft()
+        failures = []
+        with events.waiting(*(job.label for job in jobs)):
+            for job in jobs:
+                try:
+                    job.wait()
+                except Exception as error:
+                    failures.append(error)
+                job.free()
+        self._sending += [each for job in jobs for each in job.sending]
+        if failures:
+            raise events.explained(failures[0])

@@ -1,0 +1,155 @@
+"""Modules to units, parameters to buckets: who is gathered, reduced and released together.
+
+A unit is the outermost module of a listed class. Everything that lies in no unit, or in several (tied weights), belongs
+to the root unit, which is gathered before the forward begins and stays until the backward ends. Within a unit,
+parameters are apart by compute dtype, by whether they are trained and by whether they are experts': each such set is
+one bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from harness.fsdp.comm.events import Label
+from harness.fsdp.runtime.readiness import Readiness
+from harness.fsdp.storage.bucket import Bucket, BucketKey
+from harness.fsdp.storage.gradients import Gradients
+
+ROOT = "(root)"
+"""Name of the root unit; no module path looks like it."""
+JOINED = " to "
+"""Between the first and the last name of several modules that are one unit."""
+
+
+@dataclass(eq=False)
+class UnitPlan:
+    """One unit before it has storage: modules, and their parameters by bucket under their first names in the model."""
+
+    name: str
+    modules: list[nn.Module]
+    buckets: dict[BucketKey, list[tuple[str, nn.Parameter]]] = field(default_factory=dict)
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the unit of everything that lies in no other."""
+        return self.name == ROOT
+
+    @property
+    def numel(self) -> int:
+        """Elements of its parameters."""
+        return sum(param.numel() for members in self.buckets.values() for _, param in members)
+
+
+@dataclass(eq=False)
+class Unit:
+    """A unit at work. Its place in the list of units is its place in every order of collectives."""
+
+    name: str
+    modules: list[nn.Module]
+    buckets: list[Bucket]
+    readiness: Readiness = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.readiness = Readiness([param for bucket in self.trainable for _, param in bucket.params])
+
+    @property
+    def is_root(self) -> bool:
+        """Whether this is the unit of everything that lies in no other."""
+        return self.name == ROOT
+
+    def labels(self, kind: str) -> list[Label]:
+        """Of the collectives of this kind that move it."""
+        return [Label(kind, bucket.name) for bucket in self.buckets]
+
+    @property
+    def trainable(self) -> list[Bucket]:
+        """Buckets that get gradients."""
+        return [bucket for bucket in self.buckets if bucket.trainable]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of its gathered weights, padding included."""
+        return sum(bucket.compute.numel() * bucket.compute.itemsize for bucket in self.buckets)
+
+    @property
+    def gradients(self) -> list[Gradients]:
+        """Of these, in the same order."""
+        return [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
+
+
+def is_expert(param: nn.Parameter) -> bool:
+    """Whether a parameter belongs to an expert, which other ranks do not have: `param.allreduce` is False.
+
+    Megatron's mark: its gradient is not to be reduced over all data-parallel ranks, but over those of its expert.
+    """
+    return getattr(param, "allreduce", True) is False
+
+
+def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_elements: int = 0) -> list[UnitPlan]:
+    """Assign every parameter to a unit: the root first, then units in definition order; empty ones are left out.
+
+    Args:
+        min_elements: neighbours are joined until they have so many; what is left at the end joins the last one.
+
+    Raises:
+        ValueError: a module holds no parameter at all, or a parameter is not floating point.
+    """
+    plans = {id(module): UnitPlan(ROOT, [module])}
+    homes: dict[nn.Parameter, tuple[str, set[int]]] = {}
+    _visit(module, "", id(module), tuple(unit_classes), plans, homes, set())
+    for param, (name, units) in homes.items():
+        if not param.dtype.is_floating_point:
+            raise ValueError(f"parameter {name} has dtype {param.dtype}; only floating-point parameters can be sharded")
+        home = next(iter(units)) if len(units) == 1 else id(module)
+        key = BucketKey(param.dtype, param.requires_grad, is_expert(param))
+        plans[home].buckets.setdefault(key, []).append((name, param))
+    if not homes:
+        raise ValueError(f"{type(module).__name__} has no parameters to shard")
+    root, *others = (plan for plan in plans.values() if plan.is_root or plan.buckets)
+    return [root, *_joined(others, min_elements)]
+
+
+def _joined(units: Sequence[UnitPlan], min_elements: int) -> list[UnitPlan]:
+    """Neighbours joined into units of at least so many elements."""
+    found: list[UnitPlan] = []
+    for index, unit in enumerate(units):
+        left = sum(each.numel for each in units[index:])
+        if found and (found[-1].numel < min_elements or left < min_elements):
+            _join(found[-1], unit)
+        else:
+            found.append(unit)
+    return found
+
+
+def _join(plan: UnitPlan, other: UnitPlan) -> None:
+    plan.name = f"{plan.name.split(JOINED)[0]}{JOINED}{other.name}"
+    plan.modules += other.modules
+    for key, members in other.buckets.items():
+        plan.buckets.setdefault(key, []).extend(members)
+
+
+def _visit(
+    module: nn.Module,
+    path: str,
+    unit: int,
+    classes: tuple[type[nn.Module], ...],
+    plans: dict[int, UnitPlan],
+    homes: dict[nn.Parameter, tuple[str, set[int]]],
+    seen: set[tuple[int, int]],
+) -> None:
+    """Walk the module tree and note for each parameter the units it is reached through; `unit` is the enclosing one."""
+    root = next(iter(plans))
+    if path and unit == root and isinstance(module, classes):
+        unit = id(module)
+        plans.setdefault(unit, UnitPlan(path, [module]))
+    if (id(module), unit) in seen:
+        return
+    seen.add((id(module), unit))
+    prefix = f"{path}." if path else ""
+    for name, param in module.named_parameters(recurse=False):
+        homes.setdefault(param, (prefix + name, set()))[1].add(unit)
+    for name, child in module.named_children():
+        _visit(child, prefix + name, unit, classes, plans, homes, seen)

@@ -1,0 +1,274 @@
+"""All of a model's state by the module's own names, as tensors that know where their rows belong.
+
+Keys are `weights/<parameter>` (main weights; of frozen parameters the compute weights) and
+`optimizer/<parameter>/<entry>`. Tensors with the parameter's shape are `RowShard`s over the engine's own memory;
+counters such as `step`, of which a flat run has one for all its parameters, are plain tensors of shape [], one a
+parameter, and belong to the caller until `adopt` takes them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from harness.fsdp.comm.mesh import Mesh
+from harness.fsdp.state.blank import entries_of
+from harness.fsdp.state.row_shard import RowShard
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.layout import LocalSlice, Slot
+from harness.fsdp.update.optimizer import FlatRun, ShardedOptimizer
+
+WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
+COUNTER_DTYPE = torch.float32
+"""Of counters that an optimizer keeps as plain numbers; torch keeps its own as fp32 tensors."""
+
+
+@dataclass
+class ShardedState:
+    """tensors: key -> the state itself, or a copy of a counter. `adopt` is called when counters were written to."""
+
+    tensors: dict[str, Tensor]
+    _counters: list[tuple[dict[str, Any], str, list[str]]] = field(default_factory=list)
+    """A run's state, the name of a counter in it, and the keys of its parameters' copies."""
+
+    def adopt(self) -> None:
+        """Take the counters back.
+
+        Raises:
+            ValueError: parameters that one run updates together have different counts; none was taken.
+        """
+        for _, entry, keys in self._counters:
+            values = {key: float(self.tensors[key]) for key in keys}
+            if len(set(values.values())) > 1:
+                raise ValueError(
+                    f"parameters that are updated together have different optimizer counters ({entry}):"
+                    f" {dict(list(values.items())[:4])}; this engine updates all of them in every step"
+                )
+        for held, entry, keys in self._counters:
+            value = self.tensors[keys[0]]
+            if isinstance(held[entry], Tensor):
+                held[entry].copy_(value)
+            else:
+                held[entry] = type(held[entry])(value.item())
+
+
+class ShardMap:
+    """Makes `RowShard`s of one model's buckets; a DeviceMesh is made once for each grid of ranks."""
+
+    def __init__(self) -> None:
+        self._meshes: dict[int, DeviceMesh] = {}
+
+    def state(self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer | None) -> ShardedState:
+        """Everything, by key.
+
+        Raises:
+            NotImplementedError: ranks hold different experts under one name.
+        """
+        found = ShardedState({WEIGHTS + name: shard for name, shard in self.weights(buckets).items()})
+        if optimizer is not None:
+            self._add_optimizer(found, buckets, optimizer)
+        return found
+
+    def weights(self, buckets: Sequence[Bucket]) -> dict[str, RowShard]:
+        """Main weights by parameter name.
+
+        Raises:
+            NotImplementedError: ranks hold different experts under one name.
+        """
+        refuse_split_experts(buckets)
+        return {
+            slot.spec.name: self._shard(bucket, slot, bucket.main_pieces[slot.segment], 0)
+            for bucket in buckets
+            for slot in bucket.layout.slots
+        }
+
+    def _add_optimizer(self, found: ShardedState, buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> None:
+        runs: dict[int, list[FlatRun]] = {}
+        for flat in optimizer.runs:
+            runs.setdefault(id(flat.bucket), []).append(flat)
+        entries = _entries(optimizer)
+        for bucket in (each for each in buckets if each.trainable):
+            held = runs.get(id(bucket), [])
+            for slot in bucket.layout.slots:
+                run = _run_of(bucket, slot, held)
+                state = {} if run is None else optimizer.optimizer.state.get(run.weight, {})
+                self._add_entries(found, bucket, slot, run, state, entries)
+        _note_counters(found, optimizer)
+
+    def _add_entries(
+        self,
+        found: ShardedState,
+        bucket: Bucket,
+        slot: Slot,
+        flat: FlatRun | None,
+        state: Mapping[str, Any],
+        entries: Mapping[str, torch.dtype | None],
+    ) -> None:
+        prefix = f"{OPTIMIZER}{slot.spec.name}/"
+        if flat is None:  # no row of it lies here: the key is there all the same, for collective reads
+            for entry, dtype in entries.items():
+                found.tensors[prefix + entry] = self._nothing(bucket, slot, dtype)
+            return
+        for entry, value in state.items():
+            if isinstance(value, Tensor) and value.shape == flat.weight.shape:
+                found.tensors[prefix + entry] = self._shard(bucket, slot, value, flat.run.start)
+            elif value is not None:
+                found.tensors[prefix + entry] = _counter(value)
+
+    def _nothing(self, bucket: Bucket, slot: Slot, dtype: torch.dtype | None) -> RowShard:
+        """No row of a moment, or (None) no copy of a counter: nothing to save here, and nothing to load."""
+        if dtype is not None:
+            return self._shard(bucket, slot, torch.empty(0, dtype=dtype, device=bucket.context.main_device), 0)
+        mesh = self._mesh(bucket.context.mesh)
+        return RowShard.of(torch.empty(0, dtype=COUNTER_DTYPE), (), [(0, 0)], 0, None, mesh, [False] * mesh.ndim)
+
+    def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> RowShard:
+        """A parameter's rows in `memory`, which begins that many elements into the rank's piece of the segment."""
+        layout, cuts, mesh = bucket.layout, bucket.cuts, bucket.context.mesh
+        local = layout.local_slice(slot, cuts.position)
+        flat = memory.detach()[local.offset - begins_at :][: local.numel] if local.numel else memory.detach()[:0]
+        shape = torch.Size(slot.spec.shape)
+        rows_here = _rows(slot, local)
+        view = flat.view((rows_here[1] - rows_here[0], *shape[1:])) if shape else flat.view(() if local.numel else 0)
+        group, positions = _sharers(bucket)
+        spans = [_rows(slot, layout.local_slice(slot, position)) for position in positions]
+        place = 0 if group is None else dist.get_rank(group)
+        split = (cuts.splits_outer, cuts.splits_inner) if mesh.outer is not None else (cuts.splits_inner,)
+        return RowShard.of(view, shape, spans, place, group, self._mesh(mesh), split)
+
+    def _mesh(self, mesh: Mesh) -> DeviceMesh:
+        if id(mesh) not in self._meshes:
+            self._meshes[id(mesh)] = _device_mesh(mesh)
+        return self._meshes[id(mesh)]
+
+
+def refuse_split_experts(buckets: Sequence[Bucket]) -> None:
+    """Raise NotImplementedError where one name stands for other experts on other ranks: no key tells them apart."""
+    split = [
+        bucket.name
+        for bucket in buckets
+        if bucket.key.expert and bucket.context.mesh.everyone.size < dist.get_world_size()
+    ]
+    if split:
+        raise NotImplementedError(
+            f"{', '.join(split[:3])}: each rank of an expert-parallel group holds experts of its own under one name, so"
+            " the model's names do not say which is which; ShardedModel.local_state() resumes on the same layout"
+        )
+
+
+def load_weights(shards: Mapping[str, RowShard], given: Mapping[str, Tensor], *, strict: bool) -> list[str]:
+    """Copy what `given` has of each weight: whole tensors, DTensors, or shards of the same layout.
+
+    Returns the names that one side lacks; with `strict` there are none.
+
+    Raises:
+        ValueError: a name is missing or unexpected (with `strict`), or a shape differs; nothing was loaded.
+    """
+    missing = [name for name in shards if name not in given]
+    unexpected = [name for name in given if name not in shards]
+    wrong = [
+        f"{name} is {list(given[name].shape)}, the model's {list(shard.shape)}"
+        for name, shard in shards.items()
+        if name in given and given[name].shape != shard.shape
+    ]
+    problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
+    if wrong or (strict and problems):
+        raise ValueError(f"state does not fit the model, nothing was loaded: {'; '.join([*wrong, *problems][:8])}")
+    for name, shard in shards.items():
+        if name in given:
+            shard.fill_from(given[name])
+    return problems
+
+
+def _entries(optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:
+    """What the optimizer keeps of every parameter: dtype of moments, None of counters. The same on all ranks, also
+    where a rank has no run to look at."""
+    found: dict[str, torch.dtype | None] = {}
+    for flat in optimizer.runs:
+        for entry, value in optimizer.optimizer.state.get(flat.weight, {}).items():
+            if value is not None:
+                is_moment = isinstance(value, Tensor) and value.shape == flat.weight.shape
+                found[entry] = value.dtype if is_moment else None
+    if not optimizer.runs:  # nothing to look at: what torch's own keep
+        for group in optimizer.optimizer.param_groups:
+            for entry in entries_of(optimizer.optimizer, group):
+                found[entry] = None if entry == "step" else COUNTER_DTYPE
+    return found
+
+
+def _note_counters(found: ShardedState, optimizer: ShardedOptimizer) -> None:
+    for flat in optimizer.runs:
+        names = [slot.spec.name for slot in flat.bucket.layout.slots if _run_of(flat.bucket, slot, [flat]) is flat]
+        state = optimizer.optimizer.state.get(flat.weight, {})
+        for entry, value in state.items():
+            is_counter = value is not None and not (isinstance(value, Tensor) and value.shape == flat.weight.shape)
+            if is_counter and names:
+                found._counters.append((state, entry, [f"{OPTIMIZER}{name}/{entry}" for name in names]))
+
+
+def _run_of(bucket: Bucket, slot: Slot, runs: Sequence[FlatRun]) -> FlatRun | None:
+    """The run that updates this rank's rows of a parameter."""
+    local = bucket.layout.local_slice(slot, bucket.cuts.position)
+    if not local.numel:
+        return None
+    fitting = (
+        flat for flat in runs if flat.run.segment == local.segment and flat.run.start <= local.offset < flat.run.end
+    )
+    return next(fitting, None)
+
+
+def _counter(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    return torch.tensor(float(value), dtype=COUNTER_DTYPE)
+
+
+def _rows(slot: Slot, local: LocalSlice) -> tuple[int, int]:
+    return local.start // slot.spec.row_numel, local.end // slot.spec.row_numel
+
+
+def _sharers(bucket: Bucket) -> tuple[dist.ProcessGroup | None, list[int]]:
+    """Ranks whose rows make up a tensor of the bucket, and the place of each in its layout."""
+    cuts, mesh = bucket.cuts, bucket.context.mesh
+    inner, outer = range(cuts.place.inner_size), range(cuts.place.outer_size)
+    width = cuts.layout.outer
+    if cuts.splits_inner and cuts.splits_outer:
+        ranks = dist.get_process_group_ranks(mesh.everyone.group)
+        grid = _grid(mesh)
+        where = {rank: i * width + o for o, row in enumerate(grid) for i, rank in enumerate(row)}
+        return mesh.everyone.group, [where[rank] for rank in ranks]
+    if cuts.splits_inner and cuts.place.inner_size > 1:
+        return mesh.inner.group, [i * width for i in inner]
+    if cuts.splits_outer and mesh.outer is not None:
+        return mesh.outer.group, list(outer)
+    return None, [cuts.position]
+
+
+def _grid(mesh: Mesh) -> list[list[int]]:
+    """Global ranks, outer by inner: those of an inner group are contiguous in `everyone`, which is outer-major."""
+    ranks = dist.get_process_group_ranks(mesh.everyone.group)
+    size = mesh.inner.size
+    grid = [ranks[begin : begin + size] for begin in range(0, len(ranks), size)]
+    column = [row[mesh.place.inner_rank] for row in grid]
+    outer = [dist.get_rank()] if mesh.outer is None else dist.get_process_group_ranks(mesh.outer.group)
+    if grid[mesh.place.outer_rank] != dist.get_process_group_ranks(mesh.inner.group) or column != outer:
+        raise NotImplementedError(
+            f"ranks {ranks} are not in outer-major order: state by name is handed out for grids whose inner groups are"
+            " neighbours in hybrid_fsdp_group"
+        )
+    return grid
+
+
+def _device_mesh(mesh: Mesh) -> DeviceMesh:
+    kind = mesh.inner.runtime.device.type
+    if mesh.outer is None:
+        return DeviceMesh.from_group(mesh.inner.group, kind)
+    return DeviceMesh.from_group(
+        [mesh.outer.group, mesh.inner.group], kind, mesh=torch.tensor(_grid(mesh)), mesh_dim_names=("outer", "inner")
+    )

@@ -1,0 +1,286 @@
+"""One bucket's gradients: where autograd leaves them, where sums of them wait, and what the optimizer gets.
+
+[Note: First gradients] Flat gradient storage is not zeroed for autograd to add to: a parameter has no `.grad` until its
+first gradient of a bucket has arrived, which is copied over whatever its place held. Later ones are added in place.
+What never came is zeroed when the bucket is handed over. That saves a pass of writing and one of reading over all
+gradients.
+
+[Note: Where sums wait] Three things may differ: the *unreduced* bucket that a backward fills, the *sums* over
+microbatches (and ranks), and the *main* gradients of the optimizer.
+
+| strategy                          | unreduced                    | sums                  | main            |
+|-----------------------------------|------------------------------|-----------------------|-----------------|
+| no_shard, optim                   | the sums themselves          | whole                 | own part of sums |
+| optim_grads, optim_grads_params   | temporary, one a microbatch  | this rank's inner shard | own part of sums |
+| the same, accumulate_unsharded    | temporary, one a step        | this rank's inner shard | own part of sums |
+| any, numerics=exact               | temporary, one a microbatch  | as above, int64       | decoded from own part |
+| any, grad_buffer=concat           | one tensor a parameter       | as above              | as above        |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp.policy import Dtypes, GradBuffer, Strategy
+from harness.fsdp.storage.cuts import Cuts
+from harness.fsdp.storage.layout import Slot
+from harness.fsdp.storage.memory import BucketMemory
+
+
+@dataclass(frozen=True)
+class GradientPlan:
+    """What all buckets of a model share about gradients.
+
+    unsharded: microbatches under `no_sync` wait unreduced where the strategy splits gradients. integers: sums are int64
+    (see `harness.fsdp.comm.fixed_point`). offload: where main gradients lie, apart from the sums.
+    """
+
+    strategy: Strategy
+    memory: BucketMemory
+    buffer: GradBuffer = GradBuffer.flat
+    unsharded: bool = False
+    integers: bool = False
+    offload: torch.device | None = None
+
+
+class Gradients:
+    """Gradients of one bucket of trained parameters.
+
+    Args:
+        name: of the bucket, for messages.
+        params: its parameters.
+        cuts: how its tensors are cut.
+        dtypes: of the bucket.
+        plan: how gradients wait.
+    """
+
+    def __init__(
+        self, name: str, params: Sequence[nn.Parameter], cuts: Cuts, dtypes: Dtypes, plan: GradientPlan
+    ) -> None:
+        self.name = name
+        self.params = params
+        self.cuts = cuts
+        self.layout = cuts.layout
+        self.dtypes = dtypes
+        self.plan = plan
+        self.memory = plan.memory
+        self.is_whole = not plan.strategy.shards_grads
+        """Whether the sums have every element on every rank."""
+        self.is_direct = self.is_whole and not plan.integers and plan.buffer is GradBuffer.flat
+        """Whether autograd writes into the sums themselves."""
+        self.concat = plan.buffer is GradBuffer.concat
+        self.bucket: Tensor | None = None
+        """Unreduced gradients, where there are any."""
+        self.holds_sums = False
+        self._unwritten: set[int] = set()
+        self._views: list[Tensor] = []
+        self._build()
+        self.drop()
+
+    def _build(self) -> None:
+        numel = self.layout.bucket_numel if self.is_whole else self.layout.inner_numel
+        held = torch.int64 if self.plan.integers else self.dtypes.grads
+        self.sums: Tensor = self.memory.persistent(numel, held)
+        cuts = self.cuts
+        self.inner_pieces = cuts.inner_pieces(self.sums) if self.is_whole else cuts.pieces_of_inner(self.sums)
+        self.own_pieces = cuts.own(self.inner_pieces)
+        """This rank's sums, once all axes are reduced."""
+        self.main_pieces = self.own_pieces
+        """What the optimizer gets; a segment each."""
+        self._main: Tensor | None = None
+        if self.plan.integers or self.plan.offload is not None:
+            device = self.plan.offload or self.memory.device
+            self._main = torch.zeros(self.layout.shard_numel, dtype=self.dtypes.grads, device=device)
+            self.main_pieces = cuts.pieces_of_own(self._main)
+        if self.is_direct:
+            self._view(self.sums)
+        elif not self.is_whole:
+            self.sums.untyped_storage().resize_(0)
+
+    # -- autograd's side -----------------------------------------------------------------------------------------
+
+    @property
+    def arriving(self) -> torch.dtype:
+        """The dtype autograd brings gradients in."""
+        keeps = self.is_whole or self.plan.unsharded or self.plan.integers
+        return self.dtypes.grads if keeps else self.dtypes.wire
+
+    def expect(self) -> None:
+        """Have autograd bring gradients in the dtype they wait in; storage is found when the first one arrives."""
+        for param in self.params:
+            if param.grad is None and param.grad_dtype != self.arriving:
+                param.grad_dtype = self.arriving
+
+    def prepare(self) -> None:
+        """Find flat storage for the gradients of this backward, and bring in those that are here already."""
+        if self.concat:
+            self._unwritten -= {index for index, param in enumerate(self.params) if param.grad is not None}
+            self.expect()
+            return
+        if self.bucket is None:
+            bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
+            for begin, end in self.layout.gaps:
+                bucket[begin:end].zero_()
+            self._view(bucket)
+        for index, param in enumerate(self.params):
+            if param.grad is not None or index not in self._unwritten:
+                self.adopt(index)
+        self.expect()
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether what is sent takes memory beside the sums."""
+        return not self.is_direct or (self.dtypes.wire != self.dtypes.grads)
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether gradients have a place to go."""
+        return self.concat or self.bucket is not None
+
+    def _view(self, bucket: Tensor) -> None:
+        """Let `bucket` take gradients, whatever it holds now; see [Note: First gradients]."""
+        self.bucket = bucket
+        self._views = [view_of(bucket, self.layout.bucket_range(slot)[0], slot) for slot in self.layout.slots]
+        self._unwritten = set(range(len(self.params)))
+
+    def adopt(self, index: int) -> None:
+        """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket."""
+        param = self.params[index]
+        if getattr(param, ADDED, False):
+            param.grad, param.grad_added_to_main_grad = self._views[index], False  # type: ignore[attr-defined]
+        elif not self.concat:
+            _adopt(param, self._views[index], fresh=index in self._unwritten)
+        self._unwritten.discard(index)
+
+    def written_by(self, index: int) -> Tensor:
+        """The place of parameter `index`, for a kernel that adds to it itself; zeros where nothing has come yet."""
+        self.prepare()
+        if index in self._unwritten:
+            self._views[index].zero_()
+            self._unwritten.discard(index)
+        self.params[index].grad = None  # what autograd brings goes elsewhere first: it may be a stand-in
+        return self._views[index]
+
+    def settle(self) -> None:
+        """Zero the places of parameters that no gradient came for."""
+        if not self.concat:
+            for index in self._unwritten:
+                self._views[index].zero_()
+            self._unwritten = set()
+
+    def drop(self) -> None:
+        """Set every parameter's `.grad` to None."""
+        for param in self.params:
+            param.grad = None
+
+    # -- the reductions' side ------------------------------------------------------------------------------------
+
+    def take(self) -> Tensor:
+        """Hand over the unreduced gradients; parameters lose `.grad` unless that lies in the sums themselves."""
+        if self.concat:
+            return self._concatenated()
+        bucket = self.bucket
+        if bucket is None:
+            raise RuntimeError(f"bucket {self.name} has no gradients to reduce")
+        self.settle()
+        if not self.is_direct:
+            self.bucket = None
+            self._views = []
+            self.drop()
+        return bucket
+
+    def _concatenated(self) -> Tensor:
+        """Gradients copied together: for as long as that takes they exist twice."""
+        bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
+        bucket.zero_()
+        for slot, param in zip(self.layout.slots, self.params, strict=True):
+            if param.grad is not None:
+                view_of(bucket, self.layout.bucket_range(slot)[0], slot).copy_(param.grad)
+        self.drop()
+        return bucket
+
+    def claim(self) -> bool:
+        """Give the sums storage for what is to be put there; whether they hold something to add to already."""
+        held, self.holds_sums = self.holds_sums, True
+        if not held and not self.is_whole:
+            with self.memory.allocating():  # the outer axis moves them
+                self.sums.untyped_storage().resize_(self.sums.numel() * self.sums.itemsize)
+        return held
+
+    def settle_sums(self) -> None:
+        """Let the gradients of a step without a backward be zeros."""
+        self.settle()
+        if not self.is_direct and not self.holds_sums:
+            self.claim()
+            self.sums.zero_()
+
+    def forget(self) -> None:
+        """Forget all gradients; a shard of them gives its memory back."""
+        if self.is_direct:
+            self._view(self.sums)
+        elif not self.is_whole:
+            self.sums.untyped_storage().resize_(0)
+        if self.bucket is not None and not self.is_direct:
+            self.discard()
+        self.drop()  # a backward that was refused may have left one; views come back with the next backward
+        self.holds_sums = False
+
+    def discard(self) -> None:
+        """Drop what a backward left unreduced in a temporary bucket."""
+        if self.is_direct:
+            return
+        self.drop()
+        if self.bucket is not None:
+            self.memory.free(self.take())
+
+    def bytes_kept(self, own_numel: int, inner_numel: int) -> dict[str, int]:
+        """Bytes of parameters' main gradients, of sums where they lie apart from those, and of padding.
+
+        Args:
+            own_numel, inner_numel: elements of parameters in this rank's own pieces, and in its inner ones.
+        """
+        numel = self.layout.param_numel if self.is_whole else inner_numel
+        sums, padding = numel * self.sums.itemsize, (self.sums.numel() - numel) * self.sums.itemsize
+        if self._main is None:
+            return {"main_grads": sums, "padding": padding}
+        main = own_numel * self._main.itemsize
+        return {"main_grads": main, "gradient_sums": sums, "padding": padding + self._main.nbytes - main}
+
+
+ADDED = "grad_added_to_main_grad"
+"""Attribute that a kernel of Megatron's protocol sets: it has added a weight's gradient to `get_main_grad()` itself,
+and what autograd gets of it is a stand-in without meaning."""
+
+
+def view_of(bucket: Tensor, begin: int, slot: Slot) -> Tensor:
+    """A parameter's place in a whole bucket, in its shape."""
+    strides = contiguous_strides(slot.spec.shape)
+    return bucket.as_strided(slot.spec.shape, strides, bucket.storage_offset() + begin)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
+
+
+def _adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
+    """Let `view` be the gradient of a parameter; one that autograd put elsewhere is moved there (`fresh`) or added."""
+    early = param.grad
+    if early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
+        return
+    if param.grad_dtype != view.dtype:
+        param.grad = None
+        param.grad_dtype = view.dtype
+    param.grad = view
+    if fresh:
+        view.zero_() if early is None else view.copy_(early.detach())
+    elif early is not None:
+        view.add_(early.detach())

@@ -1,0 +1,197 @@
+"""Several runs on one machine: as many side by side as there are slots, and one place that hears signals.
+
+A timed run (measure=bench) has the machine to itself as far as runs go: it starts when no other is left, none starts
+beside it, and no other request on this machine runs a timed one meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from harness.config.compose import Cell
+from harness.config.schema import Device
+from harness.launch.local.run import Ended, LocalRun
+from harness.launch.opening import Opened, Sources, open_here
+from harness.launch.order import is_timed
+from harness.launch.plan import Action, Decision
+from harness.store.files import Lock
+from harness.store.rundir import Store
+from harness.store.status import JobProbe
+
+TICK_S = 0.1
+TIMING = Path(tempfile.gettempdir()) / f"sharding-harness-timing-{os.getuid()}.lock"
+"""Held by whoever of this user runs a timed cell on this machine."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass
+class Asked:
+    """What signals have asked of this process."""
+
+    stops: list[str] = field(default_factory=list)
+    interrupted: bool = False
+
+
+@contextmanager
+def listening() -> Iterator[Asked]:
+    """Hear Ctrl-C and requests to stop instead of dying of them. Outside the main thread signals stay as they are."""
+    asked = Asked()
+
+    def on_stop(number: int, _: FrameType | None) -> None:
+        asked.stops.append(f"{signal.Signals(number).name} received")
+
+    def on_interrupt(_: int, __: FrameType | None) -> None:
+        asked.interrupted = True
+
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    before = {number: signal.signal(number, on_stop) for number in STOP_SIGNALS}
+    before[signal.SIGINT] = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+Told = Callable[[Opened, Ended], None]
+
+
+class Pool:
+    """Runs cells until none is left."""
+
+    def __init__(
+        self,
+        store: Store,
+        sources: Sources,
+        jobs: JobProbe | None,
+        *,
+        on_decision: Callable[[Cell, Decision], None],
+        on_start: Callable[[Opened], Callable[[dict[str, Any]], None]],
+        on_end: Told,
+    ) -> None:
+        self._store = store
+        self._sources = sources
+        self._jobs = jobs
+        self._on_decision = on_decision
+        self._on_start = on_start
+        self._on_end = on_end
+        self._running: list[LocalRun] = []
+        self._codes: list[int] = []
+        self._timing: Lock | None = None
+        self._told_to_wait = False
+
+    def run(self, cells: Sequence[Cell]) -> list[int]:
+        """Run what must be run; returns an exit code for each cell that was started or is not done."""
+        waiting = list(cells)
+        try:
+            return self._run(waiting)
+        finally:
+            self._may_time(False)
+
+    def _run(self, waiting: list[Cell]) -> list[int]:
+        with listening() as asked:
+            heard = 0
+            while waiting or self._running:
+                while waiting and self._fits(waiting[0]):
+                    self._start(waiting.pop(0))
+                self._wait()
+                self._reap()
+                if asked.interrupted:
+                    self._cancel_all()
+                    return [*self._codes, 130]
+                if len(asked.stops) > heard:
+                    heard = len(asked.stops)
+                    waiting.clear()
+                    self._stop_all(asked.stops[-1])
+            return [*self._codes, 75] if heard else self._codes
+
+    def _fits(self, cell: Cell) -> bool:
+        if is_timed(cell) or self._timing is not None:
+            if self._running:
+                return False
+            may = self._may_time(is_timed(cell))
+            if not may and not self._told_to_wait:
+                self._told_to_wait = True
+                self._on_decision(cell, Decision(Action.leave, "waits: another request times runs on this machine"))
+            return may
+        taken = sum(run.config.mesh.world_size for run in self._running)
+        return not self._running or taken + cell.typed.mesh.world_size <= cell.typed.cluster.slots
+
+    def _may_time(self, wanted: bool) -> bool:
+        """Keep or take the machine's one place for timed runs; give it back where it is not wanted any more."""
+        if wanted and self._timing is None:
+            self._timing = Lock.acquire(TIMING)
+        elif not wanted and self._timing is not None:
+            self._timing.release()
+            self._timing = None
+        return not wanted or self._timing is not None
+
+    def _start(self, cell: Cell) -> None:
+        opened = open_here(self._store, cell, self._sources, self._jobs)
+        if isinstance(opened, Decision):
+            self._on_decision(cell, opened)
+            if opened.action is Action.leave:
+                self._codes.append(75)
+            return
+        self._running.append(LocalRun(*opened, self._on_start(opened[0]), self._devices(cell)))
+
+    def _devices(self, cell: Cell) -> list[str]:
+        """CUDA devices no other run of ours uses, one a rank."""
+        if cell.typed.cluster.device is not Device.cuda:
+            return []
+        taken = {device for run in self._running for device in run.devices}
+        free = [device for device in visible_devices() if device not in taken]
+        return free[: cell.typed.mesh.world_size]
+
+    def _wait(self) -> None:
+        pipes = [rank for run in self._running for rank in run.ranks if rank.code is None]
+        if pipes:
+            select.select(pipes, [], [], TICK_S)
+        elif not self._running:  # another request times a run
+            time.sleep(TICK_S)
+
+    def _reap(self) -> None:
+        for run in list(self._running):
+            ended = run.poll()
+            if ended is not None:
+                self._running.remove(run)
+                self._codes.append(ended.exit_code)
+                self._on_end(run.opened, ended)
+
+    def _stop_all(self, reason: str) -> None:
+        for run in self._running:
+            run.stop(reason)
+
+    def _cancel_all(self) -> None:
+        for run in self._running:
+            run.cancel("interrupted by Ctrl-C")
+        while self._running:
+            self._reap()
+            self._wait()
+
+
+def visible_devices() -> list[str]:
+    """CUDA devices this process may use, as CUDA_VISIBLE_DEVICES names them; the driver is not asked."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [entry.strip() for entry in chosen.split(",") if entry.strip()]
+    numbers = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
+    return [str(number) for number in numbers]
+
+
+def exit_code(codes: Sequence[int]) -> int:
+    """One code for many runs: interrupted before failed before preempted before done."""
+    return next((code for code in (130, 1, 75) if code in codes), 0)

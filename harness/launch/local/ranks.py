@@ -1,0 +1,211 @@
+"""The processes of one run's ranks on this machine: started, listened to, ended. No policy."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from harness.config.schema import Config
+from harness.launch.environment import child_environment, rank_environment, run_environment
+from harness.launch.local.forking import Adopted, fork_server
+from harness.store import failure
+from harness.store.failure import Failure
+from harness.store.placement import LEASH, PROGRESS
+
+TAIL_BYTES = 2000
+
+
+class Rank:
+    """One rank's process."""
+
+    def __init__(
+        self, number: int, process: subprocess.Popen[bytes] | Adopted, pipe: int, leash: int, log: Path
+    ) -> None:
+        self.number = number
+        self.log = log
+        self.text = ""
+        """Traceback it told through the pipe."""
+        self.failed_at = 0.0
+        """When it told that, or when its end was noticed."""
+        self.killed_by_us = False
+        self._process = process
+        self._leash = leash
+        self._pipe: IO[bytes] = os.fdopen(pipe, "rb", buffering=0)
+        self._rest = b""
+        os.set_blocking(pipe, False)
+
+    @property
+    def pid(self) -> int:
+        """Process id, and id of the process group it leads."""
+        return self._process.pid
+
+    @property
+    def code(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        return self._process.returncode
+
+    def fileno(self) -> int:
+        """Descriptor of its progress pipe, to be waited on."""
+        return self._pipe.fileno()
+
+    def poll(self) -> bool:
+        """Notice its end; True the first time."""
+        if self.code is not None or not _has_ended(self.pid):
+            return False
+        self.failed_at = self.failed_at or time.monotonic()
+        self._kill_group()  # what it has started; before it is reaped, while nobody else can have its id
+        self._process.wait()
+        return True
+
+    def messages(self) -> list[dict[str, Any]]:
+        """What it has told since the last call. Its traceback is kept in `text`."""
+        with contextlib.suppress(BlockingIOError):
+            while chunk := self._pipe.read(65536):
+                self._rest += chunk
+        *lines, self._rest = self._rest.split(b"\n")
+        told = [json.loads(line) for line in lines]
+        for message in told:
+            if message["kind"] == "error":
+                self.text, self.failed_at = message["text"], time.monotonic()
+        return told
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank alone, if it still runs."""
+        if self.code is None:
+            self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """End the rank and whatever it has started."""
+        if self.code is None:
+            self.killed_by_us = not _has_ended(self.pid)
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Release what a rank that has ended still holds; end it first if it has not."""
+        self.kill()
+        self._process.wait()
+        self._pipe.close()
+        os.close(self._leash)
+
+    def failure(self) -> Failure | None:
+        """Why it failed; None if it did not, or only because we killed it."""
+        if self.text:
+            return Failure(self.number, self.text, self.failed_at)
+        if self.code in (None, 0, 75) or self.killed_by_us:
+            return None
+        return Failure(self.number, self._obituary(), self.failed_at)
+
+    def _obituary(self) -> str:
+        assert self.code is not None
+        if self.code >= 0:
+            what = f"exited with code {self.code} and no traceback"
+        else:
+            number = -self.code
+            name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+            hint = "; the kernel does this when memory runs out (dmesg tells)" if name == "SIGKILL" else ""
+            what = f"killed by {name}{hint}"
+        tail = log_tail(self.log)
+        return what + (f"\nlast lines of {self.log}:\n{tail}" if tail else "")
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child of ours has ended; it is not reaped, so its id stays its own."""
+    if hasattr(os, "waitid"):
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # macOS before Python 3.13
+
+
+def log_tail(path: Path, size: int = TAIL_BYTES) -> str:
+    """The last lines of a log, within `size` bytes."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - size))
+            return file.read().decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def start_ranks(
+    run: Path, attempt: int, config: Config, *, start: str, lock: int, devices: Sequence[str] = ()
+) -> list[Rank]:
+    """Start every rank of a run, each on a leash of its own: when our end closes, also by our death, it dies.
+
+    Args:
+        run: the run directory.
+        attempt: number of the attempt.
+        config: the cell.
+        start: token of this start.
+        lock: descriptor of the run's lock; ranks keep it, so the run counts as taken until the last of them is gone.
+        devices: CUDA devices, one a rank; empty on CPU.
+    """
+    ranks: list[Rank] = []
+    try:
+        for number in range(config.mesh.world_size):
+            folder = run / "attempts" / str(attempt)
+            variables = rank_environment(config, number, start=start, devices=tuple(devices), attempt=folder)
+            imports = run_environment(config) if config.launch.fork else None
+            ranks.append(_start_rank(run, attempt, number, variables, lock, imports))
+    except BaseException:
+        for rank in ranks:
+            rank.close()
+        raise
+    return ranks
+
+
+def _start_rank(
+    run: Path, attempt: int, number: int, variables: dict[str, str], lock: int, imports: dict[str, str] | None
+) -> Rank:
+    """`imports`: variables under which a fork server imports; None starts a process of its own."""
+    log = run / "attempts" / str(attempt) / f"rank{number}.log"
+    listening, telling = os.pipe()
+    held, leash = os.pipe()
+    descriptors = (held, telling, lock)
+    environment = child_environment(variables | {LEASH: str(held), PROGRESS: str(telling)}, os.environ)
+    process: subprocess.Popen[bytes] | Adopted
+    try:
+        with log.open("ab") as output:
+            if imports is not None:
+                server = fork_server(child_environment(imports, os.environ))
+                process = server.start(run, attempt, environment, descriptors, output.fileno())
+            else:
+                process = subprocess.Popen(
+                    worker_command(run, attempt),
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=descriptors,
+                    process_group=0,  # a terminal's Ctrl-C is the launcher's, and one kill reaches all of a rank
+                )
+    except BaseException:
+        os.close(listening)
+        os.close(leash)
+        raise
+    finally:
+        os.close(telling)
+        os.close(held)
+    return Rank(number, process, listening, leash, log)
+
+
+def worker_command(run: Path, attempt: int) -> list[str]:
+    """The command that is one rank; `-P` keeps a stray `harness` in the working directory from being imported."""
+    return [sys.executable, "-P", "-m", "harness.worker", str(run), "--attempt", str(attempt)]
+
+
+def failures_of(ranks: Sequence[Rank]) -> list[Failure]:
+    """All failures, the cause first."""
+    return failure.ordered([found for rank in ranks if (found := rank.failure()) is not None])

@@ -1,0 +1,210 @@
+"""One run on this machine, from its ranks' start to its final status: the policy of ends.
+
+A rank that dies takes the others down within seconds, its own traceback first. A request to stop lets ranks save at the
+step boundary, an interrupt does not wait. Ranks that make no step show their stacks before they go.
+"""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.schema import Config
+from harness.launch.local.ranks import Rank, failures_of, start_ranks
+from harness.launch.opening import Opened
+from harness.store import failure, status
+from harness.store.errors import StoreError
+from harness.store.failure import Failure
+from harness.store.files import Lock, write_atomic
+from harness.store.rundir import cancel_requested
+from harness.store.status import State
+
+LAST_WORDS_S = 1.0
+"""How long the other ranks may still tell their own errors after one has died."""
+
+CAUSE_S = 5.0
+"""How long a rank that only lost a peer is no cause: the one that failed may be slow to say so."""
+
+STACKS_S = 2.0
+"""How long ranks may take to write their stacks."""
+
+EXIT_CODES = {State.done: 0, State.failed: 1, State.preempted: 75, State.cancelled: 130}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended."""
+
+    state: State
+    reason: str
+    report: str = ""
+    """What to show of a failure: the cause whole."""
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of this end."""
+        return EXIT_CODES[self.state]
+
+
+class LocalRun:
+    """The ranks of one opened attempt. Call `poll` often; it never blocks for long, and says when the run has ended."""
+
+    def __init__(
+        self, opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], None], devices: Sequence[str] = ()
+    ) -> None:
+        """Start the ranks. Owns `lock` from here on. `listener` is given every message of every rank."""
+        self.opened = opened
+        self.config: Config = opened.cell.typed
+        self.devices = tuple(devices)
+        self._folder: Path = opened.run.attempt_dir(opened.attempt)
+        self._listener = listener
+        self._lock = lock
+        self._verdict: tuple[State, str] | None = None
+        self._deadline: float | None = None
+        self._last_step = time.monotonic()
+        self._stacks = ""
+        self._steps: dict[int, int] = {}
+        try:
+            self.ranks = start_ranks(
+                opened.run.path,
+                opened.attempt,
+                self.config,
+                start=secrets.token_hex(8),
+                lock=lock.fileno(),
+                devices=devices,
+            )
+        except BaseException as error:
+            status.move(opened.run.path, opened.attempt, State.failed, f"ranks could not be started: {error}")
+            lock.release()
+            raise
+
+    def poll(self) -> Ended | None:
+        """Listen to the ranks and act; the end once all of them are gone."""
+        self._listen()
+        for rank in self.ranks:
+            if rank.poll():
+                self._on_exit(rank)
+        if all(rank.code is not None for rank in self.ranks):
+            return self._close()
+        now = time.monotonic()
+        if self._deadline is not None and now >= self._deadline:
+            self._kill()
+        elif self._verdict is None and cancel_requested(self.opened.run.path, self.opened.attempt):
+            self.cancel("cancelled on request")
+        elif now - self._last_step > self.config.launch.hang_timeout_s and self._verdict is None:
+            self._on_hang()
+        return None
+
+    def stop(self, reason: str) -> None:
+        """Ask the ranks to save and end; asked a second time, end them now."""
+        if self._verdict is not None:
+            self._end_by(0.0)
+            return
+        self._decide(State.preempted, reason, self.config.launch.stop_grace_s)
+        for rank in self.ranks:
+            rank.signal(signal.SIGTERM)
+
+    def cancel(self, reason: str) -> None:
+        """End the ranks now."""
+        self._decide(State.cancelled, reason, 0.0)
+        self._kill()
+
+    def _decide(self, state: State, reason: str, grace_s: float) -> None:
+        if self._verdict is None:
+            self._verdict = (state, reason)
+        self._end_by(grace_s)
+
+    def _end_by(self, grace_s: float) -> None:
+        """Kill what is left after this long; an earlier deadline stands."""
+        deadline = time.monotonic() + grace_s
+        self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
+
+    def _listen(self) -> None:
+        for rank in self.ranks:
+            for message in rank.messages():
+                self._last_step = time.monotonic()
+                if message["kind"] == "step":
+                    self._steps[rank.number] = message["step"]
+                self._listener(message)
+
+    def _on_exit(self, rank: Rank) -> None:
+        if rank.code not in (0, 75):
+            found = rank.failure()
+            self._decide(State.failed, "", CAUSE_S if found is not None and found.echo else LAST_WORDS_S)
+        else:
+            self._end_by(self.config.launch.stop_grace_s)  # the others are at the same step boundary
+
+    def _on_hang(self) -> None:
+        reason = f"no step for {self.config.launch.hang_timeout_s:g} s"
+        for rank in self.ranks:
+            rank.signal(signal.SIGUSR1)
+        time.sleep(STACKS_S)
+        made = ", ".join(f"rank {rank.number}: {self._steps.get(rank.number, 0)}" for rank in self.ranks)
+        self._stacks = f"last steps: {made}\n\n{_stacks(self._folder)}"
+        self._decide(State.failed, reason, 0.0)
+        self._kill()
+
+    def _kill(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+
+    def _close(self) -> Ended:
+        self._listen()
+        for rank in self.ranks:
+            rank.close()
+        ended = self._judge()
+        try:
+            self._write(ended)
+        finally:
+            self._lock.release()
+        return ended
+
+    def _judge(self) -> Ended:
+        codes = {rank.code for rank in self.ranks}
+        if codes == {0}:
+            return Ended(State.done, self._own_reason(State.done))
+        if codes == {75}:
+            return Ended(State.preempted, self._own_reason(State.preempted))
+        failures = failures_of(self.ranks)
+        state, reason = self._verdict or (State.failed, "")
+        if state is State.failed or (state is State.preempted and any(not failure.echo for failure in failures)):
+            return self._failed(failures, reason)
+        if state is State.preempted:
+            reason = f"{reason}; not saved within launch.stop_grace_s={self.config.launch.stop_grace_s:g}"
+        return Ended(state, reason)
+
+    def _own_reason(self, state: State) -> str:
+        """What rank 0 said of this end."""
+        present = self.opened.run.status()
+        return present.reason if present is not None and present.state is state else "ended"
+
+    def _failed(self, failures: list[Failure], reason: str) -> Ended:
+        if self._stacks:
+            return Ended(State.failed, f"hang: {reason}", f"{reason}; {self._stacks}")
+        if not failures:
+            late = [str(rank.number) for rank in self.ranks if rank.killed_by_us]
+            return Ended(State.failed, f"rank {', '.join(late)} did not end with the others", "")
+        return Ended(State.failed, failures[0].summary(), failure.report(failures))
+
+    def _write(self, ended: Ended) -> None:
+        """Make the end last. A full disk must not hide it: it is told on the terminal all the same."""
+        path, attempt = self.opened.run.path, self.opened.attempt
+        try:
+            if ended.report:
+                write_atomic(self._folder / failure.REPORT, ended.report)
+            present = self.opened.run.status()
+            if present is not None and present.state is not ended.state:
+                status.move(path, attempt, ended.state, ended.reason)
+        except (OSError, StoreError) as error:
+            self._listener({"kind": "warning", "text": f"the end of {path} could not be written: {error}"})
+
+
+def _stacks(attempt: Path) -> str:
+    files = sorted(attempt.glob("stacks-rank*.txt"))
+    none = "(none: the process is stopped, or too stuck to take a signal)"
+    return "\n".join(f"{path.stem}:\n{path.read_text(encoding='utf-8').rstrip() or none}\n" for path in files)

@@ -1,0 +1,156 @@
+"""What one run's updates say of it, without another run: is what a step changed what its optimizer makes of the
+gradients that the step captured?
+
+[Note: Update oracle] From step 1 on, as long as gradients and updates are captured without a gap, the optimizer's whole
+state follows from them: moments begin at zero, weights are captured once. The rule is worked out again in fp64 (SGD
+with momentum, Adam with the decay in the gradient, AdamW with decoupled decay; Kingma & Ba 2015, Loshchilov & Hutter
+2019, as torch states them), clipping by the norm of the captured gradients included, and the run's update must be that
+update up to its own roundings. No forward, backward or reduction stands between, so in fp32 the two agree to about 1e-5
+of the update: what the weights' own rounding leaves of a small change. A control is not needed, and no fault can hide
+behind an equal one in it.
+
+Engines that keep main weights in 16 bits keep moments in 16 bits too, where small increments vanish; they are not held
+to this.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
+from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.record import Record
+from harness.parity.tiers.envelope import REFUTED, SAFETY, SIGMAS
+from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_values, length
+from harness.parity.tiers.update_rule import Rule, UpdateState
+
+if TYPE_CHECKING:
+    from harness.parity.tensors import Float64
+
+ROUNDINGS = 16
+"""Of one element's update: gradient clipped (1), moments (6), corrections (2), root, sum and quotient (3), step (2),
+decay (2)."""
+
+CLOSE = 0.05
+"""How near an explanation must come, relative to the update."""
+
+
+def check(run: Record) -> list[Finding]:
+    """Every tensor's update at every step that can be worked out; nothing where the evidence was not captured."""
+    if run.config["dtype.main_params"] in SIXTEEN_BITS or run.weights is None:
+        return []
+    rule = Rule.of(run.config)
+    found: list[Finding] = []
+    held: dict[str, UpdateState] = {}
+    for step in _steps(run):
+        coefficient = _clipping(run, step)
+        at_step: list[Finding] = []
+        judged: list[tuple[TensorPair, float]] = []
+        for name in run.updates[step].tensors:
+            update = run.updates[step].values(name)
+            if name not in run.weights.tensors:
+                continue
+            state = held.setdefault(name, UpdateState(run.weights.values(name)))
+            if name not in run.captures[step].tensors:
+                at_step += _frozen(run, step, name, update)
+                continue
+            gradient = run.captures[step].values(name) * coefficient
+            predicted = rule.update(state, gradient, step, _rate(run, step))
+            pair = compare_values(name, update, predicted)
+            if pair.norm == 0.0:
+                at_step += _frozen(run, step, name, update)
+            elif pair.finite:
+                allowed = SAFETY * _error(run, pair, state)
+                judged.append((pair, allowed))
+                at_step += _held_against(run, step, pair, allowed, rule)
+            state.weights = state.weights + update
+        clipped = rule.name == "sgd" and coefficient < 1.0 and _common_factor(judged)
+        found += [replace(f, stage=Stage.clipping) if clipped else f for f in at_step]
+    return found
+
+
+def _common_factor(judged: Sequence[tuple[TensorPair, float]]) -> bool:
+    """Whether all updates are off by one factor alone: where gradients were clipped, by another norm or bound. (Adam's
+    updates have lost that factor.) Tensors whose rounding is half of it or more say nothing.
+
+    Args:
+        judged: updates, each with the distance that rounding explains.
+    """
+    telling = [(pair, allowed) for pair, allowed in judged if pair.numel >= HANDFUL and allowed <= abs(pair.b) / 2]
+    if 2 * len(telling) <= sum(pair.numel >= HANDFUL for pair, _ in judged):
+        return False
+    scales = [pair.b for pair, _ in telling]
+    room = CLOSE * max(map(abs, scales)) + max(allowed for _, allowed in telling)
+    return max(scales) - min(scales) <= room and all(pair.residual <= room for pair, _ in telling)
+
+
+def _steps(run: Record) -> Iterator[int]:
+    """From 1 on, while both the gradients and the updates were captured and are finite."""
+    step = 1
+    while step in run.captures and step in run.updates and math.isfinite(_norm(run, step)):
+        yield step
+        step += 1
+
+
+def _norm(run: Record, step: int) -> float:
+    """Of all captured gradients."""
+    capture = run.captures[step]
+    return math.hypot(*(length(capture.values(name)) for name in capture.tensors))
+
+
+def _clipping(run: Record, step: int) -> float:
+    """min(1, clip_norm / (norm + 1e-6)), as torch defines it."""
+    clip = run.config["optimizer.clip_norm"]
+    return 1.0 if clip is None else min(1.0, float(clip) / (_norm(run, step) + 1e-6))
+
+
+def _rate(run: Record, step: int) -> float:
+    return run.series("lr")[step - 1] or 0.0
+
+
+def _held_against(run: Record, step: int, pair: TensorPair, whole: float, rule: Rule) -> list[Finding]:
+    name, block = pair.name, pair.block
+    piece = math.sqrt(2) * whole * math.sqrt(1 + SIGMAS * math.sqrt(2 / max(1, block.stop - block.start)))
+    note = explain(pair, step, whole, rule)
+    where = f"elements {block.start} to {block.stop} of {pair.numel}"
+    return [
+        _finding(run, "update by the rule", pair.distance, whole, step, name, note),
+        _finding(run, "update by the rule, worst piece", block.distance, piece, step, name, where),
+    ]
+
+
+def _error(run: Record, pair: TensorPair, state: UpdateState) -> float:
+    """Root-mean-square distance that roundings explain: of the arithmetic, of the clipped gradient as it is kept, and
+    of the stored weights, which are rounded twice (decay, step) and lose what lies below half a unit of theirs. Gains
+    of one all lose the same: of the update's scale no more is known than of its elements."""
+    unit = UNIT[str(run.config["dtype.main_params"])]
+    stored = math.sqrt(2) * unit * length(state.weights) / pair.norm
+    return RMS * math.hypot(unit * math.sqrt(ROUNDINGS), UNIT[str(run.config["dtype.main_grads"])], stored)
+
+
+def explain(pair: TensorPair, step: int, allowed: float, rule: Rule) -> str:
+    """What an update off by such a factor looks like, in a clause; empty where it is none that is known."""
+    ratio = pair.arm_norm / pair.norm
+    if pair.distance <= allowed:
+        return ""
+    if ratio == 0.0:
+        return "nothing was changed"
+    ahead = rule.corrected(step + 1) / rule.corrected(step)
+    if rule.name != "sgd" and abs(ratio / ahead - 1.0) < CLOSE and abs(ratio - 1.0) > CLOSE:
+        return f"{ratio:.4g} x the rule's: the bias correction of step {step + 1}, as if one step had been taken before"
+    return f"{ratio:.4g} x the rule's" if pair.residual < CLOSE * abs(pair.b) else ""
+
+
+def _frozen(run: Record, step: int, name: str, update: Float64) -> list[Finding]:
+    """What has no gradient, no moment and no decay must not move."""
+    moved = float(abs(update).max()) if update.size else 0.0
+    return [_finding(run, "update without a gradient", moved, 0.0, step, name, "")]
+
+
+def _finding(run: Record, kind: str, observed: float, allowed: float, step: int, name: str, note: str) -> Finding:
+    verdict = grade(observed, allowed, REFUTED * allowed)
+    said = "" if verdict is Grade.ok else f"in {run.name}{f', {note}' if note else ''}"
+    return Finding("T2", kind, Stage.optimizer, verdict, observed, allowed, step=step, tensor=name, note=said)

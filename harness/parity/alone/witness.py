@@ -1,0 +1,149 @@
+"""What one run's witnesses say of it, without another run: did its forwards compute with its main weights, and is what
+it calls the step's gradient the sum of what its ranks computed?
+
+Both sides of the second question see the same local gradients, so no forward and no backward stands between them: all
+that rounding can do is the reduction's own, which in fp32 is a few parts in 1e8. An error of a sum is relative to its
+terms, not to what is left of them where they cancel: the bound is taken of the terms' norm where that is larger.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.record import Record, Testimony
+from harness.parity.tiers.envelope import REFUTED, SAFETY, SIGMAS, Arithmetic
+from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_tensor, names, pool
+from harness.parity.tiers.numeric import explain
+
+TENSOR_SIGMAS = 6.0
+"""Standard errors of one tensor's scale: a run has thousands of these, some of few elements, and none may be beyond."""
+
+
+def check(run: Record, step: int, arithmetic: Arithmetic, factors: Sequence[tuple[float, str]]) -> list[Finding]:
+    """Every check of one run's captured step against its own witnesses.
+
+    Args:
+        run: has a capture and a testimony of the step.
+        step: counted from 1.
+        arithmetic: the run's own.
+        factors: wrong factors and what would cause them.
+    """
+    testimony = run.witnesses[step]
+    capture = run.captures[step]
+    both, odd = names(capture, testimony.capture)
+    pairs = [compare_tensor(name, capture, testimony.capture) for name in both]
+    pairs = [pair for pair in pairs if pair.finite and pair.control_finite]
+    lost = [
+        Finding(
+            "T2", "witnessed tensor", Stage.reduction, Grade.bad, each.arm, each.control, step=step, tensor=each.name
+        )
+        for each in odd
+    ]
+    allowed = {pair.name: _allowed(pair, testimony, arithmetic) for pair in pairs}
+    return [
+        *_weights(run, step, testimony, len(both)),
+        *lost,
+        *(_distance(run, step, pair, allowed[pair.name]) for pair in pairs),
+        *(_piece(run, step, pair, allowed[pair.name]) for pair in pairs),
+        *_scales(run, step, pairs, arithmetic, factors),
+    ]
+
+
+def restored(run: Record) -> list[Finding]:
+    """Whether an engine held what a checkpoint gave it; nothing for a run that was never resumed."""
+    facts = run.summary.get("restored")
+    if not facts:
+        return []
+    wrong, step = [str(name) for name in facts["wrong"]], int(facts["step"]) + 1
+    kind = "state as saved"
+    if not wrong:
+        return [Finding("T1", kind, Stage.checkpoint, Grade.ok, "as saved", "as saved", step=step)]
+    said = f"{len(wrong)} tensors differ"
+    return [
+        Finding("T1", kind, Stage.checkpoint, Grade.bad, said, "as saved", step=step, tensor=wrong[0], note=run.name)
+    ]
+
+
+def _weights(run: Record, step: int, testimony: Testimony, count: int) -> list[Finding]:
+    """Weights are compared by checksum: a cast has one result."""
+    kind = "weights of the forward"
+    if not testimony.wrong_weights:
+        return [Finding("T1", kind, Stage.gather, Grade.ok, "as kept", "as kept", step=step, count=count)]
+    return [
+        Finding(
+            "T1",
+            kind,
+            Stage.gather,
+            Grade.bad,
+            f"rank {wrong['rank']} {wrong['what']}",
+            "as kept",
+            step=step,
+            tensor=str(wrong["tensor"]),
+            note=run.name,
+        )
+        for wrong in testimony.wrong_weights
+    ]
+
+
+def _allowed(pair: TensorPair, testimony: Testimony, arithmetic: Arithmetic) -> float:
+    """Relative to the sum's norm."""
+    if pair.norm == 0.0:
+        return 0.0
+    return SAFETY * arithmetic.reduction * max(1.0, testimony.terms[pair.name] / pair.norm)
+
+
+def _distance(run: Record, step: int, pair: TensorPair, allowed: float) -> Finding:
+    verdict = grade(pair.distance, allowed, REFUTED * allowed)
+    return _finding(run, "sum of local gradients", verdict, pair.distance, allowed, step, pair.name)
+
+
+def _piece(run: Record, step: int, pair: TensorPair, allowed: float) -> Finding:
+    block = pair.block
+    room = math.sqrt(2) * allowed * math.sqrt(1 + SIGMAS * math.sqrt(2 / max(1, block.stop - block.start)))
+    verdict = grade(block.distance, room, REFUTED * room)
+    where = f"elements {block.start} to {block.stop} of {pair.numel}"
+    return _finding(run, "sum, worst piece", verdict, block.distance, room, step, pair.name, where)
+
+
+def _scales(
+    run: Record, step: int, pairs: Sequence[TensorPair], arithmetic: Arithmetic, factors: Sequence[tuple[float, str]]
+) -> list[Finding]:
+    shared = arithmetic.scaling + arithmetic.stagnation
+    pooled = pool(list(pairs))
+    found: list[tuple[float, float, str | None]] = []
+    if pairs:
+        found.append((pooled.b, SIGMAS * pooled.standard_error + shared, None))
+    found += [
+        (pair.b, TENSOR_SIGMAS * pair.standard_error + shared, pair.name)
+        for pair in pairs
+        if pair.numel >= HANDFUL and pair.norm > 0
+    ]
+    return [
+        _finding(
+            run,
+            "scale of the sum",
+            grade(abs(b), allowed, REFUTED * allowed),
+            abs(b),
+            allowed,
+            step,
+            name,
+            explain(b, allowed, factors).replace("the control's", "what its ranks computed"),
+        )
+        for b, allowed, name in found
+    ]
+
+
+def _finding(
+    run: Record,
+    check: str,
+    verdict: Grade,
+    observed: float,
+    allowed: float,
+    step: int,
+    name: str | None,
+    note: str = "",
+) -> Finding:
+    said = "" if verdict is Grade.ok else f"in {run.name}{f', {note}' if note else ''}"
+    return Finding("T2", check, Stage.reduction, verdict, observed, allowed, step=step, tensor=name, note=said)

@@ -1,0 +1,278 @@
+"""The minimal script: a verdict's first bad finding again, alone, from nothing but overrides.
+
+It is written to `<arm>/verdict/<control>.py`, needs no run directory and nothing of this package, and cuts both runs to
+two steps where it can. [Note: Length] The learning rate of a step depends on `train.steps` (cosine and linear reach
+their end at the last one), so that stays as it was and `launch.preempt_at` ends the runs early, unsaved. Only what the
+last step or a mean over many is about, or what acts after a resume, needs whole runs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from harness.config.overrides import quote
+from harness.parity.outcome import Finding, Grade, Outcome, Verdict
+from harness.parity.telling.looks import LOOKS, Look
+from harness.parity.telling.wording import shown
+from harness.store.files import read_json, write_atomic
+from harness.store.identity import EXCLUDED
+from harness.store.rundir import RunDir, flatten
+
+FOLDER = "verdict"
+"""Of a run directory: scripts, one for each run that it was held against."""
+
+TEMPLATES = Path(__file__).parent / "scripts"
+WIDTH = 120
+
+KEPT = ("cluster.device", "cluster.threads_per_rank")
+"""Settings outside of what defines a run that numbers depend on all the same."""
+
+OWN = ("ckpt", "measure")
+"""Groups that change no number and that a script chooses itself."""
+
+
+def scripted(*verdicts: Verdict) -> tuple[tuple[Verdict, ...], str]:
+    """Write the minimal script of every verdict that has one; those verdicts name it.
+
+    Returns the verdicts, and why scripts could not be written (a store that is read-only); empty if all were.
+    """
+    done, complaint = [], ""
+    for each in verdicts:
+        try:
+            path = write_script(each)
+        except OSError as error:
+            complaint = complaint or f"no minimal script was written beside the verdict: {error}"
+            path = None
+        done.append(each if path is None else replace(each, script=f"python {shown(path)}"))
+    return tuple(done), complaint
+
+
+def write_script(verdict: Verdict) -> Path | None:
+    """Write the script of a verdict that is DIFFERENT or UNDECIDED; returns where it lies.
+
+    None where there is nothing to show: no wrong number is at hand (only a lack of evidence), or the two runs differ in
+    no setting, so that overrides alone do not make them.
+
+    Raises:
+        OSError: the arm's directory is not writable.
+    """
+    path = Path(verdict.arm) / FOLDER / f"{Path(verdict.control).name}.py"
+    text = script(verdict)
+    if text is None:
+        return None
+    path.parent.mkdir(exist_ok=True)
+    write_atomic(path, text)
+    return path
+
+
+def script(verdict: Verdict) -> str | None:
+    """The text of a verdict's script; None where it has none."""
+    finding = first_shown(verdict)
+    if finding is None:
+        return None
+    plan = _plan(verdict, finding, LOOKS[finding.check])
+    if len(plan.runs) == 2 and len({tuple(sorted(overrides)) for overrides in plan.runs.values()}) == 1:
+        return None
+    return _render(verdict, plan)
+
+
+def first_shown(verdict: Verdict) -> Finding | None:
+    """The first finding as grave as the verdict that a script can show; for one about all tensors, the one about a
+    tensor that speaks of the same step and stage."""
+    if verdict.outcome not in (Outcome.DIFFERENT, Outcome.UNDECIDED):
+        return None
+    grave = Grade.bad if verdict.outcome is Outcome.DIFFERENT else Grade.doubt
+    able = [f for f in verdict.findings if f.grade is grave and f.check in LOOKS and f.step is not None]
+    if not able:
+        return None
+    first, sides = able[0], LOOKS[able[0].check].sides
+    if first.tensor:
+        return first
+    same = (f for f in able if f.tensor and (f.step, f.stage) == (first.step, first.stage))
+    return next((f for f in same if LOOKS[f.check].sides == (sides or LOOKS[f.check].sides)), first)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a script runs and looks at."""
+
+    finding: Finding
+    look: Look
+    runs: Mapping[str, Sequence[str]]
+    """Complete overrides by name, `arm` or `control`."""
+    resumed: tuple[str, ...] = ()
+    stop: int = 0
+    """Step after which runs end; 0: they do not end early."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Constants of the script."""
+
+
+def _plan(verdict: Verdict, finding: Finding, look: Look) -> _Plan:
+    paths = {"arm": RunDir(Path(verdict.arm)), "control": RunDir(Path(verdict.control))}
+    if look.alone:
+        other = paths["control"].name in finding.note and paths["arm"].name not in finding.note
+        paths.pop("arm" if other else "control")
+    configs = {name: flatten(run.config()) for name, run in paths.items()}
+    step, steps = finding.step or 1, min(int(config["train.steps"]) for config in configs.values())
+    stop = 0 if look.whole else min(max(2, step), steps)
+    resumed = {name: at for name, run in paths.items() if (at := _resumed_after(run)) is not None and at < step}
+    runs = {
+        name: [*overrides(config), *_measured(look, step, config), *_length(stop, steps, resumed.get(name))]
+        for name, config in configs.items()
+    }
+    values = {
+        "STEP": step,
+        "CHECK": finding.check,
+        "BOUND": 0.0 if isinstance(finding.allowed, str) else float(finding.allowed),
+        "TENSOR": finding.tensor,
+        "SIDES": [(next(iter(runs)) if look.alone else side, kind) for side, kind in look.sides],
+        **look.values(step),
+        **(_rule(next(iter(configs.values()))) if look.history else {}),
+    }
+    return _Plan(finding, look, runs, tuple(resumed), 0 if resumed or stop == steps else stop, values)
+
+
+def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The optimizer as torch names it, and its options for matrices; a vector's decay is none."""
+    name = str(config["optimizer.name"])
+    options: dict[str, Any] = {"weight_decay": config["optimizer.weight_decay"]}
+    if name == "sgd":
+        options["momentum"] = config["optimizer.momentum"]
+    else:
+        options |= {"betas": config["optimizer.betas"], "eps": config["optimizer.eps"]}
+    torchs = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW"}[name]
+    return {"RULE": torchs, "OPTIONS": options, "CLIP": config["optimizer.clip_norm"]}
+
+
+def _resumed_after(run: RunDir) -> int | None:
+    """The step after which a run was last taken up again."""
+    restored = (read_json(run.summary) or {}).get("restored")
+    return int(restored["step"]) if restored else None
+
+
+def _measured(look: Look, step: int, config: Mapping[str, Any]) -> list[str]:
+    """What is captured: the step and the one before; of the first step, the one after."""
+    if look.history:
+        window = list(range(1, step + 1))
+    else:
+        window = sorted({max(1, step - 1), step} if step > 1 else {1, min(2, int(config["train.steps"]))})
+    words = [f"measure.capture_steps={_listed(window if look.captured else [])}"]
+    if look.updates:
+        words.append(f"measure.update_steps={_listed(window)}")
+    if (look.captured or look.updates) and config[LIMIT] != _default()[LIMIT]:
+        words.append(f"{LIMIT}={config[LIMIT]}")
+    return words
+
+
+LIMIT = "measure.capture_limit_mib"
+
+
+def _listed(steps: Iterable[int]) -> str:
+    return f"[{','.join(map(str, steps))}]"
+
+
+def _length(stop: int, steps: int, resumed_after: int | None) -> list[str]:
+    if resumed_after is not None:
+        return ["ckpt.policy=last", f"launch.preempt_at={resumed_after}"]
+    return ["ckpt.policy=none", *([f"launch.preempt_at={stop}"] if 0 < stop < steps else [])]
+
+
+def overrides(config: Mapping[str, Any]) -> list[str]:
+    """All that a frozen configuration differs in from `python run.py` without a word, as `key=value`.
+
+    Args:
+        config: flat, dotted keys. Where a run lies, how it is started and what is recorded is left out.
+    """
+    default = _default()
+    return [
+        f"{key}={as_word(value)}"
+        for key, value in config.items()
+        if (key.split(".")[0] not in EXCLUDED or key in KEPT)
+        and key.split(".")[0] not in OWN
+        and (key not in default or default[key] != value)
+    ]
+
+
+@cache
+def _default() -> Mapping[str, Any]:
+    from harness.config.compose import composed, plain
+
+    return flatten(plain(composed()))
+
+
+def as_word(value: object) -> str:
+    """A plain value as Hydra's grammar reads it."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_word, value))}]"
+    if isinstance(value, str):
+        return value if re.fullmatch(r"[A-Za-z_][\w./]*", value) and value.lower() not in SPECIAL else quote(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+SPECIAL = ("null", "true", "false", "yes", "no", "on", "off", "nan", "inf")
+"""Words that Hydra or YAML may read as something else than text."""
+
+
+def _render(verdict: Verdict, plan: _Plan) -> str:
+    parts = [(TEMPLATES / f"{name}.txt").read_text(encoding="utf-8") for name in ("head", plan.look.body, "foot")]
+    body = "".join(parts).replace("@measure@", plan.look.measure)
+    cut = "`launch.preempt_at` ends a run early; `train.steps` stays, because the learning rate depends on it."
+    end = cut if plan.stop else "Runs go to their end: what it shows needs that."
+    told, usage = body.split('"""')[1].split("\n\n")
+    said = {"sentence": verdict.sentence.replace("\\", "/").replace('"', "'"), "again": plan.look.again, "length": end}
+    intro = "\n\n".join(_filled(_put(paragraph, said)) for paragraph in (told, usage)) + "\n"
+    return _put(body.replace(f"{told}\n\n{usage}", intro), {"imports": _imports(body), "constants": _constants(plan)})
+
+
+def _put(text: str, values: Mapping[str, str]) -> str:
+    """`@name@` replaced by its value."""
+    return re.sub("@(" + "|".join(values) + ")@", lambda match: values[match[1]], text)
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, WIDTH - 3, break_long_words=False, break_on_hyphens=False)
+
+
+def _imports(body: str) -> str:
+    """The modules that a script uses."""
+    own = [name for name in ("json", "math", "shlex", "shutil", "subprocess", "sys", "tempfile") if f"{name}." in body]
+    theirs = [*(["import torch"] if "torch." in body else [])]
+    theirs += ["from safetensors import safe_open"] if "safe_open(" in body else []
+    theirs += ["from safetensors.torch import load_file"] if "load_file(" in body else []
+    lines = [*(f"import {name}" for name in own), "from pathlib import Path"]
+    return "\n".join([*lines, *(["", *theirs] if theirs else [])])
+
+
+def _constants(plan: _Plan) -> str:
+    """Overrides that both runs have stand once."""
+    lists = list(plan.runs.values())
+    both = [word for word in lists[0] if all(word in each for each in lists)] if len(lists) == 2 else []
+    lines = _list("BOTH = [", both, "]") if both else []
+    lines.append("RUNS = {")
+    for name, words in plan.runs.items():
+        own = [word for word in words if word not in both]
+        lines += _list(f'    "{name}": [{"*BOTH, " if both else ""}', own, "],")
+    used = ("STEP", "CHECK", "BOUND", *plan.look.constants)
+    lines += ["}", f"RESUMED = {json.dumps(plan.resumed)}"]
+    return "\n".join([*lines, *(f"{name} = {_literal(plan.values[name])}" for name in used)])
+
+
+def _list(head: str, words: Sequence[str], tail: str) -> list[str]:
+    """Strings in as few lines as there is room for."""
+    lines, margin = [head], " " * (len(head) - len(head.lstrip()) + 4)
+    for word in map(json.dumps, words):
+        if len(lines[-1]) + len(word) + 4 > WIDTH:
+            lines.append(margin)
+        lines[-1] += f"{word}, "
+    return [*(line.rstrip() for line in lines[:-1]), lines[-1].removesuffix(", ") + tail]
+
+
+def _literal(value: object) -> str:
+    return json.dumps(value) if isinstance(value, str | list | dict) else repr(value)

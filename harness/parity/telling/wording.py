@@ -1,0 +1,152 @@
+"""A verdict in words: one sentence, and the commands that come next."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
+from harness.parity.record import Record
+from harness.parity.tiers.admissible import Admission
+
+
+def not_comparable(arm: Record, control: Record, differing: Sequence[Finding]) -> Verdict:
+    """T0 failed: a fact that should agree does not, or a run is not whole."""
+    first = differing[0]
+    if first.check == "whole record":
+        what = "; ".join(f"{fact.note}: {fact.observed}" for fact in differing[:3])
+    else:
+        what = "; ".join(_fact(fact) for fact in differing[:3])
+    more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
+    return Verdict(
+        outcome=Outcome.NOT_COMPARABLE,
+        sentence=f"NOT_COMPARABLE: {arm.name} and {control.name} cannot be compared: {what}{more}.",
+        arm=str(arm.path),
+        control=str(control.path),
+        tier="T0",
+        admissible="none",
+        evidence=tuple(differing),
+        findings=tuple(differing),
+        commands=_after_refusal(arm, control),
+    )
+
+
+def _fact(fact: Finding) -> str:
+    where = f" at step {fact.step}" if fact.step is not None else ""
+    return f"{fact.check}{where} is {fact.observed} in the one and {fact.allowed} in the other"
+
+
+def verdict(
+    *,
+    outcome: Outcome,
+    arm: Record,
+    control: Record,
+    admission: Admission,
+    evidence: Sequence[Finding],
+    findings: Sequence[Finding],
+    resolution: float | None,
+) -> Verdict:
+    """Put a decision on comparable runs into words."""
+    decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
+    return Verdict(
+        outcome=outcome,
+        sentence=f"{outcome.value}: {_sentence(outcome, arm, control, evidence, findings, resolution)}.",
+        arm=str(arm.path),
+        control=str(control.path),
+        tier=decided,
+        admissible=str(admission),
+        evidence=tuple(evidence),
+        findings=tuple(findings),
+        resolution=resolution,
+        commands=_commands(outcome, arm, control, findings),
+    )
+
+
+def _sentence(
+    outcome: Outcome,
+    arm: Record,
+    control: Record,
+    evidence: Sequence[Finding],
+    findings: Sequence[Finding],
+    resolution: float | None,
+) -> str:
+    pair = f"{arm.name} against {control.name}"
+    if outcome is Outcome.EQUAL:
+        bits = [row for row in evidence if row.tier == "T1"]
+        recorded = ", ".join(f"{row.count} {row.check.removesuffix(' bits')}" for row in bits if row.count > 1)
+        return f"{pair} agrees in every recorded bit ({recorded}, and the final weights)"
+    if outcome is Outcome.EQUIVALENT:
+        reach = f"; a wrong scale of {percent(resolution)} or more would have shown" if resolution is not None else ""
+        return f"{pair} differs by no more than rounding explains over {len(arm.steps)} steps{reach}"
+    grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
+    first = next(finding for finding in findings if finding.grade is grave)
+    named = first if first.tensor else _named(first, findings, grave)
+    return f"{pair}: {describe(first, named, _hint(first, findings))}"
+
+
+def _hint(first: Finding, findings: Sequence[Finding]) -> str:
+    """What the first finding means; where it says nothing, what a scale of the same step says."""
+    scales = (f.note for f in findings if f.step == first.step and f.check in SCALES and f.note)
+    return first.note or next(scales, "")
+
+
+SCALES = ("scale of all gradients", "gradient scale")
+
+
+def _named(first: Finding, findings: Sequence[Finding], grave: Grade) -> Finding:
+    """The finding of the same step that names a tensor, for one that speaks of all."""
+    same = (f for f in findings if f.step == first.step and f.stage is first.stage and f.tensor and f.grade is grave)
+    return next(same, first)
+
+
+def describe(first: Finding, named: Finding, hint: str) -> str:
+    """A finding as a clause: step, stage, tensor, what was measured and what was allowed."""
+    tensor = named.tensor
+    where = f"at step {first.step}, " if first.step is not None else ""
+    subject = f"{first.check} ({first.stage.value}{f', first in {tensor}' if tensor else ''})"
+    if isinstance(first.observed, str) or isinstance(first.allowed, str):
+        measured = f"is {first.observed} against {first.allowed}"
+    else:
+        measured = f"is off by {percent(first.observed)} where rounding explains {percent(first.allowed)}"
+    return f"{where}{subject} {measured}{f'; {hint}' if hint else ''}"
+
+
+def standing_for(finding: Finding, count: int) -> Finding:
+    """The finding as the worst of `count`."""
+    return replace(finding, count=count)
+
+
+def shown(path: Path | str) -> str:
+    """A path as one would type it here."""
+    relative = os.path.relpath(path)
+    return shlex.quote(relative if not relative.startswith("..") else str(path))
+
+
+def _after_refusal(arm: Record, control: Record) -> tuple[str, ...]:
+    commands = []
+    for run in (arm, control):
+        text = " ".join(run.problems)
+        if "stale" in text:
+            commands.append(f"python run.py --from {shown(run.path)} launch.rerun=stale")
+        elif run.problems:
+            commands.append(f"python run.py --from {shown(run.path)}")
+    return tuple(commands) or (f"python -m harness diff {shown(arm.path)} {shown(control.path)}",)
+
+
+def _commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
+    judge = f"python -m harness compare {shown(arm.path)} {shown(control.path)}"
+    tensor = next((f for f in findings if f.tensor and f.step in arm.captures and f.step in control.captures), None)
+    if tensor is not None:
+        step = f" --step {tensor.step}" if tensor.step != 1 else ""
+        return (
+            f"{judge} --tensor {tensor.tensor}{step}",
+            f"python -m harness diff {shown(arm.path)} {shown(control.path)}",
+        )
+    steps = sorted({1, *(f.step for f in findings if f.step)})[:3]
+    if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED) and (1 not in arm.captures or len(steps) > 1):
+        wanted = f'"measure.capture_steps={steps}"'.replace(" ", "")
+        return tuple(f"python run.py --from {shown(run.path)} {wanted}" for run in (arm, control))
+    return (f"{judge} --json",)

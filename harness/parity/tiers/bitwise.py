@@ -1,0 +1,72 @@
+"""T1: every recorded bit. Losses, norms, captured gradients, final weights; the first difference of each kind."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.record import Record
+from harness.parity.tiers.gradients import Mismatch, TensorPair
+
+LOGGED = (("loss", Stage.forward), ("grad_norm", Stage.clipping), ("param_norm", Stage.optimizer))
+"""Logged numbers in the order in which a step makes them; gradients come between the first two."""
+
+
+def check(
+    arm: Record,
+    control: Record,
+    pairs: Mapping[int, Sequence[TensorPair]],
+    mismatches: Mapping[int, Sequence[Mismatch]],
+) -> list[Finding]:
+    """One finding a kind: `ok` if all bits agree, else `bad` at the first that do not.
+
+    Args:
+        arm: one run.
+        control: the other, with the same steps.
+        pairs: tensors by captured step.
+        mismatches: tensors without a partner, by captured step.
+    """
+    gradients = [_gradients(step, pairs[step], mismatches.get(step, ())) for step in sorted(pairs)]
+    logged = [_logged(key, stage, arm, control) for key, stage in LOGGED]
+    kinds = [logged[0], *gradients, *logged[1:], _weights(arm, control)]
+    return [kind for kind in kinds if kind.count]  # a number that was never recorded by both is no evidence
+
+
+def same_float(left: float | None, right: float | None) -> bool:
+    """Whether two logged numbers have the same bits: 0.0 and -0.0 differ, nan is nan."""
+    if left is None or right is None:
+        return left is right
+    return struct.pack("<d", left) == struct.pack("<d", right)
+
+
+def _logged(key: str, stage: Stage, arm: Record, control: Record) -> Finding:
+    """A number that only one run recorded at a step (param_norm at another cadence) is not compared."""
+    compared = 0
+    for number, (left, right) in enumerate(zip(arm.series(key), control.series(key), strict=True), start=1):
+        if left is None or right is None:
+            continue
+        compared += 1
+        if not same_float(left, right):
+            return Finding("T1", f"{key} bits", stage, Grade.bad, repr(left), repr(right), step=number)
+    return Finding("T1", f"{key} bits", stage, Grade.ok, "equal", "equal", count=compared)
+
+
+def _gradients(step: int, pairs: Sequence[TensorPair], mismatches: Sequence[Mismatch]) -> Finding:
+    check = "gradient bits"
+    if mismatches:
+        odd = mismatches[0]
+        return Finding("T1", check, Stage.gradient, Grade.bad, odd.arm, odd.control, step=step, tensor=odd.name)
+    differing = [pair for pair in pairs if not pair.bits_equal]
+    if not differing:
+        return Finding("T1", check, Stage.gradient, Grade.ok, "equal", "equal", step=step, count=len(pairs))
+    note = f"{len(differing)} of {len(pairs)} tensors differ; this one by {differing[0].distance:.2e} of its norm"
+    return Finding(
+        "T1", check, Stage.gradient, Grade.bad, "other bits", "bits", step=step, tensor=differing[0].name, note=note
+    )
+
+
+def _weights(arm: Record, control: Record) -> Finding:
+    left, right = (str(run.summary["final_weights"]) for run in (arm, control))
+    verdict = Grade.ok if left == right else Grade.bad
+    return Finding("T1", "final weights", Stage.optimizer, verdict, left[:16], right[:16], step=len(arm.steps))

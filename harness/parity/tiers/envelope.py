@@ -1,0 +1,395 @@
+"""How far rounding alone can drive two runs apart: T2's bounds, derived from the two configurations.
+
+Nothing here is a tolerance somebody liked. Each bound is a count of roundings times the unit roundoff of the dtype in
+which they happen; docs/verdicts.md gives the derivations at length and the measurements they were checked against.
+
+Notation: u is the unit roundoff (half the gap between 1 and the next number). One rounding to nearest errs by at most
+u, and by RMS * u in the mean square when mantissas are spread as they are in practice (log-uniformly).
+
+Walks, not worst cases. n independent roundings in series make sqrt(n) * RMS * u. The worst case, n * u with all signs
+conspiring, says nothing in bf16 (a four-layer decoder has n * u > 0.9) and is not what arithmetic does: round to
+nearest has no preferred sign. The exception is a sum *kept* in 16 bits: small addends vanish against a large partial
+sum, always downwards, so there the worst case n * u is the honest bound.
+
+    forward    a signal meets FORWARD_BLOCK roundings in each block (two norms, seven products with weight and result
+               rounded, rotation, attention, gating, two residual sums) and FORWARD_ENDS outside; other families of
+               models have their own counts (`Depth`)
+    gradient   three times as many: the forward, the backward, and the forward's activations again where the backward
+               multiplies by them
+    products   an inner sum of K terms is made in fp32 (fp64 for fp64): sqrt(K) * RMS * u(fp32), for each product
+    reduction  k microbatches are added in the main-gradient dtype, N ranks in the accumulate dtype, in an order that a
+               library chooses: all orders are simulated, and the one that errs most counts (`orders`)
+
+    reach      where the control is a perturbed reference, each tensor's gradient has a bound of its own, observed
+               instead of counted (`Envelope.tensor`, see [Note: Perturbed reference] in harness/probe/rounding.py)
+
+    routes     a router's choice is discontinuous: where rounding swaps two experts of nearly equal score, a token's
+               whole contribution moves (`Envelope.flips`). What that explains is in doubt, never fine and never refuted
+
+`SAFETY` times the root-mean-square estimate is allowed; beyond `REFUTED` times that, rounding is refuted. Between the
+two the model is as likely to be off as the run, and the answer is UNDECIDED.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from statistics import NormalDist
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from harness.config.capabilities import ENGINES
+from harness.config.derived import ODD_KERNEL, model_parameters
+from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
+from harness.config.schema import EngineName, ModelConfig, ModelFamily
+from harness.parity.tiers.admissible import global_microbatches, microbatches_per_rank
+from harness.parity.tiers.orders import noise
+
+if TYPE_CHECKING:
+    from harness.parity.record import Record
+
+SAFETY = 4.0
+"""Allowed over expected. Tensors whose sums cancel (attention's queries and keys) and those that few values feed (rare
+embedding rows) err more than the mean; the worst clean distance measured is 1.2 estimates (docs/verdicts.md)."""
+
+REFUTED = 2.0
+"""Refuted over allowed."""
+
+SIGMAS = 4.0
+"""Standard errors a signed bias may have."""
+
+FORWARD_BLOCK = 19
+FORWARD_ENDS = 8
+PRODUCTS_BLOCK = 7
+PRODUCTS_ENDS = 1
+GRADIENT_FACTOR = 3
+
+FEW = 7
+"""From this many elements on, SAFETY covers how much smaller than its terms a gradient may happen to be."""
+
+RARE = 1e-4
+"""Probability with which a gradient of fewer elements is taken to be smaller than its terms."""
+
+
+MANY = 32
+"""From this many elements on, SAFETY covers the few draws of the perturbed reference."""
+
+
+class Depth(NamedTuple):
+    """Roundings and products that a signal meets on its way through a model, branches side by side counted once."""
+
+    block: int
+    ends: int
+    products_block: int
+    products_ends: int
+
+    @classmethod
+    def of(cls, family: ModelFamily, experts_per_token: int) -> Depth:
+        """Counted as docs/verdicts.md does."""
+        if family is ModelFamily.odd:
+            return ODD_DEPTH
+        if family is ModelFamily.moe:  # the gate, the product with it, the sum over experts; and the router
+            return cls(FORWARD_BLOCK + 1 + experts_per_token, FORWARD_ENDS, PRODUCTS_BLOCK + 1, PRODUCTS_ENDS)
+        return cls(FORWARD_BLOCK, FORWARD_ENDS, PRODUCTS_BLOCK, PRODUCTS_ENDS)
+
+
+ODD_DEPTH = Depth(31, 18, 8, 2)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What one run rounds, where and how often. All errors are relative and root-mean-square unless said."""
+
+    compute: str
+    wire: str
+    accumulate: str
+    main: str
+    layers: int
+    ranks: int
+    microbatches: int
+    """k, on each rank."""
+    global_microbatches: int
+    tokens: int
+    """Of one step, over all ranks."""
+    inner: int
+    """Longest inner sum of a matrix product, in terms."""
+    parameters: int
+    """Weights of the model; only its square root is used."""
+    family: ModelFamily = ModelFamily.llama
+    num_experts: int = 1
+    """Experts a token chooses among; 1 where nothing is chosen."""
+    experts_per_token: int = 1
+    reused: str = ""
+    """Pattern of the parameters that a forward uses more than once; none where empty."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Arithmetic:
+        """Read it from a frozen configuration (flat, dotted keys)."""
+        model = _model(config)
+        rows = int(config["train.microbatch_size"]) * int(config["data.seq_len"])
+        routed = model.family is ModelFamily.moe
+        return cls(
+            compute=config["dtype.compute"],
+            wire=config["dtype.grad_comm"],
+            accumulate=_accumulate(config),
+            main=config["dtype.main_grads"],
+            layers=model.num_layers + int(model.family is ModelFamily.odd and model.repeat_unit),
+            ranks=int(config["mesh.world_size"]),
+            microbatches=microbatches_per_rank(config),
+            global_microbatches=global_microbatches(config),
+            tokens=int(config["train.global_batch_size"]) * int(config["data.seq_len"]),
+            inner=max(model.dim * (ODD_KERNEL if model.family is ModelFamily.odd else 1), model.ffn_dim, rows),
+            parameters=model_parameters(model),
+            family=model.family,
+            num_experts=model.num_experts if routed else 1,
+            experts_per_token=model.experts_per_token if routed else 1,
+            reused=_reused(model),
+        )
+
+    @property
+    def forward(self) -> float:
+        """Of an activation at the model's end."""
+        return self._compute(1)
+
+    @property
+    def gradient(self) -> float:
+        """Of one averaged gradient, reduction included."""
+        return math.hypot(self._compute(GRADIENT_FACTOR), self.reduction)
+
+    def _compute(self, passes: int) -> float:
+        inner_dtype = "fp64" if self.compute == "fp64" else "fp32"
+        depth = Depth.of(self.family, self.experts_per_token)
+        elementwise = passes * (depth.block * self.layers + depth.ends)
+        products = passes * (depth.products_block * self.layers + depth.products_ends) * self.inner
+        return RMS * math.hypot(UNIT[self.compute] * math.sqrt(elementwise), UNIT[inner_dtype] * math.sqrt(products))
+
+    @property
+    def reduction(self) -> float:
+        """Of adding k microbatches and N ranks, wire and division included, in the order that errs most (`orders`)."""
+        return noise(self.ranks, self.microbatches, self.wire, self.accumulate, self.main)
+
+    @property
+    def logged_norm(self) -> float:
+        """Largest relative error of a norm whose squares are added in the main-gradient dtype."""
+        return SAFETY * RMS * UNIT[self.main] * math.sqrt(self.parameters)
+
+    @property
+    def stagnation(self) -> float:
+        """One-sided error of sums kept in 16 bits: the worst case, because it always has the same sign."""
+        terms = 0.0
+        if self.accumulate in SIXTEEN_BITS:
+            terms += (self.ranks - 1) * UNIT[self.accumulate]
+        if self.main in SIXTEEN_BITS:
+            terms += (self.microbatches - 1) * UNIT[self.main]
+        return terms
+
+    @property
+    def coherent(self) -> float:
+        """Largest error that the whole gradient of one tensor can share: one rounding in the forward and one in the
+        backward that all its elements pass through, which no averaging removes."""
+        return 2 * UNIT[self.compute] + self.stagnation
+
+    @property
+    def global_coherent(self) -> float:
+        """Largest error that all gradients can share: the one rounding where the loss enters the backward."""
+        return UNIT[self.compute] + self.stagnation
+
+    @property
+    def scaling(self) -> float:
+        """Error of dividing by M in one, two or three factors (1/k, 1/N), each rounded in the main-gradient dtype."""
+        return 4 * UNIT[self.main]
+
+
+def _accumulate(config: Mapping[str, Any]) -> str:
+    """The dtype of sums over ranks: as configured, or the engine's own where that is null."""
+    wire = str(config["dtype.grad_comm"])
+    if config["dtype.grad_accum"] is not None:
+        return str(config["dtype.grad_accum"])
+    sums_itself = ENGINES[EngineName[config["engine.name"]]].sums_itself
+    return "fp32" if sums_itself and wire in SIXTEEN_BITS else wire
+
+
+def _model(config: Mapping[str, Any]) -> ModelConfig:
+    """The sizes of the model; settings that a run knew nothing of have their defaults."""
+    known = {each.name: config.get(f"model.{each.name}", each.default) for each in fields(ModelConfig)}
+    family = known["family"]
+    return ModelConfig(**{**known, "family": family if isinstance(family, ModelFamily) else ModelFamily[family]})
+
+
+def _reused(model: ModelConfig) -> str:
+    if model.family is ModelFamily.odd:
+        return r"embedding\.weight|blocks\.\d+\.ffn\..*" + (r"|blocks\.0\..*" if model.repeat_unit else "")
+    return r"embedding\.weight" if model.tie_embeddings else ""
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What rounding allows between two runs that start from the same weights and are fed the same tokens."""
+
+    arm: Arithmetic
+    control: Arithmetic
+    same_forward: bool = False
+    """Whether the losses of step 1 agree in every bit, as no pair's do in which a token took another route."""
+    reach: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
+    """What the perturbed reference shows: by compute dtype and parameter, how far its roundings move the gradient."""
+    draws: int = 0
+    """Of which that is the mean square."""
+
+    @classmethod
+    def of(cls, arm: Record, control: Record) -> Envelope:
+        """Of two runs that were read."""
+        known = control if control.moves else arm  # of one model, one batch and the same weights, so whose is no matter
+        left, right = (run.series("loss")[:1] for run in (arm, control))
+        same = bool(left) and left == right
+        return cls(Arithmetic.of(arm.config), Arithmetic.of(control.config), same, known.moves, known.draws)
+
+    @property
+    def flips(self) -> int:
+        """Most tokens, over all blocks, that rounding sends to another expert at step 1: beaten once in a million.
+
+        Among N scores drawn alike, the last chosen and the first rejected lie within x standard deviations of each
+        other with density N * phi(z), z the quantile that K of N exceed. Scores that err by e in the mean square swap
+        across a gap with probability e / sqrt(pi) times that density.
+        """
+        n, k = self.arm.num_experts, self.arm.experts_per_token
+        if self.same_forward or k >= n:
+            return 0
+        density = n * NormalDist().pdf(NormalDist().inv_cdf(1 - k / n))
+        error = math.hypot(self.arm.forward, self.control.forward)
+        routes = self.arm.tokens * self.arm.layers
+        return _most(routes * min(1.0, density * error / math.sqrt(math.pi)))
+
+    @property
+    def rerouted(self) -> float:
+        """What flips may move a tensor's gradient by that all tokens feed: each takes one token's share out and puts
+        another one in. An expert's own gradient they may move by anything, where few tokens feed it."""
+        return SAFETY * math.sqrt(2 * self.flips / self.arm.tokens)
+
+    @property
+    def rerouted_scale(self) -> float:
+        """What flips may move the scale of such a gradient by: shares of tokens that all point one way."""
+        return 2 * self.flips / self.arm.tokens
+
+    @property
+    def rerouted_loss(self) -> float:
+        """What flips may move the loss by: the loss of as many tokens as flip, in either direction."""
+        return SAFETY * math.sqrt(self.flips) / self.arm.tokens
+
+    @property
+    def rerouted_norm(self) -> float:
+        """What flips may move the gradient's norm by, as a distance without direction does."""
+        return self.rerouted / math.sqrt(self.arm.tokens) + self.rerouted**2 / 2
+
+    def few(self, numel: int) -> float:
+        """How much farther off a tensor of so few elements may lie: a gain's gradient is a sum over all tokens that may
+        happen to cancel, while the rounding of its terms does not. n elements shrink by a factor f with probability
+        f^n."""
+        return max(1.0, RARE ** (-1 / numel) / SAFETY) if numel < FEW else 1.0
+
+    @property
+    def distance(self) -> float:
+        """Largest relative distance of one tensor's gradient at step 1."""
+        return SAFETY * math.hypot(self.arm.gradient, self.control.gradient)
+
+    def tensor(self, name: str, numel: int) -> float:
+        """Largest relative distance of this tensor's gradient at step 1: from how far the perturbed reference moves it,
+        else from the count."""
+        moved = [self._moved(run, name) for run in (self.arm, self.control)]
+        if None in moved:
+            return self.few(numel) * self.distance
+        return self._margin(numel) * math.hypot(*(each for each in moved if each is not None))
+
+    def _moved(self, run: Arithmetic, name: str) -> float | None:
+        if run.compute == "fp64":
+            return run.gradient
+        found = self.reach.get(run.compute, {}).get(name)
+        return None if found is None else math.hypot(found["distance"], run.reduction)
+
+    def _margin(self, numel: int) -> float:
+        """SAFETY; of few elements more, because one error's square is then held against few draws of it: twice the root
+        of what F with n and n * draws degrees of freedom exceeds once in 10^5."""
+        if numel >= MANY:
+            return SAFETY
+        from scipy.special import fdtri
+
+        return max(SAFETY, 2.0 * math.sqrt(float(fdtri(numel, numel * self.draws, 1 - RARE / 10))))
+
+    def floor(self, name: str) -> float:
+        """Distance that reductions alone explain, of a single element too: what tells kernels that agree from equal
+        bits.
+
+        The gradients of a parameter that is used more than once are added in the compute dtype by one engine, in the
+        main gradients' by another: no kernel need differ for that.
+        """
+        sums = [run.reduction for run in (self.arm, self.control)]
+        if self.arm.reused and re.fullmatch(self.arm.reused, name):
+            sums += [RMS * UNIT[run.compute] for run in (self.arm, self.control)]
+        return SAFETY * SIGMAS * math.hypot(*sums)
+
+    def piece(self, whole: float, numel: int) -> float:
+        """Largest distance of a piece of a tensor that as a whole may lie so far off: over a half of its own mean
+        square it may lie sqrt(2) farther, and the mean square of n independent errors scatters by a factor
+        1 + sqrt(2 / n) a standard deviation."""
+        return math.sqrt(2) * whole * math.sqrt(1 + SIGMAS * math.sqrt(2 / numel))
+
+    @property
+    def loss(self) -> float:
+        """Largest relative difference of the loss at step 1: the logits' errors, which are independent from token to
+        token, averaged over the tokens; and the loss itself, rounded in fp32 or wider (microbatch means, their sum)."""
+        logits = math.hypot(self.arm.forward, self.control.forward) / math.sqrt(self.arm.tokens)
+        return SAFETY * logits + 4 * UNIT[self._wide]
+
+    @property
+    def _wide(self) -> str:
+        return "fp64" if self.arm.compute == self.control.compute == "fp64" else "fp32"
+
+    def scale(self, standard_error: float, residual: float) -> float:
+        """Largest |b| of one tensor in g_arm = (1 + b) g_control + r.
+
+        A pure factor leaves no residual, and rounding always does. So what rounding may contribute coherently is
+        bounded by the residual it left as well as by `coherent`: two bf16 runs with equal bits but a factor
+        1 + 1/1024 differ.
+        """
+        shared = min(self.arm.coherent + self.control.coherent, residual)
+        return SIGMAS * standard_error + shared + self._scaling
+
+    def global_scale(self, standard_error: float, residual: float) -> float:
+        """Largest pooled b over all tensors, from the spread of the tensors' own."""
+        shared = min(self.arm.global_coherent + self.control.global_coherent, residual)
+        return SIGMAS * standard_error + shared + self._scaling
+
+    @property
+    def _scaling(self) -> float:
+        return self.arm.scaling + self.control.scaling
+
+    @property
+    def norm(self) -> float:
+        """Largest relative difference of the gradient norm at step 1, by the model alone: a scale error, and the
+        second-order share of a distance that has no direction."""
+        error = self.distance
+        coherent = self.arm.global_coherent + self.control.global_coherent
+        return error / math.sqrt(self.arm.tokens) + coherent + self._scaling + error**2 / 2
+
+    @property
+    def smallest_fault(self) -> float:
+        """Relative size of the smallest structural fault: one of N ranks or k microbatches counted twice, or not."""
+        return 1.0 / max(self.arm.ranks, self.control.ranks, self.arm.microbatches, self.control.microbatches, 2)
+
+    @property
+    def is_low_precision(self) -> bool:
+        """Whether a change of a main weight by one unit can flip a compute weight by a much larger one."""
+        return any(run.compute in SIXTEEN_BITS for run in (self.arm, self.control))
+
+
+def _most(expected: float) -> int:
+    """Smallest n that a Poisson count of this mean exceeds less than once in a million."""
+    if expected > 100:
+        return math.ceil(expected + 5 * math.sqrt(expected))
+    count, term = 0, math.exp(-expected)
+    below = term
+    while 1 - below > 1e-6:
+        count += 1
+        term *= expected / count
+        below += term
+    return count

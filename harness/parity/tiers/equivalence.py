@@ -1,0 +1,182 @@
+"""T3: equivalence over paired seeds, for differences that single runs cannot tell from chaos.
+
+A *pair* is two runs of one seed, the arm's and the control's: initial weights and order of data vary with the seed,
+together, and are the same in both. A pair is reduced to one number a measure (`harness.parity.tiers.seeds`), because
+the steps of a run are correlated and are no sample.
+
+[Note: Two questions] "Not significantly different" is not "equivalent". Equivalence is what is tested: TOST (Schuirmann
+1987) rejects |mean| >= margin where both one-sided t-tests do, which is where the 1 - 2 alpha interval of the mean lies
+within the margin. An arm is DIFFERENT where a t-test rejects |mean| <= margin: a difference that is significant but
+within the margin is none that was asked for. Between the two: UNDECIDED, with the number of seeds that would decide.
+
+Over several arms each family of tests is held to alpha by Holm's rule: with 95 % no arm of a study is called
+equivalent that is not, and with 95 % none different that is not. Over several measures of one arm equivalence needs
+all of them (an intersection-union test: no correction), and a difference in any counts (Bonferroni's).
+
+[Note: How many seeds] The smallest number with which the arm, if its mean is what was seen, would be decided with
+`POWER` at the level of the first step of Holm's rule. A standard deviation from few seeds is itself in doubt; its upper
+`SD_CONFIDENCE` limit is planned with. Power of TOST by Bonferroni's inequality over its two noncentral t's, which is
+exact but where power is low.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from harness.parity.outcome import Outcome
+
+ALPHA = 0.05
+POWER = 0.9
+SD_CONFIDENCE = 0.8
+MOST_SEEDS = 10_000
+"""An arm that more would be needed for lies at the margin: say so instead of a number."""
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """Paired differences of one measure of one arm, held against a margin. Units are the margin's.
+
+    `low`, `high`: the 1 - 2 alpha interval of the mean, uncorrected; nan with fewer than two pairs.
+    """
+
+    measure: str
+    margin: float
+    pairs: int
+    mean: float
+    sd: float
+    low: float
+    high: float
+    p_equivalent: float
+    """Of |mean| >= margin, by TOST."""
+    p_different: float
+    """Of |mean| <= margin."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What T3 says of one arm. p-values are adjusted for the number of arms and measures."""
+
+    outcome: Outcome
+    tests: tuple[PairedTest, ...]
+    p_equivalent: float
+    p_different: float
+    seeds_needed: int | None
+    """Pairs in all with which an UNDECIDED arm would be decided; None where it is decided or no number up to
+    `MOST_SEEDS` would."""
+
+
+def decide(arms: Mapping[str, Mapping[str, Sequence[float]]], margins: Mapping[str, float]) -> dict[str, Decision]:
+    """Judge all arms of a study.
+
+    Args:
+        arms: by arm, by measure: one difference a pair.
+        margins: by measure: the largest difference of the mean that does not matter, above 0.
+
+    Raises:
+        ValueError: a margin is not positive, or an arm lacks a measure that has one.
+    """
+    tests = {
+        name: tuple(paired_test(m, differences[m], margins[m]) for m in margins) for name, differences in arms.items()
+    }
+    equivalent = holm({name: max(each.p_equivalent for each in found) for name, found in tests.items()})
+    different = holm({name: _bonferroni([each.p_different for each in found]) for name, found in tests.items()})
+    return {
+        name: _decision(found, equivalent[name], different[name], ALPHA / len(arms)) for name, found in tests.items()
+    }
+
+
+def _decision(tests: tuple[PairedTest, ...], p_equivalent: float, p_different: float, level: float) -> Decision:
+    outcome = Outcome.UNDECIDED
+    if p_different <= ALPHA:
+        outcome = Outcome.DIFFERENT
+    elif p_equivalent <= ALPHA:
+        outcome = Outcome.EQUIVALENT
+    needed = seeds_needed(tests, level) if outcome is Outcome.UNDECIDED else None
+    return Decision(outcome, tests, p_equivalent, p_different, needed)
+
+
+def paired_test(measure: str, differences: Sequence[float], margin: float) -> PairedTest:
+    """Both questions asked of one measure; p-values are 1 where fewer than two pairs allow no test.
+
+    Raises:
+        ValueError: the margin is not positive.
+    """
+    from scipy.special import stdtr, stdtrit
+
+    if not margin > 0:
+        raise ValueError(f"the margin of {measure} is {margin}, and must be above 0")
+    n = len(differences)
+    mean = math.fsum(differences) / n if n else math.nan
+    if n < 2 or not math.isfinite(mean):
+        return PairedTest(measure, margin, n, mean, math.nan, math.nan, math.nan, 1.0, 1.0)
+    sd = math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (n - 1))
+    error, df = sd / math.sqrt(n), n - 1
+    half = error * float(stdtrit(df, 1.0 - ALPHA))
+    inside, outside = _t(margin - abs(mean), error), _t(abs(mean) - margin, error)
+    p_equivalent = float(stdtr(df, -inside))
+    p_different = min(1.0, float(stdtr(df, -outside)) + float(stdtr(df, -_t(abs(mean) + margin, error))))
+    return PairedTest(measure, margin, n, mean, sd, mean - half, mean + half, p_equivalent, p_different)
+
+
+def _t(distance: float, error: float) -> float:
+    return distance / error if error else math.copysign(math.inf, distance)
+
+
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
+    """p-values adjusted by Holm's step-down rule (1979): reject where at most alpha."""
+    adjusted: dict[str, float] = {}
+    so_far = 0.0
+    for place, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
+        so_far = max(so_far, min(1.0, (len(p_values) - place) * p))
+        adjusted[name] = so_far
+    return adjusted
+
+
+def _bonferroni(p_values: Sequence[float]) -> float:
+    return min(1.0, len(p_values) * min(p_values))
+
+
+def seeds_needed(tests: Sequence[PairedTest], level: float) -> int | None:
+    """Pairs with which every measure would be decided; see [Note: How many seeds].
+
+    Args:
+        tests: of one arm.
+        level: of each one-sided test.
+    """
+    found = [_needed(each, level) for each in tests]
+    return None if any(n is None for n in found) else max((n for n in found if n is not None), default=None)
+
+
+def _needed(found: PairedTest, level: float) -> int | None:
+    """By doubling, then halving: power grows with the number."""
+    from scipy.special import chdtri
+
+    if found.pairs < 2 or not math.isfinite(found.sd):
+        return None
+    sd = found.sd * math.sqrt((found.pairs - 1) / float(chdtri(found.pairs - 1, SD_CONFIDENCE)))
+    low, high = found.pairs, found.pairs + 1
+    while _power(found, sd, high, level) < POWER:
+        low, high = high, 2 * high
+        if high > 2 * MOST_SEEDS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if _power(found, sd, middle, level) >= POWER else (middle, high)
+    return high if high <= MOST_SEEDS else None
+
+
+def _power(found: PairedTest, sd: float, n: int, level: float) -> float:
+    """Probability that n pairs decide, if the mean is what was seen."""
+    from scipy.special import nctdtr, stdtrit
+
+    error, df, mean = sd / math.sqrt(n), n - 1, abs(found.mean)
+    critical = float(stdtrit(df, 1.0 - level))
+    if not error:
+        return 1.0
+    if mean >= found.margin:
+        return 1.0 - float(nctdtr(df, (mean - found.margin) / error, critical))
+    above = float(nctdtr(df, (mean - found.margin) / error, -critical))
+    below = 1.0 - float(nctdtr(df, (mean + found.margin) / error, critical))
+    return above + below - 1.0

@@ -1,0 +1,62 @@
+"""Numbers that are none: a NaN or an infinity is never within a tolerance and never equal to another.
+
+In one run only it is a difference. In both at the same place the evidence from there on is void: no verdict can call
+the runs the same, so the answer is UNDECIDED.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.record import Record
+from harness.parity.tiers.gradients import TensorPair
+
+LOGGED = (("loss", Stage.forward), ("grad_norm", Stage.gradient), ("param_norm", Stage.optimizer))
+
+
+def check(arm: Record, control: Record, pairs: Mapping[int, Sequence[TensorPair]]) -> list[Finding]:
+    """Findings of values that are not finite, the earliest step first; none where there is no such value."""
+    found = [finding for step in sorted(pairs) for finding in _captured(step, pairs[step])]
+    for key, stage in LOGGED:
+        found += _logged(key, stage, arm, control)
+    return sorted(found, key=lambda finding: finding.step or 0)
+
+
+def first_step(findings: Sequence[Finding]) -> int | None:
+    """The first step at which a value was not finite."""
+    return min((finding.step for finding in findings if finding.step is not None), default=None)
+
+
+def _captured(step: int, pairs: Sequence[TensorPair]) -> list[Finding]:
+    """The first such tensor: one run's is worth more than both's."""
+    odd = [pair for pair in pairs if not (pair.finite and pair.control_finite)]
+    odd.sort(key=lambda pair: pair.finite == pair.control_finite)
+    return [
+        _finding("gradient", Stage.gradient, step, pair.finite, pair.control_finite, tensor=pair.name)
+        for pair in odd[:1]
+    ]
+
+
+def _logged(key: str, stage: Stage, arm: Record, control: Record) -> list[Finding]:
+    for step, (left, right) in enumerate(zip(arm.series(key), control.series(key), strict=True), start=1):
+        fine, control_fine = (value is None or math.isfinite(value) for value in (left, right))
+        if not (fine and control_fine):
+            return [_finding(key, stage, step, fine, control_fine)]
+    return []
+
+
+def _finding(what: str, stage: Stage, step: int, fine: bool, control_fine: bool, tensor: str | None = None) -> Finding:
+    both = not fine and not control_fine
+    return Finding(
+        tier="T1",
+        check=f"{what} is finite",
+        stage=stage,
+        grade=Grade.doubt if both else Grade.bad,
+        observed="finite" if fine else "not finite",
+        allowed="finite" if control_fine else "not finite",
+        step=step,
+        tensor=tensor,
+        note="in both runs: nothing after it can be compared" if both else "in one run only",
+    )

@@ -1,0 +1,224 @@
+"""T2 at captured steps: every gradient against the envelope, and the scale of each and of all.
+
+Three checks a tensor, because no one of them sees every fault. The *distance* sees whatever is large. The *worst piece*
+sees what is large in one place: a rank's shard, a padded tail. The *scale* sees a factor far below the distance that
+rounding causes, because rounding has no direction: a factor 1.02 on gradients that bf16 has moved by 1 % stands out.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from harness.parity.outcome import Finding, Grade, Stage, grade, percent
+from harness.parity.record import Record
+from harness.parity.tiers.envelope import REFUTED, Envelope
+from harness.parity.tiers.gradients import HANDFUL, Mismatch, Pooled, TensorPair, pool
+from harness.parity.tiers.trajectory import EXPECTED_GROWTH, MOST_GROWTH, Kick, growth
+
+CEILING = 0.5
+"""Later captured steps are judged while the distance that is allowed stays below this."""
+
+
+OUTLIER = 20.0
+"""How much farther than the median tensor's a worst piece may lie; 7 is the most seen in clean pairs."""
+
+EXPERT = re.compile(r".*?\bexperts\.\d+\.")
+"""The part of a parameter's name that is an expert's."""
+
+
+def first_step(
+    pairs: Sequence[TensorPair],
+    mismatches: Sequence[Mismatch],
+    envelope: Envelope,
+    factors: Sequence[tuple[float, str]],
+) -> list[list[Finding]]:
+    """Every check of the gradients at step 1, a list a kind.
+
+    Args:
+        pairs: tensors that both runs have, all finite.
+        mismatches: those that only one has.
+        envelope: of the pair.
+        factors: wrong factors and what would cause them (`suspects`).
+    """
+    kinds = [
+        [_mismatch(odd) for odd in mismatches],
+        [_pooled(pool(list(pairs)), envelope, factors)] if pairs else [],
+        [_first_distance(pair, envelope) for pair in pairs],
+        [_block(pair, envelope) for pair in pairs],
+        _outliers(pairs, envelope),
+        [_scale(pair, envelope, factors) for pair in pairs],
+    ]
+    return [findings for findings in _excused(kinds, envelope) if findings]
+
+
+def _excused(kinds: Sequence[list[Finding]], envelope: Envelope) -> list[list[Finding]]:
+    """Refuted tensors of experts put in doubt where swapped routes may have moved them: few tokens can feed an expert.
+
+    A flip takes a token from one expert and gives it to another, so that n flips touch 2n experts at most: where more
+    are off, it was not that.
+    """
+    off = {name for findings in kinds for finding in findings if (name := _refuted_expert(finding))}
+    if not off or len(off) > 2 * envelope.flips:
+        return list(kinds)
+    return [[_doubt(finding) if _refuted_expert(finding) else finding for finding in findings] for findings in kinds]
+
+
+def _refuted_expert(finding: Finding) -> str | None:
+    """The expert whose gradient this finding refutes; None where it does not, or the gradient is not there at all."""
+    if finding.grade is not Grade.bad or isinstance(finding.observed, str):
+        return None
+    match = EXPERT.match(finding.tensor or "")
+    return match[0] if match else None
+
+
+def _doubt(finding: Finding) -> Finding:
+    note = f"{finding.note}; " if finding.note else ""
+    return replace(finding, grade=Grade.doubt, note=f"{note}tokens that took another route may explain it")
+
+
+def later_step(step: int, pairs: Sequence[TensorPair], envelope: Envelope, push: Kick) -> list[Finding]:
+    """Distances at a captured step after the first, against a bound that grows; none once it is too wide to tell.
+
+    Where routes may differ, none is refuted.
+    """
+    drift, worst = (push.weights * growth(rate, step) for rate in (EXPECTED_GROWTH, MOST_GROWTH))
+    found = []
+    for pair in pairs:
+        own = envelope.tensor(pair.name, pair.numel)
+        # How many routes differ by now depends on how far the weights have come apart.
+        refuted = math.inf if envelope.flips else REFUTED * (own + worst)
+        if own + drift <= CEILING:
+            found.append(_distance(pair, own + drift, refuted, step))
+    return found
+
+
+def resolution(pairs: Sequence[TensorPair], envelope: Envelope) -> float:
+    """Smallest error in the scale of all gradients that would be DIFFERENT at step 1, given the noise there is."""
+    pooled = pool(list(pairs))
+    return REFUTED * envelope.global_scale(pooled.standard_error, pooled.residual)
+
+
+def suspects(envelope: Envelope) -> list[tuple[float, str]]:
+    """Factors that a gradient has after a known mistake, and that mistake."""
+    n, k = envelope.arm.ranks, envelope.arm.microbatches
+    known = [(0.0, "never reduced, or dropped"), (2.0, "counted twice"), (-1.0, "of the wrong sign")]
+    if n > 1:
+        known += [
+            ((n + 1) / n, f"(N+1)/N with N = {n}, a rank's own gradient counted twice"),
+            ((n - 1) / n, f"(N-1)/N with N = {n}, one rank missing"),
+            (float(n), f"N = {n}, not divided by the ranks"),
+            (1.0 / n, f"1/N with N = {n}, divided by the ranks twice"),
+        ]
+    if k > 1:
+        known += [
+            ((k + 1) / k, f"(k+1)/k with k = {k}, one microbatch counted twice"),
+            (float(k), f"k = {k}, not divided by the microbatches"),
+            (1.0 / k, f"1/k with k = {k}, divided by the microbatches twice or one of them kept"),
+        ]
+    if n > 1 and k > 1:
+        known += [(float(n * k), f"N*k = {n * k}, never divided"), (1.0 / (n * k), f"1/(N*k) with N*k = {n * k}")]
+    return known
+
+
+def explain(b: float, uncertainty: float, factors: Sequence[tuple[float, str]]) -> str:
+    """The factor in words, with the mistakes it fits where one lies within its uncertainty (and no less than 2 %)."""
+    factor = 1.0 + b
+    nearest = min((value for value, _ in factors), key=lambda value: abs(value - factor))
+    if abs(nearest - factor) > max(uncertainty, 0.02 * abs(nearest)):
+        return f"{f'{factor:.4g}' if abs(b) > 1e-3 else f'(1 {b:+.1e})'} x the control's"
+    causes = [cause for value, cause in factors if value == nearest]
+    return f"{factor:.4g} x the control's: {'; or '.join(causes)}"
+
+
+def _mismatch(odd: Mismatch) -> Finding:
+    note = "the two runs train different sets of parameters (tied, frozen or lost in one of them?)"
+    return Finding(
+        "T2", "tensor exists", Stage.gradient, Grade.bad, odd.arm, odd.control, step=1, tensor=odd.name, note=note
+    )
+
+
+def _distance(pair: TensorPair, allowed: float, refuted: float, step: int = 1) -> Finding:
+    verdict = grade(pair.distance, allowed, refuted)
+    return Finding(
+        "T2", "gradient distance", Stage.gradient, verdict, pair.distance, allowed, step=step, tensor=pair.name
+    )
+
+
+def _room(pair: TensorPair, rerouted: float) -> float:
+    """What swapped routes may add to a tensor that all tokens feed; experts are counted instead (`_excused`)."""
+    return 0.0 if EXPERT.match(pair.name) else rerouted
+
+
+def _first_distance(pair: TensorPair, envelope: Envelope) -> Finding:
+    allowed = envelope.tensor(pair.name, pair.numel)
+    return _distance(pair, allowed, REFUTED * math.hypot(allowed, _room(pair, envelope.rerouted)))
+
+
+def _block(pair: TensorPair, envelope: Envelope) -> Finding:
+    block = pair.block
+    allowed = envelope.piece(envelope.tensor(pair.name, pair.numel), block.stop - block.start)
+    verdict = grade(
+        block.distance, allowed, REFUTED * math.hypot(allowed, math.sqrt(2) * _room(pair, envelope.rerouted))
+    )
+    note = "" if verdict is Grade.ok else f"elements {block.start} to {block.stop} of {pair.numel}"
+    check = "gradient, worst piece"
+    return Finding("T2", check, Stage.gradient, verdict, block.distance, allowed, step=1, tensor=pair.name, note=note)
+
+
+def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
+    """Each tensor's worst piece against those of its fellows: rounding moves all tensors of a pair alike.
+
+    Two bf16 runs with the same kernels agree to 1e-7, and the envelope of bf16 would pass a wrong row in one of them. A
+    kernel may differ for one tensor only, so this can raise a doubt and never refute.
+    """
+    if not pairs:
+        return []
+    typical = statistics.median(pair.block.distance for pair in pairs)
+    found = []
+    for pair in pairs:
+        allowed = envelope.few(pair.numel) * max(OUTLIER * typical, envelope.floor(pair.name))
+        verdict = grade(pair.block.distance, allowed, math.inf)
+        note = "" if verdict is Grade.ok else f"{percent(typical)} is typical of this pair's tensors"
+        check = "gradient among its fellows"
+        off = pair.block.distance
+        found.append(Finding("T2", check, Stage.gradient, verdict, off, allowed, step=1, tensor=pair.name, note=note))
+    return found
+
+
+def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
+    allowed = envelope.scale(pair.standard_error, pair.residual)
+    if pair.numel < HANDFUL:
+        allowed = max(allowed, envelope.tensor(pair.name, pair.numel))
+    verdict = grade(abs(pair.b), allowed, REFUTED * (allowed + _room(pair, envelope.rerouted_scale)))
+    note = "" if verdict is Grade.ok else explain(pair.b, allowed, factors)
+    return Finding(
+        "T2", "gradient scale", Stage.gradient, verdict, abs(pair.b), allowed, step=1, tensor=pair.name, note=note
+    )
+
+
+def _pooled(pooled: Pooled, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
+    allowed = envelope.global_scale(pooled.standard_error, pooled.residual)
+    verdict = grade(abs(pooled.b), allowed, REFUTED * (allowed + envelope.rerouted_scale))
+    note = "" if verdict is Grade.ok else explain(pooled.b, allowed, factors)
+    return Finding("T2", "scale of all gradients", Stage.gradient, verdict, abs(pooled.b), allowed, step=1, note=note)
+
+
+def logged_norm(run: Record, step: int, norms: Sequence[float], allowed: float) -> Finding:
+    """Whether a run's logged gradient norm is the norm of the gradients it captured: a wrong one clips wrongly.
+
+    Args:
+        run: the run.
+        step: the captured step.
+        norms: norms of the captured tensors, in fp64.
+        allowed: `Arithmetic.logged_norm` of the run.
+    """
+    gathered = math.sqrt(math.fsum(norm * norm for norm in norms))
+    logged = run.series("grad_norm")[step - 1] or 0.0
+    off = abs(logged - gathered) / gathered if gathered else abs(logged)
+    verdict = grade(off, allowed, REFUTED * allowed)
+    note = "" if verdict is Grade.ok else f"{run.name} logged {logged:.6g}; what it captured has {gathered:.6g}"
+    return Finding("T2", "logged norm", Stage.clipping, verdict, off, allowed, step=step, note=note)

@@ -1,0 +1,100 @@
+"""T3 on a study: runs of several seeds, paired with their controls, each pair reduced to one number a measure.
+
+    loss        mean over the window of (arm - control), over the control's mean: a relative difference
+    grad_norm   mean over the window of log(arm / control)
+
+The window is the run's later half unless the study says how many last steps it is. Steps of a run are correlated, so a
+run gives one number and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from harness.parity.outcome import Outcome, SeedVerdict, percent
+from harness.parity.record import Record
+from harness.parity.tiers.equivalence import Decision, PairedTest, decide
+from harness.store.identity import EXCLUDED
+
+SEED = "train.seed"
+Pair = tuple[Record, Record]
+
+
+def over_seeds(pairs: Sequence[Pair], margins: Mapping[str, float], window: int) -> list[SeedVerdict]:
+    """Decide every arm that was run with more than one seed.
+
+    Args:
+        pairs: comparable arms and controls, each pair of one seed.
+        margins: by measure, loss or grad_norm: the largest mean difference that does not matter.
+        window: last steps that count; 0 for the later half.
+    """
+    groups: dict[str, list[Pair]] = {}
+    for arm, control in pairs:
+        groups.setdefault(_kind(arm) + _kind(control), []).append((arm, control))
+    several = {key: group for key, group in groups.items() if len({_seed(arm) for arm, _ in group}) > 1}
+    if not several or not margins:
+        return []
+    differences = {
+        key: {measure: [_difference(measure, *pair, window) for pair in group] for measure in margins}
+        for key, group in several.items()
+    }
+    decisions = decide(differences, margins)
+    return [_verdict(several[key], decisions[key]) for key in several]
+
+
+def _kind(run: Record) -> str:
+    """All that defines a run but its seed."""
+    kept = {key: value for key, value in run.config.items() if key != SEED and key.split(".")[0] not in EXCLUDED}
+    return json.dumps(kept, sort_keys=True, default=str)
+
+
+def _seed(run: Record) -> int:
+    return int(run.config[SEED])
+
+
+def _difference(measure: str, arm: Record, control: Record, window: int) -> float:
+    left, right = (_last(run.series(measure), window) for run in (arm, control))
+    if measure == "grad_norm":
+        ratios = [a / c if c > 0 else math.nan for a, c in zip(left, right, strict=True)]
+        return math.fsum(math.log(ratio) if ratio > 0 else math.nan for ratio in ratios) / len(ratios)
+    return (math.fsum(left) - math.fsum(right)) / math.fsum(right)
+
+
+def _last(series: Sequence[float | None], window: int) -> list[float]:
+    count = window or (len(series) + 1) // 2
+    return [math.nan if value is None else value for value in series[-count:]]
+
+
+def _verdict(group: Sequence[Pair], decision: Decision) -> SeedVerdict:
+    arm, control = group[0]
+    names = f"{arm.name} against {control.name}"
+    return SeedVerdict(
+        outcome=decision.outcome,
+        sentence=f"{decision.outcome.value}: {names} over {len(group)} seeds: {_said(decision)}.",
+        arms=tuple(str(each.path) for each, _ in group),
+        seeds=len(group),
+        seeds_needed=decision.seeds_needed,
+        p_equivalent=decision.p_equivalent,
+        p_different=decision.p_different,
+        tests=tuple(_plain(test) for test in decision.tests),
+    )
+
+
+def _said(decision: Decision) -> str:
+    said = "; ".join(
+        f"{test.measure} is off by {percent(test.mean)} (90 % interval {percent(test.low)} to {percent(test.high)}) "
+        f"where {percent(test.margin)} does not matter"
+        for test in decision.tests
+    )
+    if decision.outcome is not Outcome.UNDECIDED:
+        return said
+    if decision.seeds_needed is None:
+        return f"{said}; no number of seeds is known to decide it"
+    return f"{said}; {decision.seeds_needed} seeds would decide it"
+
+
+def _plain(test: PairedTest) -> Mapping[str, Any]:
+    return dict(vars(test))

@@ -1,0 +1,76 @@
+"""T2 at captured updates: what a step really did to every weight. Adam divides by the gradient's own size, so a wrong
+gradient can leave no trace in the loss, and a wrong optimizer none in the gradient; here both show.
+
+The size of a tensor's update may be off by what rounding does to it: the kick of its own gradient's distance
+(`trajectory`), which grows over the steps, and the rounding of the stored weights, half a unit of weights that are at
+most about 1. A tensor whose gradient is rounding noise has no size worth a comparison and is left out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from harness.config.roundoff import UNIT
+from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.record import Record
+from harness.parity.tiers.envelope import REFUTED, Envelope
+from harness.parity.tiers.gradients import TensorPair
+from harness.parity.tiers.trajectory import EXPECTED_GROWTH, MOST_GROWTH, growth, kick
+from harness.parity.tiers.update_rule import Rule
+
+CEILING = 0.5
+"""An update is judged while the error that is allowed of its size stays below this."""
+
+
+def check(
+    step: int,
+    pairs: Sequence[TensorPair],
+    envelope: Envelope,
+    runs: tuple[Record, Record],
+    gradients: Mapping[str, TensorPair],
+) -> list[Finding]:
+    """The size of every tensor's update at a step.
+
+    Args:
+        step: counted from 1.
+        pairs: updates that both runs have, all finite.
+        envelope: of the pair.
+        runs: the arm and what it is held against.
+        gradients: of step 1 by name; where there are none, the envelope's distance stands in.
+    """
+    found = []
+    for pair in pairs:
+        allowed, refuted = _bounds(step, pair, envelope, runs, gradients.get(pair.name))
+        if allowed <= CEILING:
+            found.append(_size(step, pair, allowed, refuted, runs[1]))
+    return found
+
+
+def _bounds(
+    step: int, pair: TensorPair, envelope: Envelope, runs: tuple[Record, Record], gradient: TensorPair | None
+) -> tuple[float, float]:
+    observed = gradient.distance if gradient is not None and math.isfinite(gradient.distance) else None
+    push = kick(envelope, str(runs[1].config["optimizer.name"]), observed).weights
+    unit = max(UNIT[str(run.config["dtype.main_params"])] for run in runs)
+    rounding = unit * math.sqrt(pair.numel) / pair.norm if pair.norm else 0.0
+    allowed = push * growth(EXPECTED_GROWTH, step + 1) + rounding
+    return allowed, max(allowed, REFUTED * (push * growth(MOST_GROWTH, step + 1) + rounding))
+
+
+def _size(step: int, pair: TensorPair, allowed: float, refuted: float, control: Record) -> Finding:
+    ratio = pair.arm_norm / pair.norm if pair.norm else math.inf if pair.arm_norm else 1.0
+    verdict = grade(abs(ratio - 1.0), allowed, refuted)
+    note = "" if verdict is Grade.ok else _explain(ratio, step, allowed, control)
+    off = abs(ratio - 1.0)
+    return Finding("T2", "update size", Stage.optimizer, verdict, off, allowed, step=step, tensor=pair.name, note=note)
+
+
+def _explain(ratio: float, step: int, allowed: float, control: Record) -> str:
+    said = f"{ratio:.4g} x the control's"
+    rule = Rule.of(control.config)
+    if rule.name == "sgd":
+        return said
+    ahead = rule.corrected(step + 1) / rule.corrected(step)
+    close = abs(ratio - ahead) <= max(allowed, 0.02 * ahead)
+    return f"{said}: the bias correction of step {step + 1}, as if one step had been taken before" if close else said
