@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP_ARGS ?=
 STUDY := parity_pair
 
-.PHONY: run test lint types imports install peers clean
+.PHONY: run test test-all lint types imports install peers clean
 
 run: install
 	$(BIN)/python run.py -m study=$(STUDY)
@@ -14,6 +14,10 @@ run: install
 
 test: install peers lint types imports
 	$(BIN)/python -m pytest
+
+# Every product of which `make test` runs a covering part; docs/suite.md has its record.
+test-all: install peers lint types imports
+	$(BIN)/python -m pytest -m 'full or not full'
 
 lint: install
 	$(BIN)/ruff check .
