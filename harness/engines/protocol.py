@@ -176,6 +176,11 @@ class Engine(ABC):
         """What the record should tell that no setting does: choices that depend on the machine, with their reasons."""
         return {}
 
+    def counters(self) -> dict[str, int]:
+        """What the engine counted of itself on this rank since the last call, by the name that `metrics.jsonl` gives it
+        (`harness.store.fields`); empty for engines that count nothing. Called once a step, after `step`."""
+        return {}
+
     def user_buffers(self) -> dict[str, str]:
         """What became of nccl_ub: requested, effective, reason; empty for engines that register nothing."""
         return {}

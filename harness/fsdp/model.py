@@ -410,10 +410,25 @@ class ShardedModel(StatefulModel):
         """NCCL user buffers: requested, effective, and the reason where these differ."""
         return self._user_buffers.facts()
 
-    @property
-    def transient_peak_bytes(self) -> int:
-        """Most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once so far."""
-        return self._memory.peak_bytes
+    def counters(self) -> dict[str, int]:
+        """What this rank counted since the model was built or `reset_counters` was called, by name:
+
+        transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once.
+        gathered_units_peak: most units, the root apart, whose gathered weights took memory at once.
+        peer_read_bytes: bytes read straight from other ranks' memory; 0 where ranks exchange messages instead.
+        """
+        return {
+            "transient_peak_bytes": self._memory.peak_bytes,
+            "gathered_units_peak": self._gather.num_alive_peak,
+            "peer_read_bytes": sum(memory.bytes_read for memory in self._meshes.peer_memories),
+        }
+
+    def reset_counters(self) -> None:
+        """Begin `counters` anew: peaks from what is alive now, totals from 0."""
+        self._memory.reset_peak()
+        self._gather.reset_peak()
+        for memory in self._meshes.peer_memories:
+            memory.bytes_read = 0
 
     def close(self) -> None:
         """Take hooks off and end threads. The module keeps whatever weights it holds."""

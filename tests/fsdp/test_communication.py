@@ -90,7 +90,7 @@ def _measure(rank: int, case: Case) -> Traffic:
         for b, x in ((each, each.layout) for each in model.buckets)
     }
     largest = max(b.layout.bucket_numel for b in model.buckets)
-    traffic = Traffic(rows, buckets, engine.accounted_bytes(), model.transient_peak_bytes, largest)
+    traffic = Traffic(rows, buckets, engine.accounted_bytes(), model.counters()["transient_peak_bytes"], largest)
     engine.close()
     return traffic
 

@@ -169,6 +169,12 @@ class NativeEngine(Engine):
         """How data moves between ranks, and whether work beside the backward has cores of its own."""
         return self.model.transport()
 
+    def counters(self) -> dict[str, int]:
+        """What `ShardedModel.counters` says of the time since the last call."""
+        counted = self.model.counters()
+        self.model.reset_counters()
+        return counted
+
     def user_buffers(self) -> dict[str, str]:
         """What became of nccl_ub."""
         return self.model.user_buffers()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from harness.fsdp.comm.communicator import EAGER_LIMIT_BYTES, Communicator
 from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.comm.peer_memory import PeerMemory
 
 
 @dataclass(frozen=True)
@@ -154,6 +155,12 @@ class Meshes:
         for mark, mesh in zip(("", "expert_"), self, strict=False):
             found |= {f"{mark}dp_outer": mesh.outer} if mesh.outer is not None else {}
         return found
+
+    @property
+    def peer_memories(self) -> list[PeerMemory]:
+        """The memory of other ranks that is read straight, one object for each communicator that does so."""
+        communicators = (comm for mesh in self for comm in mesh.communicators)
+        return [comm.memory for comm in communicators if comm.memory is not None]
 
     def of(self, *, expert: bool) -> Mesh:
         """The mesh of dense or of expert parameters."""

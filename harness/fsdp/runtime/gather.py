@@ -140,6 +140,10 @@ class GatherPipeline:
         if unit in self._sweep:
             self._take_turns(self._sweep.index(unit) + 1)
 
+    def reset_peak(self) -> None:
+        """Let `num_alive_peak` begin anew from what is alive now."""
+        self.num_alive_peak = self._num_alive()
+
     def _begin(self, sweep: list[Unit]) -> None:
         self._sweep, self._next = sweep, 0
 
@@ -196,8 +200,11 @@ class GatherPipeline:
                 pending = comm.all_gather(bucket.weight_parts(), label, ahead=True)
                 handles.append((pending, self.runtime.record()))
         self._in_flight[unit.name] = handles
-        alive = sum(not u.is_root and (self._takes_storage(u) or u.name in self._held) for u in self.order)
-        self.num_alive_peak = max(self.num_alive_peak, alive)
+        self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
+
+    def _num_alive(self) -> int:
+        """Units, the root apart, whose gathered weights take memory now."""
+        return sum(not u.is_root and (self._takes_storage(u) or u.name in self._held) for u in self.order)
 
     def _land(self, unit: Unit) -> None:
         with events.waiting(*unit.labels("all_gather")):

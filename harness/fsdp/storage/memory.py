@@ -164,6 +164,10 @@ class BucketMemory:
         self.live_bytes -= storage.nbytes()
         storage.resize_(0)
 
+    def reset_peak(self) -> None:
+        """Let `peak_bytes` begin anew from what is alive now."""
+        self.peak_bytes = self.live_bytes
+
     def _count(self, bucket: Tensor) -> Tensor:
         self.live_bytes += bucket.untyped_storage().nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)

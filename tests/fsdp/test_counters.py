@@ -1,0 +1,67 @@
+"""What a model counts of itself: peaks and totals since it was built or last asked to begin anew."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp.api import fully_shard
+from harness.probe.collectives import CollectiveMeter
+from tests.support.spawn import run_ranks
+
+UNIT_BYTES = 64 * 64 * 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).relu()
+
+
+def two_steps(rank: int, eager_limit_bytes: int | None, prefetch: int) -> list[tuple[dict[str, int], int]]:
+    """Each step's counters, and the bytes a meter outside the engine saw this rank send in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(4)))
+    sharded, optimizer = fully_shard(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        fsdp_unit_modules=[Block],
+        eager_limit_bytes=eager_limit_bytes,
+        prefetch=prefetch,
+    )
+    found = []
+    meter = CollectiveMeter()
+    sharded.reset_counters()
+    for _ in range(2):
+        meter.take()
+        sharded(torch.full((2, 64), 1.0 + rank)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((sharded.counters(), sum(row.bytes for row in meter.take())))
+        sharded.reset_counters()
+    assert sharded.counters() == dict.fromkeys(sharded.counters(), 0), "nothing is alive between steps"
+    meter.close()
+    sharded.close()
+    return found
+
+
+def test_what_is_read_of_other_ranks_is_what_they_sent() -> None:
+    """Seven gathers (the last unit's weights stay for its backward) and four reductions of half a unit each."""
+    for steps in run_ranks(two_steps, 2, 0, 1):
+        assert [(counters["peer_read_bytes"], sent) for counters, sent in steps] == [(11 * UNIT_BYTES // 2,) * 2] * 2
+    for steps in run_ranks(two_steps, 2, None, 1):
+        assert [counters["peer_read_bytes"] for counters, _ in steps] == [0, 0]
+
+
+@pytest.mark.parametrize(("prefetch", "units_alive"), [(0, 3), (1, 4), (3, 5)])
+def test_peaks_are_of_one_step(prefetch: int, units_alive: int) -> None:
+    """The unit in use, those fetched ahead, and unreduced gradients of two; of the four units the last ones' weights
+    are gone before the first one's gradients come."""
+    for steps in run_ranks(two_steps, 2, None, prefetch):
+        for counters, _ in steps:
+            assert counters["gathered_units_peak"] == 1 + prefetch
+            assert counters["transient_peak_bytes"] == units_alive * UNIT_BYTES
