@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.fsdp.storage.layout import FUSED_CUT, BucketLayout, ParamSpec, plan_bucket
+from harness.fsdp.storage.dealing import FUSED_CUT
+from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)
 rank_counts = st.one_of(st.integers(1, 16), st.sampled_from([63, 64, 255, 1024]))
@@ -96,7 +97,7 @@ def llama_block(dim: int, kv: int, ffn: int) -> list[ParamSpec]:
 def test_padding_of_llama_units_is_below_a_thousandth(shape: tuple[int, int, int], num_ranks: int) -> None:
     layout = plan_bucket(llama_block(*shape), num_ranks, 128)
     padding = layout.comm_numel / layout.param_numel - 1
-    step = sum(s.row_numel * max(1, math.lcm(FUSED_CUT, s.row_numel) // s.row_numel) for s in layout.segments)
+    step = sum(s.block_numel * max(1, math.lcm(FUSED_CUT, s.block_numel) // s.block_numel) for s in layout.segments)
     assert padding * layout.param_numel <= num_ranks * step
     if layout.param_numel // num_ranks > 1000 * step:
         assert padding < 1e-3
@@ -152,11 +153,11 @@ def test_what_one_inner_rank_gives_is_one_range_of_each_segment(
     inner, outer = grid
     layout = plan_bucket(specs(found), inner * outer, align, outer)
     for segment in layout.segments:
-        assert segment.inner_numel % segment.row_numel == segment.shard_numel % segment.row_numel == 0
+        assert segment.inner_numel % segment.block_numel == segment.shard_numel % segment.block_numel == 0
         for rank in range(inner):
-            pieces = [segment.piece(rank * outer + step) for step in range(outer)]
-            assert [begin for begin, _ in pieces[1:]] == [end for _, end in pieces[:-1]]
-            assert (pieces[0][0], pieces[-1][1]) == (rank * segment.inner_numel, (rank + 1) * segment.inner_numel)
+            shards = [segment.shard(rank * outer + step) for step in range(outer)]
+            assert [begin for begin, _ in shards[1:]] == [end for _, end in shards[:-1]]
+            assert (shards[0][0], shards[-1][1]) == (rank * segment.inner_numel, (rank + 1) * segment.inner_numel)
     for offset, numel, total in (
         ("bucket_offset", "numel", layout.bucket_numel),
         ("inner_offset", "inner_numel", layout.inner_numel),
@@ -181,7 +182,7 @@ def test_runs_and_gaps_cover_each_element_once(
     for rank in range(inner * outer):
         for run in layout.runs(rank, group_of):
             segment = layout.segments[run.segment]
-            begin = segment.bucket_offset + segment.piece(rank)[0]
+            begin = segment.bucket_offset + segment.shard(rank)[0]
             for element in range(begin + run.start, begin + run.end):
                 assert element not in painted, "two ranks, or two runs of one, update an element"
                 painted[element] = run.group
@@ -234,7 +235,7 @@ def test_padding_is_the_least_that_whole_rows_allow_at_any_number_of_ranks(model
     for num_ranks in range(1, 1025):
         for params in (llama_block(dim, kv, ffn), llama_root(dim)):
             for segment in plan_bucket(params, num_ranks, 128).segments:
-                rows = sum(each.num_rows for each in params if each.row_numel == segment.row_numel)
-                step = 1 if segment.row_numel > 1 or num_ranks == 1 else FUSED_CUT
+                rows = sum(each.num_rows for each in params if each.row_numel == segment.block_numel)
+                step = 1 if segment.block_numel > 1 or num_ranks == 1 else FUSED_CUT
                 least = math.ceil(math.ceil(rows / num_ranks) / step) * step
-                assert segment.shard_numel == least * segment.row_numel, (num_ranks, segment)
+                assert segment.shard_numel == least * segment.block_numel, (num_ranks, segment)

@@ -1,20 +1,35 @@
 """Which element lies where: pure arithmetic over shapes, no tensors, no torch.
 
+[Note: Six nouns] Each has one meaning, here and in docs/glossary.md:
+
+| noun    | meaning                                                                                 | here            |
+|---------|-----------------------------------------------------------------------------------------|-----------------|
+| bucket  | the flat buffer of one unit's parameters of one dtype; unsharded, it holds all of them  | `BucketLayout`  |
+| segment | a range of the bucket whose parameters share one grain and row length                   | `Segment`       |
+| slot    | where one parameter lies: a range of its segment                                        | `Slot`          |
+| shard   | what one rank keeps: of a segment one range, of a bucket those of all segments in order | `Segment.shard` |
+| slice   | what one rank keeps of one parameter: a range of its shard                              | `LocalSlice`    |
+| run     | a range of a shard that one optimizer group updates                                     | `Run`           |
+
 [Note: Segments] A bucket is cut into even shards without ever cutting a row of a parameter. Forcing one row grid on
 parameters of different row lengths would pad the shard to a multiple of their least common multiple (7.7 % for a
-Llama-8B unit on 1,024 ranks). So a bucket is a few *segments*, one for each row length; a segment is a matrix of rows,
-every rank holds the same number of them, and padding is at most a few rows a segment. In the gathered bucket segments
-lie one after the other; in a rank's shard, its pieces of the segments do.
+Llama-8B unit on 1,024 ranks). So a bucket is a few *segments*, one for each row length and grain; a segment is a matrix
+of rows, every rank holds the same number of them, and padding is at most a few rows a segment. In the gathered bucket
+segments lie one after the other; in a rank's shard, its shards of the segments do.
+
+Parameters that need more than a row together have segments of their own (see [Note: Blocks] and [Note: Owners]), whose
+shards may be *ragged*: of another length on each rank. Those are the last of their bucket, so that all other shards
+begin at one place on every rank.
 
 [Note: Bits and cuts] Each parameter starts on a multiple of `align` elements of its segment, whatever the number of
-ranks, so that a kernel's result cannot depend on the address. Where a row length allows it without real cost (1, or a
-multiple of 64), shards are cut at multiples of 64 elements too: fused optimizer kernels then see whole vectors only.
-Other segments are marked `fusable = False`, and the bitwise modes step them unfused. The mark depends on the row length
-alone, never on the number of ranks.
+ranks, so that a kernel's result cannot depend on the address. Where the length of a block allows it without real cost
+(1, or a multiple of 64), shards are cut at multiples of 64 elements too: fused optimizer kernels then see whole vectors
+only. Other segments are marked `fusable = False`, and the bitwise modes step them unfused. The mark depends on the
+length of a block alone, never on the number of ranks.
 
-[Note: Inner-major] Under hybrid sharding a shard of the inner axis is split once more over the outer axis. Places are
+[Note: Inner-major] Under hybrid sharding a shard of the inner axis is split once more over the outer axis. Ranks are
 numbered with the outer axis running fastest, so that what one inner rank gives to a gather is one range of its segment:
-place = inner rank * outer + outer rank.
+rank = inner rank * outer + outer rank.
 """
 
 from __future__ import annotations
@@ -23,18 +38,19 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
-FUSED_CUT = 64
-"""Elements; fused optimizer kernels give the same bits when cut at multiples of this."""
+from harness.fsdp.storage.dealing import Dealt, deal_blocks, deal_owners, is_fusable, round_up
+from harness.fsdp.storage.grain import ROW, Grain
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Name and shape of a parameter. A row is one index of dimension 0; a scalar is one row of one element."""
+    """Name, shape and grain of a parameter. A row is one index of dimension 0; a scalar is one row of one element."""
 
     name: str
     shape: tuple[int, ...]
+    grain: Grain = ROW
 
     @property
     def numel(self) -> int:
@@ -68,47 +84,75 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows of one length, dealt evenly to the ranks.
+    """Parameters of one grain and row length, and where ranks are cut.
 
-    bucket_offset, inner_offset, shard_offset: where it starts in the gathered bucket, in a shard of the inner axis, and
-        in a rank's shard (elements).
-    shard_numel: elements of one rank's piece, a whole number of rows.
-    outer: pieces that lie together in a shard of the inner axis.
+    grain: of all its parameters.
+    block_numel: elements of a block; every shard is a whole number of blocks.
+    bounds: rank r's shard is [bounds[r], bounds[r + 1]) of the segment; one more entry than ranks.
+    even: whether shards have one length on every rank.
+    bucket_offset: where it starts in the gathered bucket (elements).
+    inner_offset, shard_offset: where it starts in a shard of the inner axis, and in a rank's shard (elements); of a
+        ragged segment, where the first of those starts (see `BucketLayout.shard_ranges`).
+    outer: shards that lie together in a shard of the inner axis.
     """
 
-    row_numel: int
-    num_ranks: int
-    shard_numel: int
+    grain: Grain
+    block_numel: int
+    bounds: tuple[int, ...]
+    even: bool
     bucket_offset: int
     inner_offset: int
     shard_offset: int
     outer: int = 1
 
     @property
+    def num_ranks(self) -> int:
+        """Ranks the segment is cut over."""
+        return len(self.bounds) - 1
+
+    @property
     def numel(self) -> int:
         """Elements over all ranks, padding included."""
-        return self.shard_numel * self.num_ranks
+        return self.bounds[-1]
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of a rank's shard, the same on every rank.
+
+        Raises:
+            NotImplementedError: the shards are ragged.
+        """
+        if not self.even:
+            raise NotImplementedError(
+                f"grain={self.grain}: over {self.num_ranks} ranks these shards are ragged, and the engine's collectives"
+                " move even shards only; give the parameters grain row, or blocks of fewer rows"
+            )
+        return self.bounds[1]
 
     @property
     def inner_numel(self) -> int:
-        """Elements of a shard of the inner axis."""
+        """Elements of a shard of the inner axis, the same on every inner rank; raises as `shard_numel` does."""
         return self.shard_numel * self.outer
 
     @property
     def fusable(self) -> bool:
-        """See [Note: Bits and cuts]."""
-        return _fusable(self.row_numel)
+        """Whether fused optimizer kernels may step it in the bitwise modes; see [Note: Bits and cuts]."""
+        return is_fusable(self.block_numel)
 
-    def piece(self, rank: int) -> tuple[int, int]:
-        """Start and end of a rank's piece within the segment."""
-        return rank * self.shard_numel, (rank + 1) * self.shard_numel
+    def shard(self, rank: int) -> tuple[int, int]:
+        """Start and end of a rank's shard within the segment."""
+        return self.bounds[rank], self.bounds[rank + 1]
+
+    def inner_shard(self, inner_rank: int) -> tuple[int, int]:
+        """Start and end of a shard of the inner axis within the segment."""
+        return self.bounds[inner_rank * self.outer], self.bounds[(inner_rank + 1) * self.outer]
 
 
 @dataclass(frozen=True)
 class LocalSlice:
     """The part of one parameter that one rank holds.
 
-    Elements [start, end) of the flattened parameter, at `offset` elements into the rank's piece of `segment`.
+    Elements [start, end) of the flattened parameter, at `offset` elements into the rank's shard of `segment`.
     """
 
     segment: int
@@ -124,7 +168,7 @@ class LocalSlice:
 
 @dataclass(frozen=True)
 class Run:
-    """Elements [start, end) of a rank's piece of `segment` that one optimizer group updates."""
+    """Elements [start, end) of a rank's shard of `segment` that one optimizer group updates."""
 
     group: int
     segment: int
@@ -134,28 +178,46 @@ class Run:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Places of all parameters of a bucket over `num_ranks` ranks, `outer` of which share a shard of the inner axis."""
+    """Slots of all parameters of a bucket over `num_ranks` ranks, `outer` of which share a shard of the inner axis.
+
+    align: elements; every parameter and segment starts on a multiple of it. slots: in the order the parameters were
+    given. loads: what each rank holds of ragged segments, here and in the buckets planned before (elements).
+    """
 
     num_ranks: int
     align: int
     segments: tuple[Segment, ...]
     slots: tuple[Slot, ...]
+    loads: tuple[int, ...]
     outer: int = 1
 
     @cached_property
     def bucket_numel(self) -> int:
         """Elements of the gathered bucket, padding included."""
-        return sum(_round_up(s.numel, self.align) for s in self.segments)
+        return sum(round_up(s.numel, self.align) for s in self.segments)
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard, padding included."""
-        return sum(_round_up(s.shard_numel, self.align) for s in self.segments)
+        """Elements of a rank's shard, padding included, the same on every rank; raises as `Segment.shard_numel`."""
+        return sum(round_up(s.shard_numel, self.align) for s in self.segments)
 
     @cached_property
     def inner_numel(self) -> int:
-        """Elements of a shard of the inner axis, padding included."""
-        return sum(_round_up(s.inner_numel, self.align) for s in self.segments)
+        """Elements of a shard of the inner axis, padding included; raises as `Segment.shard_numel`."""
+        return sum(round_up(s.inner_numel, self.align) for s in self.segments)
+
+    def shard_ranges(self, rank: int) -> list[tuple[int, int]]:
+        """Start and end of each segment in a rank's shard, whatever the grains (elements)."""
+        return self._in_a_row(s.shard(rank) for s in self.segments)
+
+    def inner_ranges(self, inner_rank: int) -> list[tuple[int, int]]:
+        """Start and end of each segment in a shard of the inner axis, whatever the grains (elements)."""
+        return self._in_a_row(s.inner_shard(inner_rank) for s in self.segments)
+
+    def _in_a_row(self, shards: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        lengths = [end - begin for begin, end in shards]
+        starts = accumulate((round_up(length, self.align) for length in lengths[:-1]), initial=0)
+        return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
     @cached_property
     def comm_numel(self) -> int:
@@ -182,7 +244,7 @@ class BucketLayout:
 
     def local_slice(self, slot: Slot, rank: int) -> LocalSlice:
         """The rows of a parameter that a rank holds."""
-        low, high = self.segments[slot.segment].piece(rank)
+        low, high = self.segments[slot.segment].shard(rank)
         start, end = max(slot.offset, low), min(slot.end, high)
         if start >= end:
             return LocalSlice(slot.segment, 0, 0, 0)
@@ -200,8 +262,8 @@ class BucketLayout:
         """
         runs: list[Run] = []
         for index, segment in enumerate(self.segments):
-            low, high = segment.piece(rank)
-            slots = [slot for slot in self.slots if slot.segment == index and slot.spec.numel]
+            low, high = segment.shard(rank)
+            slots = [slot for slot in self._in_order if slot.segment == index and slot.spec.numel]
             for slot, after in zip_longest(slots, slots[1:]):
                 until = after.offset if after is not None else segment.numel
                 group = group_of.get(slot.spec.name)
@@ -209,6 +271,11 @@ class BucketLayout:
                 if group is not None and start < end:
                     _extend(runs, Run(group, index, start, end))
         return runs
+
+    @cached_property
+    def _in_order(self) -> list[Slot]:
+        """Slots as they lie in their segments; whole parameters lie by owner."""
+        return sorted(self.slots, key=lambda slot: slot.offset)
 
 
 def _extend(runs: list[Run], run: Run) -> None:
@@ -220,61 +287,80 @@ def _extend(runs: list[Run], run: Run) -> None:
         runs.append(run)
 
 
-def plan_bucket(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int = 1) -> BucketLayout:
-    """Lay parameters out over ranks; segments in order of first appearance, parameters in the order given.
+def plan_bucket(
+    params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int = 1, loads: Sequence[int] = ()
+) -> BucketLayout:
+    """Lay parameters out over ranks; segments in order of first appearance, then ragged ones, then whole parameters.
+
+    Within a segment parameters lie in the order given, whole ones by owner. The plan is a function of the arguments
+    alone: every rank makes the same one.
 
     Args:
-        params: names and shapes; names are unique.
+        params: names, shapes and grains; names are unique.
         num_ranks: ranks of the sharding group, at least 1.
         align: elements; every parameter starts on a multiple of it.
         outer: how many of the ranks share a shard of the inner axis (see [Note: Inner-major]); divides num_ranks.
+        loads: what each rank holds of ragged segments already: the `loads` of the layout planned before (elements).
+            Empty: nothing.
 
     Raises:
-        ValueError: num_ranks, align or outer is below 1, outer does not divide num_ranks, or a name comes twice.
+        ValueError: num_ranks, align or outer is below 1, outer does not divide num_ranks, a name comes twice, or loads
+            has an entry too few or too many.
     """
+    _check(params, num_ranks, align, outer, loads)
+    dealt, held = _deal(params, align, list(loads) or [0] * num_ranks, outer)
+    segments: list[Segment] = []
+    slots: dict[str, Slot] = {}
+    bucket_offset = inner_offset = shard_offset = 0
+    for grain, members, each in dealt:
+        slots |= {p.name: Slot(p, len(segments), at) for p, at in zip(members, each.offsets, strict=True)}
+        segment = Segment(
+            grain, each.block_numel, each.bounds, each.even, bucket_offset, inner_offset, shard_offset, outer
+        )
+        segments.append(segment)
+        bucket_offset += round_up(segment.numel, align)
+        if segment.even:
+            inner_offset += round_up(segment.inner_numel, align)
+            shard_offset += round_up(segment.shard_numel, align)
+    in_order = tuple(slots[p.name] for p in params)
+    return BucketLayout(num_ranks, align, tuple(segments), in_order, tuple(held), outer)
+
+
+def _check(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int, loads: Sequence[int]) -> None:
     if num_ranks < 1 or align < 1 or outer < 1 or num_ranks % outer:
         raise ValueError(
             f"num_ranks={num_ranks}, align={align}, outer={outer}: at least 1, outer a divisor of num_ranks"
         )
+    if len(loads) not in (0, num_ranks):
+        raise ValueError(f"loads has {len(loads)} entries: give one for each of the {num_ranks} ranks, or none")
     names = [p.name for p in params]
     if len(set(names)) != len(names):
         raise ValueError(f"parameter names must be unique: {sorted({n for n in names if names.count(n) > 1})}")
-    row_lengths = list(dict.fromkeys(p.row_numel for p in params))
-    segments: list[Segment] = []
-    slots: dict[str, Slot] = {}
-    bucket_offset = inner_offset = shard_offset = 0
-    for index, row_numel in enumerate(row_lengths):
-        end = _place(slots, (p for p in params if p.row_numel == row_numel), index, row_numel, align)
-        shard_numel = _shard_numel(end, row_numel, num_ranks)
-        segment = Segment(row_numel, num_ranks, shard_numel, bucket_offset, inner_offset, shard_offset, outer)
-        segments.append(segment)
-        bucket_offset += _round_up(segment.numel, align)
-        inner_offset += _round_up(segment.inner_numel, align)
-        shard_offset += _round_up(shard_numel, align)
-    return BucketLayout(num_ranks, align, tuple(segments), tuple(slots[p.name] for p in params), outer)
 
 
-def _place(slots: dict[str, Slot], params: Iterable[ParamSpec], segment: int, row_numel: int, align: int) -> int:
-    """Give each parameter the next aligned row of its segment; returns the end of the last one."""
-    step = math.lcm(align, row_numel)
-    offset = end = 0
+_Members = tuple[Grain, list[ParamSpec], Dealt]
+
+
+def _deal(
+    params: Sequence[ParamSpec], align: int, loads: Sequence[int], outer: int
+) -> tuple[list[_Members], Sequence[int]]:
+    """Parameters by segment, in the order of segments, and the loads they leave."""
+    by_kind: dict[tuple[Grain, int], list[ParamSpec]] = {}
     for spec in params:
-        slots[spec.name] = Slot(spec, segment, offset)
-        end = offset + spec.numel
-        offset = _round_up(end, step)
-    return end
+        by_kind.setdefault(_kind(spec), []).append(spec)
+    found: list[_Members] = []
+    for grain, row_numel in sorted(by_kind, key=lambda kind: kind[0].is_whole):
+        members = by_kind[grain, row_numel]
+        numels = [spec.numel for spec in members]
+        if grain.rows is None:
+            dealt = deal_owners(numels, align, loads, outer)
+        else:
+            dealt = deal_blocks(numels, grain.rows * row_numel, align, loads, outer, even=grain == ROW)
+        loads = dealt.loads(loads)
+        found.append((grain, members, dealt))
+    return sorted(found, key=lambda each: not each[2].even), loads
 
 
-def _shard_numel(numel: int, row_numel: int, num_ranks: int) -> int:
-    rows = -(-(numel // row_numel) // num_ranks)
-    if num_ranks > 1 and _fusable(row_numel):
-        rows = _round_up(rows, math.lcm(FUSED_CUT, row_numel) // row_numel)
-    return rows * row_numel
-
-
-def _fusable(row_numel: int) -> bool:
-    return row_numel == 1 or row_numel % FUSED_CUT == 0
-
-
-def _round_up(value: int, step: int) -> int:
-    return -(-value // step) * step
+def _kind(spec: ParamSpec) -> tuple[Grain, int]:
+    """What parameters of one segment have in common; whole ones are never cut, so that any rows lie together."""
+    return spec.grain, 1 if spec.grain.is_whole else spec.row_numel
