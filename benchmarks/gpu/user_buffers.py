@@ -124,7 +124,8 @@ def _product(sizes: Iterable[int]) -> int:
 def be_rank(arm: Arm, rank: int, ranks: int, store: str, device_index: int, sizes: Sequence[int]) -> dict[str, Any]:
     """Measure one arm; every rank returns, rank 0's figures count."""
     from harness.fsdp.comm.device import DeviceRuntime
-    from harness.fsdp.comm.user_buffers import Member, Registration, UserBuffers
+    from harness.fsdp.comm.user_buffers import Member, UserBuffers
+    from harness.fsdp.vocabulary import Registration
 
     device = torch.device("cuda", device_index)
     torch.cuda.set_device(device)

@@ -12,9 +12,9 @@ from harness.config.schema import (
     ModelFamily,
     OptimizerName,
     OuterStrategy,
+    Registration,
     SharpAxis,
     Strategy,
-    UserBuffers,
 )
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.fp64: 8}
@@ -51,7 +51,7 @@ def accumulate_dtype(cfg: Config) -> Dtype:
 
 def fixed_buffers(cfg: Config) -> bool:
     """Whether gathered weights and unreduced gradients live in buffers that stay: asked for, or forced by nccl_ub."""
-    return cfg.engine.double_buffer or cfg.nccl_ub.mode is not UserBuffers.none
+    return cfg.engine.double_buffer or cfg.nccl_ub.mode is not Registration.none
 
 
 def wants_infiniband_sharp(cfg: Config) -> bool:

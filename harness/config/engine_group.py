@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from harness.fsdp.vocabulary import GradBuffer
+
 
 class EngineName(Enum):
     """What shards the model and steps its optimizer."""
@@ -17,13 +19,6 @@ class EngineName(Enum):
     deepspeed = "deepspeed"
     single = "single"
     ext = "ext"
-
-
-class GradBuffer(Enum):
-    """How a backward's gradients come to lie in one flat tensor: written there, or copied together."""
-
-    flat = "flat"
-    concat = "concat"
 
 
 @dataclass

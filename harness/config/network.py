@@ -8,36 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-
-class UserBuffers(Enum):
-    """When the engine's buckets are registered with NCCL: never, as they are allocated, or all at once after step 1."""
-
-    none = "none"
-    auto = "auto"
-    manual = "manual"
-
-
-class SharpAxis(Enum):
-    """Whose communicator may reduce inside the network: nobody's, the inner data-parallel axis', the outer one's."""
-
-    none = "none"
-    dp = "dp"
-    dp_outer = "dp_outer"
-
-
-class CtaPolicy(Enum):
-    """How NCCL spends thread blocks: as it likes, few of them, or none (copy engines)."""
-
-    default = "default"
-    efficiency = "efficiency"
-    zero = "zero"
-
-
-class Fallback(Enum):
-    """What a registration that fails leads to: the run ends, or goes on unregistered with the reason in its record."""
-
-    error = "error"
-    record = "record"
+from harness.fsdp.vocabulary import CtaPolicy, Fallback, Registration, SharpAxis
 
 
 class NcclLog(Enum):
@@ -52,7 +23,7 @@ class NcclLog(Enum):
 class NcclUbConfig:
     """NCCL user buffers: collectives read and write the engine's buckets without a copy, on few thread blocks."""
 
-    mode: UserBuffers = UserBuffers.none
+    mode: Registration = Registration.none
     """none, auto (registered as allocated) or manual (all at once after the first step); other than none implies
     engine.double_buffer."""
     symmetric: bool = True

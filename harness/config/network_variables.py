@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.config.derived import wants_infiniband_sharp
-from harness.config.schema import Config, CtaPolicy, Device, NcclLog, SharpAxis, UserBuffers
+from harness.config.schema import Config, CtaPolicy, Device, NcclLog, Registration, SharpAxis
 
 NCCL_LOG = "nccl.%h.%p.log"
 """Name of a rank's NCCL log in the attempt's folder; NCCL puts host and process in."""
@@ -46,7 +46,7 @@ def _thread_blocks(config: Config) -> dict[str, str]:
         variables["NCCL_MIN_CTAS"] = str(ub.min_ctas)
     if ub.max_ctas is not None:
         variables["NCCL_MAX_CTAS"] = str(ub.max_ctas)
-    if ub.mode is not UserBuffers.none:
+    if ub.mode is not Registration.none:
         # torch would register every tensor of every collective by itself, beside the engine's pool
         variables["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"
     return variables

@@ -12,13 +12,16 @@ from enum import Enum
 
 from harness.config.engine_group import EngineConfig as EngineConfig
 from harness.config.engine_group import EngineName as EngineName
-from harness.config.engine_group import GradBuffer as GradBuffer
-from harness.config.network import CtaPolicy as CtaPolicy
-from harness.config.network import Fallback as Fallback
 from harness.config.network import NcclLog as NcclLog
 from harness.config.network import NcclUbConfig, SharpConfig
-from harness.config.network import SharpAxis as SharpAxis
-from harness.config.network import UserBuffers as UserBuffers
+from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
+from harness.fsdp.vocabulary import Fallback as Fallback
+from harness.fsdp.vocabulary import GradBuffer as GradBuffer
+from harness.fsdp.vocabulary import Numerics as Numerics
+from harness.fsdp.vocabulary import OuterStrategy as OuterStrategy
+from harness.fsdp.vocabulary import Registration as Registration
+from harness.fsdp.vocabulary import SharpAxis as SharpAxis
+from harness.fsdp.vocabulary import Strategy as Strategy
 
 
 class ModelFamily(Enum):
@@ -69,22 +72,6 @@ class Schedule(Enum):
     linear = "linear"
 
 
-class Strategy(Enum):
-    """ZeRO stage by name: 0 no_shard, 1 optim, 2 optim_grads, 3 optim_grads_params."""
-
-    no_shard = "no_shard"
-    optim = "optim"
-    optim_grads = "optim_grads"
-    optim_grads_params = "optim_grads_params"
-
-
-class OuterStrategy(Enum):
-    """What the outer data-parallel axis splits: nothing (HSDP), or the optimizer state (HFSDP)."""
-
-    no_shard = "no_shard"
-    optim = "optim"
-
-
 class Dtype(Enum):
     """A floating-point format."""
 
@@ -92,16 +79,6 @@ class Dtype(Enum):
     bf16 = "bf16"
     fp16 = "fp16"
     fp64 = "fp64"
-
-
-class Numerics(Enum):
-    """Promised order of arithmetic: fast (none), deterministic (re-runs), ordered (rank order, across strategies),
-    exact (sums of integers: across strategies, numbers of ranks and hybrid shapes, and with one process)."""
-
-    fast = "fast"
-    deterministic = "deterministic"
-    ordered = "ordered"
-    exact = "exact"
 
 
 class CkptPolicy(Enum):

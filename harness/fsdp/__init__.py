@@ -14,11 +14,11 @@ _EXPORTS = {
     "fully_shard_model": "api",
     "fully_shard_optimizer": "api",
     "MixedPrecisionPolicy": "policy",
-    "Groups": "mesh",
-    "Numerics": "policy",
+    "Groups": "comm.mesh",
+    "Numerics": "vocabulary",
     "Options": "options",
-    "OuterStrategy": "policy",
-    "Strategy": "policy",
+    "OuterStrategy": "vocabulary",
+    "Strategy": "vocabulary",
 }
 
 __all__ = sorted(_EXPORTS)

@@ -18,10 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from harness.fsdp.megatron_arguments import groups_of, refuse_unbuilt
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.options import OPTIONS
-from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
+from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.state.access import refuse_state_dict
 from harness.fsdp.storage.bucket import InitialValue
 from harness.fsdp.update import optimizer as optim
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 
 def fully_shard_model(
@@ -78,8 +79,8 @@ def fully_shard_model(
         groups=groups,
         expert_groups=expert_groups,
         unit_modules=fsdp_unit_modules,
-        strategy=zero_dp_strategy,
-        outer_strategy=outer_dp_sharding_strategy,
+        strategy=Strategy.parse(zero_dp_strategy, "zero_dp_strategy"),
+        outer_strategy=OuterStrategy.parse(outer_dp_sharding_strategy, "outer_dp_sharding_strategy"),
         mixed_precision_policy=mixed_precision_policy,
         device=device,
         grad_divisor=grad_divisor,

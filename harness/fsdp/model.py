@@ -22,13 +22,13 @@ from harness.fsdp.comm.fixed_point import beyond_message
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
 from harness.fsdp.comm.reduction import make_reduction
-from harness.fsdp.comm.user_buffers import Member, Registration, UserBuffers
+from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
 from harness.fsdp.guards.watchdog import watch_groups
 from harness.fsdp.megatron_arguments import resolve_classes
 from harness.fsdp.options import Options
-from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
+from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.hooks import HookDriver
@@ -40,6 +40,7 @@ from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, Initia
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.update import optimizer as optim
+from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
@@ -99,8 +100,8 @@ class ShardedModel(StatefulModel):
         if module.__dict__.get(_MARK, False):
             raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")
         self.module = module
-        self.strategy = Strategy.parse(strategy)
-        self.outer_strategy = OuterStrategy.parse(outer_strategy)
+        self.strategy = Strategy.parse(strategy, "strategy")
+        self.outer_strategy = OuterStrategy.parse(outer_strategy, "outer_strategy")
         self.options.check_against(self.strategy)
         self.numerics = self.options.numerics
         self.policy = mixed_precision_policy or MixedPrecisionPolicy()
@@ -110,11 +111,11 @@ class ShardedModel(StatefulModel):
         self._meshes = self._make_meshes(groups or Groups(group), expert_groups)
         self._everyone = self._meshes.dense.everyone
         self._user_buffers = UserBuffers(
-            Registration.parse(self.options.nccl_ub),
+            self.options.nccl_ub,
             [Member(name, comm.group, device) for name, comm in self._meshes.moving.items() if comm.size > 1],
             self._runtime,
             symmetric=not self.options.disable_symmetric_registration,
-            may_fall_back=self.options.registration_fallback == "record",
+            may_fall_back=self.options.registration_fallback is Fallback.record,
         )
         self._memory = BucketMemory(device, fixed=self.options.double_buffer, allocating=self._user_buffers.allocating)
         self.grad_divisor = float(grad_divisor if grad_divisor is not None else self._everyone.size)

@@ -7,9 +7,8 @@ from typing import Any
 
 from harness.fsdp.comm.communicator import EAGER_LIMIT_BYTES
 from harness.fsdp.comm.fixed_point import BITS, FixedPoint
-from harness.fsdp.comm.user_buffers import Registration
 from harness.fsdp.knobs import knob
-from harness.fsdp.policy import GradBuffer, Numerics, Strategy
+from harness.fsdp.vocabulary import Fallback, GradBuffer, Numerics, Registration, Strategy
 
 
 @dataclass(frozen=True)
@@ -171,8 +170,8 @@ class Options:
         peer="disable_symmetric_registration",
     )
     """Register them for zero copy alone, not as symmetric windows."""
-    registration_fallback: str = knob(
-        "error",
+    registration_fallback: Fallback = knob(
+        Fallback.error,
         costs="record: a run that is slower than asked for, and says so only in its record.",
         use="record in studies over machines of different kinds.",
         setting="nccl_ub.fallback",
@@ -181,13 +180,10 @@ class Options:
     `user_buffers()` gives the reason."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "numerics", Numerics(self.numerics))
-        object.__setattr__(self, "grad_buffer", GradBuffer(self.grad_buffer))
-        object.__setattr__(self, "nccl_ub", Registration.parse(self.nccl_ub))
+        for name, kind in CHOICES.items():
+            object.__setattr__(self, name, kind.parse(getattr(self, name), name))
         if self.nccl_ub is not Registration.none:
             object.__setattr__(self, "double_buffer", True)
-        if self.registration_fallback not in ("error", "record"):
-            raise ValueError(f"registration_fallback={self.registration_fallback!r} is not one of error, record")
         for name in ("prefetch", "unit_min_elements"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}={getattr(self, name)} must be 0 or more")
@@ -228,6 +224,14 @@ class Options:
                 raise TypeError(f"unexpected argument {name!r}; options are {', '.join(OPTIONS)}")
         return cls(**chosen)
 
+
+CHOICES = {
+    "numerics": Numerics,
+    "grad_buffer": GradBuffer,
+    "nccl_ub": Registration,
+    "registration_fallback": Fallback,
+}
+"""Options that take a word of the vocabulary."""
 
 OPTIONS = tuple(field.name for field in fields(Options))
 """Names of all options."""

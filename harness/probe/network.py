@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from harness.config.schema import Config, NcclLog, SharpAxis, UserBuffers
+from harness.config.schema import Config, NcclLog, Registration, SharpAxis
 from harness.probe.nccl_log import NcclFacts
 
 NO_NCCL = "{backend} has no user buffers and no reductions inside the network"
@@ -14,7 +14,7 @@ NO_NCCL = "{backend} has no user buffers and no reductions inside the network"
 def without_effect(config: Config, backend: str) -> str | None:
     """What this run asks of NCCL and cannot have on another backend, in a sentence; None where there is nothing."""
     asked = []
-    if config.nccl_ub.mode is not UserBuffers.none:
+    if config.nccl_ub.mode is not Registration.none:
         asked.append(f"nccl_ub={config.nccl_ub.mode.name}")
     if config.sharp.group is not SharpAxis.none:
         asked.append(f"sharp={config.sharp.group.name}")

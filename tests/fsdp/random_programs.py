@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy
 from harness.fsdp.options import Options
-from harness.fsdp.policy import Strategy
 from harness.fsdp.update import order_free_norm
+from harness.fsdp.vocabulary import Strategy
 
 torch.set_num_threads(1)  # as on the ranks: some kernels' bits depend on the number of threads
 
@@ -179,7 +179,7 @@ def draw(index: int) -> Program:
     source = random.Random(7_919 * index + 1)
     place = index % len(MESHES)
     world, outer = MESHES[place]
-    strategy = Strategy(index // len(MESHES) % 4)
+    strategy = Strategy.parse(index // len(MESHES) % 4, "strategy")
     options = _draw_options(source, strategy)
     has_outer = outer > 1 or place == len(MESHES) - 1
     names = EXACT_POLICIES if options.get("numerics") == "exact" else tuple(POLICIES)

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from harness.fsdp import OuterStrategy, Strategy
 from harness.fsdp.comm.parts import Part
-from harness.fsdp.policy import OuterStrategy, Strategy
 from harness.fsdp.storage.cuts import Cuts, Place
 from harness.fsdp.storage.layout import ParamSpec, plan_bucket
 

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from harness.fsdp import fully_shard_model
+from harness.fsdp import MixedPrecisionPolicy, Numerics, fully_shard_model
 from harness.fsdp.comm import peer_memory
 from harness.fsdp.comm.communicator import Communicator, _has_spare_cores
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.reduction import Exchange, make_reduction
-from harness.fsdp.policy import MixedPrecisionPolicy, Numerics
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import WAYS
 from tests.support.spawn import run_ranks

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from harness.fsdp import ShardedModel, fully_shard
-from harness.fsdp.comm.user_buffers import NCCL_NEEDS, Member, Registration, UserBuffers, why_not
+from harness.fsdp.comm.user_buffers import NCCL_NEEDS, Member, UserBuffers, why_not
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.vocabulary import Registration
 from tests.support.spawn import run_ranks
 
 CPU = torch.device("cpu")
@@ -95,7 +96,7 @@ def make(log: list[str], mode: str = "auto", backends: Any = None, **settings: A
     made = backends or [Backend("dp", log), Backend("dp_outer", log)]
     members = [Solo(backend.name, backend, log) for backend in made]
     return UserBuffers(
-        Registration.parse(mode), members, runtime, torch_version=settings.pop("torch", (2, 13)), **settings
+        Registration.parse(mode, "nccl_ub"), members, runtime, torch_version=settings.pop("torch", (2, 13)), **settings
     )
 
 
@@ -276,12 +277,12 @@ def test_a_backend_that_registers_nothing_is_no_error() -> None:
     [(True, "auto"), (False, "none"), ("manual", "manual"), (Registration.auto, "auto")],
 )
 def test_modes_by_name_and_by_megatrons_bool(value: Any, mode: str) -> None:
-    assert Registration.parse(value).value == mode
+    assert Registration.parse(value, "nccl_ub").value == mode
 
 
 def test_an_unknown_mode_names_the_valid_ones() -> None:
     with pytest.raises(ValueError, match="'sometimes' is not one of none, auto, manual"):
-        Registration.parse("sometimes")
+        Registration.parse("sometimes", "nccl_ub")
 
 
 @pytest.mark.parametrize("feature", NCCL_NEEDS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.config.schema import Config, NcclLog, SharpAxis, UserBuffers
+from harness.config.schema import Config, NcclLog, Registration, SharpAxis
 from harness.probe.nccl_log import MAX_WARNINGS, NcclFacts, log_of_process, parse, read
 from harness.probe.network import record, without_effect
 from harness.store.show import _asked, _cost
@@ -116,7 +116,7 @@ def test_the_log_of_this_process_is_found_by_its_number(tmp_path: Path) -> None:
 def asking(ub: str = "none", sharp: str = "none", **settings: Any) -> Config:
     """A configuration that asks for these."""
     config = Config()
-    config.nccl_ub.mode, config.sharp.group = UserBuffers[ub], SharpAxis[sharp]
+    config.nccl_ub.mode, config.sharp.group = Registration[ub], SharpAxis[sharp]
     config.launch.nccl_log = settings.pop("log", NcclLog.setup)
     for name, value in settings.items():
         setattr(config.sharp, name, value)

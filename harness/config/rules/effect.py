@@ -21,8 +21,8 @@ from harness.config.schema import (
     ModelFamily,
     Numerics,
     OptimizerName,
+    Registration,
     SharpAxis,
-    UserBuffers,
     WandbMode,
 )
 
@@ -98,7 +98,7 @@ _SPARSE = Condition(
     "model=moe or model=odd",
     lambda c: f"model.family={c.model.family.name}",
 )
-_UB = Condition(lambda c: c.nccl_ub.mode is not UserBuffers.none, "nccl_ub=auto", lambda c: "nccl_ub=none")
+_UB = Condition(lambda c: c.nccl_ub.mode is not Registration.none, "nccl_ub=auto", lambda c: "nccl_ub=none")
 _SHARP = Condition(lambda c: c.sharp.group is not SharpAxis.none, "sharp=dp", lambda c: "sharp=none")
 _NVLINK = Condition(
     lambda c: c.sharp.group is not SharpAxis.none and c.sharp.nvlink,

@@ -18,7 +18,7 @@ from harness.config.adapter import capabilities_of
 from harness.config.derived import captured_bytes, persistent_bytes_per_rank, state_bytes
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Backend, CkptPolicy, Config, Device, UserBuffers, WandbMode
+from harness.config.schema import Backend, CkptPolicy, Config, Device, Registration, WandbMode
 from harness.store.provenance import versions
 from harness.store.rundir import checkpoint_folder
 
@@ -84,7 +84,7 @@ def buffers_can_be_registered(request: Request) -> Iterator[Violation]:
     another one's environment is asked by its ranks."""
     mode, here = request.show("nccl_ub.mode"), request.config.cluster.backend is Backend.local
     torch = versions(("torch",)).get("torch")
-    if request.config.nccl_ub.mode is UserBuffers.none or not here or torch is None or _at_least(torch, (2, 11)):
+    if request.config.nccl_ub.mode is Registration.none or not here or torch is None or _at_least(torch, (2, 11)):
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.config.adapter import capabilities_of
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import CtaPolicy, Numerics, SharpAxis, UserBuffers
+from harness.config.schema import CtaPolicy, Numerics, Registration, SharpAxis
 
 ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree", "PAT")
 """What NCCL_ALGO chooses from."""
@@ -17,7 +17,7 @@ ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree
 def buffers_are_registered_by_the_engine(request: Request) -> Iterator[Violation]:
     """User buffers are asked of engines that register what they allocate."""
     config = request.config
-    if config.nccl_ub.mode is not UserBuffers.none and not capabilities_of(config).user_buffers:
+    if config.nccl_ub.mode is not Registration.none and not capabilities_of(config).user_buffers:
         yield Violation(
             request.show("nccl_ub.mode"),
             f"engine={config.engine.name.name} does not register its buffers with NCCL",
@@ -29,7 +29,7 @@ def buffers_are_registered_by_the_engine(request: Request) -> Iterator[Violation
 @rule()
 def registered_buffers_are_fixed(request: Request) -> Iterator[Violation]:
     """What is registered stays where it is: user buffers imply the double buffer."""
-    if request.config.nccl_ub.mode is UserBuffers.none or request.config.engine.double_buffer:
+    if request.config.nccl_ub.mode is Registration.none or request.config.engine.double_buffer:
         return
     if "engine.double_buffer" in request.named:
         yield Violation(
@@ -62,7 +62,7 @@ def thread_block_policy_finds_its_buffers(request: Request) -> Iterator[Violatio
     if ub.cta_policy is CtaPolicy.default:
         return
     symmetric = ub.cta_policy is CtaPolicy.zero
-    if ub.mode is UserBuffers.none or ub.symmetric is not symmetric:
+    if ub.mode is Registration.none or ub.symmetric is not symmetric:
         needed = str(symmetric).lower()
         kind = "symmetric" if symmetric else "registered, but not symmetric"
         yield Violation(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from enum import Enum
 from typing import Any
 
 import torch.distributed as dist
@@ -41,8 +40,8 @@ class NativeEngine(Engine):
             module,
             groups=_groups(config, ranks),
             unit_modules=workload.unit_classes,
-            strategy=config.sharding.strategy.name,
-            outer_strategy=config.sharding.outer.name,
+            strategy=config.sharding.strategy,
+            outer_strategy=config.sharding.outer,
             mixed_precision_policy=MixedPrecisionPolicy(
                 main_params_dtype=TORCH_DTYPES[dtype.main_params],
                 main_grads_dtype=TORCH_DTYPES[dtype.main_grads],
@@ -53,12 +52,12 @@ class NativeEngine(Engine):
             device=ranks.device,
             grad_divisor=global_microbatches(config),
             initial_value=workload.initial_weight,
-            numerics=config.numerics.mode.value,
+            numerics=config.numerics.mode,
             exact_bits=config.numerics.exact_bits,
             exact_terms=global_microbatches(config),
-            nccl_ub=config.nccl_ub.mode.value,
+            nccl_ub=config.nccl_ub.mode,
             disable_symmetric_registration=not config.nccl_ub.symmetric,
-            registration_fallback=config.nccl_ub.fallback.value,
+            registration_fallback=config.nccl_ub.fallback,
             **_options(config),
         )
         scale = loss_scale(config)
@@ -194,5 +193,4 @@ def _groups(config: Config, ranks: Ranks) -> Groups:
 
 def _options(config: Config) -> dict[str, Any]:
     """Settings of the group `engine` that are the engine's own options, under the same names."""
-    chosen = {name: getattr(config.engine, name) for name in OPTIONS if hasattr(config.engine, name)}
-    return {name: value.value if isinstance(value, Enum) else value for name, value in chosen.items()}
+    return {name: getattr(config.engine, name) for name in OPTIONS if hasattr(config.engine, name)}

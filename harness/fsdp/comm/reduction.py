@@ -31,7 +31,8 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.gradient_format import Floating, Numbers
 from harness.fsdp.comm.parts import Part, evenly_covered, packed, worth_packing
 from harness.fsdp.comm.peer_memory import Laid, lay_out
-from harness.fsdp.policy import Dtypes, Numerics
+from harness.fsdp.policy import Dtypes
+from harness.fsdp.vocabulary import Numerics
 
 PIECE_BYTES = 4 << 20
 """Bytes of one piece over all peers; two pieces are in flight."""

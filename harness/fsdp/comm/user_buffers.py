@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from enum import Enum
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.events import CONTROL
+from harness.fsdp.vocabulary import Registration
 
 SYMMETRIC_FROM_TORCH = (2, 9)
 """First torch whose register_mem_pool takes `symm`."""
@@ -35,28 +35,6 @@ NCCL_NEEDS = {
     "averages in symmetric reductions": (2, 30, 3),
 }
 """First NCCL with each; sums are symmetric from the first on, which is what this engine asks for."""
-
-
-class Registration(Enum):
-    """When buckets are registered: never, as soon as the model is built, or after the first step."""
-
-    none = "none"
-    auto = "auto"
-    manual = "manual"
-
-    @classmethod
-    def parse(cls, value: Registration | str | bool) -> Registration:
-        """A member by itself, by name, or as megatron-fsdp's bool, whose True is `auto`.
-
-        Raises:
-            ValueError: none of these.
-        """
-        if isinstance(value, bool):
-            return cls.auto if value else cls.none
-        try:
-            return cls(value)
-        except ValueError:
-            raise ValueError(f"nccl_ub={value!r} is not one of none, auto, manual, False, True") from None
 
 
 class Backend(Protocol):

@@ -30,11 +30,12 @@ from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.comm.parts import Part
-from harness.fsdp.policy import Dtypes, OuterStrategy
+from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import GradientPlan, Gradients, view_of
 from harness.fsdp.storage.layout import LocalSlice, ParamSpec, Slot, plan_bucket
 from harness.fsdp.storage.memory import placeholder
+from harness.fsdp.vocabulary import OuterStrategy
 
 InitialValue = Callable[[str, torch.Size], Tensor]
 """Full value of the parameter with this name; any dtype and device, shape as asked."""

@@ -25,10 +25,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.policy import Dtypes, GradBuffer, Strategy
+from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.vocabulary import GradBuffer, Strategy
 
 
 @dataclass(frozen=True)

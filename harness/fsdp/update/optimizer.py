@@ -17,11 +17,11 @@ from torch import Tensor
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.events import Label
-from harness.fsdp.policy import Numerics
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import Run
 from harness.fsdp.update import order_free_norm
 from harness.fsdp.update.norm import sum_of_squares
+from harness.fsdp.vocabulary import Numerics
 
 ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"})
 """torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""

@@ -1,0 +1,183 @@
+"""The words of the engine: every closed list of choices, each choice with its sentence, and how a value is read.
+
+Nothing here imports torch, so that a command line, a rule or a page can use the same words as the engine.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, Self
+
+
+class Choice(Enum):
+    """One of a closed list. A member is written by its name, which is also its value, and says what it means."""
+
+    _value_: str
+    sentence: str
+    """What choosing it means."""
+
+    def __new__(cls, name: str, sentence: str) -> Self:
+        """A member from its name and its sentence."""
+        member = object.__new__(cls)
+        member._value_ = name
+        member.sentence = sentence
+        return member
+
+    @classmethod
+    def parse(cls, value: Any, argument: str) -> Self:
+        """Read a member given by itself or by its name.
+
+        Args:
+            value: what was given. argument: whose value it is, for the message.
+
+        Raises:
+            ValueError: the value names no member; the message lists those there are.
+        """
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value in cls.__members__:
+            return cls[value]
+        raise ValueError(f"{argument}={value!r} is not one of {', '.join(cls.__members__)}")
+
+
+class Numbered(Choice):
+    """A choice that is also written as its place in the list, counted from 0, as ZeRO stages are."""
+
+    @property
+    def number(self) -> int:
+        """Its place in the list."""
+        return list(type(self)).index(self)
+
+    @classmethod
+    def parse(cls, value: Any, argument: str) -> Self:
+        """Read a member given by itself, by its name, or by its number.
+
+        Args:
+            value: what was given. argument: whose value it is, for the message.
+
+        Raises:
+            ValueError: the value names no member; the message lists those there are.
+        """
+        members = list(cls)
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str) and value in cls.__members__:
+            return cls[value]
+        if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(members):
+            return members[value]
+        valid = ", ".join(f"{member.number} or '{member.name}'" for member in members)
+        raise ValueError(f"{argument}={value!r} names no strategy; valid are {valid}")
+
+
+class Strategy(Numbered):
+    """ZeRO stage by name: what is split over the ranks of the inner data-parallel axis."""
+
+    no_shard = "no_shard", "ZeRO-0: every rank holds everything."
+    optim = "optim", "ZeRO-1: main weights and optimizer state are split."
+    optim_grads = "optim_grads", "ZeRO-2: main gradients too; they are reduced every microbatch."
+    optim_grads_params = (
+        "optim_grads_params",
+        "ZeRO-3: compute weights too, whole only while a unit is in use.",
+    )
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """Main weights and optimizer state are split."""
+        return self is not Strategy.no_shard
+
+    @property
+    def shards_grads(self) -> bool:
+        """Gradients are reduced every microbatch and only this rank's shard is kept."""
+        return self in (Strategy.optim_grads, Strategy.optim_grads_params)
+
+    @property
+    def shards_params(self) -> bool:
+        """Compute weights exist only while a unit is in use."""
+        return self is Strategy.optim_grads_params
+
+
+class OuterStrategy(Numbered):
+    """What the outer data-parallel axis splits."""
+
+    no_shard = "no_shard", "Nothing: replicas of the sharded model (HSDP)."
+    optim = "optim", "Main weights and optimizer state (HFSDP)."
+
+
+class GradBuffer(Choice):
+    """How a backward's gradients come to lie in one flat tensor."""
+
+    flat = "flat", "Autograd writes gradients where they are sent from."
+    concat = (
+        "concat",
+        "It allocates one each; they are copied together for the reduction, and exist twice till then.",
+    )
+
+
+class Numerics(Choice):
+    """How much the engine promises about the order of arithmetic."""
+
+    fast = "fast", "None."
+    deterministic = "deterministic", "The same run gives the same bits."
+    ordered = (
+        "ordered",
+        "Sums run in rank order and the norm is order-free: strategies agree bit for bit where microbatches are summed"
+        " in the same order.",
+    )
+    exact = (
+        "exact",
+        "Sums of integers: all strategies, numbers of ranks and hybrid shapes agree bit for bit, and so does one"
+        " process.",
+    )
+
+    @property
+    def bitwise(self) -> bool:
+        """Bits may not depend on how the buckets were cut."""
+        return self in (Numerics.ordered, Numerics.exact)
+
+
+class Registration(Choice):
+    """When the engine's buckets are registered with NCCL as user buffers."""
+
+    none = "none", "Never."
+    auto = "auto", "When the model is built."
+    manual = "manual", "All at once, after the first step."
+
+    @classmethod
+    def parse(cls, value: Any, argument: str) -> Self:
+        """Read a member given by itself, by its name, or as megatron-fsdp's bool, whose True is `auto`.
+
+        Args:
+            value: what was given. argument: whose value it is, for the message.
+
+        Raises:
+            ValueError: none of these.
+        """
+        if isinstance(value, bool):
+            return cls["auto" if value else "none"]
+        try:
+            return super().parse(value, argument)
+        except ValueError as error:
+            raise ValueError(f"{error}, False, True") from None
+
+
+class Fallback(Choice):
+    """What a registration with NCCL that fails leads to, on all ranks alike."""
+
+    error = "error", "RuntimeError, with the reason."
+    record = "record", "The run goes on without user buffers, and its record gives the reason."
+
+
+class SharpAxis(Choice):
+    """Whose communicator may reduce inside the network."""
+
+    none = "none", "Nobody's."
+    dp = "dp", "The inner data-parallel axis'."
+    dp_outer = "dp_outer", "The outer data-parallel axis'."
+
+
+class CtaPolicy(Choice):
+    """How NCCL spends thread blocks on a collective."""
+
+    default = "default", "As it likes."
+    efficiency = "efficiency", "Few of them: NCCL 2.27, buffers registered but not symmetric."
+    zero = "zero", "None, copy engines gather: NCCL 2.28, symmetric buffers."
