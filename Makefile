@@ -5,6 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 STUDY := parity_pair
+# Workers of the tests: one more than cores keeps two of them busy, as many tests wait.
+WORKERS ?= 3
 
 .PHONY: run test test-all lint types imports install peers clean
 
@@ -13,11 +15,11 @@ run: install
 	$(BIN)/python -m harness verdict $(STUDY)
 
 test: install peers lint types imports
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 # Every product of which `make test` runs a covering part; docs/suite.md has its record.
 test-all: install peers lint types imports
-	$(BIN)/python -m pytest -m 'full or not full'
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'full or not full'
 
 lint: install
 	$(BIN)/ruff check .

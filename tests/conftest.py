@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -12,6 +16,7 @@ from hypothesis import settings
 from harness.config.adapter import describe
 from harness.config.errors import Violation
 from harness.config.schema import EngineName
+from tests.support.scheduling import WholeUnits, admitted, place_of
 
 # A submission must not fail over an example nobody has seen: CI takes the same ones every time, people explore.
 settings.register_profile("ci", derandomize=True)
@@ -40,3 +45,46 @@ def pytest_configure(config: pytest.Config) -> None:
         found = describe(adapter)
         if isinstance(found, Violation):
             raise pytest.UsageError(str(found))
+
+
+# -- several workers (pytest -n) ---------------------------------------------------------------------------------------
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> WholeUnits:
+    """Work is handed out in the order of collection, which `pytest_collection_modifyitems` makes."""
+    config.option.loadscopereorder = False
+    return WholeUnits(config, log)
+
+
+def pytest_configure_node(node: Any) -> None:
+    """Tell each worker of a folder that they share."""
+    if not hasattr(node.config, "shared_folder"):
+        node.config.shared_folder = tempfile.mkdtemp(prefix="pytest-workers-")
+    node.workerinput["shared_folder"] = node.config.shared_folder
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folder that workers shared."""
+    if hasattr(config, "shared_folder"):
+        shutil.rmtree(config.shared_folder, ignore_errors=True)
+
+
+def _shared_folder(config: pytest.Config) -> Path | None:
+    """None in a session of one process."""
+    return Path(config.workerinput["shared_folder"]) if hasattr(config, "workerinput") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The slowest files first, where several workers share them."""
+    if _shared_folder(config):
+        items.sort(key=lambda item: place_of(item.nodeid))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let tests marked `alone` be alone, their fixtures included."""
+    folder = _shared_folder(item.config)
+    if folder is None:
+        return (yield)
+    with admitted(folder, alone=item.get_closest_marker("alone") is not None):
+        return (yield)

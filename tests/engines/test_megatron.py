@@ -5,9 +5,7 @@ A release that mends a deviation fails the test that pins it: then the deviation
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -294,8 +292,7 @@ def four() -> list[list[Run]]:
 @pytest.fixture(scope="module")
 def one() -> list[Run]:
     """One rank runs where it is started, so it is started in a process of its own."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        runs: list[Run] = pool.submit(run_ranks, trainings, 1, 1, ONE).result()[0]
+    runs: list[Run] = run_ranks(trainings, 1, 1, ONE, apart=True)[0]
     return runs
 
 

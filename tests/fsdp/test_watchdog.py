@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel, Strategy, fully_shard
@@ -24,6 +23,7 @@ from harness.fsdp.guards.hang_report import Position, tell
 from harness.fsdp.guards.watchdog import CollectiveError, Watchdog
 from tests.fsdp.test_api import Block, sgd
 from tests.fsdp.trial import WAYS
+from tests.support.forking import fork_ranks
 from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
@@ -178,7 +178,7 @@ def ends_in_a_forward(rank: int, folder: str) -> None:
 
 
 def test_a_rank_that_ends_is_named_at_once(tmp_path: Path) -> None:
-    mp.start_processes(ends_in_a_forward, args=(str(tmp_path),), nprocs=3, start_method="spawn")
+    assert fork_ranks(ends_in_a_forward, 3, str(tmp_path)) == [0, 0, 0]
     told = []
     for rank in (0, 1):
         error, seconds, message = (tmp_path / f"{rank}.txt").read_text().split("\n", 2)

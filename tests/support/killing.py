@@ -22,8 +22,9 @@ from harness.checkpoint import folder as folders
 from harness.checkpoint.policy import Checkpoint
 from harness.config.schema import Config
 from harness.fsdp.state.row_shard import local_of
+from tests.support.forking import PRELOADED
 from tests.support.layouts import Layout, build, checkpoints_of
-from tests.support.spawn import PRELOADED, run_ranks
+from tests.support.spawn import run_ranks
 
 WORLD = 2
 LAYOUT = Layout("native", "optim_grads_params", WORLD, dtype="fp32")
@@ -101,7 +102,7 @@ def take_up(rank: int, root: Path, config: Config) -> tuple[int, list[str]]:
 def kill_one(root: Path, config: Config, source: random.Random, longest_s: float) -> Found:
     """Start two ranks, kill one at a random moment of a save, and look."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context.set_forkserver_preload(list(PRELOADED))
     steps = context.Array("q", WORLD)
     begun = context.Value("q", 0)
     store = root.parent / f"store-{source.randrange(1 << 40)}"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
+import signal
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -12,52 +13,83 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests.support.forking import fork_ranks
 
 TIMEOUT = timedelta(seconds=90)
-PRELOADED = [
-    "torch",
-    "torch.distributed.device_mesh",
-    "torch.testing",
-    "harness.fsdp.api",
-    "harness.engines.adapters.native",
-    "harness.checkpoint.policy",
-]
-"""Imported once, by a server of which every rank is a fork: importing torch takes longer than most of what ranks do."""
+"""How long a rank waits for another."""
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+class RankFailed(RuntimeError):
+    """A rank raised, ended or was killed; the message has its traceback."""
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, apart: bool = False) -> list[Any]:
     """Call `function(rank, *args)` on every rank with an initialised default group; results in rank order.
 
-    The function must be importable by name. An exception on a rank ends all of them and is raised here with its
-    traceback. One rank runs in this process, so that a debugger works.
+    Several ranks are forked for this call (`tests.support.forking`), and whatever they change ends with them. One rank
+    runs in this process, so that a debugger works.
+
+    Args:
+        function: importable by name.
+        apart: one rank, too, has a process of its own.
+
+    Raises:
+        RankFailed: a rank raised or ended; the others are killed then. One that runs here raises what it raises.
     """
     with tempfile.TemporaryDirectory() as folder:
-        if world_size == 1:
-            _rank(0, 1, folder, function, args)
-        else:
-            multiprocessing.set_forkserver_preload(PRELOADED)
-            mp.start_processes(
-                _rank, args=(world_size, folder, function, args), nprocs=world_size, start_method="forkserver"
-            )
-        results = [pickle.loads((Path(folder) / f"{rank}.pkl").read_bytes()) for rank in range(world_size)]
-    return results
+        if world_size == 1 and not apart:
+            return [pickle.loads(_run(0, 1, Path(folder), function, args))]
+        codes = fork_ranks(_rank, world_size, world_size, Path(folder), function, args, first_failure_ends_all=True)
+        _raise_failure(Path(folder), codes)
+        return [pickle.loads(_result(Path(folder), rank).read_bytes()) for rank in range(world_size)]
 
 
-def _rank(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    import torch
-
+def _run(rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """The pickled result, in a default group of this call's own."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
+    store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
+    store.set(f"{rank} is connected", "")
     try:
-        result = function(rank, *args)
-        (Path(folder) / f"{rank}.pkl").write_bytes(pickle.dumps(result))
-    except BaseException:
-        traceback.print_exc()
-        raise
+        result = pickle.dumps(function(rank, *args))
+        # a rank that leaves before all are connected would keep them from it
+        store.wait([f"{each} is connected" for each in range(world_size)])
     finally:
-        if world_size == 1 or (Path(folder) / f"{rank}.pkl").exists():
+        if world_size == 1 or sys.exc_info()[0] is None:
             dist.destroy_process_group()
+    return result
+
+
+def _rank(rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    try:
+        _result(folder, rank).write_bytes(_run(rank, world_size, folder, function, args))
+    except BaseException:
+        _traceback(folder, rank).write_text(traceback.format_exc(), encoding="utf-8")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # at once: threads of what broke off may wait for ever
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.pkl"
+
+
+def _traceback(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.txt"
+
+
+def _raise_failure(folder: Path, codes: list[int]) -> None:
+    """The tracebacks of ranks that have one, else how those ended that gave no result."""
+    ranks = range(len(codes))
+    told = [f"rank {r}:\n{_traceback(folder, r).read_text('utf-8')}" for r in ranks if _traceback(folder, r).exists()]
+    silent = [f"rank {r}: {_ended(codes[r])}" for r in ranks if codes[r] or not _result(folder, r).exists()]
+    if told or silent:
+        raise RankFailed("\n" + "\n".join(told or silent))
+
+
+def _ended(code: int) -> str:
+    return f"ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code} and without a result"

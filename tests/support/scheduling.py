@@ -1,0 +1,67 @@
+"""Which worker of `pytest -n` runs what and when: files stay whole, the slowest begin, and some tests are alone."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from xdist.scheduler import LoadScopeScheduling
+
+SLOWEST = (
+    "tests/test_fresh_clone.py",
+    "tests/parity",
+    "tests/slurm",
+    "tests/fsdp/behaviours",
+    "tests/engines",
+    "tests/study",
+    "tests/launch",
+    "tests/checkpoint",
+    "tests/fsdp",
+)
+"""Begun first, in this order, so that no worker is left with a long file when the others have ended."""
+TOGETHER = ("tests/parity", "tests/slurm")
+"""Folders whose tests share fixtures of the session: one worker runs them all, so that these are made once."""
+
+
+def unit_of(nodeid: str) -> str:
+    """What a test is run together with: its file, whose tests share caches and fixtures, or its folder."""
+    path = nodeid.split("::", 1)[0]
+    return next((folder for folder in TOGETHER if path.startswith(f"{folder}/")), path)
+
+
+def place_of(nodeid: str) -> int:
+    """When a test is begun, by how long its file or folder is known to take."""
+    return next((place for place, name in enumerate(SLOWEST) if nodeid.startswith(name)), len(SLOWEST))
+
+
+class WholeUnits(LoadScopeScheduling):  # type: ignore[misc]
+    """Hands a worker one unit after the other, in the order of collection."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return unit_of(nodeid)
+
+
+@contextmanager
+def admitted(folder: Path, alone: bool) -> Iterator[None]:
+    """Run the body beside those of other processes, unless one of them is to be alone.
+
+    Whoever is to be alone keeps the door while the others leave, so that those who come do not keep it waiting.
+    """
+    how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+    with _locked(folder / "door", fcntl.LOCK_EX) as door, _locked(folder / "room", how):
+        if not alone:
+            fcntl.flock(door, fcntl.LOCK_UN)
+        yield
+
+
+@contextmanager
+def _locked(path: Path, how: int) -> Iterator[int]:
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(descriptor, how)
+        yield descriptor
+    finally:
+        os.close(descriptor)

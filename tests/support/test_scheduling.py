@@ -1,0 +1,78 @@
+"""What `pytest -n` runs together, and that a test which is to be alone is."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.support.scheduling import SLOWEST, TOGETHER, admitted, place_of, unit_of
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_files_stay_whole_and_so_do_folders_that_share_a_session() -> None:
+    assert unit_of("tests/fsdp/test_a.py::test_x[a::b]") == "tests/fsdp/test_a.py"
+    assert unit_of("tests/parity/test_a.py::test_x") == unit_of("tests/parity/test_b.py::test_y") == "tests/parity"
+
+
+def test_every_folder_with_a_fixture_of_the_session_is_kept_together() -> None:
+    session = 'scope="session"'
+    owners = {path.parent for path in (ROOT / "tests").rglob("*.py") if session in path.read_text("utf-8")}
+    assert {str(owner.relative_to(ROOT)) for owner in owners} - {"tests/support"} == set(TOGETHER)
+
+
+def test_what_is_known_to_be_slow_exists_and_comes_first() -> None:
+    assert all((ROOT / name).exists() for name in SLOWEST)
+    assert (
+        place_of(f"{SLOWEST[0]}::test_x") < place_of(f"{SLOWEST[-1]}/test_a.py::test_x") < place_of("tests/docs/x.py")
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert condition()
+
+
+def test_others_are_there_together(tmp_path: Path) -> None:
+    def meet(own: Path, other: Path) -> None:
+        with admitted(tmp_path, alone=False):
+            own.touch()
+            until(other.exists)
+
+    one, other = tmp_path / "one", tmp_path / "other"
+    with ThreadPoolExecutor(2) as pool:
+        for each in [pool.submit(meet, one, other), pool.submit(meet, other, one)]:
+            each.result()
+
+
+@pytest.mark.parametrize("guests", [1, 3])
+def test_alone_means_that_nobody_is_there_nor_comes_in(tmp_path: Path, guests: int) -> None:
+    """Guests come and go without a pause, and still who is to be alone gets in."""
+    inside: set[int] = set()
+    entered = False
+
+    def come_and_go(number: int) -> None:
+        while not entered:
+            with admitted(tmp_path, alone=False):
+                inside.add(number)
+                time.sleep(0.01)
+                inside.discard(number)
+
+    with ThreadPoolExecutor(guests) as pool:
+        coming = [pool.submit(come_and_go, number) for number in range(guests)]
+        until(lambda: bool(inside))
+        with admitted(tmp_path, alone=True):
+            seen = set()
+            for _ in range(20):
+                seen |= inside
+                time.sleep(0.005)
+            entered = True
+        for each in coming:
+            each.result()
+    assert seen == set()
