@@ -101,7 +101,7 @@ class Witness:
 
     def forget(self, gradients: Any) -> None:
         """Gradients are forgotten."""
-        if not gradients.is_whole and gradients.holds_sums:
+        if not gradients.is_whole and gradients.has_sums:
             self.note("free", "", "", NAMES[gradients.sums.dtype], "the sums")
 
     def give_back(self, _: Any, bucket: Any) -> None:

@@ -34,6 +34,7 @@ from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.hooks import HookDriver
 from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.step import Call, Step, StepShape, StepState
 from harness.fsdp.runtime.units import Unit, plan_units
 from harness.fsdp.state.access import StatefulModel, refuse_state_dict
 from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, InitialValue
@@ -129,19 +130,19 @@ class ShardedModel(StatefulModel):
         )
         watches = self.options.report_nan_in_param_grad
         self._guard = GradientGuard(list(self._trainable.values()), self._everyone) if watches else None
+        self._step = Step(self._step_shape())
         self._reduce = ReducePipeline(
             self._units,
             {name: self._reductions_of(bucket) for name, bucket in self._trainable.items()},
             self._meshes,
             self._runtime,
             self._memory,
+            self._step,
             factor=1.0 / self.grad_divisor,
             guard=self._guard,
             before_wait=self._gather.pass_turn,
         )
-        self._driver = HookDriver(
-            self._units, self._gather, self._reduce, before_backward=self._before_backward, rhythm=self._rhythm
-        )
+        self._driver = HookDriver(self._units, self._gather, self._reduce, self._step, self._guard)
         self._watchdog = watch_groups(
             [self._everyone.group, *(comm.group for mesh in self._meshes for comm in mesh.communicators)],
             self._runtime,
@@ -153,9 +154,6 @@ class ShardedModel(StatefulModel):
             lambda: held_by_several(self.buckets, self._meshes), self.options.check_replicas_every
         )
         self._installing: list[Pending] = []
-        self._sync = True
-        self._num_backwards = 0
-        self._reduced = self._unreduced = self._finished = False
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
         self._user_buffers.model_built()
         module.__dict__[_MARK] = True
@@ -202,6 +200,17 @@ class ShardedModel(StatefulModel):
             return Reductions(inner)
         return Reductions(inner, make_reduction(mesh.outer, dtypes, self.numerics, self._integers))
 
+    def _step_shape(self) -> StepShape:
+        splits, unsharded = self.strategy.shards_grads, self.options.accumulate_unsharded
+        reduces_once = not splits or any(mesh.has_outer for mesh in self._meshes)
+        return StepShape(
+            reduces_each=(splits and not unsharded) or self._fixed is not None,
+            reduces_once=reduces_once,
+            accumulates=reduces_once or unsharded,
+            exact_terms=self._fixed.terms if self._fixed is not None else None,
+            num_ranks=self._everyone.size,
+        )
+
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModel:
         raise NotImplementedError("a sharded model cannot be cast or moved; give it its dtype and device before")
 
@@ -229,51 +238,15 @@ class ShardedModel(StatefulModel):
 
     @contextmanager
     def _syncing(self, value: bool) -> Iterator[None]:
-        before, self._sync = self._sync, value
+        before, self._step.sync = self._step.sync, value
         try:
             yield
         finally:
-            self._sync = before
+            self._step.sync = before
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Whether a backward outside `no_sync` and `sync` ends the step's accumulation."""
-        self._sync = sync_model
-
-    @property
-    def _reduces_once(self) -> bool:
-        """Whether some reduction comes once a step only, so that one backward must be known to be the last."""
-        return not self.strategy.shards_grads or any(mesh.has_outer for mesh in self._meshes)
-
-    def _rhythm(self) -> tuple[bool, bool]:
-        """Whether units of the backward that begins are handed to the reductions, and whether it ends the step."""
-        every_microbatch = self.strategy.shards_grads and not self.options.accumulate_unsharded
-        return self._sync or every_microbatch or self._fixed is not None, self._sync
-
-    def _before_backward(self) -> None:
-        self._check_may_accumulate()
-        self._num_backwards += 1
-        if self._guard is not None:
-            self._guard.begin_backward()
-
-    def _check_may_accumulate(self) -> None:
-        if self._finished:
-            raise RuntimeError(
-                "a backward after this step's gradients were finished would add unscaled gradients to scaled ones; call"
-                " zero_grad() first, or wrap all microbatches but the last in no_sync()"
-            )
-        if self._reduced and self._reduces_once:
-            raise RuntimeError(
-                "a second backward with synchronisation would reduce already reduced gradients again; wrap all"
-                " microbatches but the last in no_sync(), or call zero_grad() between them"
-            )
-        if self._fixed is not None and (self._num_backwards + 1) * self._everyone.size > self._fixed.terms:
-            raise ValueError(
-                f"numerics=exact was told that at most {self._fixed.terms} microbatches over all ranks are added up;"
-                f" this step has more. Set exact_terms to {self._everyone.size} times the microbatches of a step"
-            )
-        waits = self._reduces_once or self.options.accumulate_unsharded
-        self._reduced = self._sync if waits else True
-        self._unreduced = not self._reduced
+        self._step.sync = sync_model
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -286,18 +259,10 @@ class ShardedModel(StatefulModel):
         """
         self._wait_until_installed()
         self._driver.recover()
-        if self._driver.failed:
-            raise RuntimeError(
-                "the last backward raised, or a reduction of it; its gradients are incomplete: call zero_grad() and try"
-                " again"
-            )
-        if self._unreduced:
-            raise RuntimeError(
-                "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
-            )
-        if self._finished:
+        self._step.check(Call.finish_grad_sync)
+        if self._step.state is StepState.FINISHED:
             return
-        if not self.has_gradients:
+        if self._step.state is StepState.IDLE:
             for unit in self._units:
                 for gradients in unit.gradients:
                     gradients.settle_sums()
@@ -307,7 +272,7 @@ class ShardedModel(StatefulModel):
             self._guard.report()
         self._check_exact()
         self._reduce.finish()
-        self._finished = True
+        self._step.finished()
 
     def _check_exact(self) -> None:
         """Raise OverflowError on all ranks if a gradient of any of them could not be written as an integer."""
@@ -321,13 +286,13 @@ class ShardedModel(StatefulModel):
         try:
             self._reduce.drain()
         except BaseException:
-            self._driver.failed = True
+            self._step.fail()
             raise
 
     @property
     def has_gradients(self) -> bool:
         """Whether a backward ran since gradients were last forgotten; without one, a step changes nothing."""
-        return self._reduced or self._unreduced
+        return self._step.has_gradients
 
     def grad_norm(self) -> float:
         """Euclidean norm of the step's gradient over all ranks, each parameter counted once. *Collective.*"""
@@ -352,8 +317,9 @@ class ShardedModel(StatefulModel):
         """
         for bucket in self.buckets:
             bucket.check_unedited()
-        self._gather.release_all()
+        self._gather.reshard_all()
         self._wait_until_installed()
+        self._step.weights_installed()
         self._installing = optim.install_weights(self.buckets)
         if self._user_buffers.due:
             self._wait_until_installed()
@@ -370,13 +336,12 @@ class ShardedModel(StatefulModel):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, main and local. `set_to_none` makes no difference: storage is flat and stays."""
         self._driver.recover()
-        self._driver.failed = False
+        self._step.check(Call.zero_grad)
         self._reduce.discard()
         for unit in self._units:
             for gradients in unit.gradients:
                 gradients.forget()
-        self._num_backwards = 0
-        self._reduced = self._unreduced = self._finished = False
+        self._step.zero_grad()
         if self._integers is not None:
             self._integers.beyond.zero_()
         if self._guard is not None:

@@ -27,6 +27,7 @@ from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.runtime.step import BackwardPlan
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 
@@ -48,7 +49,7 @@ class Job:
 
     Args:
         factor: what a step's sums are multiplied with, once.
-        is_last: whether this backward ends the step's accumulation.
+        plan: of the backward the gradients are from.
     """
 
     def __init__(
@@ -58,8 +59,7 @@ class Job:
         runtime: DeviceRuntime,
         factor: float,
         guard: GradientGuard | None,
-        *,
-        is_last: bool,
+        plan: BackwardPlan,
     ) -> None:
         if bucket.gradients is None:
             raise RuntimeError(f"bucket {bucket.name} is not trained")
@@ -69,7 +69,7 @@ class Job:
         self.reductions = reductions
         self.runtime = runtime
         self.guard = guard
-        self.is_last = is_last
+        self.plan = plan
         self.factor = factor if reductions.scales_as_it_sums(self.gradients) else 1.0
         self.source: Tensor = self.gradients.take()
         self.done: Event | None = None
@@ -100,10 +100,10 @@ class Job:
         source, sums = self.source, self.gradients.sums
         if self._absorbs:
             self._look(source, None)
-            add = self.gradients.claim()
-            self.reductions.inner.numbers.absorb(source, sums, add=add)
+            self.gradients.claim()
+            self.reductions.inner.numbers.absorb(source, sums, add=self.plan.adds)
             source = sums
-        if not self.is_last and self.gradients.is_whole:
+        if not self.plan.last and self.gradients.is_whole:
             return
         wire = self._noted(self.reductions.inner.encode(source), source)
         if not self._absorbs:
@@ -128,17 +128,14 @@ class Job:
             self.guard.look(self.bucket, wire, source)
 
     def _fold_inner(self, exchange: Exchange) -> None:
-        add = False
-        if not self.gradients.is_whole:
-            add = self.gradients.claim()
-        else:
-            self.gradients.holds_sums = True
+        add = self.plan.adds and not self.gradients.is_whole
+        self.gradients.claim()
         targets = self.gradients.inner_pieces
         if not self.splits:
             rank = self.reductions.inner.comm.rank
             targets = [part.chunk(rank) for part in self.cuts.inner(self.gradients.sums)]
         self.reductions.inner.fold(exchange, targets, add=add)
-        if self.reductions.outer is not None and self.is_last:
+        if self.reductions.outer is not None and self.plan.last:
             self._exchange_outer(self.reductions.outer, targets, exchange)
         elif not self.splits:
             self._spread_inner(exchange)

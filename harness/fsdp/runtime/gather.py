@@ -11,6 +11,8 @@ run the same modules in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator, Pending, read_parts
@@ -48,6 +50,32 @@ class LateGather:
         self._own = []
 
 
+class WeightState(Enum):
+    """Where a unit's weights are."""
+
+    SHARDED = "each rank holds its part"
+    UNSHARDING = "a gather is under way: of the unit that is wanted, or of one that is prefetched"
+    UNSHARDED = "whole on every rank, until they are resharded"
+
+
+Gather = tuple[Pending | LateGather, Event]
+"""One bucket on its way, and when the cast of this rank's part is done."""
+
+
+@dataclass
+class UnitWeights:
+    """A unit's weights: where they are, and the gathers that bring them, which others may not have finished."""
+
+    state: WeightState = WeightState.SHARDED
+    gathers: list[Gather] = field(default_factory=list)
+
+    @property
+    def take_storage(self) -> bool:
+        """Whether weights on their way have memory already."""
+        on_way = self.gathers if self.state is WeightState.UNSHARDING else ()
+        return any(not isinstance(each, LateGather) or each.has_copies for each, _ in on_way)
+
+
 class GatherPipeline:
     """Weights of units under `optim_grads_params`; elsewhere weights are resident and nothing happens here.
 
@@ -64,9 +92,7 @@ class GatherPipeline:
         self.prefetch = prefetch
         self.limit_bytes = limit_bytes
         self.order = [unit for unit in units if any(not bucket.resident for bucket in unit.buckets)]
-        self._in_flight: dict[str, list[tuple[Pending | LateGather, Event]]] = {}
-        self._held: dict[str, list[Pending | LateGather]] = {}
-        """Units whose weights are here, and gathers that others may not have finished."""
+        self._weights = {unit.name: UnitWeights() for unit in self.order}
         self._outgoing: list[LateGather] = []
         self._sweep: list[Unit] = []
         self._next = 0
@@ -79,58 +105,58 @@ class GatherPipeline:
         """The unit a forward ends with; its weights are kept for the backward that begins with it."""
         return self.order[-1] if self.order else None
 
-    def begin_forward(self) -> None:
+    def pre_forward(self) -> None:
         """Start a sweep in forward order, with the root, and start fetching what comes after it."""
-        self._begin([unit for unit in self.order if unit.name not in self._held])
+        self._begin([unit for unit in self.order if not self._is(unit, WeightState.UNSHARDED)])
         self._ran, self._late = [], False
         for unit in self.order:
             if unit.is_root:
-                self.request(unit)
+                self.unshard(unit)
 
-    def end_forward(self, *, backward_follows: bool) -> None:
+    def post_forward(self, *, backward_follows: bool) -> None:
         """Finish the sweep: units that did not run take their turn; the last one stays if a backward follows."""
         self._take_turns(len(self._sweep), keep=self.last if backward_follows else None)
         for unit in self.order:  # joined modules of which the last did not run
-            if unit.name in self._held and unit is not self.last:
-                self.release(unit)
+            if self._is(unit, WeightState.UNSHARDED) and unit is not self.last:
+                self.reshard(unit)
         if self._late:
             self._learn_order()
         if not backward_follows:
-            self.release_all()
+            self.reshard_all()
 
-    def begin_backward(self) -> None:
+    def pre_backward(self) -> None:
         """Start a sweep in reverse order."""
-        self._begin([unit for unit in reversed(self.order) if unit.name not in self._held])
+        self._begin([unit for unit in reversed(self.order) if not self._is(unit, WeightState.UNSHARDED)])
 
-    def end_backward(self) -> None:
+    def post_backward(self) -> None:
         """Finish the sweep and release everything."""
         self._take_turns(len(self._sweep))
-        self.release_all()
+        self.reshard_all()
 
-    def request(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """Make a unit's weights usable by what the caller does next, and fetch the following ones."""
         if unit not in self.order:
             return
         self._ran.append(unit)
-        if unit.name not in self._held:
+        if not self._is(unit, WeightState.UNSHARDED):
             self._reach(unit)
-            self._issue(unit)
-            self._land(unit)
-        self._fetch_ahead()
+            self._start_unshard(unit)
+            self._wait_for_unshard(unit)
+        self._prefetch()
 
-    def release(self, unit: Unit) -> None:
+    def reshard(self, unit: Unit) -> None:
         """Drop a unit's weights; the root's stay until the sweep that ends them."""
-        if unit.name in self._held and not unit.is_root:
-            self._drop(unit)
+        if unit in self.order and self._is(unit, WeightState.UNSHARDED) and not unit.is_root:
+            self._reshard(unit)
 
-    def release_all(self) -> None:
+    def reshard_all(self) -> None:
         """Land what is in flight and drop everything, the root too; a sweep that was under way is over."""
         self._begin([])
         for unit in self.order:
-            if unit.name in self._in_flight:
-                self._land(unit)
-            if unit.name in self._held:
-                self._drop(unit)
+            if self._is(unit, WeightState.UNSHARDING):
+                self._wait_for_unshard(unit)
+            if self._is(unit, WeightState.UNSHARDED):
+                self._reshard(unit)
         with events.waiting(*(each.label for each in self._outgoing)):
             while self._outgoing:
                 self._outgoing.pop().wait()
@@ -144,6 +170,9 @@ class GatherPipeline:
         """Let `num_alive_peak` begin anew from what is alive now."""
         self.num_alive_peak = self._num_alive()
 
+    def _is(self, unit: Unit, state: WeightState) -> bool:
+        return self._weights[unit.name].state is state
+
     def _begin(self, sweep: list[Unit]) -> None:
         self._sweep, self._next = sweep, 0
 
@@ -153,7 +182,7 @@ class GatherPipeline:
         self._take_turns(max(place, 0))
         if place == self._next:
             self._next += 1
-        elif unit.name not in self._in_flight:
+        elif not self._is(unit, WeightState.UNSHARDING):
             self._late = True
 
     def _take_turns(self, until: int, keep: Unit | None = None) -> None:
@@ -161,13 +190,13 @@ class GatherPipeline:
         for place, unit in enumerate(self._sweep[:until]):
             if place >= self._next:
                 self._next = place + 1
-                self._issue(unit)
-            if unit.name in self._in_flight:
-                self._land(unit)
+                self._start_unshard(unit)
+            if self._is(unit, WeightState.UNSHARDING):
+                self._wait_for_unshard(unit)
                 if unit is not keep and not unit.is_root:
-                    self._drop(unit)
+                    self._reshard(unit)
 
-    def _fetch_ahead(self) -> None:
+    def _prefetch(self) -> None:
         while self._next < len(self._sweep):
             ahead = [unit for unit in self.order if self._takes_storage(unit)]
             following = self._sweep[self._next]
@@ -176,49 +205,54 @@ class GatherPipeline:
             if self.limit_bytes is not None and sum(u.weight_bytes for u in [*ahead, following]) > self.limit_bytes:
                 return
             self._next += 1
-            self._issue(self._sweep[self._next - 1])
+            self._start_unshard(self._sweep[self._next - 1])
 
     def _takes_storage(self, unit: Unit) -> bool:
         """Whether a unit on its way, not the root, has memory for that already."""
-        handles = () if unit.is_root else self._in_flight.get(unit.name, ())
-        return any(not isinstance(each, LateGather) or each.has_copies for each, _ in handles)
+        return not unit.is_root and self._weights[unit.name].take_storage
 
-    def _issue(self, unit: Unit) -> None:
+    def _start_unshard(self, unit: Unit) -> None:
         """Start gathering a unit, unless it is on its way or here."""
-        if unit.name in self._in_flight or unit.name in self._held:
+        weights = self._weights[unit.name]
+        if weights.state is not WeightState.SHARDED:
             return
-        handles: list[tuple[Pending | LateGather, Event]] = []
-        for bucket in unit.buckets:
-            label = Label("all_gather", bucket.name)
-            comm = bucket.context.mesh.gather
-            if comm.reads_when_wanted(bucket.gathered_bytes):
-                handles.append((LateGather(bucket, comm, label), self.runtime.record()))
-                continue
-            bucket.allocate_weights()
-            with self.runtime.stream("gather"):
-                bucket.fill_own()
-                pending = comm.all_gather(bucket.weight_parts(), label, ahead=True)
-                handles.append((pending, self.runtime.record()))
-        self._in_flight[unit.name] = handles
+        weights.gathers = [self._gather(bucket) for bucket in unit.buckets]
+        weights.state = WeightState.UNSHARDING
         self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
 
     def _num_alive(self) -> int:
         """Units, the root apart, whose gathered weights take memory now."""
-        return sum(not u.is_root and (self._takes_storage(u) or u.name in self._held) for u in self.order)
+        alive = [u for u in self.order if self._takes_storage(u) or self._is(u, WeightState.UNSHARDED)]
+        return sum(not each.is_root for each in alive)
 
-    def _land(self, unit: Unit) -> None:
+    def _gather(self, bucket: Bucket) -> Gather:
+        label = Label("all_gather", bucket.name)
+        comm = bucket.context.mesh.gather
+        if comm.reads_when_wanted(bucket.gathered_bytes):
+            return LateGather(bucket, comm, label), self.runtime.record()
+        bucket.allocate_weights()
+        with self.runtime.stream("gather"):
+            bucket.fill_own()
+            pending = comm.all_gather(bucket.weight_parts(), label, ahead=True)
+            return pending, self.runtime.record()
+
+    def _wait_for_unshard(self, unit: Unit) -> None:
+        weights = self._weights[unit.name]
+        weights.state = WeightState.SHARDED  # a gather that raises brings nothing
         with events.waiting(*unit.labels("all_gather")):
-            landing = self._in_flight.pop(unit.name, [])
-            for pending, cast in landing:
+            for pending, cast in weights.gathers:
                 cast.wait()
                 pending.receive()
         for bucket in unit.buckets:
             bucket.point_at_weights()
-        self._held[unit.name] = [pending for pending, _ in landing]
+        weights.state = WeightState.UNSHARDED
 
-    def _drop(self, unit: Unit) -> None:
+    def _reshard(self, unit: Unit) -> None:
+        weights = self._weights[unit.name]
+        weights.state, gathers = WeightState.SHARDED, weights.gathers
+        weights.gathers = []
         with events.waiting(*unit.labels("all_gather")):
-            for pending in self._held.pop(unit.name, []):
+            for pending, _ in gathers:
                 if isinstance(pending, LateGather):  # others take from the main weights, which stay
                     self._outgoing.append(pending)
                 else:

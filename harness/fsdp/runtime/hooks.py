@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from enum import Enum, auto
 from functools import partial
 from typing import Any
 
@@ -21,18 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.step import Forward, ForwardState, Step
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.gradients import Gradients
-
-
-class Phase(Enum):
-    """What the model is doing."""
-
-    IDLE = auto()
-    FORWARD = auto()
-    BACKWARD = auto()
 
 
 class HookDriver:
@@ -40,9 +33,8 @@ class HookDriver:
 
     Args:
         units: in forward order, the root first.
-        before_backward: called once as each backward begins; may raise.
-        rhythm: asked once as each backward begins: whether units are handed to the reductions as they end, and whether
-            this backward ends the step's accumulation.
+        step: asked as each backward begins what it is to do; told when it ends.
+        guard: told when a backward begins; None: nobody looks for gradients that are not finite.
     """
 
     def __init__(
@@ -50,25 +42,17 @@ class HookDriver:
         units: list[Unit],
         gather: GatherPipeline,
         reduce: ReducePipeline,
-        *,
-        before_backward: Callable[[], None],
-        rhythm: Callable[[], tuple[bool, bool]],
+        step: Step,
+        guard: GradientGuard | None = None,
     ) -> None:
         self.units = units
         self.gather = gather
         self.reduce = reduce
-        self.phase = Phase.IDLE
-        self._before_backward = before_backward
-        self._rhythm = rhythm
-        self._reduces = False
-        self.failed = False
-        """The last backward raised, and its gradients are worth nothing until they are forgotten."""
+        self.step = step
+        self.guard = guard
+        self.forward = Forward(units[0].name)
         self._backward_of = units[0].name
         """The unit whose backward began last."""
-        self._running: set[str] = set()
-        """Units in whose forward the program is; recomputations during a backward are left out."""
-        self._with_gradients = False
-        """Whether the model's forward was called with gradients on."""
         self._handles: list[Any] = []
         for unit in units:
             self._install(unit)
@@ -79,9 +63,9 @@ class HookDriver:
                 hook = partial(self._gradient_arrived, unit, gradients, index, name)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
                 param.get_main_grad = partial(self._main_gradient, unit, gradients, index)  # type: ignore[attr-defined]
-        before = self._before_root if unit.is_root else partial(self._before_unit, unit)
-        after = self._after_root if unit.is_root else partial(self._after_unit, unit)
-        left = partial(self._left, unit)
+        before = self._root_pre_forward if unit.is_root else partial(self._pre_forward, unit)
+        after = self._root_post_forward if unit.is_root else partial(self._post_forward, unit)
+        left = partial(self._forward_left, unit)
         for module in unit.modules:
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after))
@@ -95,60 +79,57 @@ class HookDriver:
 
     def recover(self) -> None:
         """Settle a backward that raised: autograd then never tells that it ended."""
-        if self.phase is not Phase.BACKWARD or torch._C._current_graph_task_id() != -1:
+        if not self.step.in_backward or torch._C._current_graph_task_id() != -1:
             return
-        self.gather.release_all()
-        self.reduce.end_backward(reduce=False)
+        self.gather.reshard_all()
+        self.reduce.post_backward(reduce=False)
         self.reduce.discard()
         for unit in self.units:
             for gradients in unit.gradients:
                 gradients.discard()
-        self._forget_backward()
-        self.failed = True
+            unit.readiness.post_backward()
+        self.step.fail()
 
     def where(self) -> str:
         """Where the program is, for whoever looks from another thread."""
-        if self.phase is Phase.FORWARD:
-            inner = [name for name in tuple(self._running) if name != self.units[0].name]
-            return f"in the forward of {', '.join(inner) or self.units[0].name}"
-        if self.phase is Phase.BACKWARD:
+        if self.step.in_backward:
             return f"in the backward of {self._backward_of}"
+        running, root = tuple(self.forward.running), self.units[0].name
+        if running:
+            return f"in the forward of {', '.join(name for name in running if name != root) or root}"
         return "outside the model's forward and backward"
 
     # -- forward -------------------------------------------------------------------------------------------------
 
-    def _before_root(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self.recover()
-        if self.phase is Phase.BACKWARD:
+        if self.step.in_backward:
             return
-        if self.phase is Phase.FORWARD:  # a forward that raised left it so
-            self.gather.release_all()
+        if self.forward.state is not ForwardState.IDLE:  # one that raised left weights unsharded
+            self.gather.reshard_all()
         for unit in self.units:
             for bucket in unit.buckets:
                 bucket.check_untouched()
-        self._running = {self.units[0].name}
-        self._with_gradients = torch.is_grad_enabled()
-        self.phase = Phase.FORWARD
-        self.gather.begin_forward()
+        self.forward.pre_forward(with_gradients=torch.is_grad_enabled())
+        self.gather.pre_forward()
 
-    def _after_root(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.phase is Phase.BACKWARD:
+    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.step.in_backward:
             return
         leaves = _tensors_with_grad(output)
-        self.gather.end_forward(backward_follows=bool(leaves))
-        self.phase = Phase.IDLE
+        self.gather.post_forward(backward_follows=bool(leaves))
+        self.forward.post_forward()
         self._watch_backward(self.units[0], leaves)
 
-    def _before_unit(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.gather.request(unit)
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.gather.unshard(unit)
         with_gradients = torch.is_grad_enabled()
-        if self.phase is Phase.BACKWARD:
+        if self.step.in_backward:
             if with_gradients:
                 unit.readiness.note_recomputation()
             return None
-        self._running.add(unit.name)
-        hidden = self.phase is Phase.FORWARD and self._with_gradients and not with_gradients
-        unit.readiness.note_call(hidden=hidden)
+        self.forward.running.add(unit.name)
+        unit.readiness.note_call(hidden=self.forward.hides(with_gradients=with_gradients))
         return self._watch_inputs(unit, args, kwargs) if with_gradients else None
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
@@ -163,56 +144,53 @@ class HookDriver:
         following = iter(passed)
         return _replaced(args, following), {key: _replaced((v,), following)[0] for key, v in kwargs.items()}
 
-    def _left(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _forward_left(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         """A forward is over, also by an exception."""
-        if self.phase is not Phase.BACKWARD:
-            self._running.discard(unit.name)
+        if not self.step.in_backward:
+            self.forward.left(unit.name)
 
-    def _after_unit(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
-        if self.phase is Phase.BACKWARD:
+    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if self.step.in_backward:
             return
         leaves = _tensors_with_grad(output)
         self._watch_backward(unit, leaves)
         if module is unit.modules[-1] and (unit is not self.gather.last or not leaves):
-            self.gather.release(unit)
+            self.gather.reshard(unit)
 
     def _watch_backward(self, unit: Unit, leaves: list[Tensor]) -> None:
         if leaves:
-            begin = partial(self._before_unit_backward, unit)
-            torch.autograd.graph.register_multi_grad_hook(leaves, begin, mode="any")
+            hook = partial(self._pre_backward, unit, self.step.num_updates)
+            torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def _begin_backward(self) -> None:
+    def _root_pre_backward(self) -> None:
+        """The first thing that any hook of a backward does; further calls do nothing."""
         self.recover()
-        if self.phase is Phase.BACKWARD:
+        if self.step.in_backward:
             return
         self._refuse_unsupported()
-        try:
-            self._before_backward()
-        except BaseException:  # the gradient that announced this backward may have been added to finished sums
-            self.failed = True
-            raise
-        self.phase = Phase.BACKWARD
-        self._reduces, is_last = self._rhythm()
-        self.reduce.begin_backward(is_last=is_last)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.step.pre_backward()
+        if self.guard is not None:
+            self.guard.begin_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._root_post_backward)
         for unit in self.units:
-            unit.readiness.begin_backward()
-        self.gather.begin_backward()
-        self.gather.request(self.units[0])
+            unit.readiness.pre_backward()
+        self.gather.pre_backward()
+        self.gather.unshard(self.units[0])
         self.reduce.expect(self.units[0])
         for unit in self.units:
             if unit.readiness.is_unused:
-                self._end_unit(unit)
+                self._post_backward(unit)
 
     def _refuse_unsupported(self) -> None:
         """Raise for a backward that cannot be right; its step has failed, for it may have left a gradient already."""
-        if not self._running and not torch.is_grad_enabled():
+        running = self.forward.running
+        if not running and not torch.is_grad_enabled():
             return
-        self.failed = True
-        if self._running:
-            where = "the model" if self.units[0].name in self._running else ", ".join(sorted(self._running))
+        self.step.fail()
+        if running:
+            where = "the model" if self.units[0].name in running else ", ".join(sorted(running))
             raise RuntimeError(
                 f"a backward (autograd.grad or backward) reached sharded units inside the forward of {where}; weights"
                 " that the rest of the forward needs would be released. Differentiate after the model's forward"
@@ -222,21 +200,23 @@ class HookDriver:
             " ends, and its gradient leaves for the reduction; only create_graph=False is accepted"
         )
 
-    def _before_unit_backward(self, unit: Unit, gradient: Tensor) -> None:
-        self._begin_backward()
+    def _pre_backward(self, unit: Unit, num_updates: int, gradient: Tensor) -> None:
+        """The first gradient of a unit's outputs is here; num_updates: of the weights, when these were computed."""
+        self.step.check_forward(num_updates)
+        self._root_pre_backward()
         self._backward_of = unit.name
-        self.gather.request(unit)
+        self.gather.unshard(unit)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
 
     def _passed_inputs(self, unit: Unit, node: Any) -> None:
-        self._begin_backward()
+        self._root_pre_backward()
         unit.readiness.note_passed(node)
         if unit.readiness.is_over:
-            self._end_unit(unit)
+            self._post_backward(unit)
 
     def _gradient_arrived(self, unit: Unit, gradients: Gradients, index: int, name: str, param: nn.Parameter) -> None:
-        self._begin_backward()
+        self._root_pre_backward()
         if self.reduce.is_done_with(unit):
             raise RuntimeError(
                 f"a gradient of {name} arrived after unit {unit.name} was reduced: it came from a"
@@ -248,7 +228,7 @@ class HookDriver:
         gradients.adopt(index)
         unit.readiness.note_gradient(param)
         if unit.readiness.is_over:
-            self._end_unit(unit)
+            self._post_backward(unit)
 
     def _main_gradient(self, unit: Unit, gradients: Gradients, index: int) -> Tensor:
         """What `param.get_main_grad()` gives to a kernel that adds a weight's gradient itself.
@@ -262,28 +242,27 @@ class HookDriver:
         """
         if gradients.concat:
             raise NotImplementedError("get_main_grad needs grad_buffer=flat: under concat no flat gradient exists yet")
-        self._begin_backward()
+        self._root_pre_backward()
         if not gradients.is_prepared:
             self.reduce.prepare(unit)
         unit.readiness.note_written(gradients.params[index])
         return gradients.written_by(index)
 
-    def _end_unit(self, unit: Unit) -> None:
+    def _post_backward(self, unit: Unit) -> None:
+        """A unit needs its weights no more, and its gradients are complete; the root's end with the backward."""
         if unit.is_root:
             return
-        self.gather.release(unit)
-        if self._reduces and unit.trainable and not self.reduce.is_done_with(unit):
+        self.gather.reshard(unit)
+        if self.step.plan.reduce_units and unit.trainable and not self.reduce.is_done_with(unit):
             self.reduce.mark_ready(unit)
 
-    def _end_backward(self) -> None:
-        self.gather.end_backward()
-        self.reduce.end_backward(reduce=self._reduces)
-        self._forget_backward()
-
-    def _forget_backward(self) -> None:
+    def _root_post_backward(self) -> None:
+        """The whole backward has ended: the autograd engine calls back."""
+        self.gather.post_backward()
+        self.reduce.post_backward(reduce=self.step.plan.reduce_units)
         for unit in self.units:
-            unit.readiness.end_backward()
-        self.phase = Phase.IDLE
+            unit.readiness.post_backward()
+        self.step.post_backward()
 
 
 class _PassedInputs(torch.autograd.Function):

@@ -54,13 +54,13 @@ class Readiness:
         """Expect backwards to pass this identity on the inputs of a call."""
         self._calls.add(node)
 
-    def begin_backward(self) -> None:
+    def pre_backward(self) -> None:
         """Ask autograd what the backward that begins will reach. Valid inside a hook of it only."""
         self._due_calls = {node for node in self._calls if _will_run(node)}
         self._due_params = {id(param) for param in self.params if _will_run(get_gradient_edge(param).node)}
         self._is_reached = bool(self._due_calls or self._due_params)
 
-    def end_backward(self) -> None:
+    def post_backward(self) -> None:
         """Forget the backward and the calls before it."""
         self._due_calls, self._due_params = set(), set()
         self._arrived.clear()

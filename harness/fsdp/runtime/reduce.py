@@ -28,6 +28,7 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.bucket_reduction import Job, Reductions
+from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.memory import BucketMemory
@@ -46,6 +47,7 @@ class ReducePipeline:
         units: in forward order; they are reduced in reverse.
         reductions: how the sums of a bucket are made, along each axis, by bucket name.
         meshes: whose communicators they use.
+        step: says of the backward that runs what is reduced in it.
         factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
             sums are in cache; where it has one a microbatch, by `finish`.
         guard: looks at gradients before they are reduced; None looks at nothing.
@@ -60,11 +62,13 @@ class ReducePipeline:
         meshes: Meshes,
         runtime: DeviceRuntime,
         memory: BucketMemory,
+        step: Step,
         *,
         factor: float,
         guard: GradientGuard | None = None,
         before_wait: Callable[[Unit], None] = lambda unit: None,
     ) -> None:
+        self.step = step
         self.guard = guard
         self.before_wait = before_wait
         self.order = [unit for unit in reversed(units) if unit.trainable]
@@ -75,7 +79,6 @@ class ReducePipeline:
         self.factor = factor
         beside = runtime.has_streams or all(mesh.inner.threads_help for mesh in meshes)
         self.sums_when_wanted = not beside
-        self._is_last = True
         self._ready: set[str] = set()
         self._issued = 0
         self._in_flight: deque[tuple[Unit, list[Job]]] = deque()
@@ -88,10 +91,6 @@ class ReducePipeline:
         """A unit's backward begins: its gradients will come, in the dtype they are sent in."""
         for gradients in unit.gradients:
             gradients.expect()
-
-    def begin_backward(self, *, is_last: bool) -> None:
-        """A backward begins; is_last: it ends the step's accumulation."""
-        self._is_last = is_last
 
     def prepare(self, unit: Unit) -> None:
         """Give a unit's parameters flat gradient storage, waiting while too many units have theirs."""
@@ -116,7 +115,7 @@ class ReducePipeline:
         """Whether this backward's gradients of a unit have been handed over."""
         return unit.name in self._ready
 
-    def end_backward(self, *, reduce: bool) -> None:
+    def post_backward(self, *, reduce: bool) -> None:
         """Reduce what is left, zeros for units that were not used; `reduce=False` keeps accumulating instead."""
         for unit in self.order[self._issued :]:
             if reduce:
@@ -196,7 +195,7 @@ class ReducePipeline:
                 guard.look(bucket, gradients.bucket)
 
     def _start(self, bucket: Bucket) -> Job:
-        job = Job(bucket, self.reductions[bucket.name], self.runtime, self.factor, self.guard, is_last=self._is_last)
+        job = Job(bucket, self.reductions[bucket.name], self.runtime, self.factor, self.guard, self.step.plan)
         with self.runtime.stream("reduce"):
             job.begin()
             if self.runtime.has_streams:

@@ -76,7 +76,6 @@ class Gradients:
         self.concat = plan.buffer is GradBuffer.concat
         self.bucket: Tensor | None = None
         """Unreduced gradients, where there are any."""
-        self.holds_sums = False
         self._unwritten: set[int] = set()
         self._views: list[Tensor] = []
         self._build()
@@ -204,18 +203,21 @@ class Gradients:
         self.drop()
         return bucket
 
-    def claim(self) -> bool:
-        """Give the sums storage for what is to be put there; whether they hold something to add to already."""
-        held, self.holds_sums = self.holds_sums, True
-        if not held and not self.is_whole:
+    def claim(self) -> None:
+        """Give the sums storage for what is to be put there, unless they have it."""
+        if not self.is_whole and not self.has_sums:
             with self.memory.allocating():  # the outer axis moves them
                 self.sums.untyped_storage().resize_(self.sums.numel() * self.sums.itemsize)
-        return held
+
+    @property
+    def has_sums(self) -> bool:
+        """Whether the sums have storage: a shard of them has none from `forget` to the next `claim`."""
+        return self.sums.untyped_storage().size() > 0
 
     def settle_sums(self) -> None:
         """Let the gradients of a step without a backward be zeros."""
         self.settle()
-        if not self.is_direct and not self.holds_sums:
+        if not self.is_direct:
             self.claim()
             self.sums.zero_()
 
@@ -228,7 +230,6 @@ class Gradients:
         if self.bucket is not None and not self.is_direct:
             self.discard()
         self.drop()  # a backward that was refused may have left one; views come back with the next backward
-        self.holds_sums = False
 
     def discard(self) -> None:
         """Drop what a backward left unreduced in a temporary bucket."""

@@ -210,7 +210,7 @@ def _sent_as_it_lies(self: Gradients) -> None:
     "Parameters the root itself uses are gathered in time; unused ones neither hang nor corrupt.",
     Mutant(
         "only units are gathered",
-        lambda: mock.patch.object(GatherPipeline, "begin_forward", _root_is_forgotten),
+        lambda: mock.patch.object(GatherPipeline, "pre_forward", _root_is_forgotten),
     ),
     Mutant(
         "where no gradient came, what lies in memory is sent",

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from harness.fsdp import model
-from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.step import BackwardPlan, StepShape
 from harness.fsdp.storage.memory import BucketMemory
 from tests.fsdp.behaviours.lab import Broken, Lab, Mutant, behaviour, first_line, live_bytes
 from tests.fsdp.behaviours.models import Block, Branches, Net, loss_of, seeded
@@ -22,17 +22,24 @@ from tests.fsdp.behaviours.sharding_memory import ONE_UNIT
 from tests.fsdp.behaviours.subject import NotOffered, Setup
 
 UNITS = 3
-_end_forward = GatherPipeline.end_forward
+_post_forward = GatherPipeline.post_forward
 
 
 def _root_is_dropped(self: GatherPipeline, *, backward_follows: bool) -> None:
-    _end_forward(self, backward_follows=backward_follows)
-    self.release_all()
+    _post_forward(self, backward_follows=backward_follows)
+    self.reshard_all()
+
+
+_plan = StepShape.plan
+
+
+def _always_last(self: StepShape, *, sync: bool, adds: bool) -> BackwardPlan:
+    return replace(_plan(self, sync=sync, adds=adds), reduce_units=True, last=True)
 
 
 NO_SYNC_IS_IGNORED = Mutant(
     "no_sync is not asked: every backward reduces",
-    lambda: mock.patch.object(ShardedModel, "_rhythm", return_value=(True, True)),
+    lambda: mock.patch.object(StepShape, "plan", _always_last),
 )
 
 
@@ -41,7 +48,7 @@ NO_SYNC_IS_IGNORED = Mutant(
     "ZeRO-3: a microbatch gathers a unit once for its forward and once for its backward, the root once.",
     Mutant(
         "all weights are dropped between forward and backward, the root's too",
-        lambda: mock.patch.object(GatherPipeline, "end_forward", _root_is_dropped),
+        lambda: mock.patch.object(GatherPipeline, "post_forward", _root_is_dropped),
     ),
     ONE_UNIT,
 )
@@ -193,7 +200,7 @@ def _branched(lab: Lab, count: int, paths: tuple[list[int], list[int]]) -> dict[
 def _fetch_all(self: GatherPipeline) -> None:
     while self._next < len(self._sweep):
         self._next += 1
-        self._issue(self._sweep[self._next - 1])
+        self._start_unshard(self._sweep[self._next - 1])
 
 
 def _peak_units(lab: Lab, setup: Setup) -> float:
@@ -221,7 +228,7 @@ def _peak_units(lab: Lab, setup: Setup) -> float:
     "What is fetched ahead never exceeds its limit: here one unit beyond the one in use.",
     Mutant(
         "everything is fetched as soon as the forward begins",
-        lambda: mock.patch.object(GatherPipeline, "_fetch_ahead", _fetch_all),
+        lambda: mock.patch.object(GatherPipeline, "_prefetch", _fetch_all),
     ),
 )
 def prefetch_is_capped(lab: Lab) -> str:
@@ -237,7 +244,7 @@ def prefetch_is_capped(lab: Lab) -> str:
     "With the double buffer at most two units' weights are alive.",
     Mutant(
         "everything is fetched as soon as the forward begins",
-        lambda: mock.patch.object(GatherPipeline, "_fetch_ahead", _fetch_all),
+        lambda: mock.patch.object(GatherPipeline, "_prefetch", _fetch_all),
     ),
 )
 def double_buffer_is_two(lab: Lab) -> str:

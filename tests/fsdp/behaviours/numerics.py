@@ -279,12 +279,12 @@ def _hybrid(lab: Lab, make: Any, strategy: str, outer: str) -> float:
     return error
 
 
-_fetch_ahead = GatherPipeline._fetch_ahead
+_prefetch = GatherPipeline._prefetch
 
 
 def _blank_ahead(self: GatherPipeline) -> None:
     with mock.patch.object(Bucket, "fill_own", lambda bucket: bucket.compute.zero_()):
-        _fetch_ahead(self)
+        _prefetch(self)
 
 
 @behaviour(
@@ -292,7 +292,7 @@ def _blank_ahead(self: GatherPipeline) -> None:
     "Results do not depend on whether communication overlaps.",
     Mutant(
         "what is fetched ahead is not filled",
-        lambda: mock.patch.object(GatherPipeline, "_fetch_ahead", _blank_ahead),
+        lambda: mock.patch.object(GatherPipeline, "_prefetch", _blank_ahead),
     ),
 )
 def overlap_changes_nothing(lab: Lab) -> str:

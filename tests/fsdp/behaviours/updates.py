@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.model import ShardedModel
 from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.step import TRANSITIONS, Call, StepState
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.update import optimizer
 from harness.fsdp.update.optimizer import ShardedOptimizer
@@ -147,9 +147,7 @@ def _numel_here(tensor: Tensor) -> int:
     return int(getattr(tensor, "_local_tensor", tensor).numel())
 
 
-def _unchecked(self: ShardedModel) -> None:
-    self._reduced = self.strategy.shards_grads or self._sync
-    self._unreduced = not self._reduced
+_UNCHECKED = {StepState.REDUCED: TRANSITIONS[StepState.REDUCED] | {Call.pre_backward: (StepState.BACKWARD,)}}
 
 
 @behaviour(
@@ -157,7 +155,7 @@ def _unchecked(self: ShardedModel) -> None:
     "no_sync on all microbatches but the last equals one big batch; without it, the sum is right or refused.",
     Mutant(
         "a second synchronised backward is let through",
-        lambda: mock.patch.object(ShardedModel, "_check_may_accumulate", _unchecked),
+        lambda: mock.patch.dict(TRANSITIONS, _UNCHECKED),
     ),
 )
 def accumulation(lab: Lab) -> str:
@@ -307,7 +305,7 @@ def _keeps_at_end(self: GatherPipeline) -> None:
     "Activation recomputation gives the same gradients and leaves no gathered weights behind.",
     Mutant(
         "what is gathered at the end of the backward stays",
-        lambda: mock.patch.object(GatherPipeline, "end_backward", _keeps_at_end),
+        lambda: mock.patch.object(GatherPipeline, "post_backward", _keeps_at_end),
     ),
 )
 def recomputation(lab: Lab) -> str:
