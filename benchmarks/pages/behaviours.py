@@ -105,8 +105,9 @@ def page(facts: dict[str, Any]) -> str:
     shown = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     parts = [
         "# What an FSDP engine is known by\n",
-        "Made by `python benchmarks/pages/behaviours.py`; every answer is in `benchmarks/data/behaviours.json`.",
-        f"{shown}; {facts['machine']}.\n",
+        "*Record. What three FSDP engines do and do not do, check by check. Made by",
+        "`python benchmarks/pages/behaviours.py`; every answer is in `benchmarks/data/behaviours.json`.",
+        f"{shown}; {facts['machine']}.*\n",
         "Each behaviour is one check (`tests/fsdp/behaviours/`), the same for all engines: our own, NVIDIA's",
         "megatron-fsdp as released, and torch's FSDP2. *holds*, *fails*: what was measured. *not offered*: the engine",
         "cannot be asked for it. *pending*: our engine does not have it yet. A mutant is our engine with one mistake;",

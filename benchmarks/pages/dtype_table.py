@@ -47,9 +47,11 @@ EXTRA = {
 """Policies without a file in conf/dtype: compute, main weights, main gradients, wire, sum."""
 INTRODUCTION = """# Which dtype a gradient really had at each station, for every dtype policy and strategy
 
-Made by `python benchmarks/pages/dtype_table.py > docs/dtypes.md` with the native engine on two ranks, two microbatches
-a step. Every entry was observed, none is copied from the policy: what the forward computed with, what was handed to
-*encode*, the messages, the additions between ranks, the buffer that keeps the sum, the tensors the optimizer stepped.
+*Reference. The dtype of a gradient at each station, as observed in the native engine on two ranks with two microbatches
+a step. Made by `python benchmarks/pages/dtype_table.py > docs/dtypes.md`.*
+
+Every entry was observed; none is copied from the policy. Observed were the compute of the forward, what *encode* was
+given, the messages, the additions between ranks, the buffer that keeps the sum, and the tensors the optimizer stepped.
 `tests/fsdp/test_dtype_table.py` fails when this page is not what the engine does.
 
 - Under `no_shard` and `optim` microbatches add up in the main gradient's dtype before anything is sent; under

@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
 def write(found: Report, out: Path, root: str) -> None:
     """Write the page and the data under `out`."""
     where = "" if root == "runs" else " launch.root=DIR"  # a machine's own folders are nobody else's
-    command = f"python run.py -m study={STUDY}{where} && python benchmarks/{STUDY}.py"
+    command = f"python run.py -m study={STUDY}{where} && python benchmarks/pages/{STUDY}.py"
     command += "" if root == "runs" else " --root DIR"
     data, page = out / "benchmarks" / "data" / f"{STUDY}.json", out / "docs" / f"{STUDY}.md"
     for path in (data, page):

@@ -166,8 +166,9 @@ def markdown(study: StudyVerdict, rows: Sequence[Row], facts: dict[str, object])
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     parts = [
         "# Engines against one process in double precision\n",
+        "*Record. Which engines train the same model as one process in fp64, arm by arm.",
         f"Made by `{facts['command']}`; every number is in `benchmarks/data/engines.json`.",
-        f"{shown}; {facts['machine']}, gloo.\n",
+        f"{shown}; {facts['machine']}, gloo.*\n",
         f"{study.question} {len(rows)} arms: {told}.\n",
         "*loss*: largest relative difference over all steps. *gradient*: largest relative distance of one tensor's",
         "gradient at step 1. *updates*: size of the first three updates over the control's, median tensor. bf16 rounds",

@@ -34,6 +34,10 @@ ABSENT = {
 
 HEAD = """# Power: what the verdicts are worth
 
+*Record. How many faults, put into the engine on purpose, the verdicts find, and how often they raise a false alarm.
+Made by `python -m harness power --part all --out benchmarks/data/power.json && python benchmarks/pages/power_table.py
+--frozen {frozen}`; {made}.*
+
 Faults were put into the engine on purpose, one at a time, and each faulty run was held against two clean ones: its
 *twin*, the same cell without the fault, and a *reference*, the same training by torch's DDP. Clean pairs differ only
 in what must not matter: how the model is sharded, over how many ranks, in how many microbatches, by which engine,
@@ -49,8 +53,7 @@ clean pairs held against that reference, whose twelve references were made again
 are of one set of sources. The published rules are written from the thresholds their
 projects state (`harness/parity/power/published.py`) and judge the same pairs by the same losses.
 
-*Made by `python -m harness power --part all --out benchmarks/data/power.json && python benchmarks/pages/power_table.py
---frozen {frozen}`; {made}.* A fault is *found* where the verdict is anything but EQUAL or EQUIVALENT; *stage right*
+A fault is *found* where the verdict is anything but EQUAL or EQUIVALENT; *stage right*
 where the first finding is in the part of the step where the fault is. Bounds are one-sided, 95 % (Clopper and Pearson).
 """
 

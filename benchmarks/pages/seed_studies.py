@@ -318,8 +318,10 @@ def markdown(found: Sequence[Found]) -> str:
     minutes = sum(one.seed.minutes for one in found)
     parts = [
         "# Published experiments, asked of this machine",
-        f"Made by `python benchmarks/pages/seed_studies.py --run`; every number in {data}. The timed halves take about "
-        f"{minutes:.0f} minutes on two cores that do nothing else. Here is one machine, gloo, and models of "
+        "*Record. What published experiments show when they are repeated here. Made by `python"
+        f" benchmarks/pages/seed_studies.py --run`; every number in {data}.*",
+        f"The timed halves take about {minutes:.0f} minutes on two cores that do nothing else. Here is one machine, "
+        "gloo, and models of "
         "0.2 M weights "
         "(judged) and 12.7 M (timed): this shows whether an effect is there and what it is made of, never "
         "how large it is "

@@ -58,8 +58,8 @@ def markdown(report: Report, command: str) -> str:
     """
     parts = [
         "# Step time, memory and traffic of the engines",
-        f"{report.question} Made by `{command}`; every number, run by run, in "
-        f"[{report.study}.json](../benchmarks/data/{report.study}.json).",
+        f"*Record. {report.question} Made by `{command}`; every number, run by run, in "
+        f"[{report.study}.json](../benchmarks/data/{report.study}.json).*",
         "\n".join(machine_lines(report)),
         "\n".join(f"- {line}" for line in (*LEGEND, *_about_intervals(report))),
     ]

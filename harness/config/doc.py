@@ -137,8 +137,10 @@ def guide() -> str:
     lines = [
         "# Every setting",
         "",
-        "Made by `python -m harness.config.doc > docs/configuration.md` from `harness/config/schema.py`. A value is",
-        "set with `group.key=value`; `group=option` picks a file of `conf/`, whose values win over the defaults below.",
+        "*Reference. Every setting, with its values, default and meaning. Made by `python -m harness.config.doc >",
+        "docs/configuration.md` from `harness/config/schema.py`.*",
+        "",
+        "Set a value with `group.key=value`; `group=option` selects a file of `conf/`, whose values replace defaults.",
     ]
     for group, sentence in groups().items():
         lines += ["", f"## {group}", "", sentence, "", "| setting | takes | default | meaning |", "|---|---|---|---|"]

@@ -17,10 +17,12 @@ ENGINE = Path(__file__).resolve().parents[1] / "fsdp"
 
 INTRODUCTION = """# Every knob of the engine
 
-Made by `python -m harness.config.engine_doc > docs/engine_knobs.md` from `harness/fsdp/options.py` and
-`harness/fsdp/knobs.py`; `tests/docs/test_knobs.py` fails when this page is older than they are. What the engine does
-with a gradient, and how its two entries differ, is in [engine.md](engine.md); every setting of a cell is in
-[configuration.md](configuration.md), what is asked of NCCL in [network.md](network.md).
+*Reference. Every option of the engine: what it does, what it costs, when to use it. Made by `python -m
+harness.config.engine_doc > docs/engine_knobs.md` from `harness/fsdp/options.py` and `harness/fsdp/knobs.py`.*
+
+`tests/docs/test_knobs.py` fails when this page is out of date. [engine.md](engine.md) explains what becomes of a
+gradient and how the two entries differ, [configuration.md](configuration.md) lists every setting of a cell, and
+[network.md](network.md) says what is asked of NCCL.
 
 *entry*: the keyword of `fully_shard` (for plain loops) and of `ShardedModel` (for frameworks), `-` where one has none.
 *setting*: what sets it in a cell. *megatron-fsdp*: the peer's name, where it has this knob; its other arguments are

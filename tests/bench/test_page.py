@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.pages import engine_step_time
 from tests.bench import lab
+from tests.docs.test_heads import head_of
 
 
 def test_page_and_data_hold_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,6 +24,7 @@ def test_page_and_data_hold_every_row(tmp_path: Path, monkeypatch: pytest.Monkey
     data = json.loads((tmp_path / "benchmarks/data/lab.json").read_text())
     assert sum(line.startswith(("| ddp", "| native", "| fsdp")) for line in page.splitlines()) == len(lab.ENGINES)
     assert "`python run.py -m study=lab" in page
+    assert head_of(page)[0] == "Record"
     assert "4 layers of width 64" in page
     assert data["study_file"].startswith("question:")
     assert len(data["processes"]) == 30

@@ -1,0 +1,90 @@
+"""Each page of docs/ says at its head whether it is a guide, a reference or a record; docs/README.md lists them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md") if path.name != "README.md")
+HEAD = re.compile(r"# [^\n]+\n\n\*(?P<kind>Guide|Reference|Record)\. (?P<sentence>[^*]+?[.?])(?: [^*]+)?\*\n\n")
+"""A title, then one paragraph in italics: the kind, a sentence that says what the page answers, and how it is made."""
+
+SOURCES = {
+    "behaviours.md": "benchmarks/pages/behaviours.py",
+    "checkpoints.md": "benchmarks/pages/checkpoints_prose.md",
+    "configuration.md": "harness/config/doc.py",
+    "dtypes.md": "benchmarks/pages/dtype_table.py",
+    "engine_knobs.md": "harness/config/engine_doc.py",
+    "engines.md": "benchmarks/pages/engines_table.py",
+    "power.md": "benchmarks/pages/power_table.py",
+    "seed_studies.md": "benchmarks/pages/seed_studies.py",
+}
+"""Where the head of a generated page is written. `engine_step_time.md` begins with its study's question, which
+`tests/bench/test_page.py` looks for; `engine.md` keeps its own head when its tables are made again."""
+
+
+def head_of(text: str) -> tuple[str, str]:
+    """Kind and first sentence of a page."""
+    found = HEAD.match(re.sub(r"(?<=\S)\n(?=\S)", " ", text))
+    assert found is not None, f"no head: {text[:200]!r}"
+    return found["kind"], found["sentence"]
+
+
+def letters(text: str) -> str:
+    """A text without what quoting and wrapping put between its words."""
+    return re.sub(r"[^A-Za-z0-9]", "", text)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_says_what_it_is(page: str) -> None:
+    kind, _ = head_of((DOCS / page).read_text(encoding="utf-8"))
+    assert kind == "Record" or not page.startswith("upstream/")
+
+
+@pytest.mark.parametrize(("page", "source"), SOURCES.items())
+def test_what_makes_a_page_writes_its_head(page: str, source: str) -> None:
+    kind, sentence = head_of((DOCS / page).read_text(encoding="utf-8"))
+    assert letters(f"{kind}{sentence}") in letters((ROOT / source).read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_command_that_makes_a_page_exists(page: str) -> None:
+    head = (DOCS / page).read_text(encoding="utf-8").split("\n\n")[1]
+    for script in re.findall(r"python ([\w/]+\.py)", head):
+        assert (ROOT / script).exists(), script
+    for module in re.findall(r"python -m\s+(harness[\w.]*)", head):
+        path = ROOT / module.replace(".", "/")
+        assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), module
+
+
+def test_every_page_is_listed_under_its_kind() -> None:
+    expected: dict[str, set[str]] = {"Guide": set(), "Reference": set(), "Record": set()}
+    for page in PAGES:
+        if not page.startswith("upstream/"):
+            kind, sentence = head_of((DOCS / page).read_text(encoding="utf-8"))
+            expected[kind].add(f"| [{page}]({page}) | {sentence} |")
+    sections = (DOCS / "README.md").read_text(encoding="utf-8").split("\n## ")[1:]
+    found = {
+        each.split("\n", 1)[0].removesuffix("s"): set(re.findall(r"^\| \[\w+\.md\].*$", each, re.M))
+        for each in sections
+    }
+    assert found == expected
+    assert "[upstream](upstream)" in sections[2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# Title\n\nMade by `x`.\n\nText",
+        "# Title\n\n*Note. It says something.*\n\nText",
+        "# Title\n\n*Guide. It says something\n\nText*",
+        "*Guide. It says something.*\n\nText",
+    ],
+)
+def test_a_page_without_a_head_is_found(text: str) -> None:
+    with pytest.raises(AssertionError, match="no head"):
+        head_of(text)

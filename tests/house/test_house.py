@@ -1,0 +1,68 @@
+"""The README's house is the one that stands: every room exists, and import-linter holds the order it is drawn in."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
+LAYERS = [
+    [set(re.split(r" [|:] ", layer)) for layer in each["layers"]] for each in CONTRACTS if each["type"] == "layers"
+]
+SECTION = re.search(r"\n## The house\n(.*?)\n## ", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+assert SECTION is not None
+TABLES = [re.findall(r"`([\w./]+)`", each) for each in re.split(r"\n\| [a-z ]+ \| \|\n", SECTION[1])[1:]]
+NAMED = list(chain(*TABLES))
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").strip("/").replace("/", ".")
+
+
+def held(table: list[str]) -> list[tuple[str, str]]:
+    """Pairs of rooms of one table that a contract keeps apart, the upper one first."""
+    rooms = {module_of(path) for path in table}
+    floors = ([sorted(floor & rooms) for floor in contract] for contract in LAYERS)
+    return [
+        (upper, lower)
+        for contract in floors
+        for height, floor in enumerate(contract)
+        for upper in floor
+        for lower in chain(*contract[height + 1 :])
+    ]
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_a_room_of_the_house_exists(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
+def test_every_room_that_exists_is_in_the_house() -> None:
+    packages = [path.parent for folder in ("harness", "harness/fsdp") for path in (ROOT / folder).glob("*/__init__.py")]
+    missing = {path.relative_to(ROOT).as_posix() for path in packages} - set(NAMED)
+    assert not missing, f"the README's house does not name {sorted(missing)}"
+
+
+@pytest.mark.parametrize("path", [path for path in NAMED if path.startswith("harness/")])
+def test_a_room_is_in_a_contract(path: str) -> None:
+    assert module_of(path) in set(chain(*chain(*LAYERS))), f"{path} is in no layers contract of pyproject.toml"
+
+
+@pytest.mark.parametrize("table", range(len(TABLES)))
+def test_rooms_stand_in_the_order_that_import_linter_holds(table: int) -> None:
+    rooms = [module_of(path) for path in TABLES[table]]
+    pairs = held(TABLES[table])
+    assert pairs, "nothing is held"
+    wrong = [(upper, lower) for upper, lower in pairs if rooms.index(upper) > rooms.index(lower)]
+    assert not wrong, f"drawn above what it imports: {wrong}"
+
+
+def test_the_desk_and_the_readers_are_kept_from_torch() -> None:
+    without = next(each for each in CONTRACTS if "torch" in each.get("forbidden_modules", ()))
+    rooms = {module_of(path) for path in chain(*TABLES[:2]) if path.count("/") == 1 and path.startswith("harness/")}
+    assert rooms == set(without["source_modules"])
