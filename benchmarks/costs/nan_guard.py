@@ -85,7 +85,7 @@ def measure(rank: int, strategy: str) -> dict[str, float]:
 def _alone(engine: Any) -> float:
     """Seconds of looking at buckets of the model's sizes and reporting."""
     model = engine.model
-    guard = model._guard
+    guard = model._parts.guard
     buckets: list[tuple[Any, Tensor]] = [
         (bucket, torch.ones(bucket.layout.bucket_numel, dtype=bucket.dtypes.wire))
         for bucket in model.buckets

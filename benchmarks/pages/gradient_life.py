@@ -153,7 +153,7 @@ def life_of(inner: str, outer: str, mesh: Any) -> Life:
             if inner == "optim_grads_params":
                 note("all_gather", "inner", "", "bf16", "for the forward")
             loss.backward()
-            model._drain()  # sums that nobody waited for yet belong to this microbatch
+            model._parts.gradients.drain()  # sums that nobody waited for yet belong to this microbatch
         stage = STAGES[2]
         optimizer.step()
         stage = STAGES[3]

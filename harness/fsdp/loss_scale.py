@@ -120,7 +120,7 @@ class LossScale:
         try:
             self.model.finish_grad_sync()
         except FloatingPointError:
-            guard = self.model._guard
+            guard = self.model._parts.guard
             if guard is None or not self.dynamic or self.value <= 1.0:
                 raise
             guard.forget()
@@ -129,13 +129,13 @@ class LossScale:
         return False
 
     def _overflowed(self, pieces: list[Tensor]) -> bool:
-        device = self.model._runtime.device
+        device = self.model._parts.runtime.device
         found = torch.zeros(1, dtype=torch.float64, device=device)
         for piece in pieces:
             if piece.numel():
                 ends = torch.stack(piece.aminmax())  # without a temporary; NaN is both
                 found += (~ends.isfinite()).any()
-        return bool(self.model._everyone.sum_scalars(found, "overflow"))
+        return bool(self.model._parts.everyone.sum_scalars(found, "overflow"))
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> Outcome:
         """Unscale, clip to `max_norm`, update, unless gradients overflowed; then adapt the factor. *Collective.*

@@ -1,4 +1,4 @@
-"""A sharded module: its buckets, its two pipelines, and what a step asks of them.
+"""A sharded module: the face of its components, which `harness.fsdp.construction` builds.
 
 [Note: Two entries] `harness.fsdp.api.fully_shard` is for plain loops. `ShardedModel`, constructed directly, is for
 frameworks that own the optimizer's calls: they call `finish_grad_sync`, `clip_grad_norm_`, `install_weights`
@@ -7,41 +7,25 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import Pending
-from harness.fsdp.comm.device import DeviceRuntime, usual_device
-from harness.fsdp.comm.fixed_point import beyond_message
-from harness.fsdp.comm.gradient_format import Integers
-from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
-from harness.fsdp.comm.reduction import make_reduction
-from harness.fsdp.comm.user_buffers import Member, UserBuffers
-from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
-from harness.fsdp.guards.watchdog import watch_groups
+from harness.fsdp.comm.device import usual_device
+from harness.fsdp.comm.mesh import Groups
+from harness.fsdp.construction import Request, build
 from harness.fsdp.megatron_arguments import resolve_classes
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.runtime.bucket_reduction import Reductions
-from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.hooks import HookDriver
-from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
-from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Call, Step, StepShape, StepState
-from harness.fsdp.runtime.units import Unit, plan_units
-from harness.fsdp.state.access import StatefulModel, refuse_state_dict
-from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, InitialValue
-from harness.fsdp.storage.gradients import GradientPlan
-from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.state.access import StateAccess, refuse_state_dict
+from harness.fsdp.state.named import ShardedState
+from harness.fsdp.storage.bucket import InitialValue
 from harness.fsdp.update import optimizer as optim
-from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
@@ -49,7 +33,7 @@ if not hasattr(torch.Tensor, "grad_dtype"):
 _MARK = "_sharded_by_harness"
 
 
-class ShardedModel(StatefulModel):
+class ShardedModel(nn.Module):
     """A module whose weights, gradients and optimizer state are split over the ranks of one or two axes.
 
     Args:
@@ -96,120 +80,33 @@ class ShardedModel(StatefulModel):
     ) -> None:
         super().__init__()
         self.options = Options.of(chosen)
-        if grad_divisor is not None and not grad_divisor > 0:
-            raise ValueError(f"grad_divisor={grad_divisor} must be positive")
-        if module.__dict__.get(_MARK, False):
-            raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")
+        _check(module, grad_divisor)
         self.module = module
         self.strategy = Strategy.parse(strategy, "strategy")
         self.outer_strategy = OuterStrategy.parse(outer_strategy, "outer_strategy")
         self.options.check_against(self.strategy)
         self.numerics = self.options.numerics
         self.policy = mixed_precision_policy or MixedPrecisionPolicy()
-        device = device or usual_device(next(module.parameters()).device, groups.inner if groups else group)
-        leave_meta(module, device, has_values=initial_value is not None or init_on_meta)
-        self._runtime = DeviceRuntime(device)
-        self._meshes = self._make_meshes(groups or Groups(group), expert_groups)
-        self._everyone = self._meshes.dense.everyone
-        self._user_buffers = UserBuffers(
-            self.options.nccl_ub,
-            [Member(name, comm.group, device) for name, comm in self._meshes.moving.items() if comm.size > 1],
-            self._runtime,
-            symmetric=not self.options.disable_symmetric_registration,
-            may_fall_back=self.options.registration_fallback is Fallback.record,
-        )
-        self._memory = BucketMemory(device, fixed=self.options.double_buffer, allocating=self._user_buffers.allocating)
-        self.grad_divisor = float(grad_divisor if grad_divisor is not None else self._everyone.size)
-        self._fixed = self.options.exactly
-        self._integers = Integers(self._fixed, self.grad_divisor, device) if self._fixed is not None else None
-        self._units = self._build_units(resolve_classes(unit_modules or ()), initial_value, init_on_meta=init_on_meta)
-        self.buckets: list[Bucket] = [bucket for unit in self._units for bucket in unit.buckets]
-        self._trainable = {bucket.name: bucket for bucket in self.buckets if bucket.trainable}
-        self._gather = GatherPipeline(
-            self._units, self._runtime, self.options.prefetch, self.options.prefetch_limit_bytes
-        )
-        watches = self.options.report_nan_in_param_grad
-        self._guard = GradientGuard(list(self._trainable.values()), self._everyone) if watches else None
-        self._step = Step(self._step_shape())
-        self._reduce = ReducePipeline(
-            self._units,
-            {name: self._reductions_of(bucket) for name, bucket in self._trainable.items()},
-            self._meshes,
-            self._runtime,
-            self._memory,
-            self._step,
-            factor=1.0 / self.grad_divisor,
-            guard=self._guard,
-            before_wait=self._gather.pass_turn,
-        )
-        self._driver = HookDriver(self._units, self._gather, self._reduce, self._step, self._guard)
-        self._watchdog = watch_groups(
-            [self._everyone.group, *(comm.group for mesh in self._meshes for comm in mesh.communicators)],
-            self._runtime,
-            self.options.watchdog_timeout_s,
-            self.options.check_collectives,
-            self._driver.where,
-        )
-        self._drift = ReplicaCheck(
-            lambda: held_by_several(self.buckets, self._meshes), self.options.check_replicas_every
-        )
-        self._installing: list[Pending] = []
-        self._sharded_optimizer: optim.ShardedOptimizer | None = None
-        self._user_buffers.model_built()
-        module.__dict__[_MARK] = True
-        for each in module.modules():
-            each.register_state_dict_pre_hook(refuse_state_dict)
-            each.register_load_state_dict_pre_hook(refuse_state_dict)
-
-    def _make_meshes(self, groups: Groups, expert_groups: Groups | None) -> Meshes:
-        limit, separate = self.options.eager_limit_bytes, self.options.separate_gather_group
-        dense = Mesh(groups, self._runtime, limit, separate)
-        experts = dense if expert_groups is None else Mesh(expert_groups, self._runtime, limit, separate)
-        return Meshes(dense, experts)
-
-    def _build_units(
-        self, classes: Sequence[type[nn.Module]], initial_value: InitialValue | None, *, init_on_meta: bool
-    ) -> list[Unit]:
-        gradients = GradientPlan(
+        request = Request(
+            module,
+            groups or Groups(group),
+            expert_groups,
+            resolve_classes(unit_modules or ()),
             self.strategy,
-            self._memory,
-            self.options.grad_buffer,
-            self.options.accumulate_unsharded,
-            self._fixed is not None,
-            torch.device("cpu") if self.options.offload_optimizer else None,
+            self.outer_strategy,
+            self.policy,
+            device or usual_device(next(module.parameters()).device, groups.inner if groups else group),
+            grad_divisor,
+            initial_value,
+            init_on_meta,
+            self.options,
         )
-
-        def context(key: BucketKey) -> BucketContext:
-            return BucketContext(gradients, self._meshes.of(expert=key.expert), self.outer_strategy)
-
-        if initial_value is None and not init_on_meta:
-            initial_value = values_of_first_rank(self.module, self._meshes)
-        plans = plan_units(self.module, classes, self.options.unit_min_elements)
-        units = build_units(plans, context, self._memory, self.policy, initial_value)
-        if initial_value is None:
-            buckets = [bucket for unit in units for bucket in unit.buckets]
-            reset_by_module(self.module, buckets, self._meshes.dense, self._memory.device)
-        return units
-
-    def _reductions_of(self, bucket: Bucket) -> Reductions:
-        mesh = bucket.context.mesh
-        dtypes = bucket.dtypes if self._fixed is None else bucket.dtypes.as_integers()
-        apart = mesh.has_outer
-        inner = make_reduction(mesh.inner, dtypes, self.numerics, self._integers, legs_apart=apart)
-        if mesh.outer is None or not apart:
-            return Reductions(inner)
-        return Reductions(inner, make_reduction(mesh.outer, dtypes, self.numerics, self._integers))
-
-    def _step_shape(self) -> StepShape:
-        splits, unsharded = self.strategy.shards_grads, self.options.accumulate_unsharded
-        reduces_once = not splits or any(mesh.has_outer for mesh in self._meshes)
-        return StepShape(
-            reduces_each=(splits and not unsharded) or self._fixed is not None,
-            reduces_once=reduces_once,
-            accumulates=reduces_once or unsharded,
-            exact_terms=self._fixed.terms if self._fixed is not None else None,
-            num_ranks=self._everyone.size,
-        )
+        self._parts = build(request)
+        self.grad_divisor = self._parts.divisor
+        self.buckets = self._parts.buckets
+        self._state = StateAccess(module, self.buckets, self._parts.weights, self._parts.gradients)
+        self._sharded_optimizer: optim.ShardedOptimizer | None = None
+        _mark(module)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedModel:
         raise NotImplementedError("a sharded model cannot be cast or moved; give it its dtype and device before")
@@ -238,15 +135,16 @@ class ShardedModel(StatefulModel):
 
     @contextmanager
     def _syncing(self, value: bool) -> Iterator[None]:
-        before, self._step.sync = self._step.sync, value
+        step = self._parts.step
+        before, step.sync = step.sync, value
         try:
             yield
         finally:
-            self._step.sync = before
+            step.sync = before
 
     def set_model_auto_sync(self, sync_model: bool = True) -> None:
         """Whether a backward outside `no_sync` and `sync` ends the step's accumulation."""
-        self._step.sync = sync_model
+        self._parts.step.sync = sync_model
 
     # -- a step --------------------------------------------------------------------------------------------------
 
@@ -254,54 +152,26 @@ class ShardedModel(StatefulModel):
         """Wait for the step's reductions and scale the gradients, once. Further calls do nothing. *Collective.*
 
         Raises:
-            RuntimeError: the step's last backward ran inside no_sync(), so gradients were never reduced.
+            StepError: a RuntimeError: the step's last backward ran inside no_sync(), so gradients were never reduced;
+                or it raised, so that they are incomplete; or this is called inside a backward.
             FloatingPointError: with `report_nan_in_param_grad`, a gradient of any rank is not finite.
+            OverflowError: under numerics=exact, a gradient of any rank is beyond the range.
         """
-        self._wait_until_installed()
-        self._driver.recover()
-        self._step.check(Call.finish_grad_sync)
-        if self._step.state is StepState.FINISHED:
-            return
-        if self._step.state is StepState.IDLE:
-            for unit in self._units:
-                for gradients in unit.gradients:
-                    gradients.settle_sums()
-            return
-        self._drain()
-        if self._guard is not None:
-            self._guard.report()
-        self._check_exact()
-        self._reduce.finish()
-        self._step.finished()
-
-    def _check_exact(self) -> None:
-        """Raise OverflowError on all ranks if a gradient of any of them could not be written as an integer."""
-        if self._integers is None or self._fixed is None:
-            return
-        count = int(self._everyone.sum_scalars(self._integers.beyond.clone(), "gradients beyond the fixed point"))
-        if count:
-            raise OverflowError(beyond_message(count, self._fixed))
-
-    def _drain(self) -> None:
-        try:
-            self._reduce.drain()
-        except BaseException:
-            self._step.fail()
-            raise
+        self._parts.gradients.finish()
 
     @property
     def has_gradients(self) -> bool:
         """Whether a backward ran since gradients were last forgotten; without one, a step changes nothing."""
-        return self._step.has_gradients
+        return self._parts.step.has_gradients
 
     def grad_norm(self) -> float:
         """Euclidean norm of the step's gradient over all ranks, each parameter counted once. *Collective.*"""
         self.finish_grad_sync()
-        return optim.gradient_norm(self.buckets, self._everyone, self.numerics)
+        return optim.gradient_norm(self.buckets, self._parts.everyone, self.numerics)
 
     def weight_norm(self) -> float:
         """Euclidean norm of all main weights over all ranks, each parameter counted once. *Collective.*"""
-        return optim.weight_norm(self.buckets, self._everyone, self.numerics)
+        return optim.weight_norm(self.buckets, self._parts.everyone, self.numerics)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before. *Collective.*"""
@@ -310,44 +180,91 @@ class ShardedModel(StatefulModel):
         return norm
 
     def install_weights(self) -> None:
-        """Bring updated main weights into the compute weights; what was gathered before is dropped. *Collective.*
+        """Bring updated main weights into the compute weights; unsharded ones are dropped. *Collective.*
+
+        A backward through a forward that ran before is refused from then on.
 
         Raises:
             RuntimeError: compute weights were edited in place, which the main weights would overwrite.
         """
-        for bucket in self.buckets:
-            bucket.check_unedited()
-        self._gather.reshard_all()
-        self._wait_until_installed()
-        self._step.weights_installed()
-        self._installing = optim.install_weights(self.buckets)
-        if self._user_buffers.due:
-            self._wait_until_installed()
-            self._user_buffers.step_done()
-        self._drift.after_step()
-
-    def _wait_until_installed(self) -> None:
-        """Wait until the other ranks have taken this rank's weights too, so that they may change."""
-        with events.waiting():
-            for each in self._installing:
-                each.wait()
-        self._installing = []
+        self._parts.weights.install()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, main and local. `set_to_none` makes no difference: storage is flat and stays."""
-        self._driver.recover()
-        self._step.check(Call.zero_grad)
-        self._reduce.discard()
-        for unit in self._units:
-            for gradients in unit.gradients:
-                gradients.forget()
-        self._step.zero_grad()
-        if self._integers is not None:
-            self._integers.beyond.zero_()
-        if self._guard is not None:
-            self._guard.forget()
+        """Forget gradients, main and local. `set_to_none` makes no difference: storage is flat and stays.
 
-    # -- what is kept ----------------------------------------------------------------------------------------------
+        Raises:
+            StepError: a RuntimeError: inside a backward.
+        """
+        self._parts.gradients.forget()
+
+    # -- its state -------------------------------------------------------------------------------------------------
+
+    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
+        return self._state.full_weights()
+
+    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
+        return self._state.full_gradients()
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override] # torch's has overloads for destinations
+        """Main weights by their first names as DTensors over the engine's own memory, and buffers that are saved.
+
+        Raises:
+            NotImplementedError: ranks hold different experts under one name.
+        """
+        return self._state.state_dict()
+
+    def load_state_dict(self, given: Mapping[str, Any], strict: bool = True, assign: bool = False) -> list[str]:
+        """Take weights and buffers: whole tensors or DTensors, by first names. Effective in the very next forward.
+
+        Gradients are forgotten. Returns names that one side lacks (none with `strict`). *Collective.*
+
+        Raises:
+            ValueError: see `harness.fsdp.state.named.load_weights`; or `assign`, which would replace the storage.
+        """
+        if assign:
+            raise ValueError("assign=True would replace flat storage that optimizer and collectives use: load in place")
+        return self._state.load_state_dict(given, strict=strict)
+
+    def sharded_state(self) -> ShardedState:
+        """Weights and optimizer state by the module's own names, over the engine's own memory; for any layout.
+
+        What is written into it counts from `adopt_state` on. An optimizer that has not been stepped has no state yet:
+        `harness.fsdp.state.blank.create_state` makes it.
+
+        Raises:
+            NotImplementedError: ranks hold different experts under one name.
+        """
+        return self._state.sharded_state(self._sharded_optimizer)
+
+    def adopt_state(self, state: ShardedState) -> None:
+        """Make what was written into `sharded_state` effective in the very next forward; forget gradients.
+        *Collective.*
+
+        Raises:
+            ValueError: counters differ between parameters that are updated together.
+        """
+        self._state.adopt_state(state)
+
+    def local_state(self) -> dict[str, Tensor]:
+        """This rank's flat weights and optimizer state, for resuming on the same layout.
+
+        Raises:
+            RuntimeError: no optimizer is attached.
+        """
+        return self._state.local_state(self._sharded_optimizer)
+
+    def load_local_state(self, values: Mapping[str, Tensor]) -> None:
+        """Take `local_state` back, effective in the very next forward; forget gradients. *Collective.*
+
+        Raises:
+            ValueError: it does not fit; nothing was loaded.
+            RuntimeError: no optimizer is attached.
+        """
+        self._state.load_local_state(self._sharded_optimizer, values)
+
+    # -- what it keeps and counts ----------------------------------------------------------------------------------
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers; and
@@ -355,26 +272,15 @@ class ShardedModel(StatefulModel):
 
         Between steps, from `zero_grad` to the next reduction, shards of main_grads are not there.
         """
-        total = {"compute_weights": 0, "main_weights": 0, "main_grads": 0, "padding": 0, "optimizer": 0}
-        for bucket in self.buckets:
-            for role, num_bytes in bucket.persistent_bytes().items():
-                total[role] = total.get(role, 0) + num_bytes
-        if self._sharded_optimizer is not None:
-            used, padding = self._sharded_optimizer.state_bytes()
-            total["optimizer"] += used
-            total["padding"] += padding
-        total["buffers"] = sum(buffer.nbytes for buffer in self.module.buffers())
-        return total
+        return self._parts.persistent_bytes(self.module, self._sharded_optimizer)
 
     def transport(self) -> dict[str, str]:
         """How data moves between ranks here, with the reason where the faster way was asked for and not found."""
-        dense = self._meshes.dense
-        outer = {f"outer_{key}": value for key, value in dense.outer.transport().items()} if dense.outer else {}
-        return dense.inner.transport() | outer
+        return self._parts.transport()
 
     def user_buffers(self) -> dict[str, str]:
         """NCCL user buffers: requested, effective, and the reason where these differ."""
-        return self._user_buffers.facts()
+        return self._parts.user_buffers.facts()
 
     def counters(self) -> dict[str, int]:
         """What this rank counted since the model was built or `reset_counters` was called, by name:
@@ -383,26 +289,27 @@ class ShardedModel(StatefulModel):
         gathered_units_peak: most units, the root apart, whose gathered weights took memory at once.
         peer_read_bytes: bytes read straight from other ranks' memory; 0 where ranks exchange messages instead.
         """
-        return {
-            "transient_peak_bytes": self._memory.peak_bytes,
-            "gathered_units_peak": self._gather.num_alive_peak,
-            "peer_read_bytes": sum(memory.bytes_read for memory in self._meshes.peer_memories),
-        }
+        return self._parts.counters()
 
     def reset_counters(self) -> None:
         """Begin `counters` anew: peaks from what is alive now, totals from 0."""
-        self._memory.reset_peak()
-        self._gather.reset_peak()
-        for memory in self._meshes.peer_memories:
-            memory.bytes_read = 0
+        self._parts.reset_counters()
 
     def close(self) -> None:
         """Take hooks off and end threads. The module keeps whatever weights it holds."""
-        self._watchdog.close()
-        self._reduce.drain()
-        self._wait_until_installed()
-        self._driver.remove()
-        self._reduce.close()
-        self._user_buffers.close()
-        for mesh in self._meshes:
-            mesh.close()
+        self._parts.close()
+
+
+def _check(module: nn.Module, grad_divisor: float | None) -> None:
+    if grad_divisor is not None and not grad_divisor > 0:
+        raise ValueError(f"grad_divisor={grad_divisor} must be positive")
+    if module.__dict__.get(_MARK, False):
+        raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")
+
+
+def _mark(module: nn.Module) -> None:
+    """Remember that a module is sharded; from now on its parts refuse to hand out state, which would be pieces."""
+    module.__dict__[_MARK] = True
+    for each in module.modules():
+        each.register_state_dict_pre_hook(refuse_state_dict)
+        each.register_load_state_dict_pre_hook(refuse_state_dict)

@@ -14,8 +14,8 @@ from torch import Tensor
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.storage import whole_tensor
+from harness.fsdp.model import ShardedModel
 from harness.fsdp.state import named
-from harness.fsdp.state.access import StatefulModel
 from harness.fsdp.state.named import ShardedState
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from tests.support.layouts import (
@@ -111,7 +111,7 @@ def test_a_wider_dtype_loses_nothing(tmp_path: Path) -> None:
 TARGET = Layout("native", "optim", 3)
 MUTANTS: dict[str, tuple[Any, str, Any]] = {
     "counters kept": (ShardedState, "adopt", lambda self: None),
-    "weights not installed": (StatefulModel, "adopt_state", lambda self, state: state.adopt()),
+    "weights not installed": (ShardedModel, "adopt_state", lambda self, state: state.adopt()),
     "rows of the neighbour": (named, "_rows", lambda slot, local: _swapped(slot, local)),
 }
 _ROWS = named._rows

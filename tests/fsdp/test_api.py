@@ -185,13 +185,13 @@ def test_evaluation_leaves_nothing_behind(strategy: str) -> None:
     model = make()
     expected = make()(torch.ones(2, 6))
     wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    resting = wrapped._memory.live_bytes
+    resting = wrapped._parts.memory.live_bytes
     with torch.no_grad():
         assert torch.equal(wrapped(torch.ones(2, 6)), expected)
-    assert wrapped._memory.live_bytes == resting
+    assert wrapped._parts.memory.live_bytes == resting
     wrapped(torch.ones(2, 6)).sum().backward()
     wrapped.finish_grad_sync()
-    assert wrapped._memory.live_bytes == resting, "memory returns to rest after each backward"
+    assert wrapped._parts.memory.live_bytes == resting, "memory returns to rest after each backward"
 
 
 def test_a_forward_that_raises_does_not_spoil_the_next() -> None:
@@ -378,7 +378,7 @@ def failing_fold(rank: int) -> str:
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("broken fold")
 
-    for reduction in (each.inner for each in wrapped._reduce.reductions.values()):
+    for reduction in (each.inner for each in wrapped._parts.reduce.reductions.values()):
         reduction.fold = broken  # type: ignore[method-assign]
     try:
         wrapped(torch.ones(1, 6)).sum().backward()

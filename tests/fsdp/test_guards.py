@@ -317,13 +317,13 @@ def test_an_edit_in_place_of_main_weights_themselves_is_kept(strategy: str) -> N
 def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strategy: str) -> None:
     model, plain = make(), make()
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-    resting = wrapped._memory.live_bytes
-    folds = {name: each.inner.fold for name, each in wrapped._reduce.reductions.items()}
+    resting = wrapped._parts.memory.live_bytes
+    folds = {name: each.inner.fold for name, each in wrapped._parts.reduce.reductions.items()}
 
     def broken(*args: Any, **kwargs: Any) -> None:
         raise ArithmeticError("broken fold")
 
-    for reduction in (each.inner for each in wrapped._reduce.reductions.values()):
+    for reduction in (each.inner for each in wrapped._parts.reduce.reductions.values()):
         reduction.fold = broken  # type: ignore[method-assign]
 
     def step() -> None:
@@ -334,10 +334,10 @@ def test_a_failed_fold_frees_its_buckets_and_its_step_cannot_be_finished(strateg
         step()
     with pytest.raises(RuntimeError, match="gradients are incomplete"):
         optimizer.step()
-    for name, reduction in ((name, each.inner) for name, each in wrapped._reduce.reductions.items()):
+    for name, reduction in ((name, each.inner) for name, each in wrapped._parts.reduce.reductions.items()):
         reduction.fold = folds[name]  # type: ignore[method-assign]
     optimizer.zero_grad()
-    assert wrapped._memory.live_bytes == resting
+    assert wrapped._parts.memory.live_bytes == resting
     wrapped(torch.ones(2, 6)).sum().backward()
     plain(torch.ones(2, 6)).sum().backward()
     same_gradients(wrapped, plain)

@@ -71,10 +71,10 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
         for index, batch in enumerate(batches(case, rank, step)):
             engine.forward_backward(batch, last=index == case.k - 1)
         norms.append(engine.step(1e-3))
-        live.append(model._memory.live_bytes)
+        live.append(model._parts.memory.live_bytes)
     rows = meter.take()
     meter.close()
-    units = [unit for unit in model._units if not unit.is_root]
+    units = [unit for unit in model._parts.units if not unit.is_root]
     found = {
         "norms": norms,
         "weights": dict(engine.named_weights()),
@@ -82,7 +82,7 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
         "alive": model.counters()["gathered_units_peak"],
         "units": len(units),
         "counts": {(row.bucket, row.kind): row.count for row in rows},
-        "largest": max((sum(b.layout.bucket_numel for b in unit.buckets) for unit in model._units), default=0),
+        "largest": max((sum(b.layout.bucket_numel for b in unit.buckets) for unit in model._parts.units), default=0),
     }
     engine.close()
     return found

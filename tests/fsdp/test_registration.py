@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -379,17 +380,19 @@ def _watched(rank: int) -> tuple[list[str], bool]:
     log: list[str] = []
     module = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))
     model = ShardedModel(module, unit_modules=[nn.Linear], nccl_ub="none")
-    model._user_buffers = UserBuffers(
+    buffers = UserBuffers(
         Registration.manual, [Solo("dp", Backend("dp", log), log)], Runtime(log), torch_version=(2, 13)
     )
-    model._memory.allocating = model._user_buffers.allocating
+    model._parts = replace(model._parts, user_buffers=buffers)
+    model._parts.weights.user_buffers = buffers
+    model._parts.memory.allocating = buffers.allocating
     for _ in range(2):
         model(torch.ones(4, 6)).sum().backward()
         model.finish_grad_sync()
         log.append("step")
         model.install_weights()
         model.zero_grad()
-    flying = bool(model._installing)
+    flying = bool(model._parts.weights.pending)
     model.close()
     return log, flying
 

@@ -207,7 +207,7 @@ def mismatched(rank: int) -> list[Told]:
         dist.barrier()
     _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), "optim", check_collectives=True)
     values = torch.zeros(2 if rank == 2 else 3, dtype=torch.float64)
-    found.append(provoke(lambda: wrapped._everyone.sum_scalars(values, "lengths")))  # type: ignore[func-returns-value]
+    found.append(provoke(lambda: wrapped._parts.everyone.sum_scalars(values, "lengths")))  # type: ignore[func-returns-value]
     return found
 
 
@@ -260,7 +260,7 @@ def test_off_there_is_nothing_and_a_limit_is_positive(tmp_path: Path) -> None:
     try:
         model = Stoppable()
         wrapped, _ = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
-        assert wrapped._watchdog.watching == []
+        assert wrapped._parts.watches.watching == []
         with pytest.raises(ValueError, match=r"watchdog_timeout_s=0 must be above 0 seconds, or None"):
             fully_shard(other := Stoppable(), sgd(other), watchdog_timeout_s=0)
     finally:

@@ -2,45 +2,55 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from harness.fsdp.state import flat
 from harness.fsdp.state.named import ShardedState, ShardMap, load_weights
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.update import optimizer as optim
+from harness.fsdp.update.optimizer import ShardedOptimizer
 
 
-class StatefulModel(nn.Module):
-    """The part of `ShardedModel` that hands out state and takes it back."""
+class Weights(Protocol):
+    """What brings main weights into the compute weights."""
 
-    module: nn.Module
-    buckets: list[Bucket]
-    _trainable: dict[str, Bucket]
-    _sharded_optimizer: optim.ShardedOptimizer | None
+    def wait(self) -> None:
+        """Wait until other ranks have taken this rank's weights, so that these may change."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def install(self) -> None:
+        """Make main weights that were written count in the very next forward. *Collective.*"""
+
+
+class StepGradients(Protocol):
+    """What finishes or forgets a step's gradients."""
+
+    def finish(self) -> None:
+        """Wait for the step's reductions and scale the gradients, once. *Collective.*"""
+
+    def forget(self) -> None:
+        """Forget all gradients of the step."""
+
+
+class StateAccess:
+    """Hands out the state of one sharded model and takes it back.
+
+    Args:
+        module: whose names are the state's.
+        buckets: all of the model's.
+        weights: waited for before weights are handed out or written, told when they were written.
+        gradients: finished before they are handed out, forgotten when weights were written.
+    """
+
+    def __init__(
+        self, module: nn.Module, buckets: Sequence[Bucket], weights: Weights, gradients: StepGradients
+    ) -> None:
+        self.module = module
+        self.buckets = buckets
+        self.weights = weights
+        self.gradients = gradients
         self._shards = ShardMap()
-
-    @abstractmethod
-    def _wait_until_installed(self) -> None:
-        """Wait until other ranks have taken this rank's weights, so that they may change."""
-
-    @abstractmethod
-    def install_weights(self) -> None:
-        """Bring main weights into the compute weights. *Collective.*"""
-
-    @abstractmethod
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients."""
-
-    @abstractmethod
-    def finish_grad_sync(self) -> None:
-        """Wait for the step's reductions. *Collective.*"""
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
@@ -48,8 +58,9 @@ class StatefulModel(nn.Module):
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
-        self.finish_grad_sync()
-        return self._in_model_order(flat.full_gradients(self.buckets), list(self._trainable.values()))
+        self.gradients.finish()
+        trainable = [bucket for bucket in self.buckets if bucket.trainable]
+        return self._in_model_order(flat.full_gradients(self.buckets), trainable)
 
     def _in_model_order(
         self, named: Iterator[tuple[str, Tensor]], buckets: Sequence[Bucket]
@@ -65,78 +76,67 @@ class StatefulModel(nn.Module):
                 yield order[place], early.pop(order[place])
                 place += 1
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override] # torch's has overloads for destinations
-        """Main weights by their first names as DTensors over the engine's own memory, and buffers that are saved.
-
-        Raises:
-            NotImplementedError: ranks hold different experts under one name.
-        """
-        self._wait_until_installed()
+    def state_dict(self) -> dict[str, Tensor]:
+        """Main weights by their first names as DTensors over the engine's own memory, and buffers that are saved."""
+        self.weights.wait()
         held = self._shards.weights(self.buckets)
         weights = {name: held[name] for name, _ in self.module.named_parameters() if name in held}
         return {**weights, **saved_buffers(self.module)}
 
-    def load_state_dict(self, given: Mapping[str, Any], strict: bool = True, assign: bool = False) -> list[str]:
-        """Take weights and buffers: whole tensors or DTensors, by first names. Effective in the very next forward.
-
-        Returns names that one side lacks (none with `strict`). *Collective.*
+    def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> list[str]:
+        """Take weights and buffers by first names, and forget gradients; returns names that one side lacks.
+        *Collective.*
 
         Raises:
-            ValueError: see `harness.fsdp.state.named.load_weights`; or `assign`, which would replace the storage.
+            ValueError: see `harness.fsdp.state.named.load_weights`.
         """
-        if assign:
-            raise ValueError("assign=True would replace flat storage that optimizer and collectives use: load in place")
-        self._wait_until_installed()
+        self.weights.wait()
         buffers = saved_buffers(self.module)
         rest = {name: value for name, value in given.items() if name not in buffers}
         problems = load_weights(self._shards.weights(self.buckets), rest, strict=strict)
         for name in buffers.keys() & given.keys():
             buffers[name].copy_(given[name])
-        self.install_weights()
-        self.zero_grad()
+        self._written()
         return problems
 
-    def sharded_state(self) -> ShardedState:
-        """Weights and optimizer state by the module's own names, over the engine's own memory; for any layout.
-
-        What is written into it counts from `adopt_state` on. An optimizer that has not been stepped has no state yet:
-        `harness.fsdp.state.blank.create_state` makes it.
-
-        Raises:
-            NotImplementedError: ranks hold different experts under one name.
-        """
-        self._wait_until_installed()
-        return self._shards.state(self.buckets, self._sharded_optimizer)
+    def sharded_state(self, optimizer: ShardedOptimizer | None) -> ShardedState:
+        """Weights, and the state of an optimizer, by the module's own names, over the engine's own memory."""
+        self.weights.wait()
+        return self._shards.state(self.buckets, optimizer)
 
     def adopt_state(self, state: ShardedState) -> None:
-        """Make what was written into `sharded_state` effective in the very next forward. *Collective.*
+        """Make what was written into `sharded_state` count from now on, and forget gradients. *Collective.*"""
+        state.adopt()
+        self._written()
+
+    def local_state(self, optimizer: ShardedOptimizer | None) -> dict[str, Tensor]:
+        """This rank's flat weights and optimizer state, for resuming on the same layout.
 
         Raises:
-            ValueError: counters differ between parameters that are updated together.
+            RuntimeError: there is no optimizer.
         """
-        state.adopt()
-        self.install_weights()
-        self.zero_grad()
+        return flat.local_state(self.buckets, _required(optimizer))
 
-    def local_state(self) -> dict[str, Tensor]:
-        """This rank's flat state, for resuming on the same layout."""
-        return flat.local_state(self.buckets, self._require_optimizer())
-
-    def load_local_state(self, values: Mapping[str, Tensor]) -> None:
-        """Take `local_state` back, effective in the very next forward. *Collective.*
+    def load_local_state(self, optimizer: ShardedOptimizer | None, values: Mapping[str, Tensor]) -> None:
+        """Take `local_state` back, and forget gradients. *Collective.*
 
         Raises:
             ValueError: it does not fit; nothing was loaded.
+            RuntimeError: there is no optimizer.
         """
-        self._wait_until_installed()
-        flat.load_local_state(self.buckets, self._require_optimizer(), values)
-        self.install_weights()
-        self.zero_grad()
+        self.weights.wait()
+        flat.load_local_state(self.buckets, _required(optimizer), values)
+        self._written()
 
-    def _require_optimizer(self) -> optim.ShardedOptimizer:
-        if self._sharded_optimizer is None:
-            raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(model, optimizer) first")
-        return self._sharded_optimizer
+    def _written(self) -> None:
+        self.weights.install()
+        self.gradients.forget()
+
+
+def _required(optimizer: ShardedOptimizer | None) -> ShardedOptimizer:
+    if optimizer is None:
+        raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(model, optimizer) first")
+    return optimizer
 
 
 def saved_buffers(module: nn.Module) -> dict[str, Tensor]:

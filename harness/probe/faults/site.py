@@ -67,7 +67,7 @@ class Site:
     @property
     def reduce(self) -> Any:
         """The pipeline of reductions."""
-        return self.model._reduce
+        return self.model._parts.reduce
 
     @cached_property
     def buckets(self) -> list[Bucket]:

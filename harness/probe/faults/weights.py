@@ -52,7 +52,7 @@ def read_before_ready(site: Site) -> None:
         before.update(now)
         now.clear()
 
-    site.around(site.model._gather, "_wait_for_unshard", wrap)
+    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
     site.after(site.engine, "step", turn)
 
 
@@ -72,7 +72,7 @@ def unwritten_gather(site: Site) -> None:
 
         return wrapped
 
-    site.around(site.model._gather, "_wait_for_unshard", wrap)
+    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
 
 
 @fault("stale_weights")
@@ -104,7 +104,7 @@ def round_gather(site: Site) -> None:
 
         return wrapped
 
-    site.around(site.model._gather, "_wait_for_unshard", wrap)
+    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
 
 
 @fault("replica_drift")

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import model
+from harness.fsdp import construction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.runtime import units
@@ -94,7 +94,7 @@ def nan_is_named(lab: Lab) -> str:
 
 
 def _loads_main_alone(self: ShardedModel, values: Any) -> None:
-    flat.load_local_state(self.buckets, self._require_optimizer(), values)
+    flat.load_local_state(self.buckets, self._sharded_optimizer, values)
     self.zero_grad()
 
 
@@ -178,7 +178,7 @@ def _average_size(module: nn.Module, classes: Any, min_elements: int) -> Any:
     "Without a unit list every strategy works.",
     Mutant(
         "a limit is computed from the mean size of the listed units",
-        lambda: mock.patch.object(model, "plan_units", _average_size),
+        lambda: mock.patch.object(construction, "plan_units", _average_size),
     ),
 )
 def defaults(lab: Lab) -> str:

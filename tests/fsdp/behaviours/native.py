@@ -44,7 +44,7 @@ class Native(Subject):
     def finish(self) -> None:
         self.model.finish_grad_sync()
         if self.setup.options.get("use_decoupled_grad"):  # else handed over by the step
-            self.model._require_optimizer().attach()
+            self.model._sharded_optimizer.attach()
 
     def update(self) -> None:
         self.optimizer.step()

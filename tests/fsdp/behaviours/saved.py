@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp.model import ShardedModel
 from harness.fsdp.state import named
-from harness.fsdp.state.access import StatefulModel
 from harness.fsdp.state.named import ShardedState, ShardMap
 from harness.fsdp.state.row_shard import RowShard
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour
@@ -130,7 +130,7 @@ def through_dcp(lab: Lab) -> str:
     )
 
 
-def _weights_alone(self: StatefulModel, state: ShardedState) -> None:
+def _weights_alone(self: ShardedModel, state: ShardedState) -> None:
     state.adopt()
     self.zero_grad()
 
@@ -138,9 +138,7 @@ def _weights_alone(self: StatefulModel, state: ShardedState) -> None:
 @behaviour(
     "40",
     "Loaded under another strategy or outer axis it is the same model; another model's shapes raise.",
-    Mutant(
-        "compute weights are not refreshed", lambda: mock.patch.object(StatefulModel, "adopt_state", _weights_alone)
-    ),
+    Mutant("compute weights are not refreshed", lambda: mock.patch.object(ShardedModel, "adopt_state", _weights_alone)),
     Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(named, "_rows", _one_row_on)),
     ranks=4,
 )

@@ -1,0 +1,103 @@
+"""What a sharded model is made of, and what can be told of it without running a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.comm.user_buffers import UserBuffers
+from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.guards.watchdog import Watches
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.step import Step
+from harness.fsdp.runtime.units import Unit
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.update.optimizer import ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Components:
+    """The parts of one sharded model, wired to each other by `harness.fsdp.construction.build`.
+
+    divisor: what a step's summed gradients are divided by. guard: None where nobody looks for gradients that are not
+    finite. units: in forward order, the root first.
+    """
+
+    runtime: DeviceRuntime
+    meshes: Meshes
+    memory: BucketMemory
+    user_buffers: UserBuffers
+    divisor: float
+    units: list[Unit]
+    step: Step
+    guard: GradientGuard | None
+    gather: GatherPipeline
+    reduce: ReducePipeline
+    hooks: HookDriver
+    weights: WeightInstaller
+    gradients: GradientSync
+    watches: Watches
+
+    @property
+    def everyone(self) -> Communicator:
+        """All data-parallel ranks, of both axes."""
+        return self.meshes.dense.everyone
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """The buckets of all units, in model order."""
+        return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def persistent_bytes(self, module: nn.Module, optimizer: ShardedOptimizer | None) -> dict[str, int]:
+        """Bytes this rank keeps, by role; see `harness.fsdp.model.ShardedModel.persistent_bytes`."""
+        total = {"compute_weights": 0, "main_weights": 0, "main_grads": 0, "padding": 0, "optimizer": 0}
+        for bucket in self.buckets:
+            for role, num_bytes in bucket.persistent_bytes().items():
+                total[role] = total.get(role, 0) + num_bytes
+        if optimizer is not None:
+            used, padding = optimizer.state_bytes()
+            total["optimizer"] += used
+            total["padding"] += padding
+        total["buffers"] = sum(buffer.nbytes for buffer in module.buffers())
+        return total
+
+    def transport(self) -> dict[str, str]:
+        """How data moves between ranks on each axis of the dense mesh; keys of the outer one begin with outer_."""
+        dense = self.meshes.dense
+        outer = {f"outer_{key}": value for key, value in dense.outer.transport().items()} if dense.outer else {}
+        return dense.inner.transport() | outer
+
+    def counters(self) -> dict[str, int]:
+        """Peaks and totals so far; see `harness.fsdp.model.ShardedModel.counters`."""
+        return {
+            "transient_peak_bytes": self.memory.peak_bytes,
+            "gathered_units_peak": self.gather.num_alive_peak,
+            "peer_read_bytes": sum(memory.bytes_read for memory in self.meshes.peer_memories),
+        }
+
+    def reset_counters(self) -> None:
+        """Begin `counters` anew: peaks from what is alive now, totals from 0."""
+        self.memory.reset_peak()
+        self.gather.reset_peak()
+        for memory in self.meshes.peer_memories:
+            memory.bytes_read = 0
+
+    def close(self) -> None:
+        """Take hooks off and end threads, once what is under way has landed."""
+        self.watches.close()
+        self.reduce.drain()
+        self.weights.wait()
+        self.hooks.remove()
+        self.reduce.close()
+        self.user_buffers.close()
+        for mesh in self.meshes:
+            mesh.close()

@@ -1,0 +1,211 @@
+"""How a sharded model is built: from what was asked for to components that are wired to each other.
+
+The order is the same on all ranks, and part of the contract between them: groups are made, values are broadcast and
+buffers are registered in it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.comm.gradient_format import Integers
+from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
+from harness.fsdp.comm.reduction import make_reduction
+from harness.fsdp.comm.user_buffers import Member, UserBuffers
+from harness.fsdp.components import Components
+from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
+from harness.fsdp.guards.watchdog import Watches, watch_groups
+from harness.fsdp.options import Options
+from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.runtime.bucket_reduction import Reductions
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.step import Step, StepShape
+from harness.fsdp.runtime.units import Unit, plan_units
+from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, InitialValue
+from harness.fsdp.storage.gradients import GradientPlan
+from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked for, each value valid by itself; `harness.fsdp.model.ShardedModel` describes the fields.
+
+    device: where buckets live; decided. grad_divisor: None is the number of ranks.
+    """
+
+    module: nn.Module
+    groups: Groups
+    expert_groups: Groups | None
+    unit_classes: list[type[nn.Module]]
+    strategy: Strategy
+    outer_strategy: OuterStrategy
+    policy: MixedPrecisionPolicy
+    device: torch.device
+    grad_divisor: float | None
+    initial_value: InitialValue | None
+    init_on_meta: bool
+    options: Options
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it is said where values come from, other than the parameters themselves."""
+        return self.initial_value is not None or self.init_on_meta
+
+
+@dataclass(frozen=True)
+class Ground:
+    """What units are built on: ranks, memory, and the numbers that sums are made of.
+
+    integers: how gradients are written under numerics=exact; else None.
+    """
+
+    runtime: DeviceRuntime
+    meshes: Meshes
+    user_buffers: UserBuffers
+    memory: BucketMemory
+    divisor: float
+    integers: Integers | None
+
+
+def build(request: Request) -> Components:
+    """Shard the module in place and wire its components. *Collective.*
+
+    Raises:
+        ValueError: parameters have no values, groups do not form a grid, or a value does not fit the model.
+        RuntimeError: user buffers could not be registered, and nothing else was allowed.
+    """
+    leave_meta(request.module, request.device, has_values=request.has_values)
+    ground = _ground(request)
+    units = _units(request, ground)
+    components = _wire(request, ground, units)
+    components.user_buffers.model_built()
+    return components
+
+
+def _ground(request: Request) -> Ground:
+    options, device = request.options, request.device
+    runtime = DeviceRuntime(device)
+    meshes = _meshes(request, runtime)
+    user_buffers = UserBuffers(
+        options.nccl_ub,
+        [Member(name, comm.group, device) for name, comm in meshes.moving.items() if comm.size > 1],
+        runtime,
+        symmetric=not options.disable_symmetric_registration,
+        may_fall_back=options.registration_fallback is Fallback.record,
+    )
+    memory = BucketMemory(device, fixed=options.double_buffer, allocating=user_buffers.allocating)
+    divisor = float(meshes.dense.everyone.size if request.grad_divisor is None else request.grad_divisor)
+    fixed = options.exactly
+    integers = None if fixed is None else Integers(fixed, divisor, device)
+    return Ground(runtime, meshes, user_buffers, memory, divisor, integers)
+
+
+def _meshes(request: Request, runtime: DeviceRuntime) -> Meshes:
+    limit, separate = request.options.eager_limit_bytes, request.options.separate_gather_group
+    dense = Mesh(request.groups, runtime, limit, separate)
+    groups = request.expert_groups
+    return Meshes(dense, dense if groups is None else Mesh(groups, runtime, limit, separate))
+
+
+def _units(request: Request, ground: Ground) -> list[Unit]:
+    options, initial = request.options, request.initial_value
+    gradients = GradientPlan(
+        request.strategy,
+        ground.memory,
+        options.grad_buffer,
+        options.accumulate_unsharded,
+        ground.integers is not None,
+        torch.device("cpu") if options.offload_optimizer else None,
+    )
+
+    def context(key: BucketKey) -> BucketContext:
+        return BucketContext(gradients, ground.meshes.of(expert=key.expert), request.outer_strategy)
+
+    if not request.has_values:
+        initial = values_of_first_rank(request.module, ground.meshes)
+    plans = plan_units(request.module, request.unit_classes, options.unit_min_elements)
+    units = build_units(plans, context, ground.memory, request.policy, initial)
+    if initial is None:
+        buckets = [bucket for unit in units for bucket in unit.buckets]
+        reset_by_module(request.module, buckets, ground.meshes.dense, request.device)
+    return units
+
+
+def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
+    options, meshes, runtime = request.options, ground.meshes, ground.runtime
+    everyone = meshes.dense.everyone
+    buckets = [bucket for unit in units for bucket in unit.buckets]
+    trainable = [bucket for bucket in buckets if bucket.trainable]
+    guard = GradientGuard(trainable, everyone) if options.report_nan_in_param_grad else None
+    step = Step(_step_shape(request, ground))
+    gather = GatherPipeline(units, runtime, options.prefetch, options.prefetch_limit_bytes)
+    reduce = ReducePipeline(
+        units,
+        {bucket.name: _reductions_of(bucket, request, ground) for bucket in trainable},
+        meshes,
+        runtime,
+        ground.memory,
+        step,
+        factor=1.0 / ground.divisor,
+        guard=guard,
+        before_wait=gather.pass_turn,
+    )
+    hooks = HookDriver(units, gather, reduce, step, guard)
+    watches = _watch(options, meshes, runtime, hooks)
+    replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
+    weights = WeightInstaller(buckets, gather, ground.user_buffers, replicas, step)
+    return Components(
+        runtime=runtime,
+        meshes=meshes,
+        memory=ground.memory,
+        user_buffers=ground.user_buffers,
+        divisor=ground.divisor,
+        units=units,
+        step=step,
+        guard=guard,
+        gather=gather,
+        reduce=reduce,
+        hooks=hooks,
+        weights=weights,
+        gradients=GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, everyone),
+        watches=watches,
+    )
+
+
+def _step_shape(request: Request, ground: Ground) -> StepShape:
+    splits, unsharded = request.strategy.shards_grads, request.options.accumulate_unsharded
+    reduces_once = not splits or any(mesh.has_outer for mesh in ground.meshes)
+    integers = ground.integers
+    return StepShape(
+        reduces_each=(splits and not unsharded) or integers is not None,
+        reduces_once=reduces_once,
+        accumulates=reduces_once or unsharded,
+        exact_terms=None if integers is None else integers.fixed.terms,
+        num_ranks=ground.meshes.dense.everyone.size,
+    )
+
+
+def _reductions_of(bucket: Bucket, request: Request, ground: Ground) -> Reductions:
+    mesh, numerics, integers = bucket.context.mesh, request.options.numerics, ground.integers
+    dtypes = bucket.dtypes if integers is None else bucket.dtypes.as_integers()
+    apart = mesh.has_outer
+    inner = make_reduction(mesh.inner, dtypes, numerics, integers, legs_apart=apart)
+    if mesh.outer is None or not apart:
+        return Reductions(inner)
+    return Reductions(inner, make_reduction(mesh.outer, dtypes, numerics, integers))
+
+
+def _watch(options: Options, meshes: Meshes, runtime: DeviceRuntime, hooks: HookDriver) -> Watches:
+    groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
+    return watch_groups(groups, runtime, options.watchdog_timeout_s, options.check_collectives, hooks.where)

@@ -1,0 +1,111 @@
+"""The end of a step's gradients: wait for the reductions, check them, scale them once; or forget them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.fixed_point import beyond_message
+from harness.fsdp.comm.gradient_format import Integers
+from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.step import Call, Step, StepState
+from harness.fsdp.runtime.units import Unit
+from harness.fsdp.storage.gradients import Gradients
+
+
+class GradientSync:
+    """Finishes or forgets the gradients of one model's step, as far as the step's state allows it.
+
+    Args:
+        units: whose gradients these are.
+        step: asked before anything is done, told afterwards.
+        hooks: settle a backward that raised.
+        reduce: whose reductions are waited for.
+        weights: waited for as well: the update that follows changes what other ranks may still be taking.
+        guard: reports gradients that are not finite; None reports none.
+        integers: under numerics=exact, how gradients are written as integers; else None.
+        everyone: all data-parallel ranks, which must agree on what they raise.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        step: Step,
+        hooks: HookDriver,
+        reduce: ReducePipeline,
+        weights: WeightInstaller,
+        guard: GradientGuard | None,
+        integers: Integers | None,
+        everyone: Communicator,
+    ) -> None:
+        self.units = units
+        self.step = step
+        self.hooks = hooks
+        self.reduce = reduce
+        self.weights = weights
+        self.guard = guard
+        self.integers = integers
+        self.everyone = everyone
+
+    def finish(self) -> None:
+        """Wait for the step's reductions and scale the gradients, once. Further calls do nothing. *Collective.*
+
+        Raises:
+            StepError: the last backward ran inside no_sync(), or raised; or this is called inside a backward.
+            FloatingPointError: a gradient of any rank is not finite, and a guard looks for such.
+            OverflowError: under numerics=exact, a gradient of any rank is beyond the range.
+        """
+        self.weights.wait()
+        self.hooks.recover()
+        self.step.check(Call.finish_grad_sync)
+        if self.step.state is StepState.FINISHED:
+            return
+        if self.step.state is StepState.IDLE:
+            for gradients in self._gradients():
+                gradients.settle_sums()
+            return
+        self.drain()
+        if self.guard is not None:
+            self.guard.report()
+        self._check_range()
+        self.reduce.finish()
+        self.step.finished()
+
+    def drain(self) -> None:
+        """Wait until all reductions that were issued have landed; one that raises fails the step."""
+        try:
+            self.reduce.drain()
+        except BaseException:
+            self.step.fail()
+            raise
+
+    def forget(self) -> None:
+        """Forget all gradients of the step, whatever became of them: the next step begins.
+
+        Raises:
+            StepError: inside a backward.
+        """
+        self.hooks.recover()
+        self.step.check(Call.zero_grad)
+        self.reduce.discard()
+        for gradients in self._gradients():
+            gradients.forget()
+        self.step.zero_grad()
+        if self.integers is not None:
+            self.integers.beyond.zero_()
+        if self.guard is not None:
+            self.guard.forget()
+
+    def _gradients(self) -> list[Gradients]:
+        return [gradients for unit in self.units for gradients in unit.gradients]
+
+    def _check_range(self) -> None:
+        """Raise OverflowError on all ranks if a gradient of any of them could not be written as an integer."""
+        if self.integers is None:
+            return
+        count = int(self.everyone.sum_scalars(self.integers.beyond.clone(), "gradients beyond the fixed point"))
+        if count:
+            raise OverflowError(beyond_message(count, self.integers.fixed))

@@ -1,0 +1,67 @@
+"""What follows an update: main weights become compute weights, on this rank and on those that take them from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from harness.fsdp.comm import events
+from harness.fsdp.comm.communicator import Pending
+from harness.fsdp.comm.user_buffers import UserBuffers
+from harness.fsdp.guards.replicas import ReplicaCheck
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.step import Step
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.update import optimizer as optim
+
+
+class WeightInstaller:
+    """Brings updated main weights into the compute weights of one model.
+
+    Args:
+        buckets: all of the model's.
+        gather: whose unsharded weights are stale after an update.
+        user_buffers: told after the first step, where registration waits for it.
+        replicas: compares, every few updates, weights that several ranks hold.
+        step: told that weights have changed.
+    """
+
+    def __init__(
+        self,
+        buckets: Sequence[Bucket],
+        gather: GatherPipeline,
+        user_buffers: UserBuffers,
+        replicas: ReplicaCheck,
+        step: Step,
+    ) -> None:
+        self.buckets = buckets
+        self.gather = gather
+        self.user_buffers = user_buffers
+        self.replicas = replicas
+        self.step = step
+        self.pending: list[Pending] = []
+        """Gathers in which other ranks may still take this rank's weights."""
+
+    def install(self) -> None:
+        """Bring main weights into the compute weights; unsharded ones are dropped. *Collective.*
+
+        Raises:
+            RuntimeError: compute weights were edited in place, which the main weights would overwrite.
+            ReplicaDrift: see `harness.fsdp.guards.replicas.check_equal`.
+        """
+        for bucket in self.buckets:
+            bucket.check_unedited()
+        self.gather.reshard_all()
+        self.wait()
+        self.step.weights_installed()
+        self.pending = optim.install_weights(self.buckets)
+        if self.user_buffers.due:
+            self.wait()
+            self.user_buffers.step_done()
+        self.replicas.after_step()
+
+    def wait(self) -> None:
+        """Wait until other ranks have taken this rank's weights, so that these may change."""
+        with events.waiting():
+            for each in self.pending:
+                each.wait()
+        self.pending = []
