@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.config.faults import AMOUNTS, CORPUS, Fault
+from harness.config.faults import AMOUNTS, Fault, corpus
 from harness.parity.power.published import RULES
 from harness.parity.power.score import Judged, Rate, caught, caught_unwitnessed, false_alarms, placed, published_rates
 from harness.store.files import read_json, write_atomic
@@ -41,7 +41,7 @@ Made by `python -m harness power --part all --out benchmarks/data/power.json && 
 Faults were put into the engine on purpose, one at a time, and each faulty run was held against two clean ones: its
 *twin*, the same cell without the fault, and a *reference*, the same training by torch's DDP. Clean pairs differ only
 in what must not matter: how the model is sharded, over how many ranks, in how many microbatches, by which engine,
-with which messages. What each fault does stands in `harness/config/faults.py`, and how in `harness/probe/faults/`;
+with which messages. What each fault is, and how it is done, stands in `harness/probe/faults/`;
 `python run.py fault=NAME` puts it into any run. F numbers are silent bugs that were reported in public, the others
 are families of mistakes. At `full` strength a fault is as reported; at `middle` and `weak` a tenth and a hundredth of
 it, or, for a fault of precision, 8, 11 and 16 significant bits.
@@ -171,7 +171,7 @@ LETTERS = {"DIFFERENT": "D", "UNDECIDED": "U", "NOT_COMPARABLE": "N", "EQUAL": "
 def _faults(judged: Sequence[Judged]) -> list[str]:
     by = {(each.fault, each.strength, each.against): each for each in judged if each.kind == "faulty"}
     rows = []
-    for fault in CORPUS.values():
+    for fault in corpus().values():
         each = [[by.get((fault.name, strength, against)) for against in ("twin", "reference")] for strength in AMOUNTS]
         rules = [_stops([pair for pair in each[0] if pair], rule.name) for rule in RULES]
         held = any(pair.held_out for pairs in each for pair in pairs if pair)

@@ -7,7 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from harness.cli.verb import Verb
-from harness.config.faults import CORPUS
+from harness.config.faults import corpus
 from harness.parity.power.score import (
     Judged,
     Rate,
@@ -58,7 +58,7 @@ def _judged(pair: Pair, paths: tuple[Path, Path]) -> Judged:
         strength=pair.strength,
         against=pair.against,
         held_out=pair.held_out,
-        stage=CORPUS[pair.name].stage if pair.kind is Kind.faulty else "",
+        stage=corpus()[pair.name].stage if pair.kind is Kind.faulty else "",
     )
 
 

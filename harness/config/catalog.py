@@ -1,10 +1,12 @@
-"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`."""
+"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`, and faults as code declares them."""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from harness.config.faults import NONE, corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 """The checkout: `conf/` and `sweeps/` lie beside the package."""
@@ -33,7 +35,8 @@ class Catalog:
 def load_catalog() -> Catalog:
     """Read the names of all options."""
     folders = [p for p in (ROOT / "conf").iterdir() if p.is_dir()]
-    return Catalog({folder.name: _stems(folder) for folder in folders} | {"study": _stems(ROOT / "sweeps")})
+    named = {"study": _stems(ROOT / "sweeps"), "fault": tuple(sorted((*corpus(), NONE)))}
+    return Catalog({folder.name: _stems(folder) for folder in folders} | named)
 
 
 def _stems(folder: Path) -> tuple[str, ...]:

@@ -19,10 +19,11 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from harness.config.catalog import load_catalog
 from harness.config.errors import BadRequest, refuse
 from harness.config.overrides import check_overrides, forbid_appending
 from harness.config.root import typed_root
-from harness.config.schema import Config
+from harness.config.schema import Config, FaultStrength
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,18 @@ class Cell:
 
 
 def register() -> None:
-    """Give Hydra the typed root under the name `schema`, the first entry of conf/config.yaml."""
+    """Give Hydra what no file of conf/ holds: the typed root under the name `schema`, the first entry of
+    conf/config.yaml, and the options of the group `fault`."""
     ConfigStore.instance().store(name="schema", node=typed_root(), provider="harness")
+    _register_faults()
+
+
+@functools.cache
+def _register_faults() -> None:
+    """Once a process: it takes 10 ms."""
+    for name in load_catalog().options["fault"]:
+        node = {"name": name, "strength": FaultStrength.full.name}
+        ConfigStore.instance().store(group="fault", name=name, node=node, provider="harness")
 
 
 def load_config(plain: Mapping[str, Any]) -> Config:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from harness.config.compose import Cell
-from harness.config.faults import AMOUNTS, CORPUS
+from harness.config.faults import AMOUNTS, corpus
 from harness.study.cells import Composer
 
 STUDY = "power"
@@ -92,7 +92,7 @@ def _shortly() -> Iterator[Pair]:
 
 def faulty() -> Iterator[Pair]:
     """Every fault, at every strength, against its twin and against a reference."""
-    for fault in CORPUS.values():
+    for fault in corpus().values():
         for strength in AMOUNTS:
             twin = (*BASE, *(RESUMED if fault.resumes else ()), *fault.cell)
             arm = (*twin, f"fault={fault.name}", f"fault.strength={strength}")

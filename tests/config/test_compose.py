@@ -15,7 +15,7 @@ from harness.config.compose import compose, compose_cell, composed, load_config
 from harness.config.derived import global_microbatches, microbatches_per_rank, parameter_count
 from harness.config.doc import guide, settings
 from harness.config.errors import BadRequest
-from harness.config.faults import CORPUS
+from harness.config.faults import corpus
 from harness.config.schema import Config, EngineName, Strategy
 
 DRY = "launch.dry_run=true"
@@ -33,7 +33,7 @@ NEEDS = {
 def _needs(choice: str) -> list[str]:
     odd = str(Path(__file__).stat().st_size % 2)
     group, _, option = choice.partition("=")
-    acts = list(CORPUS[option].cell) if group == "fault" and option in CORPUS else []
+    acts = list(corpus()[option].cell) if group == "fault" and option in corpus() else []
     needed = [*(text.replace("{odd}", odd) for text in NEEDS.get(choice, [])), *acts]
     return [text for text in needed if text != "data.header_bytes=0"]
 
@@ -52,7 +52,7 @@ def test_every_option_composes(leaf: str) -> None:
 
 
 def test_every_fault_is_an_option_and_every_option_a_fault() -> None:
-    assert set(load_catalog().options["fault"]) == {*CORPUS, "none"}
+    assert set(load_catalog().options["fault"]) == {*corpus(), "none"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
-from harness.config.faults import AMOUNTS, CORPUS
+from harness.config.faults import AMOUNTS, corpus
 from harness.parity.power.score import Judged
 from harness.study.power import Kind, pairs
 
@@ -38,7 +38,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Judged]:
 def test_a_fault_is_found_and_placed(judged: Mapping[str, Judged], fault: str) -> None:
     found = judged[fault]
     assert found.caught, found.sentence
-    assert found.named == ELSEWHERE.get(fault, CORPUS[fault].stage), found.sentence
+    assert found.named == ELSEWHERE.get(fault, corpus()[fault].stage), found.sentence
 
 
 @pytest.mark.parametrize("twin", TWINS)
@@ -57,8 +57,8 @@ def test_the_duplicated_gradient_is_different_at_step_1_and_two_published_rules_
 
 def test_the_study_is_as_large_as_it_says() -> None:
     every = pairs()
-    assert len(CORPUS) == 63
-    assert sum(name[0] == "F" and name[1:3].isdigit() for name in CORPUS) == 26
+    assert len(corpus()) == 63
+    assert sum(name[0] == "F" and name[1:3].isdigit() for name in corpus()) == 26
     faulty = Counter((pair.strength, pair.against) for pair in every if pair.kind is Kind.faulty)
     assert faulty == {(strength, against): 63 for strength in AMOUNTS for against in ("twin", "reference")}
     clean = [pair for pair in every if pair.kind is Kind.clean]
@@ -81,4 +81,4 @@ def test_the_page_is_of_the_data(tmp_path: Path) -> None:
     data = json.loads((Path(__file__).parents[2] / "benchmarks" / "data" / "power.json").read_text())
     assert len(data["pairs"]) == len(pairs())
     assert data["sources"][:8] in page
-    assert all(fault in page for fault in CORPUS)
+    assert all(fault in page for fault in corpus())

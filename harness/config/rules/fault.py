@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from harness.config.derived import microbatches_per_rank
 from harness.config.errors import Violation
-from harness.config.faults import CORPUS, NONE
+from harness.config.faults import NONE, corpus
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import EngineName
 
@@ -18,9 +18,9 @@ def fault_acts(request: Request) -> Iterator[Violation]:
     config = request.config
     if config.fault.name == NONE:
         return
-    fault = CORPUS.get(config.fault.name)
+    fault = corpus().get(config.fault.name)
     if fault is None:
-        near = difflib.get_close_matches(config.fault.name, CORPUS, 3, 0.3) or list(CORPUS)[:3]
+        near = difflib.get_close_matches(config.fault.name, corpus(), 3, 0.3) or list(corpus())[:3]
         yield Violation(request.show("fault.name"), "is no fault of the corpus", ", ".join(near), f"fault={near[0]}")
         return
     if config.engine.name is not EngineName.native:

@@ -1,16 +1,20 @@
 """Faults on purpose: what `fault=NAME` does to the engine, through hooks that no normal run has. One function a fault,
-a file a part of the step; `harness.config.faults` says what each is about.
+a file a part of the step; the decorator `@fault(...)` says what the fault is, and nothing else in the repository does.
 
 `inject` is called by the worker after the engine is built, and only where a fault is asked for.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from pkgutil import iter_modules
 from typing import Any
 
 from harness.config.schema import Config
-from harness.probe.faults import forward, resume, summed, sums, update, weights
 from harness.probe.faults.site import INJECTORS, Site
+
+for _file in iter_modules(__path__):
+    import_module(f"{__name__}.{_file.name}")
 
 
 def inject(config: Config, engine: Any, rank: int, size: int) -> None:
@@ -22,4 +26,4 @@ def inject(config: Config, engine: Any, rank: int, size: int) -> None:
     INJECTORS[config.fault.name](Site(config, engine, rank, size))
 
 
-__all__ = ["INJECTORS", "Site", "forward", "inject", "resume", "summed", "sums", "update", "weights"]
+__all__ = ["INJECTORS", "Site", "inject"]

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from harness.config.faults import K2, ZERO2, ZERO3
 from harness.probe.faults.site import Site, fault
 
 
-@fault("same_batch")
+@fault("same_batch", "every rank is fed the first rank's tokens; the digests say otherwise", "gradient", cell=(ZERO3,))
 def same_batch(site: Site) -> None:
     """A share of this rank's rows, one at least, is the first rank's."""
 
@@ -45,17 +46,23 @@ def _weigh(site: Site, weight: Callable[[int], float]) -> None:
     site.around(site.engine.workload, "loss", wrap)
 
 
-@fault("repeat_microbatch")
+@fault("repeat_microbatch", "the last microbatch counts twice", "gradient", cell=(ZERO3, *K2))
 def repeat_microbatch(site: Site) -> None:
     _weigh(site, lambda number: 1.0 + site.amount * (number == site.k))
 
 
-@fault("unequal_microbatches")
+@fault(
+    "unequal_microbatches",
+    "microbatches have unequal weight in the mean",
+    "gradient",
+    cell=(ZERO2, *K2),
+    microbatches=2,
+)
 def unequal_microbatches(site: Site) -> None:
     _weigh(site, lambda number: 1.0 + site.amount * (0.5 if number % 2 else -0.5))
 
 
-@fault("logged_loss")
+@fault("logged_loss", "the loss that is logged is not the one that is trained on", "forward", cell=(ZERO3,))
 def logged_loss(site: Site) -> None:
     def wrap(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda batch, *, last: method(batch, last=last) * (1.0 + site.amount / 100)
@@ -63,14 +70,26 @@ def logged_loss(site: Site) -> None:
     site.around(site.engine, "forward_backward", wrap)
 
 
-@fault("F15_untied_embedding")
+@fault(
+    "F15_untied_embedding",
+    "sharding unties embedding and head: one of the two gradients is lost",
+    "gradient",
+    cell=(ZERO3, "model.tie_embeddings=true"),
+    report="facebookresearch/lingua PR 75",
+)
 def untied_embedding(site: Site) -> None:
     """The embedding's part of the tied gradient is lost."""
     embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
     embedding.register_forward_hook(lambda _m, _a, output: torch.lerp(output, output.detach(), site.amount))
 
 
-@fault("F26_second_use_lost")
+@fault(
+    "F26_second_use_lost",
+    "a module is used twice, and its gradient leaves after the first use",
+    "gradient",
+    cell=(ZERO3, "model=odd_units"),
+    report="facebookresearch/fairscale#780",
+)
 def second_use_lost(site: Site) -> None:
     """A module's second call in a forward computes with weights that take a part of no gradient."""
     for module in site.model.module.modules():
@@ -100,7 +119,7 @@ def _only_first_use(site: Site, module: nn.Module, own: list[str]) -> None:
     module.register_forward_hook(leave)
 
 
-@fault("wrong_targets")
+@fault("wrong_targets", "one rank's rows are held against the wrong tokens", "forward", cell=(ZERO3,))
 def wrong_targets(site: Site) -> None:
     """On the last rank a share of the rows, one at least, is held against the tokens themselves."""
     if site.rank != site.size - 1:

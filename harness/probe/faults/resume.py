@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.config.faults import ZERO2, ZERO3
 from harness.fsdp.state.row_shard import local_of
 from harness.probe.faults.site import Site, blend, fault, share
 
@@ -41,7 +42,14 @@ def _is_weight(key: str) -> bool:
     return not key.startswith("optimizer")
 
 
-@fault("F16_tail_lost_on_resume")
+@fault(
+    "F16_tail_lost_on_resume",
+    "the last rows of a split weight come back wrong from a checkpoint",
+    "checkpoint",
+    cell=(ZERO3,),
+    resumes=True,
+    report="pytorch/torchtitan#1136",
+)
 def tail_lost_on_resume(site: Site) -> None:
     def change(tensor: Tensor, old: Tensor) -> None:
         share(tensor.view(-1), site.amount / 16).copy_(share(old.view(-1), site.amount / 16))
@@ -49,22 +57,42 @@ def tail_lost_on_resume(site: Site) -> None:
     _on_load(site, _is_weight, change)
 
 
-@fault("F17_shards_not_refreshed")
+@fault(
+    "F17_shards_not_refreshed",
+    "loading fills the full weights, the shards keep what they had",
+    "checkpoint",
+    cell=(ZERO3,),
+    resumes=True,
+    report="ISEEKYAN/Megatron-LM PR 104",
+)
 def shards_not_refreshed(site: Site) -> None:
     _on_load(site, _is_weight, lambda tensor, old: blend(tensor, old, site.amount))
 
 
-@fault("F18_absent_weights_skipped")
+@fault(
+    "F18_absent_weights_skipped",
+    "a weight that the checkpoint lacks stays at its initial value, silently",
+    "checkpoint",
+    cell=(ZERO3,),
+    resumes=True,
+    report="NVIDIA/Megatron-LM, note on fsdp_dtensor",
+)
 def absent_weights_skipped(site: Site) -> None:
     first = next(key for key in site.engine.state().tensors if _is_weight(key))
     _on_load(site, lambda key: key == first, lambda tensor, old: blend(tensor, old, site.amount))
 
 
-@fault("optimizer_step_lost_on_resume")
+@fault(
+    "optimizer_step_lost_on_resume",
+    "Adam's step count begins anew after a resume",
+    "checkpoint",
+    cell=(ZERO3,),
+    resumes=True,
+)
 def optimizer_step_lost_on_resume(site: Site) -> None:
     _on_load(site, lambda key: key.endswith("step"), lambda tensor, old: blend(tensor, 0.0, site.amount))
 
 
-@fault("moments_lost_on_resume")
+@fault("moments_lost_on_resume", "Adam's moments begin anew after a resume", "checkpoint", cell=(ZERO2,), resumes=True)
 def moments_lost_on_resume(site: Site) -> None:
     _on_load(site, lambda key: "exp_avg" in key, lambda tensor, old: blend(tensor, 0.0, site.amount))

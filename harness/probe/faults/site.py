@@ -6,30 +6,40 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
 
-from harness.config.faults import AMOUNTS, BITS
+from harness.config.faults import AMOUNTS, BITS, Fault
 from harness.config.schema import Config
 from harness.fsdp.comm import reduction
 from harness.fsdp.storage.bucket import Bucket
 
 Injector = Callable[["Site"], None]
-
+Said = ParamSpec("Said")
 
 INJECTORS: dict[str, Injector] = {}
+"""What does each fault, by the fault's name."""
 
 
-def fault(name: str) -> Callable[[Injector], Injector]:
-    """Register what does this fault."""
+def _decorator(declare: Callable[Said, Fault]) -> Callable[Said, Callable[[Injector], Injector]]:
+    """A decorator that takes what `declare` takes, and registers the function it stands on under the fault's name."""
 
-    def register(injector: Injector) -> Injector:
-        INJECTORS[name] = injector
-        return injector
+    def declaring(*args: Said.args, **kwargs: Said.kwargs) -> Callable[[Injector], Injector]:
+        name = declare(*args, **kwargs).name
 
-    return register
+        def register(injector: Injector) -> Injector:
+            INJECTORS[name] = injector
+            return injector
+
+        return register
+
+    return declaring
+
+
+fault = _decorator(Fault)
+"""Declares a fault on the function that does it: the only place that names it. The desk reads the declaration too."""
 
 
 @dataclass

@@ -9,6 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.config.faults import (
+    ACCUMULATES_SHARDS,
+    ACCUMULATES_WHOLE,
+    FOUR,
+    K2,
+    NO_CLIP,
+    SGD,
+    ZERO0,
+    ZERO1,
+    ZERO2,
+    ZERO3,
+)
 from harness.fsdp.storage.bucket import Bucket
 from harness.probe.faults.site import Site, fault, rounded
 
@@ -26,18 +38,40 @@ def _between_microbatches(site: Site, change: Callable[[Tensor], object]) -> Non
     site.each_microbatch(then)
 
 
-@fault("F02_doubled_each_microbatch")
+@fault(
+    "F02_doubled_each_microbatch",
+    "the gradient buffer of a group is doubled once a microbatch",
+    "reduction",
+    cell=(ZERO1, *K2),
+    report="NVIDIA/Megatron-LM#6660",
+)
 def doubled_each_microbatch(site: Site) -> None:
     _between_microbatches(site, lambda gradients: gradients.mul_(1.0 + site.amount))
     site.reduce.factor *= 1.0 + site.amount
 
 
-@fault("F05_no_sync_without_effect")
+@fault(
+    "F05_no_sync_without_effect",
+    "each backward begins from zero: only the last microbatch reaches the optimizer",
+    "reduction",
+    cell=(ZERO0, *K2),
+    strategies=ACCUMULATES_WHOLE,
+    microbatches=2,
+    report="NVIDIA/Megatron-LM PR 7186",
+)
 def no_sync_without_effect(site: Site) -> None:
     _between_microbatches(site, lambda gradients: gradients.mul_(1.0 - site.amount))
 
 
-@fault("F11_microbatches_added_in_bf16")
+@fault(
+    "F11_microbatches_added_in_bf16",
+    "microbatches accumulate in 16 bits before the fp32 reduction",
+    "reduction",
+    cell=(ZERO1, *K2),
+    strategies=ACCUMULATES_WHOLE,
+    microbatches=2,
+    report="ISEEKYAN/Megatron-LM#149",
+)
 def microbatches_added_in_bf16(site: Site) -> None:
     _between_microbatches(site, lambda gradients: gradients.copy_(rounded(gradients, site.bits)))
     _on_taken(site, lambda bucket, source: source.copy_(rounded(source, site.bits)))
@@ -59,7 +93,13 @@ def _on_taken(site: Site, change: Callable[[Bucket, Tensor], object]) -> None:
         site.around(bucket.gradients, "take", wrap)
 
 
-@fault("F13_reduced_before_ready")
+@fault(
+    "F13_reduced_before_ready",
+    "a bucket leaves before the last gradient of a parameter is in it",
+    "reduction",
+    cell=(ZERO2, *K2),
+    report="microsoft/DeepSpeed#966",
+)
 def reduced_before_ready(site: Site) -> None:
     """The largest parameter's gradient is not in the last microbatch's bucket."""
     last = [False]
@@ -74,7 +114,12 @@ def reduced_before_ready(site: Site) -> None:
     _on_taken(site, change)
 
 
-@fault("garbage_in_padding")
+@fault(
+    "garbage_in_padding",
+    "what lies between parameters is not zero and counts in the norm",
+    "clipping",
+    cell=(ZERO3, "model=odd", "mesh.world_size=3", "train.global_batch_size=6", "train.microbatch_size=2"),
+)
 def garbage_in_padding(site: Site) -> None:
     """Shards are summed as they are, what pads them included."""
 
@@ -93,12 +138,12 @@ def _scaled(index: int, factor: float) -> Callable[[list[Tensor]], list[Tensor]]
     return change
 
 
-@fault("drop_rank")
+@fault("drop_rank", "the last rank's contribution is lost", "reduction", cell=(ZERO3, *FOUR))
 def drop_rank(site: Site) -> None:
     site.on_contributions(_scaled(site.size - 1, 1.0 - site.amount))
 
 
-@fault("repeat_rank")
+@fault("repeat_rank", "the first rank's contribution counts twice", "reduction", cell=(ZERO0, *FOUR))
 def repeat_rank(site: Site) -> None:
     site.on_contributions(_scaled(0, 1.0 + site.amount))
 
@@ -114,19 +159,31 @@ def _within(site: Site, inside: float, outside: float) -> None:
     site.on_contributions(change)
 
 
-@fault("F22_one_node_only")
+@fault(
+    "F22_one_node_only",
+    "hybrid sharding reduces within a node alone",
+    "reduction",
+    cell=(ZERO3, *FOUR),
+    report="pytorch/pytorch#140183",
+)
 def one_node_only(site: Site) -> None:
     """Each half of the ranks has the mean of its own gradients."""
     _within(site, 1.0 + site.amount, 1.0 - site.amount)
 
 
-@fault("inner_group_only")
+@fault("inner_group_only", "ranks are summed within pairs and averaged over all", "reduction", cell=(ZERO0, *FOUR))
 def inner_group_only(site: Site) -> None:
     """The sum is the half's, the divisor is everybody's."""
     _within(site, 1.0, 1.0 - site.amount)
 
 
-@fault("F09_half_reduced_in_bf16")
+@fault(
+    "F09_half_reduced_in_bf16",
+    "one of two axes is reduced in 16 bits: half of the contributions are rounded",
+    "reduction",
+    cell=(ZERO3, *FOUR),
+    report="pytorch/pytorch#190626",
+)
 def half_reduced_in_bf16(site: Site) -> None:
     def change(contributions: list[Tensor]) -> list[Tensor]:
         half = len(contributions) // 2
@@ -135,12 +192,18 @@ def half_reduced_in_bf16(site: Site) -> None:
     site.on_contributions(change)
 
 
-@fault("round_contributions")
+@fault("round_contributions", "contributions are rounded to 16 bits before an fp32 wire", "reduction", cell=(ZERO2,))
 def round_contributions(site: Site) -> None:
     site.on_contributions(lambda contributions: [rounded(each, site.bits) for each in contributions])
 
 
-@fault("F10_ranks_added_in_bf16")
+@fault(
+    "F10_ranks_added_in_bf16",
+    "contributions are added in 16 bits where fp32 was asked for",
+    "reduction",
+    cell=(ZERO3, *FOUR),
+    report="pytorch/pytorch PR 194434",
+)
 def ranks_added_in_bf16(site: Site) -> None:
     """Every partial sum is rounded."""
 
@@ -158,7 +221,13 @@ def _around_folds(site: Site, wrap: Callable[[Any, Callable[..., None]], Callabl
         site.around(reductions.inner, "fold", partial(wrap, reductions.inner))
 
 
-@fault("F01_duplicated_gradient")
+@fault(
+    "F01_duplicated_gradient",
+    "the reduce-scattered shard is added to the unreduced gradient instead of copied over it",
+    "reduction",
+    cell=(ZERO1, *K2),
+    report="NVIDIA/Megatron-LM PR 3067",
+)
 def duplicated_gradient(site: Site) -> None:
     """This rank's own contribution is added to its shard of the sum."""
 
@@ -189,31 +258,54 @@ def _before_adding(site: Site, factor: float) -> None:
     _around_folds(site, wrap)
 
 
-@fault("F12_boundary_resets")
+@fault(
+    "F12_boundary_resets",
+    "ZeRO-2 begins to accumulate anew at each microbatch; ZeRO-3 does not",
+    "reduction",
+    cell=(ZERO2, *K2),
+    strategies=ACCUMULATES_SHARDS,
+    microbatches=2,
+    report="allenai/open-instruct PR 1498",
+)
 def boundary_resets(site: Site) -> None:
     _before_adding(site, 1.0 - site.amount)
 
 
-@fault("F03_nested_division")
+@fault(
+    "F03_nested_division",
+    "1/DP is applied to the accumulated shard at every microbatch",
+    "reduction",
+    cell=(ZERO2, *K2, SGD),
+    strategies=ACCUMULATES_SHARDS,
+    microbatches=2,
+    report="NVIDIA/Megatron-LM PR 3023",
+)
 def nested_division(site: Site) -> None:
     _before_adding(site, 1.0 - site.amount * (1.0 - 1.0 / site.size))
 
 
-@fault("F24_not_divided_by_k")
+@fault(
+    "F24_not_divided_by_k",
+    "the loss is not divided by the number of microbatches",
+    "reduction",
+    cell=(ZERO3, *K2),
+    microbatches=2,
+    report="huggingface/transformers#34191",
+)
 def not_divided_by_k(site: Site) -> None:
     site.reduce.factor *= 1.0 + site.amount * (site.k - 1)
 
 
-@fault("scale_by_two")
+@fault("scale_by_two", "all gradients are twice what they should be", "reduction", cell=(ZERO3,))
 def scale_by_two(site: Site) -> None:
     site.reduce.factor *= 1.0 + site.amount
 
 
-@fault("scale_by_ranks")
+@fault("scale_by_ranks", "gradients are not divided by the ranks", "reduction", cell=(ZERO2, *FOUR))
 def scale_by_ranks(site: Site) -> None:
     site.reduce.factor *= 1.0 + site.amount * (site.size - 1)
 
 
-@fault("scale_over_ranks")
+@fault("scale_over_ranks", "gradients are divided by the ranks twice", "reduction", cell=(ZERO1, SGD, NO_CLIP))
 def scale_over_ranks(site: Site) -> None:
     site.reduce.factor *= 1.0 - site.amount * (1.0 - 1.0 / site.size)

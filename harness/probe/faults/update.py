@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from harness.config.faults import SGD, ZERO0, ZERO1, ZERO2, ZERO3
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.update import optimizer as engine_optimizer
 from harness.probe.faults.site import Site, blend, fault, rounded
@@ -19,12 +20,24 @@ def _on_norm(site: Site, factor: float) -> None:
     site.around(engine_optimizer, "gradient_norm", wrap)
 
 
-@fault("F20_norm_counts_replicas")
+@fault(
+    "F20_norm_counts_replicas",
+    "replicated gradients count once a rank in the norm: clipping is too strong",
+    "clipping",
+    cell=(ZERO0,),
+    report="NVIDIA-NeMo/RL PR 3788",
+)
 def norm_counts_replicas(site: Site) -> None:
     _on_norm(site, 1.0 + site.amount * (site.size**0.5 - 1.0))
 
 
-@fault("F21_norm_of_one_rank")
+@fault(
+    "F21_norm_of_one_rank",
+    "the norm that is logged is a rank's own part; clipping is right",
+    "clipping",
+    cell=(ZERO3,),
+    report="zero-stage logging, pytorch/pytorch#170862",
+)
 def norm_of_one_rank(site: Site) -> None:
     def wrap(step: Callable[..., float]) -> Callable[..., float]:
         return lambda lr: step(lr) * (1.0 - site.amount * (1.0 - site.size**-0.5))
@@ -48,18 +61,34 @@ def _on_clip(site: Site, power: float) -> None:
     site.around(engine_optimizer, "clip_gradients", wrap)
 
 
-@fault("F23_clipped_on_one_rank")
+@fault(
+    "F23_clipped_on_one_rank",
+    "one replica does not clip, and drifts from the others",
+    "gather",
+    cell=(ZERO0, "optimizer.clip_norm=0.1", SGD),
+    report="microsoft/DeepSpeed PR 1801",
+)
 def clipped_on_one_rank(site: Site) -> None:
     if site.rank == site.size - 1:
         _on_clip(site, -site.amount)
 
 
-@fault("clipped_twice")
+@fault(
+    "clipped_twice",
+    "gradients are clipped, and clipped again",
+    "clipping",
+    cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
+)
 def clipped_twice(site: Site) -> None:
     _on_clip(site, site.amount)
 
 
-@fault("clip_bound")
+@fault(
+    "clip_bound",
+    "gradients are clipped to twice the norm that was asked for",
+    "clipping",
+    cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
+)
 def clip_bound(site: Site) -> None:
     def wrap(clip: Callable[..., None]) -> Callable[..., None]:
         return lambda buckets, norm, max_norm: clip(buckets, norm, max_norm * (1.0 + site.amount))
@@ -77,7 +106,13 @@ def _runs(site: Site) -> list[Any]:
     return [min(runs, key=lambda run: run.weight.numel())]
 
 
-@fault("F04_extra_adam_step")
+@fault(
+    "F04_extra_adam_step",
+    "the step that creates optimizer state is counted: bias corrections are one step ahead",
+    "optimizer",
+    cell=(ZERO3,),
+    report="NVIDIA/Megatron-LM#5974",
+)
 def extra_adam_step(site: Site) -> None:
     for run in _runs(site):
         site.engine.optimizer.state[run.weight]["step"].add_(1)
@@ -97,19 +132,25 @@ def _undone(site: Site, runs: list[Any], change: Callable[[Tensor, Tensor], None
     site.after(site.engine.optimizer, "step", then)
 
 
-@fault("F14_stale_parameters")
+@fault(
+    "F14_stale_parameters",
+    "the optimizer steps tensors that the model no longer uses: some weights never change",
+    "optimizer",
+    cell=(ZERO3,),
+    report="pytorch/pytorch#149205",
+)
 def stale_parameters(site: Site) -> None:
     runs = [run for run in site.model._sharded_optimizer.runs if run.bucket is site.buckets[0]]
     _undone(site, runs, lambda weight, old: blend(weight, old, site.amount))
 
 
-@fault("rank_not_stepped")
+@fault("rank_not_stepped", "one rank's shard is never updated", "optimizer", cell=(ZERO3,))
 def rank_not_stepped(site: Site) -> None:
     runs = list(site.model._sharded_optimizer.runs) if site.rank == site.size - 1 else []
     _undone(site, runs, lambda weight, old: blend(weight, old, site.amount))
 
 
-@fault("round_weights")
+@fault("round_weights", "main weights are kept in 16 bits", "optimizer", cell=(ZERO3,))
 def round_weights(site: Site) -> None:
     runs = list(site.model._sharded_optimizer.runs)
     _undone(site, runs, lambda weight, old: blend(weight, rounded(weight, site.bits), 1.0))
@@ -123,17 +164,17 @@ def _on_state(site: Site, key: str, change: Callable[[Tensor], object]) -> None:
     site.after(site.engine.optimizer, "step", then)
 
 
-@fault("round_moments")
+@fault("round_moments", "Adam's second moment is kept in 16 bits", "optimizer", cell=(ZERO3,))
 def round_moments(site: Site) -> None:
     _on_state(site, "exp_avg_sq", lambda moment: moment.copy_(rounded(moment, site.bits)))
 
 
-@fault("moments_forgotten")
+@fault("moments_forgotten", "Adam's moments are zeroed after the first step", "optimizer", cell=(ZERO1,))
 def moments_forgotten(site: Site) -> None:
     _on_state(site, "exp_avg", lambda moment: moment.mul_(1.0 - site.amount))
 
 
-@fault("decay_on_vectors")
+@fault("decay_on_vectors", "weight decay is applied to gains and biases", "optimizer", cell=(ZERO3,))
 def decay_on_vectors(site: Site) -> None:
     groups = site.engine.optimizer.param_groups
     decay = max(group["weight_decay"] for group in groups)
@@ -142,7 +183,7 @@ def decay_on_vectors(site: Site) -> None:
             group["weight_decay"] = decay * site.amount
 
 
-@fault("lr_of_a_group")
+@fault("lr_of_a_group", "one parameter group has another learning rate", "optimizer", cell=(ZERO2,))
 def lr_of_a_group(site: Site) -> None:
     """The last group's is double."""
 
@@ -152,14 +193,14 @@ def lr_of_a_group(site: Site) -> None:
     site.before(site.engine.optimizer, "step", first)
 
 
-@fault("beta_of_a_group")
+@fault("beta_of_a_group", "one parameter group has another second beta", "optimizer", cell=(ZERO3,))
 def beta_of_a_group(site: Site) -> None:
     group = site.engine.optimizer.param_groups[0]
     first, second = group["betas"]
     group["betas"] = (first, 1.0 - (1.0 - second) * (1.0 + site.amount))
 
 
-@fault("stale_lr")
+@fault("stale_lr", "the optimizer steps with the learning rate of the step before", "optimizer", cell=(ZERO1,))
 def stale_lr(site: Site) -> None:
     """The optimizer steps with the learning rate of the step before."""
     past: list[float] = []
@@ -174,7 +215,7 @@ def stale_lr(site: Site) -> None:
     site.around(site.engine, "step", wrap)
 
 
-@fault("skipped_step")
+@fault("skipped_step", "the second step is not taken", "optimizer", cell=(ZERO2,))
 def skipped_step(site: Site) -> None:
     """The second step leaves a share of what it changes undone, as if it had overflowed."""
     number = [0]

@@ -8,11 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.config.faults import ZERO0, ZERO1, ZERO3
 from harness.fsdp.storage.bucket import Bucket
 from harness.probe.faults.site import Site, blend, fault, rounded, share
 
 
-@fault("F19_permuted_shards")
+@fault(
+    "F19_permuted_shards",
+    "weights are split in one order and gathered in another",
+    "weights",
+    cell=(ZERO3,),
+    report="pytorch/torchtitan PR 1483",
+)
 def permuted_shards(site: Site) -> None:
     """A share of the first bucket's main weights lies one row of 64 further on."""
     piece = share(site.buckets[0].main_pieces[0], site.amount)
@@ -27,7 +34,14 @@ def _others(bucket: Bucket) -> list[Tensor]:
     return [part.chunk(rank) for part in bucket.weight_parts() for rank in range(len(part.sizes)) if rank != own]
 
 
-@fault("F25_read_before_ready")
+@fault(
+    "F25_read_before_ready",
+    "a gather reads what other ranks held a step before",
+    "gather",
+    cell=(ZERO3,),
+    strategies=("optim_grads_params",),
+    report="sgl-project/sglang#37768",
+)
 def read_before_ready(site: Site) -> None:
     """What other ranks own is what it was a step ago, whenever a unit's weights come."""
     before: dict[str, list[Tensor]] = {}
@@ -56,7 +70,13 @@ def read_before_ready(site: Site) -> None:
     site.after(site.engine, "step", turn)
 
 
-@fault("unwritten_gather")
+@fault(
+    "unwritten_gather",
+    "the end of a gathered bucket is used before it has arrived",
+    "gather",
+    cell=(ZERO3,),
+    strategies=("optim_grads_params",),
+)
 def unwritten_gather(site: Site) -> None:
     """In every third gather of a bucket the end of what another rank owns is not there yet."""
     seen = [0]
@@ -75,7 +95,13 @@ def unwritten_gather(site: Site) -> None:
     site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
 
 
-@fault("stale_weights")
+@fault(
+    "stale_weights",
+    "updated weights are not brought into the next forward",
+    "gather",
+    cell=(ZERO1,),
+    strategies=("optim", "optim_grads"),
+)
 def stale_weights(site: Site) -> None:
     """What other ranks own of the first bucket is not installed after a step."""
     bucket = site.buckets[0]
@@ -90,7 +116,7 @@ def stale_weights(site: Site) -> None:
     site.after(site.model, "install_weights", revert)
 
 
-@fault("round_gather")
+@fault("round_gather", "gathered weights are rounded to 16 bits on the way", "gather", cell=(ZERO3,))
 def round_gather(site: Site) -> None:
     """What arrives from other ranks was rounded on the way."""
 
@@ -107,7 +133,7 @@ def round_gather(site: Site) -> None:
     site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
 
 
-@fault("replica_drift")
+@fault("replica_drift", "one replica's weights grow by a thousandth a step", "gather", cell=(ZERO0,))
 def replica_drift(site: Site) -> None:
     """The last replica's weights come out of every step a little larger."""
     if site.rank != site.size - 1:
