@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from harness.store import identity, provenance, status
+from harness.store.fields import with_unit
 from harness.store.metrics import last_record
 from harness.store.rundir import RunDir, flatten, read_summary
 from harness.store.status import JobProbe
@@ -53,12 +54,20 @@ def _progress(run: RunDir) -> list[str]:
     last, summary = last_record(run.metrics), read_summary(run)
     lines = []
     if last is not None:
-        lines.append(_field("step", f"{last['step']} of {run.config()['train']['steps']}, loss {last['loss']}"))
+        loss = with_unit("loss", last["loss"])
+        lines.append(_field("step", f"{last['step']} of {run.config()['train']['steps']}, loss {loss}"))
+        lines += _counters(last.get("counters", {}))
     if summary is not None:
         kept = ("final_weights", "wall_s", "step_time_s")
         lines += [_field(key, json.dumps(summary[key])) for key in kept if key in summary]
         lines += _cost(summary) if summary.get("accounted_bytes") else []
     return lines
+
+
+def _counters(counted: dict[str, Any]) -> list[str]:
+    """What the engine counted of itself in the last step; nothing for engines that do not."""
+    told = [f"{name} {with_unit(f'counters/{name}', value)}" for name, value in counted.items() if value is not None]
+    return [_field("counters", ", ".join(told))] if told else []
 
 
 def _cost(summary: dict[str, Any]) -> list[str]:

@@ -20,12 +20,11 @@ from harness.config.errors import refuse
 from harness.config.overrides import quote
 from harness.launch.local.ranks import log_tail
 from harness.store import provenance, status
+from harness.store.fields import compared
 from harness.store.metrics import read_metrics
 from harness.store.rundir import CONFIG, RunDir
 from harness.store.status import State
 
-COSTS = frozenset({"step_time_s", "time", "memory", "tflops_per_rank", "mfu", "comm"})
-"""Of a step's line, what may differ: what it took, and bytes, since a first step gathers what others keep."""
 PREEMPTED = 75
 
 
@@ -140,9 +139,10 @@ def _compared(run: RunDir, first: Path, resumed: Path, preempt_at: int) -> Rehea
         if step not in held or step not in right:
             differences.append(f"step {step} is only in {'the uninterrupted run' if step in right else 'the other'}")
             continue
-        for key in sorted((right[step].keys() | held[step].keys()) - COSTS):
+        mine, whole = compared(held[step]), compared(right[step])
+        for key in sorted(mine.keys() | whole.keys()):
             numbers += 1
-            ours, theirs = held[step].get(key), right[step].get(key)
+            ours, theirs = mine.get(key), whole.get(key)
             if json.dumps(ours) != json.dumps(theirs):  # bit for bit: a float's repr round-trips, and NaN equals NaN
                 differences.append(f"step {step}: {key} is {ours}, uninterrupted {theirs}")
     differences += _ends(run, RunDir(resumed), preempt_at)

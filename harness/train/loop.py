@@ -167,6 +167,7 @@ class Loop:
         lr = lr_at(self.config, step)
         meters.collectives.take()  # what was issued, or waited for, between steps is no step's
         meters.waits.take()
+        session.engine.counters()
         fetched, self.ahead = self.ahead or self._fetch(step), None
         batch, microbatches = fetched.take()
         began = time.perf_counter()
@@ -184,7 +185,8 @@ class Loop:
         spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
         step_time_s = fetched.seconds + time.perf_counter() - began - aside
         rows, exposed_comm_s = meters.collectives.take(), meters.waits.take()
-        return batch, losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows, session.engine.scaled())
+        counters, scaled = session.engine.counters(), session.engine.scaled()
+        return batch, losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows, scaled, counters)
 
     def _fetch(self, step: int) -> Fetched:
         """Load a step's batch. What goes wrong is kept until the batch is wanted: the step before is not over yet."""

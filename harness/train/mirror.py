@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from harness.config.schema import Config, WandbMode
+from harness.store.fields import mirrored
 
 log = logging.getLogger(__name__)
 
@@ -39,11 +40,11 @@ class Mirror:
             return cls.disabled()
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Send one line, nested entries as `train/time/data_s`; entries that are null are left out."""
+        """Send the mirrored metrics of one line, nested ones as `train/time/data_s`; null ones are left out."""
         if self._run is None:
             return
         try:
-            self._run.log({f"train/{key}": value for key, value in flatten(record) if value is not None})
+            self._run.log({f"train/{path}": value for path, value in mirrored(record).items()})
         except Exception as error:
             _warn("stopped", error)
             self._run = None
@@ -61,15 +62,6 @@ class Mirror:
 def mirror_id(study: str, signature: str) -> str:
     """`<study>-<signature>` in 64 characters: a long study name loses its end, the signature its second half."""
     return f"{study[: MAX_ID - 33]}-{signature}"[:MAX_ID]
-
-
-def flatten(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves of nested mappings with their path, joined by slashes."""
-    for key, value in record.items():
-        if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _start(config: Config, run_dir: Path) -> Any:

@@ -1,25 +1,6 @@
 """What a run leaves behind: a line a step in `metrics.jsonl`, and `summary.json` at the end. Rank 0 writes both.
 
-A line, in this order (bytes are bytes, times seconds, losses nats a token; null where a thing cannot be observed):
-
-    step             counted from 1
-    loss             mean over the global batch: microbatch losses summed in global order in fp64, divided by M
-    grad_norm        of the averaged gradient, before clipping
-    param_norm       of the main weights after the update; null but every `train.param_norm_every` steps
-    lr, tokens       of this step; tokens of the whole global batch
-    loss_scale       what the loss was multiplied with; null without one (dtype.loss_scale)
-    skipped          whether gradients overflowed under a dynamic loss scale, so that no weight changed in this step;
-                     grad_norm is NaN then
-    data_digest      16 hex digits over everything that was fed, the same for any layout
-    step_time_s      loading the batch, forward, backward and update, on rank 0; without what lies between steps
-    time             data_s, forward_s, backward_s, exposed_comm_s, optimizer_s; exposed_comm_s is the part of the
-                     others in which rank 0's host stood still for a collective: 0 with one rank, null on CUDA and for
-                     engines that do not announce their waits
-    memory           allocated and reserved (the step's peaks), alloc_retries, accounted, rss; of tensor storage,
-                     persistent_tensor_bytes (between steps) and peak_tensor_bytes (within the step): on CUDA always, on
-                     CPU in the last warm-up step of measure=bench alone
-    tflops_per_rank  model arithmetic over step time; mfu over the device's peak, null where that is unknown
-    comm             {kind: {count, bytes}} sent by this rank for the engine
+A line holds the metrics that `harness.store.fields` declares.
 
 `summary.json`: status, step, steps, tokens, loss, grad_norm, initial_weights and final_weights (SHA-256 over names,
 shapes and bytes; the initial ones as fp32), parameters, accounted_bytes by role, engine (what it chose on this
@@ -52,6 +33,7 @@ from harness.engines.protocol import Ranks, Scaled
 from harness.probe.capture import raw_bytes
 from harness.probe.collectives import Row, by_kind
 from harness.probe.flops import flops_per_token, peak_flops
+from harness.store.fields import as_line, members
 from harness.store.files import write_json
 from harness.store.metrics import encode
 
@@ -85,8 +67,10 @@ class Measured(NamedTuple):
     exposed_comm_s: float | None
     rows: list[Row]
     """Collectives issued."""
-    scaled: Scaled | None = None
+    scaled: Scaled | None
     """What the engine multiplied the loss with."""
+    counters: Mapping[str, int]
+    """What the engine counted of itself."""
 
 
 class StepRecords:
@@ -109,29 +93,31 @@ class StepRecords:
         """The record of one step."""
         rate = self.flops_per_rank / measured.step_time_s
         spans, forward = measured.spans, measured.spans.get("forward")
-        return {
-            "step": step,
-            "loss": global_loss(report.losses),
-            "grad_norm": measured.grad_norm,
-            "param_norm": param_norm,
-            "lr": measured.lr,
-            "tokens": self.tokens,
-            "loss_scale": None if measured.scaled is None else measured.scaled.scale,
-            "skipped": measured.scaled is not None and measured.scaled.skipped,
-            "data_digest": global_digest(report.digests),
-            "step_time_s": measured.step_time_s,
-            "time": {
-                "data_s": spans["data"],
-                "forward_s": forward,
-                "backward_s": None if forward is None else spans["forward_backward"] - forward,
-                "exposed_comm_s": 0.0 if self.world_size == 1 else measured.exposed_comm_s,
-                "optimizer_s": spans["optimizer"],
-            },
-            "memory": dict(memory),
-            "tflops_per_rank": rate / 1e12,
-            "mfu": None if self.peak is None else rate / self.peak,
-            "comm": by_kind(measured.rows),
-        }
+        return as_line(
+            {
+                "step": step,
+                "loss": global_loss(report.losses),
+                "grad_norm": measured.grad_norm,
+                "param_norm": param_norm,
+                "lr": measured.lr,
+                "tokens": self.tokens,
+                "loss_scale": None if measured.scaled is None else measured.scaled.scale,
+                "skipped": measured.scaled is not None and measured.scaled.skipped,
+                "data_digest": global_digest(report.digests),
+                "step_time_s": measured.step_time_s,
+                "time/data_s": spans["data"],
+                "time/forward_s": forward,
+                "time/backward_s": None if forward is None else spans["forward_backward"] - forward,
+                "time/exposed_comm_s": 0.0 if self.world_size == 1 else measured.exposed_comm_s,
+                "time/optimizer_s": spans["optimizer"],
+                **{f"memory/{name}": value for name, value in memory.items()},
+                **{metric.path: None for metric in members("counters")},
+                **{f"counters/{name}": value for name, value in measured.counters.items()},
+                "tflops_per_rank": rate / 1e12,
+                "mfu": None if self.peak is None else rate / self.peak,
+                "comm": by_kind(measured.rows),
+            }
+        )
 
 
 def write_summary(

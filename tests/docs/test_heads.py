@@ -20,6 +20,7 @@ SOURCES = {
     "dtypes.md": "benchmarks/pages/dtype_table.py",
     "engine_knobs.md": "harness/config/engine_doc.py",
     "engines.md": "benchmarks/pages/engines_table.py",
+    "metrics.md": "harness/store/fields.py",
     "power.md": "benchmarks/pages/power_table.py",
     "seed_studies.md": "benchmarks/pages/seed_studies.py",
 }

@@ -11,7 +11,7 @@ import pytest
 
 from harness.config.schema import WandbMode
 from harness.store.metrics import read_metrics
-from harness.train.mirror import Mirror, flatten, mirror_id
+from harness.train.mirror import Mirror, mirror_id
 from tests.support.factory import freeze, small_config, train
 
 
@@ -57,6 +57,7 @@ def test_every_line_is_mirrored(tmp_path: Path, fake: tuple[FakeRun, dict[str, A
     assert [line["train/loss"] for line in run.logged] == [record["loss"] for record in records]
     assert run.logged[0]["train/time/data_s"] == records[0]["time"]["data_s"]
     assert not any("mfu" in key for line in run.logged for key in line), "null is left out"
+    assert not any("data_digest" in key for line in run.logged for key in line), "what its metric keeps back too"
     assert ("train/*", "train/step") in run.metrics
     assert given["mode"] == "offline"
     assert given["resume"] == "allow"
@@ -102,10 +103,6 @@ def test_ids_fit_and_keep_runs_apart(study: str) -> None:
     ids = {mirror_id(study, signature) for signature in ("a" * 64, "a" * 31 + "b" + "a" * 32)}
     assert len(ids) == 2
     assert all(len(identity) <= 64 for identity in ids)
-
-
-def test_flatten() -> None:
-    assert dict(flatten({"a": 1, "b": {"c": {"d": 2}}})) == {"a": 1, "b/c/d": 2}
 
 
 def test_offline_for_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ from harness.config.schema import (
 )
 from harness.fsdp.state.row_shard import local_of
 from harness.probe.faults import inject
+from harness.store.fields import compared
 from harness.store.metrics import read_metrics
-from harness.study.rehearse import COSTS
 from tests.support.factory import small_config, train
 from tests.support.spawn import run_ranks
 
@@ -76,7 +76,7 @@ CONFIGS: dict[str, Config] = {
 def numbers(run: Path) -> list[dict[str, Any]]:
     """Every logged number but costs, as text: bit for bit."""
     return [
-        {key: json.dumps(value) for key, value in line.items() if key not in COSTS}
+        {key: json.dumps(value) for key, value in compared(line).items()}
         for line in read_metrics(run / "metrics.jsonl")
     ]
 

@@ -1,0 +1,217 @@
+"""What a line of `metrics.jsonl` holds: every metric declared once, with its unit, its meaning and who reads it.
+
+The recorder writes these, in this order, and refuses any other; the mirror, the rehearsal and `show` read what stands
+here. `python -m harness.store.fields` prints the reference kept in docs/metrics.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One number, or one text, of a step."""
+
+    path: str
+    """Its keys from the line inwards, joined by slashes; `*` stands for keys that the run chooses."""
+    unit: str
+    """Of the number; empty for texts and ratios."""
+    meaning: str
+    """One sentence or more."""
+    cost: bool = False
+    """Whether it says what the step took, which differs from one execution of a run to the next. All else must have the
+    same bits in a run that was interrupted and resumed."""
+    mirrored: bool = True
+    """Whether Weights & Biases is sent it."""
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.rpartition("/")[2]
+
+
+METRICS = (
+    Metric("step", "steps", "Counted from 1."),
+    Metric(
+        "loss",
+        "nats a token",
+        "Mean over the global batch: microbatch losses summed in global order in fp64, divided by their number.",
+    ),
+    Metric("grad_norm", "", "Euclidean norm of the averaged gradient, before clipping."),
+    Metric(
+        "param_norm",
+        "",
+        "Euclidean norm of the main weights after the update; null but every `train.param_norm_every` steps.",
+    ),
+    Metric("lr", "", "Learning rate of this step."),
+    Metric("tokens", "tokens", "Of the whole global batch."),
+    Metric("loss_scale", "", "What the loss was multiplied with; null without one (`dtype.loss_scale`)."),
+    Metric(
+        "skipped",
+        "",
+        "Whether gradients overflowed under a dynamic loss scale, so that no weight changed in this step; `grad_norm` "
+        "is NaN then.",
+    ),
+    Metric("data_digest", "", "16 hex digits over everything that was fed, the same for any layout.", mirrored=False),
+    Metric(
+        "step_time_s",
+        "seconds",
+        "Loading the batch, forward, backward and update, on rank 0; without what lies between steps.",
+        cost=True,
+    ),
+    Metric("time/data_s", "seconds", "Loading this step's batch.", cost=True),
+    Metric("time/forward_s", "seconds", "All forwards; null for engines that hide where they begin.", cost=True),
+    Metric(
+        "time/backward_s",
+        "seconds",
+        "All backwards, with what is reduced meanwhile; null where `forward_s` is.",
+        cost=True,
+    ),
+    Metric(
+        "time/exposed_comm_s",
+        "seconds",
+        "The part of the other times in which rank 0's host stood still for a collective: 0 with one rank, null on "
+        "CUDA and for engines that do not announce their waits.",
+        cost=True,
+    ),
+    Metric("time/optimizer_s", "seconds", "Norm, clipping and update.", cost=True),
+    Metric("memory/allocated", "bytes", "Peak of the step in CUDA's allocator; null on CPU.", cost=True),
+    Metric("memory/reserved", "bytes", "Peak of what CUDA's allocator holds; null on CPU.", cost=True),
+    Metric("memory/alloc_retries", "retries", "Of CUDA's allocator, since the process began; null on CPU.", cost=True),
+    Metric("memory/accounted", "bytes", "What the engine says it keeps between steps.", cost=True),
+    Metric(
+        "memory/persistent_tensor_bytes",
+        "bytes",
+        "Tensor storage between steps: on CUDA always, on CPU in the last warm-up step of `measure=bench` alone.",
+        cost=True,
+    ),
+    Metric(
+        "memory/peak_tensor_bytes",
+        "bytes",
+        "Most tensor storage within the step; null where `persistent_tensor_bytes` is.",
+        cost=True,
+    ),
+    Metric("memory/rss", "bytes", "Resident set of rank 0's process.", cost=True),
+    Metric(
+        "counters/transient_peak_bytes",
+        "bytes",
+        "Most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once in the step; null for "
+        "engines that do not count them.",
+        cost=True,
+    ),
+    Metric(
+        "counters/gathered_units_peak",
+        "units",
+        "Most units, the root apart, whose gathered weights took memory at once in the step; null for engines that do "
+        "not count them.",
+        cost=True,
+    ),
+    Metric(
+        "counters/peer_read_bytes",
+        "bytes",
+        "Read straight from other ranks' memory in the step, captures of gradients included; 0 where ranks exchange "
+        "messages, null for engines that do not count it.",
+        cost=True,
+    ),
+    Metric("tflops_per_rank", "TFLOP/s", "Model arithmetic over step time.", cost=True),
+    Metric("mfu", "", "`tflops_per_rank` over the device's peak; null where that is unknown.", cost=True),
+    Metric("comm/*/count", "calls", "Collectives of this kind that rank 0 issued for the engine.", cost=True),
+    Metric("comm/*/bytes", "bytes", "What rank 0 sent in them.", cost=True),
+)
+"""Every metric, in the order of a line."""
+
+_BY_PATH = {metric.path: metric for metric in METRICS}
+_GIVEN = dict.fromkeys(metric.path.partition("/*")[0] for metric in METRICS)
+
+
+def metric_of(path: str) -> Metric | None:
+    """The declaration of a leaf of a line, such as `comm/all_gather/bytes`; None where nothing declares it."""
+    keys = path.split("/")
+    return _BY_PATH.get(path) or _BY_PATH.get("/".join([*keys[:1], "*", *keys[2:]]))
+
+
+def members(group: str) -> list[Metric]:
+    """The metrics directly below a key of the line, such as those of `counters`."""
+    return [metric for metric in METRICS if metric.path == f"{group}/{metric.name}"]
+
+
+def as_line(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A line from its values by path, in the order of `METRICS`, its groups nested. A metric with `*` in its path is
+    given with all of its keys, as the mapping before the `*`.
+
+    Raises:
+        ValueError: a metric has no value, or a value no metric.
+    """
+    missing, undeclared = _GIVEN.keys() - values.keys(), values.keys() - _GIVEN.keys()
+    if missing or undeclared:
+        raise ValueError(
+            f"a line of metrics.jsonl lacks {', '.join(sorted(missing)) or 'nothing'} and has undeclared"
+            f" {', '.join(sorted(undeclared)) or 'nothing'}; a metric is declared in harness/store/fields.py and"
+            " measured in harness/train/record.py (StepRecords.line), or counted by the engine (counters)"
+        )
+    line: dict[str, Any] = {}
+    for path in _GIVEN:
+        *groups, name = path.split("/")
+        inner = line
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = values[path]
+    return line
+
+
+def leaves(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a line with their paths."""
+    for key, value in record.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def compared(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What an interruption must not change: every leaf that no metric declares a cost."""
+    declared = ((path, value, metric_of(path)) for path, value in leaves(record))
+    return {path: value for path, value, metric in declared if metric is None or not metric.cost}
+
+
+def mirrored(record: Mapping[str, Any]) -> dict[str, Any]:
+    """What Weights & Biases is sent: every leaf with a value, but those that its metric keeps back."""
+    declared = ((path, value, metric_of(path)) for path, value in leaves(record) if value is not None)
+    return {path: value for path, value, metric in declared if metric is None or metric.mirrored}
+
+
+def with_unit(path: str, value: Any) -> str:
+    """A value as a person reads it: `16,384 bytes`."""
+    metric = metric_of(path)
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return f"{text} {metric.unit}".rstrip() if metric is not None else text
+
+
+def guide() -> str:
+    """The reference as Markdown: a row for each metric."""
+    lines = [
+        "# Every metric",
+        "",
+        "*Reference. Every metric of a step: its unit, what it means, and whether resuming a run may change it. Made",
+        "by `python -m harness.store.fields > docs/metrics.md` from `harness/store/fields.py`.*",
+        "",
+        "A run's `metrics.jsonl` has one line for each step, written by rank 0; a slash is one level of nesting.",
+        'Non-finite numbers are the strings `"nan"`, `"inf"` and `"-inf"`; null is what cannot be observed. *Resume*:',
+        "whether a run that was interrupted must have the same bits; a cost may differ.",
+        "",
+        "| metric | unit | meaning | resume | mirrored |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| `{each.path}` | {each.unit or '-'} | {each.meaning} | {'cost' if each.cost else 'same bits'} |"
+        f" {'yes' if each.mirrored else 'no'} |"
+        for each in METRICS
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(guide(), end="")
