@@ -103,7 +103,7 @@ def watching(trace: Trace) -> Iterator[None]:
         trace["summed"].update(NAMES[dtype] for dtype in between_ranks)
 
     def noting_send(self: Any, tensor: Tensor, peer: int, tag: int) -> Any:
-        label = reduction.labels.current()
+        label = reduction.events.current()
         if label is not None and label.kind in ("reduce_scatter", "all_reduce") and tensor.dtype.is_floating_point:
             note(leg[0], tensor)
         return send(self, tensor, peer, tag)
