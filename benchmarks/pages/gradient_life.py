@@ -82,7 +82,7 @@ class Witness:
 
     def adopt(self, gradients: Any, index: int) -> None:
         """Autograd brought a gradient."""
-        where = "the sums" if gradients.is_direct else "a temporary bucket"
+        where = "the sums" if gradients.is_in_place else "a temporary bucket"
         how = "copy" if index in gradients._unwritten else "add"
         self.note("write", "", how, NAMES[gradients.arriving], where)
 
@@ -101,7 +101,7 @@ class Witness:
 
     def forget(self, gradients: Any) -> None:
         """Gradients are forgotten."""
-        if not gradients.is_whole and gradients.has_sums:
+        if not gradients.placements.accumulates_locally and gradients.has_sums:
             self.note("free", "", "", NAMES[gradients.sums.dtype], "the sums")
 
     def give_back(self, _: Any, bucket: Any) -> None:

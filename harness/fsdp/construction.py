@@ -34,6 +34,7 @@ from harness.fsdp.runtime.units import Unit, plan_units
 from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
 
 
@@ -121,7 +122,6 @@ def _meshes(request: Request, runtime: DeviceRuntime) -> Meshes:
 def _units(request: Request, ground: Ground) -> list[Unit]:
     options, initial = request.options, request.initial_value
     gradients = GradientPlan(
-        request.strategy,
         ground.memory,
         options.grad_buffer,
         options.accumulate_unsharded,
@@ -130,7 +130,7 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
     )
 
     def context(key: BucketKey) -> BucketContext:
-        return BucketContext(gradients, ground.meshes.of(expert=key.expert), request.outer_strategy)
+        return BucketContext(gradients, ground.meshes.of(expert=key.expert), request.strategy, request.outer_strategy)
 
     if not request.has_values:
         initial = values_of_first_rank(request.module, ground.meshes)
@@ -184,11 +184,13 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
 
 
 def _step_shape(request: Request, ground: Ground) -> StepShape:
-    splits, unsharded = request.strategy.shards_grads, request.options.accumulate_unsharded
-    reduces_once = not splits or any(mesh.has_outer for mesh in ground.meshes)
+    placed = [Placements.of(request.strategy, request.outer_strategy if m.has_outer else None) for m in ground.meshes]
+    locally = any(each.accumulates_locally for each in placed)
+    reduces_once = any(each.reduces_once for each in placed)
+    unsharded = request.options.accumulate_unsharded
     integers = ground.integers
     return StepShape(
-        reduces_each=(splits and not unsharded) or integers is not None,
+        reduces_each=not (locally or unsharded) or integers is not None,
         reduces_once=reduces_once,
         accumulates=reduces_once or unsharded,
         exact_terms=None if integers is None else integers.fixed.terms,

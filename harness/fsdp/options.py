@@ -8,6 +8,7 @@ from typing import Any
 from harness.fsdp.comm.communicator import EAGER_LIMIT_BYTES
 from harness.fsdp.comm.fixed_point import BITS, FixedPoint
 from harness.fsdp.knobs import knob
+from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import Fallback, GradBuffer, Numerics, Registration, Strategy
 
 
@@ -204,7 +205,7 @@ class Options:
 
     def check_against(self, strategy: Strategy) -> None:
         """Raise ValueError where a choice has no meaning under a strategy."""
-        if self.accumulate_unsharded and not strategy.shards_grads:
+        if self.accumulate_unsharded and Placements.of(strategy, None).accumulates_locally:
             raise ValueError(
                 f"accumulate_unsharded=True says how ZeRO-2 and 3 wait inside no_sync; {strategy.name} always waits"
                 " unreduced. Leave it False, or use zero_dp_strategy=2 or 3"

@@ -118,7 +118,7 @@ class Program:
     @property
     def arriving(self) -> torch.dtype:
         """The dtype autograd brings gradients in: where each microbatch is sent, that of the wire."""
-        sent = Strategy[self.strategy].shards_grads and not self.options.get("accumulate_unsharded")
+        sent = self.strategy in ("optim_grads", "optim_grads_params") and not self.options.get("accumulate_unsharded")
         return POLICIES[self.dtype].wire if sent and not self.is_exact else POLICIES[self.dtype].grads
 
     @property
@@ -168,7 +168,7 @@ def _draw_options(source: random.Random, strategy: Strategy) -> dict[str, Any]:
     }
     if chosen["double_buffer"]:
         chosen["prefetch"] = min(1, chosen["prefetch"])
-    if strategy.shards_grads and chosen["numerics"] != "exact":
+    if strategy.name in ("optim_grads", "optim_grads_params") and chosen["numerics"] != "exact":
         chosen["accumulate_unsharded"] = source.random() < 0.3
     plain = Options()
     return {name: value for name, value in chosen.items() if value != getattr(plain, name)}

@@ -108,7 +108,7 @@ def table(rows: list[Row]) -> dict[tuple[str, str], Row]:
 
 
 def inside(bucket: Bucket) -> int:
-    return sum(local.numel for slot in bucket.layout.slots for local in bucket.inner_slices(slot))
+    return sum(local.numel for slot in bucket.layout.slots for local in bucket.cuts.inner_slices(slot))
 
 
 def name_of(case: Case) -> str:

@@ -15,7 +15,8 @@ from torch import Tensor
 from harness.fsdp import OuterStrategy, Strategy
 from harness.fsdp.comm.parts import Part
 from harness.fsdp.storage.cuts import Cuts, Place
-from harness.fsdp.storage.layout import ParamSpec, plan_bucket
+from harness.fsdp.storage.layout import ParamSpec
+from harness.fsdp.storage.placement import SHARD, Placements
 
 PAIRS = list(itertools.product(Strategy, OuterStrategy))
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -27,11 +28,10 @@ def grid_of(
 ) -> dict[tuple[int, int], Cuts]:
     """The cuts of a trained bucket on every rank, by inner and outer rank."""
     inner, outer = grid
-    splits = strategy.shards_optimizer, split is OuterStrategy.optim and outer > 1
-    num_outer = outer if splits[1] else 1
-    num_ranks = (inner if splits[0] else 1) * num_outer
-    layout = plan_bucket([ParamSpec(f"p{i}", shape) for i, shape in enumerate(found)], num_ranks, 64, num_outer)
-    return {(i, o): Cuts(layout, Place(i, inner, o, outer), *splits) for i in range(inner) for o in range(outer)}
+    placements = Placements.of(strategy, split if outer > 1 else None)
+    specs = [ParamSpec(f"p{i}", shape) for i, shape in enumerate(found)]
+    places = [Place(i, inner, o, outer) for i in range(inner) for o in range(outer)]
+    return {(p.inner_rank, p.outer_rank): Cuts.plan(specs, p, placements, 64) for p in places}
 
 
 def whole_of(cuts: Cuts) -> Tensor:
@@ -61,8 +61,7 @@ def reduced_inside(cuts: Cuts) -> list[Tensor]:
 
 def sent_outside(cuts: Cuts) -> list[Part]:
     """What goes over the outer axis then (as `harness.fsdp.runtime.bucket_reduction` has it)."""
-    splits = cuts.splits_inner or cuts.splits_outer
-    return cuts.outer(cuts.inner_pieces(whole_of(cuts)) if splits else reduced_inside(cuts))
+    return cuts.outer(cuts.inner_pieces(whole_of(cuts)) if SHARD in cuts.own else reduced_inside(cuts))
 
 
 def once(found: list[int], cuts: Cuts, what: str) -> None:
@@ -98,11 +97,11 @@ def test_every_collective_moves_each_element_once(
             here = set(elements(reduced_inside(cuts)))
             for owner in range(outer):
                 assert set(elements(chunks(sent_outside(cuts), owner))) <= here
-        if any_rank.splits_inner:
+        if any_rank.own.inner is SHARD:
             continue
         back = [elements(chunks(c.inner_back(whole_of(c)), c.place.inner_rank)) for c in group]
-        owned = elements(any_rank.own(any_rank.inner_pieces(whole_of(any_rank))))
-        if any_rank.splits_outer:
+        owned = elements(any_rank.own_of(any_rank.inner_pieces(whole_of(any_rank))))
+        if any_rank.own.outer is SHARD:
             assert sorted(itertools.chain(*back)) == sorted(owned), "the second leg brings own pieces together"
             for cuts, given_back in zip(group, back, strict=True):
                 arrived = elements(chunks(sent_outside(cuts), cuts.place.outer_rank))
@@ -119,7 +118,7 @@ def test_own_pieces_and_gathers_bring_every_element_back(
     strategy: Strategy, split: OuterStrategy, found: list[tuple[int, ...]], size: tuple[int, int]
 ) -> None:
     grid = grid_of(found, size, strategy, split)
-    own = {place: elements(cuts.own(cuts.inner_pieces(whole_of(cuts)))) for place, cuts in grid.items()}
+    own = {place: elements(cuts.own_of(cuts.inner_pieces(whole_of(cuts)))) for place, cuts in grid.items()}
     any_rank = grid[0, 0]
     counted = [e for place, cuts in grid.items() if cuts.is_counted_here for e in own[place]]
     assert sorted(counted) == sorted(of_segments(any_rank)), "the norm counts each element once"
@@ -131,10 +130,10 @@ def test_own_pieces_and_gathers_bring_every_element_back(
             begin = cuts.layout.bucket_range(slot)[0]
             assert set(range(begin + local.start, begin + local.end)) <= set(own[place])
     assert sorted(e for held in position.values() for e in held) == sorted(of_segments(any_rank))
-    if not (any_rank.splits_inner or any_rank.splits_outer):
+    if SHARD not in any_rank.own:
         return
     known = {place: set(held) for place, held in own.items()}
-    for (i, o), cuts in grid.items() if any_rank.splits_outer else ():
+    for (i, o), cuts in grid.items() if any_rank.own.outer is SHARD else ():
         for owner in range(size[1]):
             given_by = elements(chunks(cuts.outer(cuts.inner_pieces(whole_of(cuts))), owner))
             assert set(given_by) <= set(own[i, owner]), "a rank gives what it has"

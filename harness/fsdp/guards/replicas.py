@@ -21,6 +21,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.hang_report import by_value, ranks_text
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.placement import REPLICATE
 
 BLOCK = 1 << 16
 """Words hashed at a time on a CPU, so that the passes over them stay in cache."""
@@ -131,13 +132,14 @@ def held_by_several(buckets: Sequence[Bucket], meshes: Meshes) -> Held:
     found: Held = []
     for mesh in meshes:
         of_mesh = [bucket for bucket in buckets if bucket.context.mesh is mesh]
-        whole = [_replica(bucket, bucket.name, bucket.compute) for bucket in of_mesh if bucket.resident]
+        whole = [_replica(bucket, bucket.name, bucket.compute) for bucket in of_mesh if bucket.is_resident]
         found.append((mesh.everyone, whole))
         apart = [bucket for bucket in of_mesh if bucket.main_storage is not None]
-        found.append((mesh.inner, [_own(bucket) for bucket in apart if not bucket.cuts.splits_inner]))
+        found.append((mesh.inner, [_own(bucket) for bucket in apart if bucket.cuts.own.inner is REPLICATE]))
         if mesh.outer is not None:
-            outside = [_own(bucket) for bucket in apart if not bucket.cuts.splits_outer]
-            outside += [Replica(f"{b.name} inner shard", b.kept) for b in of_mesh if b.kept is not None]
+            outside = [_own(bucket) for bucket in apart if bucket.cuts.own.outer is REPLICATE]
+            shards = ((each.name, each.resting) for each in of_mesh if not each.is_resident)
+            outside += [Replica(f"{name} inner shard", shard) for name, shard in shards if shard is not None]
             found.append((mesh.outer, outside))
     return found
 

@@ -1,13 +1,12 @@
 """One bucket on its way from unreduced gradients to this rank's sums.
 
-Under `no_shard` and `optim`, microbatches add up in the whole sums and only the step's last backward reduces. Under
-`optim_grads` and `optim_grads_params`, every backward reduces a temporary bucket over the inner axis and the shard
-adds up. Over the outer axis there is one reduction a step, by the last backward. A reduced gradient is *copied* over a
-buffer that held the unreduced one, and *added* only to a shard that holds sums. See [Note: Two axes] for what goes
-where.
+Which operations that takes, on which axis and in which order, is the route of the bucket's `Placements` from unreduced
+to accumulated and, in the backward that ends a step, on to main gradients ([Note: Placement], [Note: Outer once]). A
+reduced gradient is *copied* over a buffer that held the unreduced one, and *added* only to a shard that holds sums.
 
-[Note: Steps of a job] A job is a list of steps, each of which waits for what it needs, sums, and issues what comes
-next, so that a pipeline can run the same step of many jobs before it waits for the next one of any.
+[Note: Stages of a reduction] Each operation of the route has two halves: one issues its traffic, one waits for it and
+makes the sums. A stage is the second half of one operation and the first half of the next, so that a pipeline can run
+the same stage of many buckets before it waits for the next one of any.
 """
 
 from __future__ import annotations
@@ -29,7 +28,8 @@ from harness.fsdp.comm.reduction import Exchange, Reduction
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.step import BackwardPlan
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.gradients import Accumulation, Gradients
+from harness.fsdp.storage.placement import OPERATIONS, PARTIAL, SHARD, Axis, Operation
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Reductions:
 
     def scales_as_it_sums(self, gradients: Gradients) -> bool:
         """Whether the last sum of a step is known to be the last, and multiplies by the factor while it is in cache."""
-        return self.inner.numbers.scales_sums and (gradients.is_whole or self.outer is not None)
+        return self.inner.numbers.scales_sums and gradients.placements.reduces_once
 
 
 class Job:
@@ -74,9 +74,17 @@ class Job:
         self.source: Tensor = self.gradients.take()
         self.done: Event | None = None
         self.future: Future[None] | None = None
-        self._absorbs = self.gradients.is_whole and not self.gradients.is_direct
-        self._steps: deque[Callable[[], None]] = deque()
+        self._route = deque(bucket.placements.reduction(last=plan.last))
+        sums = [step.axis for step in bucket.placements.reduction(last=True) if step.operation is _SUM]
+        self._last_sum = sums[-1]
+        """The axis whose sum is the last one of a step: it applies the factor."""
+        self._stages: deque[Callable[[], None]] = deque()
         self._stream = "reduce"
+        self._exchanges: dict[Axis, Exchange] = {}
+        self._sums: list[Tensor] = []
+        """What the inner axis has summed on this rank, a tensor a part."""
+        self._outer_sums: list[Part] = []
+        """The same cut by outer rank."""
         self._copies: list[Tensor] = []
         """Encoded gradients beside those they were made of."""
         self._sent: list[Exchange] = []
@@ -84,34 +92,46 @@ class Job:
         """Exchanges whose parts lie in whole sums, which stay as they are until they are forgotten."""
 
     @property
-    def splits(self) -> bool:
-        """Whether inner ranks keep their shares (reduce-scatter) or share them again (all-reduce)."""
-        return self.cuts.splits_inner
+    def accumulates_locally(self) -> bool:
+        """Whether its sums over microbatches are made on this rank, so that it is the step's one reduction."""
+        return self.bucket.placements.accumulates_locally
 
     @property
     def label(self) -> Label:
         """Of its collective along the inner axis."""
-        return Label("reduce_scatter" if self.splits else "all_reduce", self.bucket.name)
+        return self._label(Axis.inner)
 
-    # -- steps ---------------------------------------------------------------------------------------------------
+    def _label(self, axis: Axis) -> Label:
+        """Of its collective along an axis: the operation from terms of a sum to main gradients, whole or in legs."""
+        lies = self.bucket.placements.main_grads
+        target = lies.inner if axis is Axis.inner else lies.outer
+        suffix = "" if axis is Axis.inner else OUTER
+        return Label(OPERATIONS[PARTIAL, target].value, self.bucket.name + suffix)
+
+    def _factor_of(self, axis: Axis) -> float:
+        return self.factor if axis is self._last_sum else 1.0
+
+    # -- stages --------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Encode the gradients and send every contribution to its owner."""
+        """Encode the gradients and send every contribution to its owner; or only add them to the sums on this rank."""
         source, sums = self.source, self.gradients.sums
-        if self._absorbs:
+        adds = self.gradients.accumulation is Accumulation.added
+        if adds:
             self._look(source, None)
             self.gradients.claim()
             self.reductions.inner.numbers.absorb(source, sums, add=self.plan.adds)
             source = sums
-        if not self.plan.last and self.gradients.is_whole:
+        if not self._route:
             return
         wire = self._noted(self.reductions.inner.encode(source), source)
-        if not self._absorbs:
+        if not adds:
             self._look(source, wire)
-        factor = self.factor if self.reductions.outer is None else 1.0
-        exchange = self.reductions.inner.exchange(self.cuts.inner(wire), self.label, factor)
+        exchange = self.reductions.inner.exchange(self.cuts.inner(wire), self.label, self._factor_of(Axis.inner))
         (self._staying if wire is sums else self._sent).append(exchange)
-        self._steps.append(lambda: self._fold_inner(exchange))
+        self._exchanges[Axis.inner] = exchange
+        self._route.popleft()
+        self._stages.append(self._sum_inner)
 
     def _noted(self, wire: Tensor, source: Tensor) -> Tensor:
         """What is sent; counted as long as it lives where it is a copy."""
@@ -127,64 +147,79 @@ class Job:
         else:
             self.guard.look(self.bucket, wire, source)
 
-    def _fold_inner(self, exchange: Exchange) -> None:
-        add = self.plan.adds and not self.gradients.is_whole
-        self.gradients.claim()
-        targets = self.gradients.inner_pieces
-        if not self.splits:
-            rank = self.reductions.inner.comm.rank
-            targets = [part.chunk(rank) for part in self.cuts.inner(self.gradients.sums)]
-        self.reductions.inner.fold(exchange, targets, add=add)
-        if self.reductions.outer is not None and self.plan.last:
-            self._exchange_outer(self.reductions.outer, targets, exchange)
-        elif not self.splits:
-            self._spread_inner(exchange)
+    def _issue_next(self) -> None:
+        """Issue the next operation of the route, whose own stage waits for it."""
+        if self._route:
+            step = self._route.popleft()
+            _ISSUE[step.axis, step.operation](self)
 
-    def _exchange_outer(self, outer: Reduction, pieces: list[Tensor], inner: Exchange) -> None:
+    def _sum_inner(self) -> None:
+        """The inner reduce-scatter has come in: sum it into this rank's pieces."""
+        gradients, reduction = self.gradients, self.reductions.inner
+        add = self.plan.adds and gradients.accumulation is Accumulation.reduced
+        gradients.claim()
+        self._sums = gradients.inner_pieces
+        if self.bucket.placements.main_grads.inner is not SHARD:  # the first leg of an all-reduce
+            self._sums = [part.chunk(reduction.comm.rank) for part in self.cuts.inner(gradients.sums)]
+        reduction.fold(self._exchanges[Axis.inner], self._sums, add=add)
+        self._issue_next()
+
+    def _reduce_outer(self) -> None:
         """Encode what the inner axis has summed, and send it over the outer one."""
-        if self.splits or self.cuts.splits_outer:
-            pieces = self.gradients.inner_pieces
-        sums = self.cuts.outer(pieces)
+        outer = self._outer
+        in_order = SHARD in self.bucket.placements.main_grads
+        sums = self.cuts.outer(self.gradients.inner_pieces if in_order else self._sums)
         self._stream = "outer"
         with self.runtime.stream(self._stream):
             parts = [_encoded(part, outer) for part in sums]
             self._copies += [
                 self.bucket.memory.note(part.tensor) for part, own in zip(parts, sums, strict=True) if part is not own
             ]
-            kind = "reduce_scatter" if self.cuts.splits_outer else "all_reduce"
-            exchange = outer.exchange(parts, Label(kind, self.bucket.name + OUTER), self.factor)
+            exchange = outer.exchange(parts, self._label(Axis.outer), self._factor_of(Axis.outer))
         in_place = all(part is own for part, own in zip(parts, sums, strict=True))
-        (self._staying if in_place and self.gradients.is_whole else self._sent).append(exchange)
-        self._steps.append(lambda: self._fold_outer(outer, exchange, sums, inner))
+        stays = in_place and self.gradients.accumulation is not Accumulation.reduced
+        (self._staying if stays else self._sent).append(exchange)
+        self._exchanges[Axis.outer] = exchange
+        self._stages.append(lambda: self._sum_outer(sums))
 
-    def _fold_outer(self, outer: Reduction, exchange: Exchange, sums: list[Part], inner: Exchange) -> None:
+    def _sum_outer(self, sums: list[Part]) -> None:
+        outer, exchange = self._outer, self._exchanges[Axis.outer]
         outer.fold(exchange, [part.chunk(outer.comm.rank) for part in sums], add=False)
-        if not self.cuts.splits_outer:
-            spreading = outer.spread(exchange, sums)
-            self._steps.append(lambda: self._spread_outer(spreading, inner))
-        elif not self.splits:
-            self._spread_inner(inner)
+        self._outer_sums = sums
+        self._issue_next()
 
-    def _spread_outer(self, spreading: Pending, inner: Exchange) -> None:
-        spreading.wait()
-        if not self.splits:
-            self._spread_inner(inner)
+    def _gather_outer(self) -> None:
+        """The second leg of an outer all-reduce."""
+        self._await(self._outer.spread(self._exchanges[Axis.outer], self._outer_sums))
 
-    def _spread_inner(self, exchange: Exchange) -> None:
-        spreading = self.reductions.inner.spread(exchange, self.cuts.inner_back(self.gradients.sums))
-        self._steps.append(spreading.wait)
+    def _gather_inner(self) -> None:
+        """The second leg of an inner all-reduce."""
+        back = self.cuts.inner_back(self.gradients.sums)
+        self._await(self.reductions.inner.spread(self._exchanges[Axis.inner], back))
+
+    def _await(self, spreading: Pending) -> None:
+        def land() -> None:
+            spreading.wait()
+            self._issue_next()
+
+        self._stages.append(land)
+
+    @property
+    def _outer(self) -> Reduction:
+        assert self.reductions.outer is not None
+        return self.reductions.outer
 
     # -- running them --------------------------------------------------------------------------------------------
 
     def advance(self) -> bool:
-        """Run the next step, if there is one; whether more are left."""
-        if self._steps:
+        """Run the next stage, if there is one; whether more are left."""
+        if self._stages:
             with self.runtime.stream(self._stream):
-                self._steps.popleft()()
-        return bool(self._steps)
+                self._stages.popleft()()
+        return bool(self._stages)
 
     def run(self) -> None:
-        """Run all steps."""
+        """Run all stages."""
         while self.advance():
             pass
         if self.runtime.has_streams:
@@ -211,8 +246,17 @@ class Job:
         """Free the temporary bucket, where there was one, and what was made of it."""
         for copy in self._copies:
             self.bucket.memory.free(copy)
-        if not self.gradients.is_direct:
+        if not self.gradients.is_in_place:
             self.bucket.memory.give_back(self.source)
+
+
+_SUM = Operation.reduce_scatter
+_ISSUE: dict[tuple[Axis, Operation], Callable[[Job], None]] = {
+    (Axis.outer, Operation.reduce_scatter): Job._reduce_outer,
+    (Axis.outer, Operation.all_gather): Job._gather_outer,
+    (Axis.inner, Operation.all_gather): Job._gather_inner,
+}
+"""How each operation after the first, which is always the inner reduce-scatter, is issued."""
 
 
 def _encoded(part: Part, reduction: Reduction) -> Part:

@@ -91,7 +91,7 @@ class GatherPipeline:
         self.runtime = runtime
         self.prefetch = prefetch
         self.limit_bytes = limit_bytes
-        self.order = [unit for unit in units if any(not bucket.resident for bucket in unit.buckets)]
+        self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
         self._weights = {unit.name: UnitWeights() for unit in self.order}
         self._outgoing: list[LateGather] = []
         self._sweep: list[Unit] = []

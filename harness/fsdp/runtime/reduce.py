@@ -127,7 +127,7 @@ class ReducePipeline:
 
     def drain(self) -> None:
         """Wait until every issued reduction has landed in the main gradients."""
-        if self.sums_when_wanted and all(job.gradients.is_whole for job in self._jobs_in_flight()):
+        if self.sums_when_wanted and all(job.accumulates_locally for job in self._jobs_in_flight()):
             self._sum_all()
         while self._in_flight:
             self._land()

@@ -10,6 +10,7 @@ from torch import Tensor
 from harness.fsdp.comm import events
 from harness.fsdp.comm.events import Label
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.placement import WHOLE
 from harness.fsdp.update.optimizer import ShardedOptimizer
 
 STEP_DTYPE = torch.float64
@@ -33,10 +34,10 @@ def _full(
         pieces = pieces_of(bucket)
         whole = torch.zeros(bucket.layout.bucket_numel, dtype=pieces[0].dtype, device=bucket.memory.device)
         inner = bucket.cuts.inner_pieces(whole)
-        for own, piece in zip(bucket.cuts.own(inner), pieces, strict=True):
+        for own, piece in zip(bucket.cuts.own_of(inner), pieces, strict=True):
             own.copy_(piece)
         with events.waiting(Label("all_gather", f"{bucket.name} {what}")):
-            for pending in bucket.gather_pieces(whole, inner, what):
+            for pending in bucket.gather_pieces(whole, inner, WHOLE, what):
                 pending.wait()
         for name, view in bucket.named_slices(whole):
             yield name, view.detach().to("cpu", copy=True)

@@ -22,6 +22,7 @@ from harness.fsdp.state.blank import entries_of
 from harness.fsdp.state.row_shard import RowShard
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import LocalSlice, Slot
+from harness.fsdp.storage.placement import REPLICATE, SHARD, On
 from harness.fsdp.update.optimizer import FlatRun, ShardedOptimizer
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
@@ -126,7 +127,7 @@ class ShardMap:
         if dtype is not None:
             return self._shard(bucket, slot, torch.empty(0, dtype=dtype, device=bucket.context.main_device), 0)
         mesh = self._mesh(bucket.context.mesh)
-        return RowShard.of(torch.empty(0, dtype=COUNTER_DTYPE), (), [(0, 0)], 0, None, mesh, [False] * mesh.ndim)
+        return RowShard.of(torch.empty(0, dtype=COUNTER_DTYPE), (), [(0, 0)], 0, None, mesh, [REPLICATE] * mesh.ndim)
 
     def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> RowShard:
         """A parameter's rows in `memory`, which begins that many elements into the rank's piece of the segment."""
@@ -139,8 +140,8 @@ class ShardMap:
         group, positions = _sharers(bucket)
         spans = [_rows(slot, layout.local_slice(slot, position)) for position in positions]
         place = 0 if group is None else dist.get_rank(group)
-        split = (cuts.splits_outer, cuts.splits_inner) if mesh.outer is not None else (cuts.splits_inner,)
-        return RowShard.of(view, shape, spans, place, group, self._mesh(mesh), split)
+        lies = (cuts.own.outer, cuts.own.inner) if mesh.outer is not None else (cuts.own.inner,)
+        return RowShard.of(view, shape, spans, place, group, self._mesh(mesh), lies)
 
     def _mesh(self, mesh: Mesh) -> DeviceMesh:
         if id(mesh) not in self._meshes:
@@ -238,14 +239,15 @@ def _sharers(bucket: Bucket) -> tuple[dist.ProcessGroup | None, list[int]]:
     cuts, mesh = bucket.cuts, bucket.context.mesh
     inner, outer = range(cuts.place.inner_size), range(cuts.place.outer_size)
     width = cuts.layout.outer
-    if cuts.splits_inner and cuts.splits_outer:
+    own = cuts.own
+    if own == On(SHARD, SHARD):
         ranks = dist.get_process_group_ranks(mesh.everyone.group)
         grid = _grid(mesh)
         where = {rank: i * width + o for o, row in enumerate(grid) for i, rank in enumerate(row)}
         return mesh.everyone.group, [where[rank] for rank in ranks]
-    if cuts.splits_inner and cuts.place.inner_size > 1:
+    if own.inner is SHARD and cuts.place.inner_size > 1:
         return mesh.inner.group, [i * width for i in inner]
-    if cuts.splits_outer and mesh.outer is not None:
+    if own.outer is SHARD and mesh.outer is not None:
         return mesh.outer.group, list(outer)
     return None, [cuts.position]
 

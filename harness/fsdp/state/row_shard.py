@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from harness.fsdp.storage.placement import Placement
+
 aten = torch.ops.aten
 ROW_BY_ROW = frozenset(
     {
@@ -53,7 +55,7 @@ class RowShard(DTensor):
         place: int,
         group: dist.ProcessGroup | None,
         mesh: DeviceMesh,
-        split: Sequence[bool],
+        lies: Sequence[Placement],
     ) -> RowShard:
         """Describe rows that lie here.
 
@@ -63,11 +65,11 @@ class RowShard(DTensor):
             rows: begin and end of each rank's rows, by rank of `group`; of a scalar (0, 1) where it lies.
             place: this rank among them.
             group: ranks whose rows make up the tensor; None where this rank has all of them.
-            mesh: ranks that keep the tensor. split: whether each of its axes splits it.
+            mesh: ranks that keep the tensor. lies: its placement on each axis of the mesh.
         """
         whole = torch.Size(shape)
         meta = TensorMeta(whole, _strides(whole), local.dtype)
-        placements = tuple(Shard(0) if each else Replicate() for each in split)
+        placements = tuple(Shard(0) if each is Placement.SHARD else Replicate() for each in lies)
         return _wrap(local, DTensorSpec(mesh, placements, tensor_meta=meta), tuple(rows), group, place)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:

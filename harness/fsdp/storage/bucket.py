@@ -1,27 +1,15 @@
 """One bucket's weights: flat tensors over a layout, and views of them. Nothing here copies behind the caller's back.
 
-[Note: Four roles] A bucket holds compute weights, main weights and main gradients, each whole or as this rank's shard:
-
-| strategy             | compute weights | main weights | main gradients |
-|----------------------|-----------------|--------------|----------------|
-| no_shard             | whole           | whole        | whole          |
-| optim                | whole           | shard        | whole          |
-| optim_grads          | whole           | shard        | shard          |
-| optim_grads_params   | while in use    | shard        | shard          |
-
-A shard is one of the inner axis. Where the outer axis splits the optimizer state, main weights are 1/outer of what this
-table says, and under optim_grads_params the compute weights of the whole inner shard are kept beside them, so that only
-one gather a step goes over the outer axis (see [Note: Two axes]).
-
-Where main and compute dtype are one, the main weights *are* (a part of) the compute weights that are kept. Under
-optim_grads_params without an outer split no compute shard is kept: a gather casts the main shard into this rank's place
-of the bucket. A frozen bucket has weights only, stored once in the compute dtype.
+Which buffers a bucket has, and how each lies, is read from its `Placements` ([Note: Placement]). Where main and compute
+dtype are one, the main weights *are* (a part of) the compute weights that are kept between uses. Where none are kept, a
+gather casts the main weights into this rank's place of the bucket. A frozen bucket has weights only, stored once in the
+compute dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +21,10 @@ from harness.fsdp.comm.parts import Part
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import GradientPlan, Gradients, view_of
-from harness.fsdp.storage.layout import LocalSlice, ParamSpec, Slot, plan_bucket
+from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.memory import placeholder
-from harness.fsdp.vocabulary import OuterStrategy
+from harness.fsdp.storage.placement import WHOLE, Axis, On, Placements, route
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 InitialValue = Callable[[str, torch.Size], Tensor]
 """Full value of the parameter with this name; any dtype and device, shape as asked."""
@@ -60,12 +49,19 @@ class BucketKey:
 class BucketContext:
     """What all buckets of one mesh share.
 
-    plan: how gradients wait, and the inner strategy. outer: what the outer axis splits.
+    plan: how gradients wait. strategy: what the inner axis splits. outer: what the outer axis splits, if there is one.
     """
 
     plan: GradientPlan
     mesh: Mesh
+    strategy: Strategy
     outer: OuterStrategy = OuterStrategy.no_shard
+
+    def placements(self, *, trainable: bool) -> Placements:
+        """How the buffers of a bucket lie."""
+        if not trainable:
+            return Placements.of_frozen(self.strategy)
+        return Placements.of(self.strategy, self.outer if self.mesh.has_outer else None)
 
     @property
     def main_device(self) -> torch.device:
@@ -97,14 +93,16 @@ class Bucket:
         self.trainable = key.trainable
         self.params = params
         self.context = context
-        self.strategy = context.plan.strategy
         self.memory = context.plan.memory
-        self.cuts = self._cut()
+        self.placements = context.placements(trainable=self.trainable)
+        specs = [ParamSpec(each, tuple(param.shape)) for each, param in params]
+        self.cuts = Cuts.plan(specs, context.mesh.place, self.placements, dtypes.align_elements)
         self.layout = self.cuts.layout
         self._build_weights()
         self.gradients: Gradients | None = None
         if self.trainable:
-            self.gradients = Gradients(name, [param for _, param in params], self.cuts, dtypes, context.plan)
+            plan = context.plan
+            self.gradients = Gradients(name, [param for _, param in params], self.cuts, self.placements, dtypes, plan)
         for slot, (each, param) in zip(self.layout.slots, params, strict=True):
             if initial is not None:
                 self.set_value(slot, initial(each, param.shape))
@@ -112,54 +110,48 @@ class Bucket:
         self._versions: list[int] = []
         self.forget_edits()
 
-    def _cut(self) -> Cuts:
-        place = self.context.mesh.place
-        inner = self.strategy.shards_optimizer and (self.trainable or self.strategy.shards_params)
-        outer = self.context.outer is OuterStrategy.optim and self.trainable
-        specs = [ParamSpec(each, tuple(param.shape)) for each, param in self.params]
-        num_outer = place.outer_size if outer else 1
-        num_ranks = (place.inner_size if inner else 1) * num_outer
-        layout = plan_bucket(specs, num_ranks, self.dtypes.align_elements, num_outer)
-        return Cuts(layout, place, splits_inner=inner, splits_outer=outer and place.outer_size > 1)
-
     @property
     def is_whole_everywhere(self) -> bool:
         """Whether every rank of the model keeps all of its main weights."""
-        return not (self.cuts.splits_inner or self.cuts.splits_outer or self.key.expert)
+        return self.placements.main_weights == WHOLE and not self.key.expert
 
     # -- weights -------------------------------------------------------------------------------------------------
 
     def _build_weights(self) -> None:
-        layout, memory, cuts = self.layout, self.memory, self.cuts
-        stored = self.dtypes.main if self.trainable else self.dtypes.compute
-        self.compute = memory.bucket(layout.bucket_numel, self.dtypes.compute, resident=self.resident)
+        layout, memory, placed = self.layout, self.memory, self.placements
+        self.is_resident = placed.resting_weights == WHOLE
+        """Whether compute weights are whole between uses."""
+        make = memory.persistent if self.is_resident else memory.transient
+        self.compute = make(layout.bucket_numel, self.dtypes.compute)
         self._views = [view_of(self.compute, layout.bucket_range(slot)[0], slot) for slot in layout.slots]
-        if not self.resident:
+        if not self.is_resident:
             memory.empty(self.compute)
         self._placeholders = [placeholder(p.shape, self.dtypes.compute, memory.device) for _, p in self.params]
-        self.kept: Tensor | None = None
-        """Compute weights of this inner shard, where the outer axis splits the main weights and they are not whole."""
-        if cuts.splits_outer and not self.resident:
-            self.kept = memory.persistent(layout.inner_numel, self.dtypes.compute)
-        self.main_is_compute = (
-            stored == self.dtypes.compute
-            and (self.resident or self.kept is not None)
-            and (self.context.plan.offload is None or not self.trainable)
-        )
+        self.resting: Tensor | None = None
+        """Compute weights that are there between uses: all of them, or this inner shard's. None: there are none."""
+        if placed.resting_weights_are_kept:
+            numel = self.cuts.numel(placed.resting_weights)
+            self.resting = self.compute if self.is_resident else memory.persistent(numel, self.dtypes.compute)
+        self._build_main_weights()
+
+    def _build_main_weights(self) -> None:
+        stored = self.dtypes.main if self.trainable else self.dtypes.compute
+        offload = self.context.plan.offload if self.trainable else None
         self.main_storage: Tensor | None = None
-        if self.main_is_compute:
-            self.main_pieces = cuts.own(self.kept_pieces)
+        """Main weights in storage of their own; None where they are the compute weights that are kept."""
+        if self.resting is not None and stored == self.dtypes.compute and offload is None:
+            self.main_pieces = self.cuts.own_of(self.resting_pieces)
         else:
-            device = self.context.main_device if self.trainable else memory.device
-            self.main_storage = torch.zeros(layout.shard_numel, dtype=stored, device=device)
-            self.main_pieces = cuts.pieces_of_own(self.main_storage)
+            numel = self.cuts.numel(self.placements.main_weights)
+            self.main_storage = torch.zeros(numel, dtype=stored, device=offload or self.memory.device)
+            self.main_pieces = self.cuts.pieces_of_own(self.main_storage)
 
     @property
-    def kept_pieces(self) -> list[Tensor]:
-        """Compute weights of this inner rank that are there between uses, a segment each."""
-        if self.kept is not None:
-            return self.cuts.pieces_of_inner(self.kept)
-        return self.cuts.inner_pieces(self.compute)
+    def resting_pieces(self) -> list[Tensor]:
+        """This inner rank's pieces of the compute weights that are kept; of the bucket where none are."""
+        if self.resting is None:
+            return self.cuts.inner_pieces(self.compute)
+        return self.cuts.inner_of(self.resting, self.placements.resting_weights)
 
     def set_value(self, slot: Slot, value: Tensor) -> None:
         """Put a parameter's full value into main and, where they are kept, compute weights."""
@@ -170,54 +162,43 @@ class Bucket:
         piece = self.main_pieces[local.segment]
         piece[local.offset : local.offset + local.numel].copy_(flat[local.start : local.end])
         through = flat.to(self.main_pieces[0].dtype)
-        if self.resident:
+        if self.is_resident:
             begin, end = self.layout.bucket_range(slot)
             self.compute[begin:end].copy_(through)
-        elif self.kept is not None:
-            pieces = self.kept_pieces
-            for local in self.inner_slices(slot):
+        elif self.resting is not None:
+            pieces = self.resting_pieces
+            for local in self.cuts.inner_slices(slot):
                 pieces[local.segment][local.offset : local.offset + local.numel].copy_(through[local.start : local.end])
-
-    def inner_slices(self, slot: Slot) -> list[LocalSlice]:
-        """What this inner rank keeps of a parameter; offsets are within its inner piece."""
-        place, outer = self.cuts.place, self.layout.outer
-        first = (place.inner_rank if self.cuts.splits_inner else 0) * outer
-        found = []
-        for step in range(outer):
-            local = self.layout.local_slice(slot, first + step)
-            shift = step * self.layout.segments[local.segment].shard_numel
-            found.append(replace(local, offset=local.offset + shift))
-        return found
-
-    @property
-    def resident(self) -> bool:
-        """Whether compute weights are kept whole between uses."""
-        return not self.strategy.shards_params
-
-    def fill_kept(self) -> None:
-        """Cast this rank's main weights into the compute weights that are kept."""
-        if not self.main_is_compute and (self.resident or self.kept is not None):
-            for target, piece in zip(self.cuts.own(self.kept_pieces), self.main_pieces, strict=True):
-                target.copy_(piece)
 
     def given(self) -> list[Tensor]:
         """What this rank gives to a gather of the weights, in the compute dtype, a segment each."""
-        if self.kept is not None:
-            return self.kept_pieces
+        if self.resting is not None:
+            return self.resting_pieces
         return [piece.detach().to(self.compute.device, self.dtypes.compute) for piece in self.main_pieces]
 
     @property
     def gives_copies(self) -> bool:
-        """Whether that takes memory of its own."""
-        return self.kept is None and (
-            self.dtypes.compute != self.dtypes.main or self.context.main_device != self.memory.device
-        )
+        """Whether what this rank gives to a gather of the weights takes memory of its own."""
+        differ = self.dtypes.compute != self.dtypes.main or self.context.main_device != self.memory.device
+        return self.resting is None and differ
 
     def fill_own(self) -> None:
-        """Put what this rank gives into its place of the whole compute weights."""
-        sources = self.main_pieces if self.kept is None else self.kept_pieces
+        """Put what this rank gives to a gather into its place of the whole compute weights."""
+        sources = self.main_pieces if self.resting is None else self.resting_pieces
         for target, piece in zip(self.cuts.inner_pieces(self.compute), sources, strict=True):
             target.copy_(piece)
+
+    def install(self) -> list[Pending]:
+        """Bring updated main weights into the compute weights that are kept between uses, if any. *Collective.*
+
+        Returns what must be received before the weights are used, and waited for before they change again.
+        """
+        if self.resting is None or not self.trainable:
+            return []
+        if self.main_storage is not None:
+            for target, piece in zip(self.cuts.own_of(self.resting_pieces), self.main_pieces, strict=True):
+                target.copy_(piece)
+        return self.gather_pieces(self.compute, self.resting_pieces, self.placements.resting_weights)
 
     @property
     def has_room(self) -> bool:
@@ -244,22 +225,24 @@ class Bucket:
         """Bytes that every rank gives to a gather of the weights."""
         return sum(segment.inner_numel for segment in self.layout.segments) * self.dtypes.compute.itemsize
 
-    def gather_pieces(self, whole: Tensor | None, inner: Sequence[Tensor], what: str = "") -> list[Pending]:
-        """Bring every rank's own pieces together: along the outer axis into `inner`, then the inner one into `whole`.
+    def gather_pieces(self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "") -> list[Pending]:
+        """Bring every rank's main pieces together until they lie as `target` says. *Collective.*
 
-        When this returns the first have come in and the second are under way. See [Note: Two axes]. *Collective.*
+        When this returns the first have come in and the second are under way. See [Note: Outer once].
 
         Args:
-            whole: None where the second is made later, unit by unit.
+            whole: a tensor of the whole bucket; untouched where the target shards it over the inner axis.
+            inner: this inner rank's pieces, of `whole` or elsewhere, in which its own main pieces lie already.
             what: added to the bucket's name in the label.
         """
         mesh, name = self.context.mesh, f"{self.name} {what}".rstrip()
         found: list[Pending] = []
-        if self.cuts.splits_outer and mesh.outer is not None:
-            found.append(mesh.outer.all_gather(self.cuts.outer(inner), Label("all_gather", name + OUTER)))
-            found[0].receive()
-        if whole is not None and (self.cuts.splits_inner or self.cuts.splits_outer):
-            found.append(mesh.gather.all_gather(self.cuts.inner(whole), Label("all_gather", name)))
+        for step in route(self.placements.main_weights, target):
+            if step.axis is Axis.inner:
+                found.append(mesh.gather.all_gather(self.cuts.inner(whole), Label("all_gather", name)))
+            elif mesh.outer is not None:
+                found.append(mesh.outer.all_gather(self.cuts.outer(inner), Label("all_gather", name + OUTER)))
+                found[-1].receive()
         return found
 
     def weight_parts(self) -> list[Part]:
@@ -289,7 +272,7 @@ class Bucket:
         under no_grad); one through `.data` leaves no trace and is lost.
         """
         for (name, param), version in zip(self.params, self._versions, strict=True):
-            if param._version != version and not self.main_is_compute:
+            if param._version != version and self.main_storage is not None:
                 raise RuntimeError(
                     f"parameter {name} was edited in place after sharding: its main weights ({self.dtypes.main}) do not"
                     " know, and would overwrite it with the next update; edit it before sharding"
@@ -310,18 +293,15 @@ class Bucket:
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes this rank keeps until a step's gradients are forgotten, by role; padding is counted apart."""
-        layout = self.layout
-        own = layout.param_numel_on(self.cuts.position)
-        inner = sum(local.numel for slot in layout.slots for local in self.inner_slices(slot))
-        padding = 0
         roles = {"compute_weights": 0, "main_weights": 0, "main_grads": 0}
-        for role, tensor, numel in (
-            ("compute_weights", self.compute if self.resident else None, layout.param_numel),
-            ("compute_weights", self.kept, inner),
-            ("main_weights", self.main_storage, own),
+        padding = 0
+        for role, tensor, on in (
+            ("compute_weights", self.resting, self.placements.resting_weights),
+            ("main_weights", self.main_storage, self.placements.main_weights),
         ):
             if tensor is not None:
-                roles[role] += numel * tensor.itemsize
+                numel = self.cuts.param_numel(on)
+                roles[role] = numel * tensor.itemsize
                 padding += (tensor.numel() - numel) * tensor.itemsize
-        gradients = {} if self.gradients is None else self.gradients.bytes_kept(own, inner)
+        gradients = {} if self.gradients is None else self.gradients.bytes_kept()
         return roles | gradients | {"padding": padding + gradients.get("padding", 0)}

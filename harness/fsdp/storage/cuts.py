@@ -1,68 +1,99 @@
 """How the tensors of one bucket are cut along the two axes: what each collective of it moves.
 
-[Note: Two axes] Ranks form a grid, inner x outer (outer may be 1). Gradients are first summed over the inner axis, then
-over the outer one; weights come back the other way. The outer axis is the slow one, so only 1/inner of a bucket ever
-goes over it, whatever the strategy:
-
-| inner strategy       | outer    | reduce: inner       | outer          | back to inner | gather: outer | inner      |
-|----------------------|----------|---------------------|----------------|---------------|---------------|------------|
-| no_shard             | no_shard | first leg           | all-reduce     | second leg    |               |            |
-| no_shard             | optim    | first leg           | reduce-scatter | second leg    | all-gather    | all-gather |
-| optim                | no_shard | reduce-scatter      | all-reduce     |               |               | all-gather |
-| optim                | optim    | reduce-scatter      | reduce-scatter |               | all-gather    | all-gather |
-
-optim_grads and optim_grads_params do as optim does: every microbatch inside, once a step outside.
-
-The two legs of an all-reduce are a reduce-scatter over arbitrary even chunks and an all-gather. Under no_shard with
-outer optim, state is split over the outer axis alone: all inner ranks of one outer rank keep the same piece of each
-segment. Each of them reduces and gathers its chunk of *every* piece, so that the outer axis carries each element once.
+Which collectives there are is said in [Note: Placement] and [Note: Outer once]; here is which elements each moves. The
+two legs of an all-reduce are a reduce-scatter over arbitrary even chunks and an all-gather. Where only the outer axis
+splits the main weights, all inner ranks of one outer rank keep the same piece of each segment, and each of them reduces
+and gathers its chunk of *every* piece.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from harness.fsdp.comm.mesh import Place
 from harness.fsdp.comm.parts import Part, even_bounds
-from harness.fsdp.storage.layout import BucketLayout, Segment
+from harness.fsdp.storage.layout import BucketLayout, LocalSlice, ParamSpec, Segment, Slot, plan_bucket
+from harness.fsdp.storage.placement import SHARD, On, Placements
 
 
 @dataclass(frozen=True)
 class Cuts:
-    """The cuts of one bucket's tensors; see [Note: Two axes].
+    """The cuts of one bucket's tensors on this rank.
 
-    A *whole* tensor has the layout's `bucket_numel` elements. *Inner pieces* are this inner rank's part of it, one
-    tensor a segment, wherever they lie; where the inner axis splits nothing they are the whole segments. *Own* pieces
-    are what this rank alone of its outer axis keeps of them.
+    A tensor of a bucket is *whole* (the layout's `bucket_numel` elements), *inner*: this inner rank's shard
+    (`inner_numel`), or *own*: what this rank keeps of the main weights (`shard_numel`). Each has one *piece* a segment.
+    `own` says how main weights lie; an axis that does not shard them counts as one of a single rank.
     """
 
     layout: BucketLayout
     place: Place
-    splits_inner: bool
-    splits_outer: bool
+    own: On
+
+    @classmethod
+    def plan(cls, specs: Sequence[ParamSpec], place: Place, placements: Placements, align: int) -> Cuts:
+        """Lay parameters out over the ranks that split them; `align`: elements between parameter starts."""
+        own = placements.main_weights
+        outer = place.outer_size if own.outer is SHARD else 1
+        inner = place.inner_size if own.inner is SHARD else 1
+        return cls(plan_bucket(specs, inner * outer, align, outer), place, own)
+
+    @property
+    def inner_index(self) -> int:
+        """This rank's shard of the inner axis; 0 where that has but one."""
+        return self.place.inner_rank if self.own.inner is SHARD else 0
+
+    @property
+    def outer_index(self) -> int:
+        """This rank's part of its inner shard; 0 where that has but one."""
+        return self.place.outer_rank if self.own.outer is SHARD else 0
 
     @property
     def position(self) -> int:
         """This rank's place in the layout."""
-        inner = self.place.inner_rank if self.splits_inner else 0
-        outer = self.place.outer_rank if self.splits_outer else 0
-        return inner * self.layout.outer + outer
+        return self.inner_index * self.layout.outer + self.outer_index
 
     @property
     def is_counted_here(self) -> bool:
         """Whether this rank is the first of those that keep the same elements."""
-        first_inside = self.splits_inner or self.place.inner_rank == 0
-        return first_inside and (self.splits_outer or self.place.outer_rank == 0)
+        return (self.inner_index, self.outer_index) == (self.place.inner_rank, self.place.outer_rank)
+
+    # -- tensors by placement ------------------------------------------------------------------------------------
+
+    def numel(self, on: On) -> int:
+        """Elements of a tensor that lies so, padding included."""
+        if on == self.own:
+            return self.layout.shard_numel
+        return self.layout.inner_numel if on.inner is SHARD else self.layout.bucket_numel
+
+    def param_numel(self, on: On) -> int:
+        """Elements of parameters in it, padding left out."""
+        if on == self.own:
+            return self.layout.param_numel_on(self.position)
+        if on.inner is SHARD:
+            return sum(local.numel for slot in self.layout.slots for local in self.inner_slices(slot))
+        return self.layout.param_numel
+
+    def inner_slices(self, slot: Slot) -> list[LocalSlice]:
+        """What this inner rank keeps of a parameter; offsets are within its inner piece."""
+        outer, found = self.layout.outer, []
+        for step in range(outer):
+            local = self.layout.local_slice(slot, self.inner_index * outer + step)
+            shift = step * self.layout.segments[local.segment].shard_numel
+            found.append(replace(local, offset=local.offset + shift))
+        return found
 
     # -- pieces --------------------------------------------------------------------------------------------------
 
+    def inner_of(self, tensor: Tensor, on: On) -> list[Tensor]:
+        """The inner pieces of a tensor that lies so: whole, or this inner rank's shard alone."""
+        return self.pieces_of_inner(tensor) if on.inner is SHARD else self.inner_pieces(tensor)
+
     def inner_pieces(self, whole: Tensor) -> list[Tensor]:
         """This inner rank's pieces of a whole tensor."""
-        rank = self.place.inner_rank if self.splits_inner else 0
-        begins = [s.bucket_offset + rank * s.inner_numel for s in self.layout.segments]
+        begins = [s.bucket_offset + self.inner_index * s.inner_numel for s in self.layout.segments]
         return [whole[b : b + s.inner_numel] for b, s in zip(begins, self.layout.segments, strict=True)]
 
     def pieces_of_inner(self, shard: Tensor) -> list[Tensor]:
@@ -73,34 +104,30 @@ class Cuts:
         """The own pieces in a tensor of `shard_numel` elements that holds nothing else."""
         return [shard[s.shard_offset : s.shard_offset + s.shard_numel] for s in self.layout.segments]
 
-    def own(self, inner_pieces: Sequence[Tensor]) -> list[Tensor]:
+    def own_of(self, inner_pieces: Sequence[Tensor]) -> list[Tensor]:
         """This rank's own pieces of its inner pieces."""
-        rank = self.place.outer_rank if self.splits_outer else 0
         sizes = [s.shard_numel for s in self.layout.segments]
-        return [piece[rank * size : (rank + 1) * size] for piece, size in zip(inner_pieces, sizes, strict=True)]
+        begins = [self.outer_index * size for size in sizes]
+        return [piece[b : b + size] for piece, b, size in zip(inner_pieces, begins, sizes, strict=True)]
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def inner(self, whole: Tensor) -> list[Part]:
         """A whole tensor cut by inner rank."""
-        if self.splits_inner:
-            return [
-                Part.at(_segment(whole, s), [rank * s.inner_numel for rank in range(self.place.inner_size + 1)])
-                for s in self.layout.segments
-            ]
-        if not self.splits_outer:
-            return [Part.evenly(whole, self.place.inner_size)]
-        return [
-            Part.evenly(piece, self.place.inner_size)
-            for s in self.layout.segments
-            for piece in _segment(whole, s).split(s.shard_numel)
-        ]
+        size = self.place.inner_size
+        if self.own.inner is SHARD:
+            bounds = range(size + 1)
+            return [Part.at(_segment(whole, s), [r * s.inner_numel for r in bounds]) for s in self.layout.segments]
+        if SHARD not in self.own:
+            return [Part.evenly(whole, size)]
+        pieces = [piece for s in self.layout.segments for piece in _segment(whole, s).split(s.shard_numel)]
+        return [Part.evenly(piece, size) for piece in pieces]
 
     def inner_back(self, whole: Tensor) -> list[Part]:
         """What inner ranks that keep the same elements give each other of reduced gradients, cut by inner rank."""
-        if not self.splits_outer:
+        if self.own.outer is not SHARD:
             return self.inner(whole)
-        return [Part.evenly(piece, self.place.inner_size) for piece in self.own(self.inner_pieces(whole))]
+        return [Part.evenly(piece, self.place.inner_size) for piece in self.own_of(self.inner_pieces(whole))]
 
     def outer(self, pieces: Sequence[Tensor]) -> list[Part]:
         """What this inner rank has of every outer rank's elements, cut by outer rank.
@@ -108,20 +135,18 @@ class Cuts:
         Args:
             pieces: inner pieces; where neither axis splits, any tensors.
         """
-        if not self.splits_outer:
+        if self.own.outer is not SHARD:
             return [Part.evenly(piece, self.place.outer_size) for piece in pieces]
-        if self.splits_inner:
-            return [
-                Part.at(piece, [rank * s.shard_numel for rank in range(s.outer + 1)])
-                for piece, s in zip(pieces, self.layout.segments, strict=True)
-            ]
-        parts = []
-        for piece, s in zip(pieces, self.layout.segments, strict=True):
-            bounds = even_bounds(s.shard_numel, self.place.inner_size)
+        return [self._outer(piece, s) for piece, s in zip(pieces, self.layout.segments, strict=True)]
+
+    def _outer(self, piece: Tensor, segment: Segment) -> Part:
+        """Of one segment: own pieces whole where the inner axis splits, else this inner rank's chunk of each."""
+        begin, end = 0, segment.shard_numel
+        if self.own.inner is not SHARD:
+            bounds = even_bounds(segment.shard_numel, self.place.inner_size)
             begin, end = bounds[self.place.inner_rank], bounds[self.place.inner_rank + 1]
-            starts = [rank * s.shard_numel for rank in range(s.outer)]
-            parts.append(Part(piece, tuple((start + begin, start + end) for start in starts)))
-        return parts
+        starts = [rank * segment.shard_numel for rank in range(segment.outer)]
+        return Part(piece, tuple((start + begin, start + end) for start in starts))
 
 
 def _segment(whole: Tensor, segment: Segment) -> Tensor:

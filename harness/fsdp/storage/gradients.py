@@ -5,22 +5,20 @@ first gradient of a bucket has arrived, which is copied over whatever its place 
 What never came is zeroed when the bucket is handed over. That saves a pass of writing and one of reading over all
 gradients.
 
-[Note: Where sums wait] Three things may differ: the *unreduced* bucket that a backward fills, the *sums* over
-microbatches (and ranks), and the *main* gradients of the optimizer.
-
-| strategy                          | unreduced                    | sums                  | main            |
-|-----------------------------------|------------------------------|-----------------------|-----------------|
-| no_shard, optim                   | the sums themselves          | whole                 | own part of sums |
-| optim_grads, optim_grads_params   | temporary, one a microbatch  | this rank's inner shard | own part of sums |
-| the same, accumulate_unsharded    | temporary, one a step        | this rank's inner shard | own part of sums |
-| any, numerics=exact               | temporary, one a microbatch  | as above, int64       | decoded from own part |
-| any, grad_buffer=concat           | one tensor a parameter       | as above              | as above        |
+[Note: Where sums wait] Three things may differ: the *unreduced* bucket that a backward fills, the *accumulated* sums
+over microbatches (and ranks), and the *main* gradients of the optimizer. How each lies is read from the bucket's
+`Placements`. Where unreduced and accumulated gradients lie alike, in one dtype, autograd writes into the sums
+themselves (`Accumulation.in_place`); where they lie alike and differ in their numbers or their storage (int64 under
+numerics=exact, one tensor a parameter under grad_buffer=concat), each backward's are added to the sums on this rank
+(`added`); else every backward's are reduced into the sums, from a temporary bucket (`reduced`). Main gradients are this
+rank's own part of the sums, or decoded from it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +27,16 @@ from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.vocabulary import GradBuffer, Strategy
+from harness.fsdp.storage.placement import Placements
+from harness.fsdp.vocabulary import GradBuffer
+
+
+class Accumulation(Enum):
+    """How a backward's gradients come into the sums over microbatches; see [Note: Where sums wait]."""
+
+    in_place = "autograd adds to the sums themselves"
+    added = "added to the sums on this rank, and reduced once a step"
+    reduced = "every backward's are reduced over the inner axis into the sums"
 
 
 @dataclass(frozen=True)
@@ -40,12 +47,18 @@ class GradientPlan:
     (see `harness.fsdp.comm.fixed_point`). offload: where main gradients lie, apart from the sums.
     """
 
-    strategy: Strategy
     memory: BucketMemory
     buffer: GradBuffer = GradBuffer.flat
     unsharded: bool = False
     integers: bool = False
     offload: torch.device | None = None
+
+    def accumulation(self, placements: Placements) -> Accumulation:
+        """How gradients that lie so are accumulated."""
+        if not placements.accumulates_locally:
+            return Accumulation.reduced
+        alike = not self.integers and self.buffer is GradBuffer.flat
+        return Accumulation.in_place if alike else Accumulation.added
 
 
 class Gradients:
@@ -55,12 +68,19 @@ class Gradients:
         name: of the bucket, for messages.
         params: its parameters.
         cuts: how its tensors are cut.
+        placements: how its buffers lie.
         dtypes: of the bucket.
         plan: how gradients wait.
     """
 
     def __init__(
-        self, name: str, params: Sequence[nn.Parameter], cuts: Cuts, dtypes: Dtypes, plan: GradientPlan
+        self,
+        name: str,
+        params: Sequence[nn.Parameter],
+        cuts: Cuts,
+        placements: Placements,
+        dtypes: Dtypes,
+        plan: GradientPlan,
     ) -> None:
         self.name = name
         self.params = params
@@ -69,10 +89,8 @@ class Gradients:
         self.dtypes = dtypes
         self.plan = plan
         self.memory = plan.memory
-        self.is_whole = not plan.strategy.shards_grads
-        """Whether the sums have every element on every rank."""
-        self.is_direct = self.is_whole and not plan.integers and plan.buffer is GradBuffer.flat
-        """Whether autograd writes into the sums themselves."""
+        self.placements = placements
+        self.accumulation = plan.accumulation(placements)
         self.concat = plan.buffer is GradBuffer.concat
         self.bucket: Tensor | None = None
         """Unreduced gradients, where there are any."""
@@ -82,23 +100,22 @@ class Gradients:
         self.drop()
 
     def _build(self) -> None:
-        numel = self.layout.bucket_numel if self.is_whole else self.layout.inner_numel
+        cuts, lies = self.cuts, self.placements.accumulated_grads
         held = torch.int64 if self.plan.integers else self.dtypes.grads
-        self.sums: Tensor = self.memory.persistent(numel, held)
-        cuts = self.cuts
-        self.inner_pieces = cuts.inner_pieces(self.sums) if self.is_whole else cuts.pieces_of_inner(self.sums)
-        self.own_pieces = cuts.own(self.inner_pieces)
+        self.sums: Tensor = self.memory.persistent(cuts.numel(lies), held)
+        self.inner_pieces = cuts.inner_of(self.sums, lies)
+        self.own_pieces = cuts.own_of(self.inner_pieces)
         """This rank's sums, once all axes are reduced."""
         self.main_pieces = self.own_pieces
         """What the optimizer gets; a segment each."""
         self._main: Tensor | None = None
         if self.plan.integers or self.plan.offload is not None:
             device = self.plan.offload or self.memory.device
-            self._main = torch.zeros(self.layout.shard_numel, dtype=self.dtypes.grads, device=device)
+            self._main = torch.zeros(cuts.numel(self.placements.main_grads), dtype=self.dtypes.grads, device=device)
             self.main_pieces = cuts.pieces_of_own(self._main)
-        if self.is_direct:
+        if self.is_in_place:
             self._view(self.sums)
-        elif not self.is_whole:
+        elif self.accumulation is Accumulation.reduced:
             self.sums.untyped_storage().resize_(0)
 
     # -- autograd's side -----------------------------------------------------------------------------------------
@@ -106,7 +123,8 @@ class Gradients:
     @property
     def arriving(self) -> torch.dtype:
         """The dtype autograd brings gradients in."""
-        keeps = self.is_whole or self.plan.unsharded or self.plan.integers
+        reduces = self.accumulation is Accumulation.reduced
+        keeps = not reduces or self.plan.unsharded or self.plan.integers
         return self.dtypes.grads if keeps else self.dtypes.wire
 
     def expect(self) -> None:
@@ -132,9 +150,14 @@ class Gradients:
         self.expect()
 
     @property
+    def is_in_place(self) -> bool:
+        """Whether autograd adds to the sums themselves."""
+        return self.accumulation is Accumulation.in_place
+
+    @property
     def is_copied(self) -> bool:
         """Whether what is sent takes memory beside the sums."""
-        return not self.is_direct or (self.dtypes.wire != self.dtypes.grads)
+        return not self.is_in_place or self.dtypes.wire != self.dtypes.grads
 
     @property
     def is_prepared(self) -> bool:
@@ -187,7 +210,7 @@ class Gradients:
         if bucket is None:
             raise RuntimeError(f"bucket {self.name} has no gradients to reduce")
         self.settle()
-        if not self.is_direct:
+        if not self.is_in_place:
             self.bucket = None
             self._views = []
             self.drop()
@@ -205,7 +228,7 @@ class Gradients:
 
     def claim(self) -> None:
         """Give the sums storage for what is to be put there, unless they have it."""
-        if not self.is_whole and not self.has_sums:
+        if self.accumulation is Accumulation.reduced and not self.has_sums:
             with self.memory.allocating():  # the outer axis moves them
                 self.sums.untyped_storage().resize_(self.sums.numel() * self.sums.itemsize)
 
@@ -217,39 +240,35 @@ class Gradients:
     def settle_sums(self) -> None:
         """Let the gradients of a step without a backward be zeros."""
         self.settle()
-        if not self.is_direct:
+        if not self.is_in_place:
             self.claim()
             self.sums.zero_()
 
     def forget(self) -> None:
         """Forget all gradients; a shard of them gives its memory back."""
-        if self.is_direct:
+        if self.is_in_place:
             self._view(self.sums)
-        elif not self.is_whole:
+        elif self.accumulation is Accumulation.reduced:
             self.sums.untyped_storage().resize_(0)
-        if self.bucket is not None and not self.is_direct:
+        if self.bucket is not None and not self.is_in_place:
             self.discard()
         self.drop()  # a backward that was refused may have left one; views come back with the next backward
 
     def discard(self) -> None:
         """Drop what a backward left unreduced in a temporary bucket."""
-        if self.is_direct:
+        if self.is_in_place:
             return
         self.drop()
         if self.bucket is not None:
             self.memory.free(self.take())
 
-    def bytes_kept(self, own_numel: int, inner_numel: int) -> dict[str, int]:
-        """Bytes of parameters' main gradients, of sums where they lie apart from those, and of padding.
-
-        Args:
-            own_numel, inner_numel: elements of parameters in this rank's own pieces, and in its inner ones.
-        """
-        numel = self.layout.param_numel if self.is_whole else inner_numel
+    def bytes_kept(self) -> dict[str, int]:
+        """Bytes of parameters' main gradients, of sums where they lie apart from those, and of padding."""
+        numel = self.cuts.param_numel(self.placements.accumulated_grads)
         sums, padding = numel * self.sums.itemsize, (self.sums.numel() - numel) * self.sums.itemsize
         if self._main is None:
             return {"main_grads": sums, "padding": padding}
-        main = own_numel * self._main.itemsize
+        main = self.cuts.param_numel(self.placements.main_grads) * self._main.itemsize
         return {"main_grads": main, "gradient_sums": sums, "padding": padding + self._main.nbytes - main}
 
 

@@ -67,10 +67,8 @@ class BucketMemory:
         finally:
             self._turn = None
 
-    def bucket(self, numel: int, dtype: torch.dtype, *, resident: bool) -> Tensor:
-        """A bucket for weights, shape [numel]: zeros if it stays, else to be emptied when views of it are made."""
-        if resident:
-            return self.persistent(numel, dtype)
+    def transient(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A bucket for gathered weights, shape [numel]: to be emptied when views of it are made."""
         if self._turn is not None:
             with self.allocating():
                 bucket = self._turn.place(numel, dtype)

@@ -184,12 +184,8 @@ def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
 
     Returns what must be waited for before this rank changes them again: others may still take them from it.
     """
-    pending: list[Pending] = []
-    for bucket in buckets:
-        if bucket.trainable and (bucket.resident or bucket.kept is not None):
-            bucket.fill_kept()
-            pending += bucket.gather_pieces(bucket.compute if bucket.resident else None, bucket.kept_pieces)
-    with events.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.resident)):
+    pending = [each for bucket in buckets for each in bucket.install()]
+    with events.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.is_resident)):
         for each in pending:
             each.receive()
     return pending

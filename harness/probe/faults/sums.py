@@ -26,7 +26,7 @@ from harness.probe.faults.site import Site, fault, rounded
 
 
 def _accumulated(site: Site) -> list[Tensor]:
-    return [b.gradients.sums for b in site.buckets if b.gradients is not None and b.gradients.is_whole]
+    return [b.gradients.sums for b in site.buckets if b.gradients is not None and b.placements.accumulates_locally]
 
 
 def _between_microbatches(site: Site, change: Callable[[Tensor], object]) -> None:

@@ -52,7 +52,7 @@ def read_before_ready(site: Site) -> None:
             land(unit)
             with torch.no_grad():
                 for bucket in unit.buckets:
-                    if bucket.resident or not bucket.trainable:
+                    if bucket.is_resident or not bucket.trainable:
                         continue
                     others = _others(bucket)
                     now.setdefault(bucket.name, [each.clone() for each in others])
@@ -86,7 +86,7 @@ def unwritten_gather(site: Site) -> None:
             land(unit)
             for bucket in unit.buckets:
                 seen[0] += 1
-                if not bucket.resident and bucket.trainable and seen[0] % 3 == 0:
+                if not bucket.is_resident and bucket.trainable and seen[0] % 3 == 0:
                     for target in _others(bucket)[-1:]:
                         share(target, site.amount).zero_()
 
@@ -125,7 +125,7 @@ def round_gather(site: Site) -> None:
             land(unit)
             with torch.no_grad():
                 for bucket in unit.buckets:
-                    for target in () if bucket.resident or not bucket.trainable else _others(bucket):
+                    for target in () if bucket.is_resident or not bucket.trainable else _others(bucket):
                         target.copy_(rounded(target, site.bits))
 
         return wrapped

@@ -1,0 +1,243 @@
+"""Where each buffer lies on each axis of ranks, and which operation each change of placement is. Torch-free.
+
+[Note: Placement] Everything that differs between strategies is read from the two tables here: what is allocated and
+how long, which collectives a step has and in which order, bytes sent and kept, and the tables of docs/engine.md. Words
+are those of `torch.distributed.tensor`: *Replicate*: every rank of the axis has all elements. *Shard*: each has its
+own. *Partial*: each has a term of a sum that is still to be made. To these comes *Gathered*: Shard between uses, and
+Replicate while a unit is in use ("unshard" and "reshard").
+
+[Note: Outer once] Ranks form a grid, inner x outer (outer may be 1), and the outer axis is the slow one. Where inner
+ranks have the same elements, each takes an inner share of them over the outer axis, and the shares are gathered on the
+inner axis afterwards; so each element goes over the outer axis once, 1/inner of a bucket a rank, whatever the strategy.
+An all-reduce is therefore made of its two legs, a reduce-scatter and an all-gather, with the outer axis in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from typing import NamedTuple
+
+from harness.fsdp.policy import OuterStrategy, Strategy
+
+
+class Placement(Enum):
+    """What the ranks of one axis have of a buffer; see [Note: Placement]."""
+
+    REPLICATE = "Replicate"
+    SHARD = "Shard"
+    PARTIAL = "Partial"
+    GATHERED = "Gathered"
+
+    @property
+    def at_rest(self) -> Placement:
+        """Between uses: Shard in place of Gathered."""
+        return Placement.SHARD if self is Placement.GATHERED else self
+
+
+REPLICATE, SHARD, PARTIAL, GATHERED = Placement
+
+
+class Axis(Enum):
+    """Inner: the ranks that share one sharded copy of a model. Outer: the ranks at one place of different copies."""
+
+    inner = "inner"
+    outer = "outer"
+
+
+class Buffer(Enum):
+    """The flat tensors of a bucket, as the columns of the tables."""
+
+    compute_weights = "compute weights"
+    main_weights = "main weights"
+    unreduced_grads = "unreduced gradients"
+    accumulated_grads = "accumulated gradients"
+    main_grads = "main gradients"
+    optimizer_state = "optimizer state"
+
+
+class Operation(Enum):
+    """What changes a placement; the first three send, a chunk is taken from what is there."""
+
+    all_gather = "all_gather"
+    reduce_scatter = "reduce_scatter"
+    all_reduce = "all_reduce"
+    chunk = "chunk"
+
+
+ON_INNER: Mapping[Strategy, tuple[Placement, ...]] = {
+    #                             compute    main       unreduced accumulated main       optimizer
+    #                             weights    weights    gradients gradients   gradients  state
+    Strategy.no_shard: (REPLICATE, REPLICATE, PARTIAL, PARTIAL, REPLICATE, REPLICATE),
+    Strategy.optim: (REPLICATE, SHARD, PARTIAL, PARTIAL, SHARD, SHARD),
+    Strategy.optim_grads: (REPLICATE, SHARD, PARTIAL, SHARD, SHARD, SHARD),
+    Strategy.optim_grads_params: (GATHERED, SHARD, PARTIAL, SHARD, SHARD, SHARD),
+}
+"""Placement of each buffer (in the order of `Buffer`) on the inner axis."""
+
+ON_OUTER: Mapping[OuterStrategy | None, tuple[Placement, ...]] = {
+    None: (REPLICATE, REPLICATE, REPLICATE, REPLICATE, REPLICATE, REPLICATE),
+    OuterStrategy.no_shard: (REPLICATE, REPLICATE, PARTIAL, PARTIAL, REPLICATE, REPLICATE),
+    OuterStrategy.optim: (REPLICATE, SHARD, PARTIAL, PARTIAL, SHARD, SHARD),
+}
+"""The same on the outer axis; None: there is none, or it has one rank."""
+
+OPERATIONS: Mapping[tuple[Placement, Placement], Operation] = {
+    (SHARD, REPLICATE): Operation.all_gather,
+    (PARTIAL, SHARD): Operation.reduce_scatter,
+    (PARTIAL, REPLICATE): Operation.all_reduce,
+    (REPLICATE, SHARD): Operation.chunk,
+}
+"""The operation that each change of placement on one axis is; what is not listed cannot be asked for."""
+
+
+def operation(before: Placement, after: Placement) -> Operation | None:
+    """What takes a buffer from one placement to another on one axis; None where they are equal.
+
+    Raises:
+        ValueError: no operation does, as nothing makes a sum's terms of the sum.
+    """
+    if before is after:
+        return None
+    if (before, after) not in OPERATIONS:
+        known = ", ".join(f"{a.value} to {b.value}" for a, b in OPERATIONS)
+        raise ValueError(f"no operation takes a buffer from {before.value} to {after.value}; there are {known}")
+    return OPERATIONS[before, after]
+
+
+class On(NamedTuple):
+    """How one buffer lies: its placement on both axes."""
+
+    inner: Placement
+    outer: Placement
+
+    def share(self, inner_size: int, outer_size: int) -> Fraction:
+        """Part of the bucket's elements that a rank keeps of it between uses, of so many ranks on each axis."""
+        inner = inner_size if self.inner.at_rest is SHARD else 1
+        return Fraction(1, inner * (outer_size if self.outer.at_rest is SHARD else 1))
+
+
+WHOLE = On(REPLICATE, REPLICATE)
+"""All elements on every rank."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation on one axis, and how the buffer lies before and after it."""
+
+    axis: Axis
+    operation: Operation
+    before: On
+    after: On
+
+    def share(self, inner_size: int, outer_size: int) -> Fraction:
+        """Part of the bucket's elements that the ranks of the axis move between them in this step."""
+        other, size = (self.after.outer, outer_size) if self.axis is Axis.inner else (self.after.inner, inner_size)
+        return Fraction(1, size if other is SHARD else 1)
+
+
+def route(start: On, end: On) -> tuple[Step, ...]:
+    """The operations that take a buffer from `start` to `end`, in order; see [Note: Outer once]. Chunks are left out.
+
+    Raises:
+        ValueError: there is no way from one to the other.
+    """
+    for before, after in zip(start, end, strict=True):
+        operation(before, after)
+    steps: list[Step] = []
+    now = start
+
+    def go(axis: Axis, target: Placement) -> None:
+        nonlocal now
+        before, after = now, now._replace(**{axis.value: target})
+        done = operation(getattr(before, axis.value), target)
+        now = after
+        if done not in (None, Operation.chunk):
+            assert done is not None
+            steps.append(Step(axis, done, before, after))
+
+    if now.inner is PARTIAL and end.inner is not PARTIAL:
+        go(Axis.inner, SHARD)
+    if now.outer is not end.outer:
+        if now.inner is REPLICATE:
+            go(Axis.inner, SHARD)
+        if now.outer is PARTIAL:
+            go(Axis.outer, SHARD)
+        go(Axis.outer, end.outer)
+    go(Axis.inner, end.inner)
+    return tuple(steps)
+
+
+@dataclass(frozen=True)
+class Placements:
+    """How the buffers of one bucket lie: a row of each table."""
+
+    compute_weights: On
+    main_weights: On
+    unreduced_grads: On
+    accumulated_grads: On
+    main_grads: On
+    optimizer_state: On
+
+    @classmethod
+    def of(cls, strategy: Strategy, outer: OuterStrategy | None) -> Placements:
+        """Of a trained bucket.
+
+        Args:
+            strategy: what the inner axis splits.
+            outer: what the outer axis splits; None where there is no outer axis of more than one rank.
+        """
+        return cls(*(On(*each) for each in zip(ON_INNER[strategy], ON_OUTER[outer], strict=True)))
+
+    @classmethod
+    def of_frozen(cls, strategy: Strategy) -> Placements:
+        """Of a bucket that is not trained: it is stored once, as compute weights, and has neither gradients nor state.
+
+        The outer axis, which splits what the optimizer needs, splits nothing of it.
+        """
+        compute = On(ON_INNER[strategy][0], REPLICATE)
+        stored = On(compute.inner.at_rest, REPLICATE)
+        return cls(compute, stored, WHOLE, WHOLE, WHOLE, stored)
+
+    def __getitem__(self, buffer: Buffer) -> On:
+        """How one buffer lies."""
+        found: On = getattr(self, buffer.name)
+        return found
+
+    @property
+    def resting_weights(self) -> On:
+        """How compute weights lie between uses."""
+        return On(self.compute_weights.inner.at_rest, self.compute_weights.outer.at_rest)
+
+    @property
+    def resting_weights_are_kept(self) -> bool:
+        """Whether compute weights need storage between uses: not where the main weights, which lie alike, can be cast
+        when a unit is unsharded."""
+        return self.compute_weights.inner is not GATHERED or self.resting_weights != self.main_weights
+
+    @property
+    def accumulates_locally(self) -> bool:
+        """Whether microbatches are added up where they were made, without a reduction of each."""
+        return self.unreduced_grads == self.accumulated_grads
+
+    @property
+    def unshard(self) -> tuple[Step, ...]:
+        """What makes the weights of a unit usable, at every use."""
+        return route(self.resting_weights, WHOLE)
+
+    @property
+    def install(self) -> tuple[Step, ...]:
+        """What brings updated main weights into the compute weights that are kept, once a step."""
+        return route(self.main_weights, self.resting_weights)
+
+    def reduction(self, *, last: bool) -> tuple[Step, ...]:
+        """What a backward does to the gradients; `last`: it ends the step's accumulation."""
+        steps = route(self.unreduced_grads, self.accumulated_grads)
+        return steps + (route(self.accumulated_grads, self.main_grads) if last else ())
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether some reduction comes once a step only, so that one backward must be known to be the last."""
+        return bool(route(self.accumulated_grads, self.main_grads))
