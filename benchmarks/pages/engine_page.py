@@ -25,14 +25,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.pages.engine_formulas import Setup, kept, sent_inside, sent_outside, transient
+from benchmarks.pages.engine_formulas import Setup, formula, kept, kept_formula, sent, transient
 from benchmarks.pages.gradient_life import PAIRS, STAGES, Event, Life, lives
 from harness.config.schema import Config
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.megatron_arguments import UNBUILT
-from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
 from harness.fsdp.runtime.units import plan_units
 from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
+from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Buffer, Placements, Step
 from harness.models.workload import LlamaWorkload
 from tests.support.spawn import run_ranks
 
@@ -160,6 +161,61 @@ def _freed(life: Life) -> str:
     return "; ".join(freed.values()) or "nothing: flat storage stays"
 
 
+# -- placements --------------------------------------------------------------------------------------------------------
+
+
+def placements() -> list[str]:
+    """The table of placements, a row a strategy."""
+    lines = [f"| axis | strategy | {' | '.join(buffer.value for buffer in Buffer)} |", "|---" * (len(Buffer) + 2) + "|"]
+    for axis, table in ((Axis.inner, ON_INNER), (Axis.outer, ON_OUTER)):
+        for strategy, row in table.items():
+            name = "none, or one rank" if strategy is None else f"`{strategy.name}`"
+            lines.append(f"| {axis.name} | {name} | {' | '.join(each.value for each in row)} |")
+    return lines
+
+
+def operations() -> list[str]:
+    """The table of operations."""
+    lines = ["| from | to | operation |", "|---|---|---|"]
+    return lines + [f"| {a.value} | {b.value} | {each.value} |" for (a, b), each in OPERATIONS.items()]
+
+
+def routes() -> list[str]:
+    """What each pair does, when: the routes through the tables."""
+    lines = ["| inner | outer | each microbatch | each step's end | each use of a unit | after the update |"]
+    lines.append("|---" * 6 + "|")
+    for inner, outer in PAIRS:
+        placed = Placements.of(Strategy[inner], OuterStrategy[outer])
+        each = placed.reduction(last=False)
+        found = (each, placed.reduction(last=True)[len(each) :], placed.unshard, placed.install)
+        lines.append(f"| `{inner}` | `{outer}` | {' | '.join(map(_route, found))} |")
+    return lines
+
+
+def _route(steps: tuple[Step, ...]) -> str:
+    return "; ".join(f"{step.operation.value} {step.axis.name}" for step in steps) or "-"
+
+
+def sent_table() -> list[str]:
+    """Bytes sent, in letters."""
+    lines = ["| inner | outer | inside | outside |", "|---|---|---|---|"]
+    for inner in Strategy:
+        for outer in (None, *OuterStrategy):
+            placed = Placements.of(inner, outer)
+            name = "none" if outer is None else f"`{outer.name}`"
+            lines.append(f"| `{inner.name}` | {name} | {formula(placed, Axis.inner)} | {formula(placed, Axis.outer)} |")
+    return lines
+
+
+def kept_table() -> list[str]:
+    """Bytes kept, in letters."""
+    lines = ["| inner | outer `no_shard` | outer `optim` |", "|---|---|---|"]
+    for inner in Strategy:
+        cells = [kept_formula(Placements.of(inner, outer)) for outer in OuterStrategy]
+        lines.append(f"| `{inner.name}` | {' | '.join(cells)} |")
+    return lines
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
@@ -218,7 +274,8 @@ def example() -> list[str]:
     ]
     for inner, outer in PAIRS:
         s = Setup(inner, outer, INNER, OUTER, MICROBATCHES, c=2)
-        numbers = [sent_inside(s, moved, last), sent_outside(s, moved), *kept(s, moved).values(), transient(s, largest)]
+        traffic = [sent(s, Axis.inner, moved, last), sent(s, Axis.outer, moved)]
+        numbers = [*traffic, *kept(s, moved).values(), transient(s, largest)]
         lines.append(f"| `{inner}` | `{outer}` | {' | '.join(f'{number / GIB:.2f}' for number in numbers)} |")
     return lines
 
@@ -283,7 +340,8 @@ def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> tuple[str, s
         raise RuntimeError("the ranks saw different lives of a gradient")
     made = {
         "life": life_table(found), "padding": padding(), "example": example(), "fixed_point": fixed_point(),
-        "guards": guards(), "unbuilt": unbuilt(),
+        "guards": guards(), "unbuilt": unbuilt(), "placements": placements(), "operations": operations(),
+        "routes": routes(), "sent": sent_table(), "kept": kept_table(),
     }  # fmt: skip
     for name, lines in made.items():
         text = "\n".join(lines)

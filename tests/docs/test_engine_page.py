@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.pages import engine_page
-from benchmarks.pages.engine_formulas import Setup, kept, sent_inside, sent_outside
+from benchmarks.pages.engine_formulas import Setup, kept, sent
+from harness.fsdp.storage.placement import Axis
 from tests.fsdp import test_communication as counted
 
 
@@ -26,9 +27,8 @@ def test_the_formulas_are_those_that_are_counted_to_the_byte(case: counted.Case)
         rows = counted.expected(case, "unit", numel, numel, "unit" if last else "other")
         outside = sum(sent for (name, _), (_, sent) in rows.items() if name.endswith(counted.OUTER))
         inside = sum(sent for _, sent in rows.values()) - outside
-        assert sent_inside(s, numel, numel if last else 0) * case.world_size == pytest.approx(inside)
-        per_rank = sent_outside(s, numel) if case.outer > 1 else 0.0
-        assert per_rank * case.world_size == pytest.approx(outside)
+        assert sent(s, Axis.inner, numel, numel if last else 0) * case.world_size == pytest.approx(inside)
+        assert sent(s, Axis.outer, numel) * case.world_size == pytest.approx(outside)
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])

@@ -1,0 +1,224 @@
+"""The tables of placements: what follows from them, that nothing else tells strategies apart, and what they refuse."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp import MixedPrecisionPolicy, fully_shard
+from harness.fsdp.policy import OuterStrategy, Strategy
+from harness.fsdp.storage import placement
+from harness.fsdp.storage.placement import (
+    GATHERED,
+    ON_INNER,
+    ON_OUTER,
+    OPERATIONS,
+    PARTIAL,
+    REPLICATE,
+    SHARD,
+    WHOLE,
+    Buffer,
+    On,
+    Placement,
+    Placements,
+    Step,
+    operation,
+    route,
+)
+from tests.support.spawn import run_ranks
+
+ALL = [Placements.of(inner, outer) for inner in Strategy for outer in ON_OUTER]
+
+
+def told(steps: tuple[Step, ...]) -> str:
+    return ", ".join(f"{step.operation.value} {step.axis.name}" for step in steps)
+
+
+# (inner, outer) -> every backward; a step's last backward; each use of a unit; after the update
+EXPECTED = {
+    ("no_shard", None): ("", "reduce_scatter inner, all_gather inner", "", ""),
+    ("no_shard", "no_shard"): (
+        "",
+        "reduce_scatter inner, reduce_scatter outer, all_gather outer, all_gather inner",
+        "",
+        "",
+    ),
+    ("no_shard", "optim"): (
+        "",
+        "reduce_scatter inner, reduce_scatter outer, all_gather inner",
+        "",
+        "all_gather outer, all_gather inner",
+    ),
+    ("optim", None): ("", "reduce_scatter inner", "", "all_gather inner"),
+    ("optim", "no_shard"): (
+        "",
+        "reduce_scatter inner, reduce_scatter outer, all_gather outer",
+        "",
+        "all_gather inner",
+    ),
+    ("optim", "optim"): (
+        "",
+        "reduce_scatter inner, reduce_scatter outer",
+        "",
+        "all_gather outer, all_gather inner",
+    ),
+    ("optim_grads", None): ("reduce_scatter inner", "reduce_scatter inner", "", "all_gather inner"),
+    ("optim_grads", "no_shard"): (
+        "reduce_scatter inner",
+        "reduce_scatter inner, reduce_scatter outer, all_gather outer",
+        "",
+        "all_gather inner",
+    ),
+    ("optim_grads", "optim"): (
+        "reduce_scatter inner",
+        "reduce_scatter inner, reduce_scatter outer",
+        "",
+        "all_gather outer, all_gather inner",
+    ),
+    ("optim_grads_params", None): ("reduce_scatter inner", "reduce_scatter inner", "all_gather inner", ""),
+    ("optim_grads_params", "no_shard"): (
+        "reduce_scatter inner",
+        "reduce_scatter inner, reduce_scatter outer, all_gather outer",
+        "all_gather inner",
+        "",
+    ),
+    ("optim_grads_params", "optim"): (
+        "reduce_scatter inner",
+        "reduce_scatter inner, reduce_scatter outer",
+        "all_gather inner",
+        "all_gather outer",
+    ),
+}
+
+
+@pytest.mark.parametrize(("inner", "outer"), EXPECTED)
+def test_the_collectives_of_a_step_follow_from_the_tables(inner: str, outer: str | None) -> None:
+    placed = Placements.of(Strategy[inner], None if outer is None else OuterStrategy[outer])
+    found = (placed.reduction(last=False), placed.reduction(last=True), placed.unshard, placed.install)
+    assert tuple(map(told, found)) == EXPECTED[inner, outer]
+
+
+def test_every_strategy_and_buffer_has_a_placement() -> None:
+    assert list(ON_INNER) == list(Strategy)
+    assert list(ON_OUTER) == [None, *OuterStrategy]
+    assert {len(row) for row in (*ON_INNER.values(), *ON_OUTER.values())} == {len(Buffer)}
+    for placed in ALL:
+        assert [placed[buffer] for buffer in Buffer] == list(vars(placed).values())
+        assert placed.optimizer_state == placed.main_weights == placed.main_grads, "what the optimizer steps lies alike"
+
+
+@pytest.mark.parametrize("placed", ALL, ids=str)
+def test_a_route_ends_where_it_was_to_end_step_by_step(placed: Placements) -> None:
+    for start, end in itertools.permutations({placed[buffer] for buffer in Buffer} - {placed.compute_weights}, 2):
+        try:
+            steps = route(start, end)
+        except ValueError:
+            assert PARTIAL in end, "only the terms of a sum cannot be had again"
+            continue
+        for before, after in itertools.pairwise(steps):
+            taken = [a for a, b in zip(before.after, after.before, strict=True) if a is not b]
+            assert all(each is REPLICATE for each in taken), "between two operations at most a chunk is taken"
+        assert not steps or steps[-1].after in (end, end._replace(inner=SHARD)), told(steps)
+        for step in steps:
+            changed = [(a, b) for a, b in zip(step.before, step.after, strict=True) if a is not b]
+            assert [OPERATIONS[each] for each in changed] == [step.operation], "one operation changes one axis"
+
+
+def test_the_outer_axis_carries_an_inner_share_whatever_the_strategy() -> None:
+    for placed in ALL:
+        for steps in (placed.reduction(last=True), placed.install, route(placed.main_weights, WHOLE)):
+            for step in steps:
+                if step.axis.name == "outer":
+                    assert step.share(4, 3) == Fraction(1, 4), (placed, told(steps))
+
+
+def test_what_no_operation_does_is_refused_with_what_there_is() -> None:
+    assert operation(SHARD, SHARD) is None
+    for before, after in ((REPLICATE, PARTIAL), (SHARD, PARTIAL), (GATHERED, SHARD)):
+        with pytest.raises(ValueError, match=f"no operation takes a buffer from {before.value} to {after.value}; ther"):
+            operation(before, after)
+    with pytest.raises(ValueError, match="from Replicate to Partial"):
+        route(On(REPLICATE, REPLICATE), On(PARTIAL, REPLICATE))
+
+
+def test_a_frozen_bucket_is_stored_once() -> None:
+    for strategy in Strategy:
+        placed = Placements.of_frozen(strategy)
+        assert placed.main_weights == placed.resting_weights
+        assert placed.unshard == Placements.of(strategy, None).unshard
+        assert placed.install == placed.reduction(last=True) == ()
+
+
+# -- strategies that nobody wrote code for -----------------------------------------------------------------------------
+
+WEIGHTS_ALONE = (GATHERED, SHARD, PARTIAL, PARTIAL, SHARD, SHARD)
+"""A row of the inner table that is no ZeRO stage: weights are sharded, and gradients are reduced once a step."""
+
+
+@contextmanager
+def row(strategy: Strategy, placements: tuple[Placement, ...]) -> Iterator[None]:
+    before = placement.ON_INNER
+    placement.ON_INNER = {**before, strategy: placements}
+    try:
+        yield
+    finally:
+        placement.ON_INNER = before
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(6, 6) for _ in range(3))).double()
+
+
+def data(step: int, rank: int) -> Tensor:
+    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def train(rank: int, placements: tuple[Placement, ...], k: int) -> tuple[list[Tensor], int]:
+    """Weights after three steps of k microbatches, and reduce-scatters of the last step."""
+    from harness.fsdp.comm import events
+
+    issued: list[str] = []
+    with row(Strategy.optim, placements):
+        module = model()
+        sharded, optimizer = fully_shard(
+            module,
+            torch.optim.SGD(module.parameters(), lr=0.1),
+            fsdp_unit_modules=[nn.Linear],
+            zero_dp_strategy="optim",
+            mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
+        )
+        for step in range(3):
+            issued.clear()
+            end = events.on_begin(lambda label: issued.append(label.kind))
+            for index in range(k):
+                with sharded.no_sync() if index < k - 1 else sharded.sync():
+                    (sharded(data(step * k + index, rank)).square().sum() / k).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            end()
+        weights = [weight for _, weight in sharded.full_weights()]
+        sharded.close()
+    return weights, issued.count("reduce_scatter")
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_strategy_that_is_only_a_new_row_trains_as_one_process_does(k: int) -> None:
+    """FSDP of weights alone: gathered for use, while gradients wait whole and are reduced once a step."""
+    reference = model()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for step in range(3):
+        for index, rank in itertools.product(range(k), range(2)):
+            (reference(data(step * k + index, rank)).square().sum() / (2 * k)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for weights, reductions in run_ranks(train, 2, WEIGHTS_ALONE, k):
+        assert reductions == 3, "one reduction a unit and step, whatever k"
+        for found, expected in zip(weights, reference.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-13, atol=1e-15)
