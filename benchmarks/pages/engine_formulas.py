@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from harness.fsdp.policy import OuterStrategy, Strategy
 from harness.fsdp.storage.placement import GATHERED, SHARD, Axis, Operation, Placements, Step
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 
 @dataclass(frozen=True)

@@ -30,10 +30,11 @@ from benchmarks.pages.gradient_life import PAIRS, STAGES, Event, Life, lives
 from harness.config.schema import Config
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.megatron_arguments import UNBUILT
-from harness.fsdp.policy import MixedPrecisionPolicy, OuterStrategy, Strategy
+from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.units import plan_units
 from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
 from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Buffer, Placements, Step
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.models.workload import LlamaWorkload
 from tests.support.spawn import run_ranks
 

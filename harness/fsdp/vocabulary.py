@@ -80,21 +80,6 @@ class Strategy(Numbered):
         "ZeRO-3: compute weights too, whole only while a unit is in use.",
     )
 
-    @property
-    def shards_optimizer(self) -> bool:
-        """Main weights and optimizer state are split."""
-        return self is not Strategy.no_shard
-
-    @property
-    def shards_grads(self) -> bool:
-        """Gradients are reduced every microbatch and only this rank's shard is kept."""
-        return self in (Strategy.optim_grads, Strategy.optim_grads_params)
-
-    @property
-    def shards_params(self) -> bool:
-        """Compute weights exist only while a unit is in use."""
-        return self is Strategy.optim_grads_params
-
 
 class OuterStrategy(Numbered):
     """What the outer data-parallel axis splits."""

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
-from harness.fsdp.policy import OuterStrategy, Strategy
 from harness.fsdp.storage import placement
 from harness.fsdp.storage.placement import (
     GATHERED,
@@ -31,6 +30,7 @@ from harness.fsdp.storage.placement import (
     operation,
     route,
 )
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from tests.support.spawn import run_ranks
 
 ALL = [Placements.of(inner, outer) for inner in Strategy for outer in ON_OUTER]

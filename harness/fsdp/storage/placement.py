@@ -20,7 +20,7 @@ from enum import Enum
 from fractions import Fraction
 from typing import NamedTuple
 
-from harness.fsdp.policy import OuterStrategy, Strategy
+from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 
 class Placement(Enum):
