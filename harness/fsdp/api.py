@@ -115,6 +115,8 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer)
         model.finish_grad_sync()
         if model.has_gradients:
             sharded.attach()
+        else:  # the model has forgotten what the optimizer may still hold
+            sharded.detach()
 
     def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         model.install_weights()

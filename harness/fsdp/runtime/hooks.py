@@ -11,6 +11,7 @@ a second differentiation would need weights that are released by then.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -51,6 +52,8 @@ class HookDriver:
         self.step = step
         self.guard = guard
         self.forward = Forward(units[0].name)
+        self._end: Callable[[], _BackwardEnd | None] = lambda: None
+        """What the autograd engine holds as long as the backward that began last runs."""
         self._backward_of = units[0].name
         """The unit whose backward began last."""
         self._handles: list[Any] = []
@@ -78,8 +81,9 @@ class HookDriver:
         self._handles.clear()
 
     def recover(self) -> None:
-        """Settle a backward that raised: autograd then never tells that it ended."""
-        if not self.step.in_backward or torch._C._current_graph_task_id() != -1:
+        """Settle a backward that raised: autograd then never tells that it ended, but drops what it was to call."""
+        runs = torch._C._current_graph_task_id() != -1 and self._end() is not None
+        if runs or not self.step.in_backward:
             return
         self.gather.reshard_all()
         self.reduce.post_backward(reduce=False)
@@ -171,9 +175,11 @@ class HookDriver:
             return
         self._refuse_unsupported()
         self.step.pre_backward()
+        end = _BackwardEnd(self._root_post_backward)
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
         if self.guard is not None:
             self.guard.begin_backward()
-        torch.autograd.Variable._execution_engine.queue_callback(self._root_post_backward)
         for unit in self.units:
             unit.readiness.pre_backward()
         self.gather.pre_backward()
@@ -263,6 +269,16 @@ class HookDriver:
         for unit in self.units:
             unit.readiness.post_backward()
         self.step.post_backward()
+
+
+class _BackwardEnd:
+    """What is called when a backward has ended. Only the autograd engine holds it, until then or until it raises."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def __call__(self) -> None:
+        self._then()
 
 
 class _PassedInputs(torch.autograd.Function):

@@ -243,6 +243,8 @@ class Gradients:
         if not self.is_in_place:
             self.claim()
             self.sums.zero_()
+        if self._main is not None:  # which keeps the last step's until the next one is finished
+            self._main.zero_()
 
     def forget(self) -> None:
         """Forget all gradients; a shard of them gives its memory back."""

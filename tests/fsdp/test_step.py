@@ -1,0 +1,261 @@
+"""The state of a step: its table is complete, and no sequence of calls gives a wrong number silently.
+
+Random sequences of calls are made on one rank and on plain torch side by side. Each call either does on both what it
+says, or is refused by the engine with a documented error, and then plain torch leaves it out. Gradients and weights are
+compared whenever they can be read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from harness.fsdp import Strategy, fully_shard
+from harness.fsdp.runtime.step import REFUSALS, TRANSITIONS, Call, Step, StepError, StepShape, StepState
+from tests.fsdp.test_api import Block, make
+from tests.fsdp.test_strange_programs import Boom, same_gradients
+
+STRATEGIES = [strategy.name for strategy in Strategy]
+DIVISOR = 2.0
+"""Not 1, so that a gradient that is scaled twice, or not at all, shows on a single rank."""
+CALLS = (
+    "forward", "forward_that_raises", "evaluate", "microbatch", "microbatch_no_sync", "backward", "backward_no_sync",
+    "backward_again", "backward_that_raises", "finish_inside", "zero_grad_inside", "gradients", "step", "zero_grad",
+    "load",
+)  # fmt: skip
+USER_CALLS = (Call.pre_backward, Call.finish_grad_sync, Call.zero_grad)
+
+
+@pytest.fixture(autouse=True)
+def group(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_call_that_leads_nowhere_is_told_why_and_which_call_is_missing() -> None:
+    pairs = {(state, call) for state in StepState for call in USER_CALLS}
+    nested = (StepState.BACKWARD, Call.pre_backward)  # hooks of a backward that runs all say that it began
+    assert {pair for pair in pairs if pair[1] not in TRANSITIONS[pair[0]]} - {nested} == set(REFUSALS)
+    missing = ("zero_grad()", "no_sync()", "after backward() has returned")
+    assert all(any(call in text for call in missing) for text in REFUSALS.values())
+
+
+def test_every_state_can_be_reached_and_left_for_the_next_step() -> None:
+    reached = {StepState.IDLE, StepState.FAILED}
+    for _ in StepState:
+        reached |= {to for state in reached for states in TRANSITIONS[state].values() for to in states}
+    assert reached == set(StepState)
+    resting = set(StepState) - {StepState.BACKWARD}
+    assert all(TRANSITIONS[state][Call.zero_grad] == (StepState.IDLE,) for state in resting)
+
+
+@pytest.mark.parametrize("sync", [True, False])
+@given(st.booleans(), st.booleans(), st.booleans())
+def test_plans_lead_where_the_table_goes(sync: bool, each: bool, once: bool, unsharded: bool) -> None:
+    step = Step(StepShape(reduces_each=each, reduces_once=once, accumulates=once or unsharded))
+    step.sync = sync
+    plan = step.pre_backward()
+    assert plan.leads_to in TRANSITIONS[StepState.BACKWARD][Call.post_backward]
+    assert (plan.last, plan.reduce_units, plan.adds) == (sync, sync or each, False)
+    step.post_backward()
+    assert step.state is plan.leads_to
+    if step.state is not StepState.REDUCED:
+        assert step.pre_backward().adds == plan.reduce_units
+
+
+# -- sequences of calls ------------------------------------------------------------------------------------------------
+
+
+class Pair:
+    """A sharded model and the same in plain torch, each with its optimizer, and losses that were not differentiated."""
+
+    def __init__(self, strategy: str, **options: Any) -> None:
+        model, self.plain = make(), make()
+        kwargs = {"lr": 0.05, "momentum": 0.9}
+        self.model, self.optimizer = fully_shard(
+            model,
+            torch.optim.SGD(model.parameters(), **kwargs),
+            fsdp_unit_modules=[Block],
+            zero_dp_strategy=strategy,
+            grad_divisor=DIVISOR,
+            **options,
+        )
+        self.other = torch.optim.SGD(self.plain.parameters(), **kwargs)
+        self.losses: list[tuple[Tensor, Tensor]] = []
+        self.number = 0
+
+    def run(self, call: str) -> None:
+        """Make a call on both, or find it refused."""
+        try:
+            getattr(self, call)()
+        except StepError as error:
+            told = str(error)
+            assert told in REFUSALS.values() or "run the forward again" in told, told
+
+    def data(self) -> Tensor:
+        self.number += 1
+        return torch.randn(3, 6, generator=torch.Generator().manual_seed(self.number))
+
+    def forward(self) -> None:
+        x = self.data()
+        self.losses.append((self.model(x).square().mean(), self.plain(x).square().mean() / DIVISOR))
+
+    def forward_that_raises(self) -> None:
+        with pytest.raises(RuntimeError, match="shapes"):
+            self.model(torch.ones(3, 5))
+
+    def evaluate(self) -> None:
+        x = self.data()
+        with torch.no_grad():
+            torch.testing.assert_close(self.model(x), self.plain(x))
+
+    def microbatch(self, *, sync: bool = True) -> None:
+        self.forward()
+        self._differentiate(*self.losses.pop(), sync=sync)
+
+    def microbatch_no_sync(self) -> None:
+        self.microbatch(sync=False)
+
+    def backward(self, *, sync: bool = True) -> None:
+        if self.losses:
+            self._differentiate(*self.losses.pop(0), sync=sync)
+
+    def backward_no_sync(self) -> None:
+        self.backward(sync=False)
+
+    def backward_again(self) -> None:
+        if self.losses:
+            self._differentiate(*self.losses[0], sync=False, retain_graph=True)
+
+    def _differentiate(self, loss: Tensor, plain: Tensor, *, sync: bool, **kwargs: Any) -> None:
+        with nullcontext() if sync else self.model.no_sync():
+            loss.backward(**kwargs)
+        plain.backward(**kwargs)
+
+    def backward_that_raises(self) -> None:
+        x = self.data().requires_grad_()
+        loss = self.model(Boom.apply(x)).square().mean()  # raises when all units are done
+        with pytest.raises((ArithmeticError, StepError)):
+            loss.backward()
+
+    def finish_inside(self) -> None:
+        self._inside(self.model.finish_grad_sync)
+
+    def zero_grad_inside(self) -> None:
+        self._inside(self.optimizer.zero_grad)
+
+    def _inside(self, call: Any) -> None:
+        x = self.data().requires_grad_()
+        x.register_hook(lambda _: call())
+        with pytest.raises(StepError):
+            self.model(x).square().mean().backward()
+
+    def gradients(self) -> None:
+        same_gradients(self.model, self.plain)
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.other.step()
+        found = dict(self.model.full_weights())
+        for name, param in self.plain.named_parameters():
+            torch.testing.assert_close(found[name], param.detach(), msg=f"weight {name}")
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.other.zero_grad()
+
+    def load(self) -> None:
+        """The weights of another seed; gradients are forgotten."""
+        values = make(self.number).state_dict()
+        self.model.load_state_dict(values)
+        self.plain.load_state_dict(values)
+        self.other.zero_grad()
+
+    def close(self) -> None:
+        self.model.close()
+
+
+def run_all(strategy: str, calls: list[str], **options: Any) -> None:
+    pair = Pair(strategy, **options)
+    for call in [*calls, "gradients", "zero_grad", "microbatch_no_sync", "microbatch", "gradients", "step", "evaluate"]:
+        pair.run(call)
+    pair.close()
+
+
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    *((strategy, {}) for strategy in STRATEGIES),
+    ("optim_grads_params", {"accumulate_unsharded": True}),
+    ("no_shard", {"grad_buffer": "concat"}),
+    ("optim", {"numerics": "exact"}),
+    ("optim_grads", {"numerics": "exact"}),
+]
+sequences = st.lists(st.sampled_from(CALLS), min_size=2, max_size=12)
+
+
+@pytest.mark.parametrize(("strategy", "options"), VARIANTS, ids=str)
+@settings(max_examples=25, deadline=None)
+@given(calls=sequences)
+@example(calls=["forward", "microbatch", "step", "zero_grad", "backward"])
+@example(calls=["microbatch_no_sync", "step", "backward_that_raises", "microbatch", "zero_grad", "microbatch", "step"])
+@example(calls=["gradients", "microbatch", "gradients", "microbatch", "step"])
+@example(calls=["forward", "backward_that_raises", "backward"])
+@example(calls=["microbatch", "gradients", "zero_grad"])
+@example(calls=["microbatch", "step", "load", "step"])
+def test_no_sequence_of_calls_is_silently_wrong(strategy: str, options: dict[str, Any], calls: list[str]) -> None:
+    run_all(strategy, calls, **options)
+
+
+def hole(state: StepState, call: Call, to: StepState) -> Any:
+    """The table with one transition too many."""
+    return mock.patch.dict(TRANSITIONS, {state: TRANSITIONS[state] | {call: (to,)}})
+
+
+HOLES = {
+    "a second synchronised backward": (
+        lambda: hole(StepState.REDUCED, Call.pre_backward, StepState.BACKWARD),
+        "no_shard",
+        ["microbatch", "microbatch"],
+    ),
+    "a backward after the gradients were finished": (
+        lambda: hole(StepState.FINISHED, Call.pre_backward, StepState.BACKWARD),
+        "optim_grads",
+        ["microbatch", "gradients", "microbatch"],
+    ),
+    "gradients that were never reduced": (
+        lambda: hole(StepState.ACCUMULATED, Call.finish_grad_sync, StepState.FINISHED),
+        "optim",
+        ["microbatch_no_sync"],
+    ),
+    "gradients of a backward that raised": (
+        lambda: hole(StepState.FAILED, Call.finish_grad_sync, StepState.FINISHED),
+        "no_shard",
+        ["backward_that_raises"],
+    ),
+    "a backward through a forward before the update": (
+        lambda: mock.patch.object(Step, "check_forward"),
+        "optim_grads_params",
+        ["forward", "microbatch", "step", "zero_grad", "backward"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOLES)
+def test_a_hole_in_the_table_shows(name: str) -> None:
+    opened, strategy, calls = HOLES[name]
+    with opened(), pytest.raises((AssertionError, RuntimeError)):
+        run_all(strategy, calls)
+    run_all(strategy, calls)
