@@ -40,9 +40,9 @@ class Process:
     parts: Mapping[str, float | None]
     """Medians over timed steps, by `PARTS`."""
     tokens: int
-    """Of a step, over all ranks."""
+    """Tokens of one step, over all ranks."""
     loss: float
-    """Of the last step."""
+    """Loss of the last step, in nats a token."""
     comm: Mapping[str, Mapping[str, int]]
     """What rank 0 sent in the last step, by kind: count and bytes."""
     persistent_bytes: int | None
@@ -60,7 +60,7 @@ class Process:
     others_cores: float
     """Cores that other programs kept busy over the timed steps."""
     origin: Mapping[str, Any]
-    """Its `provenance.json`."""
+    """What the run's `provenance.json` says: versions, machine, commit."""
 
     @property
     def median_s(self) -> float:

@@ -96,14 +96,17 @@ def _target_cells(target: Target) -> tuple[str, ...]:
 
 
 def ms(seconds: float | None) -> str:
+    """Seconds as milliseconds with one decimal; `-` for None."""
     return "-" if seconds is None else f"{1e3 * seconds:.1f}"
 
 
 def mib(num_bytes: int | None) -> str:
+    """Bytes as MiB with two decimals; `-` for None."""
     return "-" if num_bytes is None else f"{num_bytes / 2**20:.2f}"
 
 
 def interval_text(found: Interval | None) -> str:
+    """A ratio with its interval, and whether that includes 1; `-` for None."""
     if found is None:
         return "-"
     marked = " includes 1" if found.includes_one else ""
@@ -153,6 +156,7 @@ def _sizes(regime: Regime) -> str:
 
 
 def machine_lines(report: Report) -> Iterator[str]:
+    """What a report's runs were made on and when, as Markdown list items."""
     facts = machine(report.processes)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     dirty = " with changes" if facts["dirty"] else ""
@@ -171,5 +175,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table without a trailing newline."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

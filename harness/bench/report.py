@@ -53,7 +53,7 @@ class Row:
     comm: dict[str, dict[str, int]]
     loss: float
     ratio: Interval | None
-    """Its step time over the reference's."""
+    """The arm's step time over the reference's, with its interval; None for the reference."""
 
     @property
     def name(self) -> str:
@@ -315,7 +315,7 @@ def _mixed(processes: Sequence[Process]) -> Iterable[str]:
 
 
 def _fact(process: Process, key: str) -> Any:
-    """Of hosts, which there are one a rank, each once: arms may have different numbers of ranks."""
+    """One fact of a process's machine; hosts, named once a rank, each once: arms may differ in their ranks."""
     held = process.origin.get(key)
     return sorted(set(held)) if key == "hosts" and held is not None else held
 
@@ -351,7 +351,7 @@ def _process_json(process: Process) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """The same plain values; what is not a finite number is None."""
+    """Plain values with None in place of every number that is not finite."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -103,7 +103,7 @@ class Culprit:
     first: Version
     """The first that is known to differ."""
     verdict: Verdict
-    """Of `first`, against the control."""
+    """Verdict on `first`, held against the control."""
     skipped: tuple[Skipped, ...]
     """Versions between the two: the change may lie in one of them."""
     next: tuple[str, ...]

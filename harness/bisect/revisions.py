@@ -54,7 +54,7 @@ class Version:
 
     @property
     def label(self) -> str:
-        """What it is called in a sentence: `main (1a2b3c4)`, or the commit alone."""
+        """How a sentence names this version: `main (1a2b3c4)`, or the commit alone."""
         if self.asked == WORKTREE:
             return f"{WORKTREE} (on {self.commit[:SHORT]})"
         return self.word if self.commit.startswith(self.asked) else f"{self.asked} ({self.commit[:SHORT]})"

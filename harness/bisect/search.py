@@ -19,7 +19,7 @@ class Answer(Enum):
     same = "same"
     differs = "differs"
     unresolved = "unresolved"
-    """It cannot be tried, or its verdict is neither."""
+    """The trial cannot be made, or its verdict is neither."""
 
 
 @dataclass(frozen=True)

@@ -53,9 +53,9 @@ class Responsible:
     settings: tuple[tuple[str, Any, Any], ...]
     """Each with the good run's value and the bad one's; none can be left out."""
     of: int
-    """In how many settings the two differ."""
+    """Number of settings in which the two runs differ."""
     verdict: Verdict
-    """Of the good run with these settings, against the good run."""
+    """Verdict on the good run with these settings changed, held against the good run."""
     next: tuple[str, ...]
 
     @property

@@ -71,7 +71,7 @@ def to_hugging_face_name(name: str) -> str:
 
 
 def from_hugging_face_name(name: str) -> str:
-    """The other way.
+    """`model.layers.3.self_attn.q_proj.weight` -> `blocks.3.attention.wq.weight`.
 
     Raises:
         Unfit: this decoder has no such parameter (a bias, say).

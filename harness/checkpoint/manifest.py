@@ -60,7 +60,7 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """Of all tensor files."""
+        """Bytes of all tensor files together."""
         return sum(entry.bytes for entry in self.files.values())
 
     def write(self, folder: Path) -> None:
@@ -109,6 +109,6 @@ class Manifest:
 
 
 def _sum(body: Mapping[str, Any]) -> str:
-    """Of everything but the sum itself, however it is indented."""
+    """SHA-256 of a manifest without its sum, however the file is indented."""
     rest = {key: value for key, value in body.items() if key != "sha256"}
     return hashlib.sha256(json.dumps(rest, separators=(",", ":"), sort_keys=True).encode()).hexdigest()

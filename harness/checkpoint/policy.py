@@ -59,7 +59,7 @@ class Checkpoint:
     cast: tuple[str, ...] = ()
     """Dtypes that were rounded, "float32 to bfloat16"."""
     skipped: tuple[str, ...] = ()
-    """With ckpt.strict=false: what did not fit and stayed as it was."""
+    """Tensors that did not fit and stayed as they were; only ckpt.strict=false allows any."""
 
 
 class Checkpoints:

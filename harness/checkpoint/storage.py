@@ -74,11 +74,11 @@ class Writer(StorageWriter):
         """Nothing to prepare."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
+        """The plans, unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -156,11 +156,11 @@ class Reader(StorageReader):
         """Nothing to prepare."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
+        """The plans, unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:

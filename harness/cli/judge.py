@@ -78,7 +78,7 @@ def _say(found: Verdict, arguments: Namespace) -> int:
 
 
 def _scripted(*verdicts: Verdict) -> tuple[Verdict, ...]:
-    """With the script beside each that found something; a store that takes none is told once."""
+    """Give each verdict that found something its script; that a store takes none is told once."""
     found, complaint = scripted(*verdicts)
     if complaint:
         print(complaint, file=sys.stderr)

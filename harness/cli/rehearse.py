@@ -42,7 +42,7 @@ def _rehearse(arguments: Namespace) -> int:
 
 
 def text(found: Rehearsal) -> str:
-    """For a person."""
+    """The outcome of a rehearsal, as a person reads it."""
     if found.equal:
         head = (
             f"EQUAL: stopped after step {found.preempt_at} and gone on with, all {found.numbers} logged numbers of"

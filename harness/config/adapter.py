@@ -39,7 +39,7 @@ class Description:
     """Sources it loads from there, relative to `root`: what an edit of makes its runs stale."""
 
     def facts(self) -> dict[str, Any]:
-        """The same for `provenance.json`."""
+        """The adapter's name, folder, sources and their digest, as `provenance.json` records them."""
         return {
             "name": self.adapter,
             "root": self.root,

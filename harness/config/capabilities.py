@@ -16,7 +16,7 @@ class Capabilities:
     """One engine's reach. Whatever the table allows, the engine's adapter honours."""
 
     strategies: tuple[Strategy, ...]
-    """What it can split."""
+    """Strategies the engine can run."""
     hybrid: tuple[tuple[Strategy, OuterStrategy], ...] = ()
     """Pairs of inner and outer strategy it can run with mesh.dp_outer > 1."""
     numerics: tuple[Numerics, ...] = RERUNS
@@ -46,15 +46,15 @@ class Capabilities:
     sums_itself: bool = False
     """Whether sums inside a reduction are the engine's own, in dtype.grad_accum; else the backend's, in the wire's."""
     user_buffers: bool = False
-    """Whether it registers its buffers with NCCL (nccl_ub)."""
+    """Whether the engine registers its buffers with NCCL (nccl_ub)."""
     orders_communicators: bool = False
-    """Whether it creates the communicators of both data-parallel axes itself, the owner of SHARP before the other."""
+    """Whether the engine creates the communicators of both data-parallel axes itself, the owner of SHARP first."""
     loss_scale: bool = False
-    """Whether it scales the loss and leaves updates out whose gradients overflowed (dtype.loss_scale)."""
+    """Whether the engine scales the loss and leaves out updates whose gradients overflowed (dtype.loss_scale)."""
     package: str | None = None
     """Distribution it needs beyond this project's own dependencies, as `name==version`."""
     build_isolation: bool = True
-    """Whether that distribution installs like any other; if not, its build needs what is here already."""
+    """Whether the distribution `package` installs like any other; if not, its build needs what is installed already."""
     settings: tuple[str, ...] = ()
     """Settings of the group `engine`, beyond the name, that it takes."""
 

@@ -37,7 +37,7 @@ class Cell:
 
     @cached_property
     def typed(self) -> Config:
-        """The same values as the typed root."""
+        """The cell's values as the typed root."""
         return load_config(self.config)
 
     @cached_property

@@ -60,7 +60,7 @@ def wants_infiniband_sharp(cfg: Config) -> bool:
 
 
 LARGEST_LOSS_SCALE = 2.0**40
-"""Of a fixed loss scale."""
+"""Largest value of a fixed loss scale."""
 
 
 def loss_scale(cfg: Config) -> float | None:

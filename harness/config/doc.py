@@ -32,7 +32,7 @@ class Setting:
     default: Any
     """Value in the schema; `conf/` may hold another."""
     sentence: str
-    """What it means, with its unit."""
+    """What the setting means, with its unit."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -103,7 +103,7 @@ def _sentences() -> dict[str, dict[str, str]]:
 
 
 def sentences_of(source: str) -> dict[str, dict[str, str]]:
-    """The same of one module's source."""
+    """Class name -> field name -> the string literal under the field, of one module's source."""
     found: dict[str, dict[str, str]] = {}
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef):

@@ -48,9 +48,9 @@ class Fault:
     microbatches: int = 1
     """Microbatches a rank and step with which it does anything."""
     resumes: bool = False
-    """Whether it acts when a run is resumed."""
+    """Whether the fault acts when a run is resumed."""
     report: str = ""
-    """Where it was reported; empty for a family."""
+    """Where the fault was reported; empty for a family."""
 
 
 K2 = ("train.global_batch_size=8", "train.microbatch_size=2")

@@ -22,7 +22,8 @@ from harness.data.sources import Tokens, open_source
 
 
 class Microbatch(NamedTuple):
-    """Both int64, [microbatch_size, seq_len]; targets are the tokens one position later."""
+    """Tokens and targets of one microbatch, both int64 of shape [microbatch_size, seq_len]; targets are the tokens one
+    position later."""
 
     tokens: NDArray[np.int64]
     targets: NDArray[np.int64]

@@ -45,7 +45,7 @@ class Seen(NamedTuple):
     divisor: int
     """What the sum of those gradients over all microbatches and ranks must be divided by to give the step's."""
     compute: torch.dtype
-    """Of the weights in the forward."""
+    """Dtype of the weights in the forward."""
 
 
 class Scaled(NamedTuple):

@@ -60,7 +60,7 @@ class Request:
 
     @property
     def has_values(self) -> bool:
-        """Whether it is said where values come from, other than the parameters themselves."""
+        """Whether values come from elsewhere than the parameters themselves."""
         return self.initial_value is not None or self.init_on_meta
 
 

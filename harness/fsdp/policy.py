@@ -92,7 +92,7 @@ class Dtypes:
 
     @classmethod
     def frozen(cls, compute: torch.dtype) -> Dtypes:
-        """Of parameters that are not trained: they are stored once, as they are computed with, and never reduced."""
+        """Dtypes of parameters that are not trained: stored once, as they are computed with, and never reduced."""
         return cls(compute, compute, compute, compute, compute)
 
     def validate(self, *, allow_low_precision_grads: bool) -> None:
@@ -125,7 +125,7 @@ class Dtypes:
             )
 
     def as_integers(self) -> Dtypes:
-        """The same with gradients sent and summed as int64; see `harness.fsdp.comm.fixed_point`.
+        """These dtypes with gradients sent and summed as int64; see `harness.fsdp.comm.fixed_point`.
 
         Raises:
             ValueError: gradients are sent in another dtype than they are kept in, or in more bits than fp32.

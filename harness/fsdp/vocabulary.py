@@ -45,7 +45,7 @@ class Numbered(Choice):
 
     @property
     def number(self) -> int:
-        """Its place in the list."""
+        """The member's place in its enum, counted from 0."""
         return list(type(self)).index(self)
 
     @classmethod

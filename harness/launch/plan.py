@@ -13,7 +13,7 @@ class Action(Enum):
     """What to do with a cell."""
 
     skip = "skip"
-    """It is done."""
+    """The cell is done: start nothing."""
     leave = "leave"
     """Somebody runs it already, or will."""
     start = "start"

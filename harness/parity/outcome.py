@@ -79,7 +79,7 @@ class Finding:
     count: int = 1
     """Number of checks this finding stands for."""
     note: str = ""
-    """What it means, in a clause."""
+    """What the finding means, in a clause."""
 
     @property
     def ratio(self) -> float:
@@ -138,7 +138,7 @@ class Verdict:
 
     @property
     def exit_code(self) -> int:
-        """Of the command that ends with this verdict."""
+        """Exit code of the command that ends with this verdict."""
         return self.outcome.exit_code
 
     def as_json(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ class SeedVerdict:
     """The runs it stands on."""
     seeds: int
     seeds_needed: int | None
-    """With which it would be decided, where it is not and that can be said."""
+    """Number of seeds that would decide; None where it is decided, or where no number can be named."""
     p_equivalent: float
     p_different: float
     """Adjusted for the number of arms and measures."""
@@ -185,7 +185,7 @@ class StudyVerdict:
 
     @property
     def exit_code(self) -> int:
-        """Of the command that ends with this verdict."""
+        """Exit code of the command that ends with this verdict."""
         return self.outcome.exit_code
 
     def as_json(self) -> dict[str, Any]:

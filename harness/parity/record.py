@@ -63,14 +63,14 @@ class Record:
     """How far roundings move this run's gradients of step 1, by compute dtype and parameter ("" for all together), each
     `distance`, `scale` and, of all, `loss`; nothing where it was not asked to find out."""
     draws: int
-    """Of which that is the mean square."""
+    """Number of draws that `moves` is the mean square of."""
     attempts: int
     """How often the run was started; above one it was resumed."""
     problems: tuple[str, ...]
     """Why no verdict can stand on this run; empty for a whole one."""
 
     def unwitnessed(self) -> Record:
-        """The same run without what it says of itself: all that is left is what it can be held against another by."""
+        """This run without what it says of itself: what is left is what any two runs can be compared by."""
         summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
         return replace(self, witnesses={}, weights=None, summary=summary)
 

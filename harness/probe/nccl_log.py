@@ -80,9 +80,9 @@ class NcclFacts:
     settings: dict[str, str] = field(default_factory=dict)
     """Variables NCCL says it took from the environment, the last value of each."""
     registered: dict[str, Registered] = field(default_factory=dict)
-    """By kind: user (asked for), symmetric, nvls, collnet, net, ipc."""
+    """Registrations by kind: user (asked for), symmetric, nvls, collnet, net, ipc."""
     choices: dict[str, dict[str, Choice]] = field(default_factory=dict)
-    """By collective ("AllGather") and what ran it ("RING/SIMPLE", "symmetric AllGather_ST", "copy engine")."""
+    """NCCL's choices by collective ("AllGather") and by what ran it ("RING/SIMPLE", "copy engine")."""
     warnings: list[str] = field(default_factory=list)
     """The first lines of level WARN."""
 
@@ -97,7 +97,7 @@ class NcclFacts:
         return bool(self.choices)
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it, without what was not told."""
+        """Plain values for JSON, without what the log did not tell."""
         return {key: value for key, value in asdict(self).items() if value not in (None, {}, [])}
 
 

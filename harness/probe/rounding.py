@@ -60,10 +60,10 @@ EXACT = frozenset(
 """Operations that move or choose values and round none."""
 
 PRODUCTS = frozenset({"mm", "bmm", "addmm", "baddbmm"})
-"""Whose last two arguments are multiplied as matrices."""
+"""Operations whose last two arguments are multiplied as matrices."""
 
 SUMS = frozenset({"sum", "mean"})
-"""Of their first argument's elements."""
+"""Operations that sum their first argument's elements."""
 
 SUMS_INSIDE = frozenset({"embedding_dense_backward", "convolution_backward"})
 """Which keep long sums in ways of their own. An embedding's gradient adds all occurrences of a token in the dtype
@@ -140,7 +140,7 @@ class Roundings(TorchDispatchMode):
 def moves(
     loss: Loss, model: nn.Module, batches: Sequence[Any], dtypes: Sequence[str], draws: int, seed: int
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """By dtype and parameter: how far roundings move its gradient of one step, in the mean square of several draws.
+    """How far roundings move each gradient of one step, in the mean square of several draws; by dtype and parameter.
 
     `distance` is relative to the gradient's norm, `scale` the spread of b in g' = (1 + b) g + r; of the parameter ""
     they tell the same of all gradients, and `loss` of the mean loss. The model is left as it was.
@@ -173,7 +173,7 @@ def moves(
 
 
 def _gradients(loss: Loss, model: nn.Module, batches: Sequence[Any]) -> tuple[dict[str, Tensor], float]:
-    """Of the mean loss, by name; `.grad` is not touched."""
+    """Gradients of the mean loss, by name; `.grad` is not touched."""
     named = {name: param for name, param in model.named_parameters() if param.requires_grad}
     total = {name: torch.zeros_like(param) for name, param in named.items()}
     mean = 0.0

@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 UNSEEN = -1
-"""Instead of a checksum, where a rank's forward did not use a parameter."""
+"""Stands for a checksum where a rank's forward did not use a parameter."""
 SEVERAL = -2
-"""Instead of a checksum, where the forwards of one step used different values of a parameter."""
+"""Stands for a checksum where the forwards of one step used different values of a parameter."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Witness:
     divisor: int
     compute: torch.dtype
     checksums: dict[str, set[int]] = field(default_factory=dict)
-    """By parameter: of every value a forward used."""
+    """Checksums of every value that a forward used, by parameter."""
     _sums: dict[str, _Sum] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
 

@@ -16,14 +16,14 @@ class Metric:
     """One number, or one text, of a step."""
 
     path: str
-    """Its keys from the line inwards, joined by slashes; `*` stands for keys that the run chooses."""
+    """Keys from the line inwards, joined by slashes; `*` stands for keys that the run chooses."""
     unit: str
-    """Of the number; empty for texts and ratios."""
+    """Unit of the number; empty for texts and ratios."""
     meaning: str
     """One sentence or more."""
     cost: bool = False
-    """Whether it says what the step took, which differs from one execution of a run to the next. All else must have the
-    same bits in a run that was interrupted and resumed."""
+    """Whether the metric says what the step took, which differs from one execution of a run to the next. All else must
+    have the same bits in a run that was interrupted and resumed."""
     mirrored: bool = True
     """Whether Weights & Biases is sent it."""
 

@@ -158,7 +158,7 @@ class RunDir:
             write_atomic(self.path / "overrides.txt", _lines(cell.overrides))
 
     def has_record(self) -> bool:
-        """Whether it holds steps or a checkpoint of an earlier attempt."""
+        """Whether the run directory holds steps or a checkpoint of an earlier attempt."""
         return self.metrics.exists() or any(self.ckpt.glob("*"))
 
     def start_over(self, attempt: int) -> None:

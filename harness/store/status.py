@@ -67,7 +67,7 @@ class Status:
     host: str = ""
     """Host of the process that keeps the run alive, or of rank 0."""
     pid: int = 0
-    """That process; shown to people, never used to tell whether it lives."""
+    """Id of the process on `host`; shown to people, never used to tell whether it lives."""
     job: str = ""
     """SLURM job id, `123` or `123_4`; empty until sbatch has answered."""
     submission: str = ""

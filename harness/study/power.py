@@ -61,11 +61,11 @@ class Pair:
     control: tuple[str, ...]
     resumes: bool = False
     group: str = ""
-    """Of a clean pair: the world and the seed, whose runs no other group has."""
+    """World and seed of a clean pair; no other group has its runs."""
 
     @property
     def held_out(self) -> bool:
-        """Whether it belongs to the third that tolerances were not fixed on; see [Note: Held out]."""
+        """Whether the pair belongs to the third that tolerances were not fixed on; see [Note: Held out]."""
         return _third(self.name if self.kind is Kind.faulty else self.group)
 
 
@@ -104,7 +104,7 @@ RESUMED = ("ckpt=last",)
 
 
 def _reference(twin: tuple[str, ...]) -> tuple[str, ...]:
-    """The same training by DDP on as many ranks."""
+    """Overrides of the same training by DDP on as many ranks."""
     kept = [text for text in twin if not text.startswith(("sharding=", "ckpt="))]
     return (*kept, "engine=ddp", "ckpt=none")
 
@@ -149,7 +149,7 @@ REFERENCED = (
     World("tiny bf16", (), "bf16", trusted=FP64),
     World("odd fp32", ("model=odd",), trusted=FP64),
 )
-"""The same arms, held against the perturbed reference."""
+"""Worlds whose arms are held against the perturbed reference."""
 
 SEEDS = (0, 1, 2, 3)
 

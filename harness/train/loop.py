@@ -87,7 +87,7 @@ class Loop:
         self.accounted_bytes = session.engine.accounted_bytes()
 
     def run(self) -> Outcome:
-        """See the function of this name."""
+        """Train from the first step, or the last checkpoint, to the end; `run` of this module says what is raised."""
         began = time.perf_counter()
         start = self._begin()
         writer, mirror = self._open_record(start)

@@ -18,9 +18,9 @@ class Fate:
     """What SLURM has decided about a job that was sent SIGTERM."""
 
     cancelled: bool = False
-    """Somebody cancelled it; scancel and preemption send the same signal."""
+    """Whether somebody cancelled the job; scancel and preemption send the same signal."""
     requeued: bool = False
-    """It is in the queue again already."""
+    """Whether the job is in the queue again already."""
 
 
 def fate(place: Placement) -> Fate:

@@ -48,7 +48,7 @@ class StopFlag:
             signal.signal(number, handler)
 
     def watch_cancel(self, run: Path, attempt: int) -> None:
-        """Also obey `harness cancel`; for ranks that no launcher of ours watches."""
+        """Obey `harness cancel` too, on ranks that no launcher of ours watches."""
 
         def watch() -> None:
             while not cancel_requested(run, attempt):

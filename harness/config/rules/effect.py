@@ -29,7 +29,7 @@ from harness.config.schema import (
 
 @dataclass(frozen=True)
 class Condition:
-    """When a setting is read."""
+    """What a setting needs in order to be read."""
 
     holds: Callable[[Config], bool]
     where: str

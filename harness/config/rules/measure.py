@@ -43,7 +43,7 @@ def _beside(request: Request, path: str, valid: str, fix: str = "") -> Violation
 
 @rule("train.steps", "measure.warmup_steps")
 def warm_up_leaves_steps_to_time(request: Request) -> Iterator[Violation]:
-    """There is a settled step to read memory in, and at least two to time."""
+    """After the warm-up remain a settled step to read memory in, and at least two to time."""
     steps, warm_up = request.config.train.steps, request.config.measure.warmup_steps
     if not _is_bench(request):
         return

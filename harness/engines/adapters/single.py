@@ -48,7 +48,7 @@ class SingleEngine(ReplicatedEngine):
         return loss.detach()
 
     def step(self, lr: float) -> float:
-        """As every engine's.
+        """Clip, update and drop the gradients; returns the norm before clipping.
 
         Raises:
             OverflowError: under numerics=exact, if a gradient could not be written as an integer; no weight changed.

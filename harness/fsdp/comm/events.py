@@ -29,7 +29,7 @@ OUTER = " outer"
 """What a label adds to a bucket's name on the outer axis."""
 
 CONTROL = Label("control", "")
-"""Of messages about where data lies: nobody counts them, for the data itself is announced by `offer`."""
+"""Label of messages about where data lies: nobody counts them, for the data itself is announced by `offer`."""
 
 
 class Watcher(Protocol):
@@ -39,7 +39,7 @@ class Watcher(Protocol):
         """A wait for these collectives begins on this thread; returns a token for `leave`."""
 
     def leave(self, token: int) -> None:
-        """It is over, also by an exception."""
+        """Called when the wait is over, also by an exception."""
 
     def explain(self, error: Exception) -> Exception:
         """What to raise for an error that ended a wait: itself, or one that tells more."""

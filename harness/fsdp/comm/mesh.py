@@ -110,7 +110,7 @@ class Mesh:
 
     @property
     def communicators(self) -> Sequence[Communicator]:
-        """Each of them once, in the order they were made: the outer one after the inner ones."""
+        """Every communicator once, in the order they were made: the outer one after the inner ones."""
         return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))
 
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Meshes:
     experts: Mesh
 
     def __iter__(self) -> Iterator[Mesh]:
-        """Each of them once."""
+        """The meshes, each once."""
         return iter([self.dense] if self.experts is self.dense else [self.dense, self.experts])
 
     @property

@@ -58,7 +58,7 @@ class Exchange:
 
 
 class Reduction(ABC):
-    """See [Note: Four verbs]."""
+    """One way to sum gradients over the ranks of an axis; see [Note: Four verbs]."""
 
     def __init__(
         self, comm: Communicator, dtypes: Dtypes, numbers: Numbers | None = None, *, legs_apart: bool = False

@@ -153,7 +153,7 @@ class Watchdog:
         return token
 
     def leave(self, token: int) -> None:
-        """It is over for the host; on a device it may just begin."""
+        """Note that a collective is over for the host; on a device it may just begin."""
         wait = self._waits.pop(token)
         if self._runtime.has_streams:
             wait.reached = self._runtime.record()
@@ -352,7 +352,7 @@ def store_of(group: dist.ProcessGroup, timeout_s: float) -> Any:
 
 
 def _is_of_backend(error: Exception) -> bool:
-    """Whether it says that a collective failed, rather than that something is wrong with the program."""
+    """Whether an error says that a collective failed, rather than that something is wrong with the program."""
     if isinstance(error, dist.DistError):
         return True
     words = ("gloo", "NCCL", "pair closure", "Connection", "cannot be read any more", "imed out")

@@ -98,11 +98,11 @@ class Job:
 
     @property
     def label(self) -> Label:
-        """Of its collective along the inner axis."""
+        """Label of the job's collective along the inner axis."""
         return self._label(Axis.inner)
 
     def _label(self, axis: Axis) -> Label:
-        """Of its collective along an axis: the operation from terms of a sum to main gradients, whole or in legs."""
+        """Label of a collective along one axis: the operation from terms of a sum to main gradients, whole or legs."""
         lies = self.bucket.placements.main_grads
         target = lies.inner if axis is Axis.inner else lies.outer
         suffix = "" if axis is Axis.inner else OUTER

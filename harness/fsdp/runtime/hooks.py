@@ -306,7 +306,7 @@ def _direct_tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
 
 
 def _replaced(values: tuple[Any, ...], tensors: Iterator[Tensor]) -> tuple[Any, ...]:
-    """The same arguments with `tensors` in the places `_direct_tensors` found."""
+    """The arguments with `tensors` in the places `_direct_tensors` found."""
     return tuple(
         next(tensors)
         if isinstance(value, Tensor) and value.requires_grad

@@ -61,7 +61,7 @@ class Unit:
         return self.name == ROOT
 
     def labels(self, kind: str) -> list[Label]:
-        """Of the collectives of this kind that move it."""
+        """Labels of the collectives of one kind that move the unit."""
         return [Label(kind, bucket.name) for bucket in self.buckets]
 
     @property
@@ -71,12 +71,12 @@ class Unit:
 
     @property
     def weight_bytes(self) -> int:
-        """Of its gathered weights, padding included."""
+        """Bytes of the unit's gathered weights, padding included."""
         return sum(bucket.compute.numel() * bucket.compute.itemsize for bucket in self.buckets)
 
     @property
     def gradients(self) -> list[Gradients]:
-        """Of these, in the same order."""
+        """Gradients of the unit's trained buckets, in the buckets' order."""
         return [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
 
 

@@ -27,7 +27,7 @@ from harness.fsdp.update.optimizer import FlatRun, ShardedOptimizer
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 COUNTER_DTYPE = torch.float32
-"""Of counters that an optimizer keeps as plain numbers; torch keeps its own as fp32 tensors."""
+"""Dtype of counters that an optimizer keeps as plain numbers; torch keeps its own as fp32 tensors."""
 
 
 @dataclass

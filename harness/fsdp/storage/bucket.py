@@ -40,7 +40,7 @@ class BucketKey:
 
     @property
     def label(self) -> str:
-        """How it is told apart within its unit."""
+        """The bucket's name within its unit."""
         marks = ("" if self.trainable else "/frozen") + ("/experts" if self.expert else "")
         return str(self.dtype).removeprefix("torch.") + marks
 

@@ -140,7 +140,7 @@ class Cuts:
         return [self._outer(piece, s) for piece, s in zip(pieces, self.layout.segments, strict=True)]
 
     def _outer(self, piece: Tensor, segment: Segment) -> Part:
-        """Of one segment: own pieces whole where the inner axis splits, else this inner rank's chunk of each."""
+        """One segment's part on the outer axis: the whole piece where the inner axis splits, else this rank's chunk."""
         begin, end = 0, segment.shard_numel
         if self.own.inner is not SHARD:
             bounds = even_bounds(segment.shard_numel, self.place.inner_size)

@@ -208,7 +208,7 @@ class _SharedBuffer:
 
 
 def _reshaped(bucket: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-    """The same storage as a flat tensor of so many elements."""
+    """A tensor's storage as a flat tensor of so many elements."""
     if bucket.numel() == numel and bucket.dtype == dtype:
         return bucket
     return torch.empty(0, dtype=dtype, device=bucket.device).set_(bucket.untyped_storage(), 0, (numel,), (1,))

@@ -82,7 +82,7 @@ ON_OUTER: Mapping[OuterStrategy | None, tuple[Placement, ...]] = {
     OuterStrategy.no_shard: (REPLICATE, REPLICATE, PARTIAL, PARTIAL, REPLICATE, REPLICATE),
     OuterStrategy.optim: (REPLICATE, SHARD, PARTIAL, PARTIAL, SHARD, SHARD),
 }
-"""The same on the outer axis; None: there is none, or it has one rank."""
+"""Placement of each buffer (in the order of `Buffer`) on the outer axis; None: no such axis, or one rank on it."""
 
 OPERATIONS: Mapping[tuple[Placement, Placement], Operation] = {
     (SHARD, REPLICATE): Operation.all_gather,
@@ -183,7 +183,7 @@ class Placements:
 
     @classmethod
     def of(cls, strategy: Strategy, outer: OuterStrategy | None) -> Placements:
-        """Of a trained bucket.
+        """The placements of a trained bucket.
 
         Args:
             strategy: what the inner axis splits.
@@ -193,7 +193,7 @@ class Placements:
 
     @classmethod
     def of_frozen(cls, strategy: Strategy) -> Placements:
-        """Of a bucket that is not trained: it is stored once, as compute weights, and has neither gradients nor state.
+        """The placements of a frozen bucket: stored once, as compute weights, without gradients or optimizer state.
 
         The outer axis, which splits what the optimizer needs, splits nothing of it.
         """

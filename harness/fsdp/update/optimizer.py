@@ -37,7 +37,7 @@ class FlatRun:
 
     @property
     def grad(self) -> Tensor:
-        """Its main gradients, while there are any."""
+        """The run's main gradients, while there are any."""
         return self.bucket.grad_pieces[self.run.segment][self.run.start : self.run.end]
 
     @property

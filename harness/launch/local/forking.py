@@ -34,7 +34,7 @@ class Adopted:
         self.returncode: int | None = None
 
     def wait(self) -> int:
-        """Its exit code, negative for a signal; blocks until it has ended."""
+        """The process's exit code, negative for a signal; blocks until the process has ended."""
         if self.returncode is None:
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode

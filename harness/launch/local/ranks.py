@@ -68,7 +68,7 @@ class Rank:
         return True
 
     def messages(self) -> list[dict[str, Any]]:
-        """What it has told since the last call. Its traceback is kept in `text`."""
+        """What the rank has told since the last call; its traceback is kept in `text`."""
         with contextlib.suppress(BlockingIOError):
             while chunk := self._pipe.read(65536):
                 self._rest += chunk

@@ -80,7 +80,7 @@ class Shape:
         )
 
     def parameters(self, name: str) -> dict[str, Any]:
-        """The same as submitit's parameters for SLURM."""
+        """What this shape is in submitit's parameters for SLURM."""
         return {
             "job_name": name,
             "nodes": self.nodes,

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from harness.parity.tensors import Float64
 
 ROUNDINGS = 16
-"""Of one element's update: gradient clipped (1), moments (6), corrections (2), root, sum and quotient (3), step (2),
-decay (2)."""
+"""Roundings of one element's update: gradient clipped (1), moments (6), corrections (2), root, sum and quotient (3),
+step (2), decay (2)."""
 
 CLOSE = 0.05
 """How near an explanation must come, relative to the update."""
@@ -96,7 +96,7 @@ def _steps(run: Record) -> Iterator[int]:
 
 
 def _norm(run: Record, step: int) -> float:
-    """Of all captured gradients."""
+    """Euclidean norm of all captured gradients together."""
     capture = run.captures[step]
     return math.hypot(*(length(capture.values(name)) for name in capture.tensors))
 

@@ -43,12 +43,12 @@ class Judged:
 
     @property
     def caught(self) -> bool:
-        """Whether the verdict did not pass it."""
+        """Whether the verdict did not pass the pair."""
         return self.outcome not in {outcome.value for outcome in PASSES}
 
     @property
     def placed(self) -> bool:
-        """Whether it was caught and its stage named rightly."""
+        """Whether the fault was caught and its stage named rightly."""
         return self.caught and self.named == self.stage
 
 
@@ -90,14 +90,14 @@ def _published(losses: Sequence[Sequence[float | None]]) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Rate:
-    """So many of so many, with a one-sided 95 % bound of the true share."""
+    """A count out of a number of trials, with one-sided 95 % bounds of the true share."""
 
     hits: int
     of: int
 
     @property
     def share(self) -> float:
-        """Nan of none."""
+        """Hits over trials; NaN where there was no trial."""
         return self.hits / self.of if self.of else float("nan")
 
     @property
@@ -140,7 +140,7 @@ def false_alarms(judged: Iterable[Judged]) -> Rate:
 
 
 def published_rates(judged: Iterable[Judged], kind: str) -> dict[str, Rate]:
-    """By published rule: pairs of a kind that it did not pass."""
+    """Pairs of one kind that each published rule did not pass, by the rule's name."""
     pairs = [each for each in judged if each.kind == kind]
     return {rule.name: Rate(sum(not each.published[rule.name] for each in pairs), len(pairs)) for rule in RULES}
 

@@ -13,7 +13,7 @@ WITNESS = (("arm", "step"), ("arm", "witness"))
 
 @dataclass(frozen=True)
 class Look:
-    """Of one check.
+    """How a script looks at one check again.
 
     body: the template under `scripts/`. measure: an expression in it, compared with the bound. constants: names that it
     needs beside STEP, CHECK and BOUND. sides: runs and kinds of captures that are held against each other. alone: it
@@ -84,7 +84,7 @@ MEASURES = {
     "finite": "float((~a.isfinite()).sum() + (~c.isfinite()).sum())",
     "exists": "0.0",
 }
-"""Of two tensors, in the words of `scripts/tensors.txt`."""
+"""What a script measures of two tensors, by name, in the words of `scripts/tensors.txt`."""
 
 OF_SERIES = {
     "relative": "abs(a - c) / abs(c) if a != c else 0.0",
@@ -93,7 +93,7 @@ OF_SERIES = {
     "mean": "abs(sum(float(x) - float(y) for x, y in both[STEP // 2 :]) / sum(float(y) for _, y in both[STEP // 2 :]))",
     "mean of logarithms": "abs(sum(math.log(float(x) / float(y)) for x, y in both[STEP // 2 :])) / (STEP - STEP // 2)",
 }
-"""Of two series, in the words of `scripts/series.txt`."""
+"""What a script measures of two series, by name, in the words of `scripts/series.txt`."""
 
 NORM_AGAIN = "Makes one run again: the norm it logs against that of the gradients it captures."
 
@@ -130,4 +130,5 @@ LOOKS: Mapping[str, Look] = {
     **{f"{key} bits": _series("bits", key) for key in ("loss", "grad_norm", "param_norm")},
     **{f"{key} is finite": _series("finite", key) for key in ("loss", "grad_norm", "param_norm")},
 }
-"""By check. Those that are not here say that evidence is missing or too weak, and have no wrong number to show."""
+"""How each check is looked at again, by its name. A check that is not here says that evidence is missing or too weak,
+and has no wrong number to show."""

@@ -26,7 +26,7 @@ from harness.store.identity import EXCLUDED
 from harness.store.rundir import RunDir, flatten
 
 FOLDER = "verdict"
-"""Of a run directory: scripts, one for each run that it was held against."""
+"""Folder of a run directory with scripts, one for each run that it was held against."""
 
 TEMPLATES = Path(__file__).parent / "scripts"
 WIDTH = 120

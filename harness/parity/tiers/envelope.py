@@ -66,14 +66,14 @@ PRODUCTS_ENDS = 1
 GRADIENT_FACTOR = 3
 
 FEW = 7
-"""From this many elements on, SAFETY covers how much smaller than its terms a gradient may happen to be."""
+"""Elements from which on SAFETY covers how much smaller than its terms a gradient may happen to be."""
 
 RARE = 1e-4
 """Probability with which a gradient of fewer elements is taken to be smaller than its terms."""
 
 
 MANY = 32
-"""From this many elements on, SAFETY covers the few draws of the perturbed reference."""
+"""Elements from which on SAFETY covers the few draws of the perturbed reference."""
 
 
 class Depth(NamedTuple):
@@ -111,7 +111,7 @@ class Arithmetic:
     """k, on each rank."""
     global_microbatches: int
     tokens: int
-    """Of one step, over all ranks."""
+    """Tokens of one step, over all ranks."""
     inner: int
     """Longest inner sum of a matrix product, in terms."""
     parameters: int
@@ -149,12 +149,12 @@ class Arithmetic:
 
     @property
     def forward(self) -> float:
-        """Of an activation at the model's end."""
+        """Relative rounding error of an activation at the model's end."""
         return self._compute(1)
 
     @property
     def gradient(self) -> float:
-        """Of one averaged gradient, reduction included."""
+        """Relative rounding error of one averaged gradient, reduction included."""
         return math.hypot(self._compute(GRADIENT_FACTOR), self.reduction)
 
     def _compute(self, passes: int) -> float:
@@ -166,7 +166,8 @@ class Arithmetic:
 
     @property
     def reduction(self) -> float:
-        """Of adding k microbatches and N ranks, wire and division included, in the order that errs most (`orders`)."""
+        """Relative rounding error of adding k microbatches and N ranks, wire and division included, in the order that
+        errs most (`orders`)."""
         return noise(self.ranks, self.microbatches, self.wire, self.accumulate, self.main)
 
     @property
@@ -234,11 +235,11 @@ class Envelope:
     reach: Mapping[str, Mapping[str, Mapping[str, float]]] = field(default_factory=dict)
     """What the perturbed reference shows: by compute dtype and parameter, how far its roundings move the gradient."""
     draws: int = 0
-    """Of which that is the mean square."""
+    """Number of draws that `reach` is the mean square of."""
 
     @classmethod
     def of(cls, arm: Record, control: Record) -> Envelope:
-        """Of two runs that were read."""
+        """The envelope of two runs, made from their records."""
         known = control if control.moves else arm  # of one model, one batch and the same weights, so whose is no matter
         left, right = (run.series("loss")[:1] for run in (arm, control))
         same = bool(left) and left == right

@@ -49,9 +49,9 @@ class PairedTest:
     low: float
     high: float
     p_equivalent: float
-    """Of |mean| >= margin, by TOST."""
+    """p-value of |mean| >= margin, by TOST; small: equivalent."""
     p_different: float
-    """Of |mean| <= margin."""
+    """p-value of |mean| <= margin; small: different."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _decision(tests: tuple[PairedTest, ...], p_equivalent: float, p_different: f
 
 
 def paired_test(measure: str, differences: Sequence[float], margin: float) -> PairedTest:
-    """Both questions asked of one measure; p-values are 1 where fewer than two pairs allow no test.
+    """Test one measure for equivalence and for difference; p-values are 1 where fewer than two pairs allow no test.
 
     Raises:
         ValueError: the margin is not positive.

@@ -50,13 +50,13 @@ class TensorPair:
     numel: int
     arm_norm: float
     norm: float
-    """Of the control's tensor."""
+    """Norm of the control's tensor."""
     distance: float
     """Norm of the difference over the control's norm."""
     b: float
     """Fitted scale error."""
     standard_error: float
-    """Of b."""
+    """Standard error of b."""
     residual: float
     """Norm of r over the control's norm."""
     block: Block
@@ -171,7 +171,7 @@ def _fit(name: str, a: Float64, c: Float64) -> TensorPair:
 
 
 def _standard_error(rest: Float64, c: Float64, square: float) -> float:
-    """Of b, between rows and between columns; the larger."""
+    """Standard error of b, between rows and between columns; the larger."""
     products = (rest * c).reshape(rest.shape[0] if rest.ndim else 1, -1)
     axes = [axis for axis in (0, 1) if products.shape[1 - axis] > 1]
     return max((length(products.sum(axis)) / square for axis in axes), default=0.0)

@@ -106,7 +106,7 @@ def _tree(addends: Array, kept: Round, sent: Round) -> Array:
 
 
 ORDERS: dict[str, Callable[[Array, Round, Round], Array]] = {"in order": _in_order, "ring": _ring, "tree": _tree}
-"""By name: how N contributions become one."""
+"""How N contributions become one sum, by the order's name."""
 
 
 def rounder(dtype: str) -> Round:

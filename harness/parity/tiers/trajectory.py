@@ -154,7 +154,7 @@ def _losses(arm: Record, control: Record, envelope: Envelope, push: Kick, last: 
 
 
 def growth(rate: float, step: int) -> float:
-    """Of a difference made by the first update, at a later step; 0 at step 1, where there was none."""
+    """Growth at a later step of a difference made by the first update; 0 at step 1, where there was none."""
     return 0.0 if step < 2 else math.exp(min(700.0, (step - 2) * math.log(rate)))
 
 

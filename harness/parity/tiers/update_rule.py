@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class UpdateState:
-    """Of one tensor before a step."""
+    """One tensor's weights and moments before a step."""
 
     weights: Float64
     first: Float64 | float = 0.0

@@ -57,7 +57,7 @@ class Site:
     rank: int
     size: int
     random: random.Random = field(default_factory=lambda: random.Random(2_026))
-    """The same on every rank."""
+    """Generator with the same seed on every rank."""
 
     @property
     def amount(self) -> float:

@@ -1,0 +1,91 @@
+"""A docstring is read on hover, where nothing stands beside it, so it must not lean on its neighbour."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "harness"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+LEANING = re.compile(
+    r"(Of|That|It|Its|They|Their|Those|Them|Both|Likewise|Also|So|There|Then|The same|The other way|This one|"
+    r"These (in|are|too)|As (above|before|it|they)|Each of them|One of them|(Whether|What|Where|How) (that|it|they))\b"
+)
+"""First words that refer to something said before: `Of these, in the same order.`"""
+
+
+class Documented(NamedTuple):
+    """A function, class, property, or name with a text below it."""
+
+    name: str
+    line: int
+    text: str | None
+    """None where there is no docstring."""
+    by_decorator: bool
+    """Whether a decorator says what it is: `@fault(...)`."""
+
+
+def documented(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[Documented]:
+    """Everything of a module or class that has a name, and every name with a text below it."""
+    for each, below in zip(node.body, [*node.body[1:], None], strict=False):
+        if isinstance(each, ast.FunctionDef | ast.ClassDef):
+            decorated = any(ast.unparse(found).startswith("fault(") for found in each.decorator_list)
+            yield Documented(prefix + each.name, each.lineno, ast.get_docstring(each), decorated)
+        if isinstance(each, ast.ClassDef):
+            yield from documented(each, f"{prefix}{each.name}.")
+        text = literal(below)
+        if isinstance(each, ast.Assign | ast.AnnAssign) and text is not None:
+            target = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
+            yield Documented(prefix + ast.unparse(target), each.lineno, text, False)
+
+
+def literal(node: ast.stmt | None) -> str | None:
+    """The text of a statement that is nothing but one."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
+
+
+def problems(source: str) -> list[str]:
+    """What is wrong in a module, a line each.
+
+    Methods may go without: they then have the docstring of the method that they override.
+    """
+    found = []
+    for each in documented(ast.parse(source)):
+        if each.text is None and not each.by_decorator and not each.name.startswith("_") and "." not in each.name:
+            found.append(f"line {each.line}: {each.name} has no docstring")
+        if each.text is not None and LEANING.match(each.text):
+            found.append(f"line {each.line}: {each.name} leans on its neighbour: {each.text.splitlines()[0]}")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_docstrings_stand_alone(path: Path) -> None:
+    assert not problems(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ('def f():\n    """Of these, in the same order."""', "f leans"),
+        ('class A:\n    @property\n    def b(self):\n        """Whether that takes memory."""', "A.b leans"),
+        ('class A:\n    """A."""\n    x: int\n    """Its place."""', "A.x leans"),
+        ('@fault("a")\ndef _f():\n    """They differ."""', "_f leans"),
+        ("def f(): ...", "f has no docstring"),
+    ],
+)
+def test_a_leaning_or_missing_docstring_is_found(source: str, told: str) -> None:
+    assert told in " ".join(problems(source))
+
+
+@pytest.mark.parametrize(
+    "source", ['"""M."""\nX = 1\n"""Item of these."""', "def _f(): ...", '@fault("a")\ndef f(): ...']
+)
+def test_what_stands_alone_passes(source: str) -> None:
+    assert not problems(source)
