@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from functools import cache
 
@@ -9,21 +10,38 @@ import pytest
 import torch
 
 from tests.fsdp.awkward import Outcome, Setup, train_plain, train_sharded
+from tests.support.covering import Cover
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SETUPS = [
     *(Setup(s, k, d, o) for s, k, d, o in itertools.product(STRATEGIES, (1, 2), (False, True), ("sgd", "adamw"))),
     *(Setup(s, 2, True, units=False) for s in STRATEGIES),
-    *(Setup(s, 2, d, numerics="ordered") for s, d in itertools.product(STRATEGIES, (False, True))),
     *(Setup("optim_grads_params", 2, d, prefetch=p) for p, d in itertools.product((0, 3), (False, True))),
     *(Setup(s, 2, False, compute=torch.float64) for s in STRATEGIES),
 ]
 
 
+TRAININGS = Cover(
+    itertools.product((1, 2, 3, 4), SETUPS),
+    values=lambda case: (case[0], *dataclasses.astuple(case[1])),
+    key=lambda case: case[0],
+)
+"""Ranks and what they train."""
+
+
+def ordered(strategy: str, diverging: bool) -> Setup:
+    return Setup(strategy, 2, diverging, numerics="ordered")
+
+
+ALIKE = (STRATEGIES[:2], STRATEGIES[2:])
+"""Strategies that sum microbatches and ranks in the same order."""
+BITWISE = Cover(itertools.product((2, 3, 4), ALIKE, (False, True)), key=lambda case: case[0])
+
+
 @cache
-def outcomes(world_size: int) -> dict[Setup, Outcome]:
-    return dict(zip(SETUPS, run_ranks(train_sharded, world_size, SETUPS)[0], strict=True))
+def outcomes(world_size: int, setups: tuple[Setup, ...]) -> dict[Setup, Outcome]:
+    return dict(zip(setups, run_ranks(train_sharded, world_size, list(setups))[0], strict=True))
 
 
 @cache
@@ -31,10 +49,18 @@ def reference(world_size: int, setup: Setup) -> Outcome:
     return train_plain(world_size, setup, torch.float64)
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_awkward_models_train_as_plain_torch_does(world_size: int, setup: Setup) -> None:
-    found = outcomes(world_size)[setup]
+def setup_name(case: tuple[int, Setup]) -> str:
+    return f"{case[0]}-{case[1]}"
+
+
+@pytest.mark.parametrize("case", TRAININGS.params(setup_name))
+def test_awkward_models_train_as_plain_torch_does(case: tuple[int, Setup]) -> None:
+    world_size, setup = case
+    found = outcomes(world_size, tuple(each for _, each in TRAININGS.batch(case)))[setup]
+    check(found, world_size, setup)
+
+
+def check(found: Outcome, world_size: int, setup: Setup) -> None:
     plain = Setup("plain", setup.k, setup.diverging, setup.optimizer)
     right = reference(world_size, plain)
     unit = 2.0**-52 if setup.compute is torch.float64 else 2.0**-24
@@ -51,14 +77,11 @@ def test_awkward_models_train_as_plain_torch_does(world_size: int, setup: Setup)
     assert min(right.norms) > setup.clip, "clipping must act"
 
 
-@pytest.mark.parametrize("diverging", [False, True])
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_ordered_holds_for_awkward_models(world_size: int, diverging: bool) -> None:
-    found = outcomes(world_size)
-
-    def same(a: str, b: str) -> bool:
-        x, y = (found[Setup(s, 2, diverging, numerics="ordered")] for s in (a, b))
-        return x.norms == y.norms and all(torch.equal(x.weights[n], y.weights[n]) for n in x.weights)
-
-    assert same("no_shard", "optim")
-    assert same("optim_grads", "optim_grads_params")
+@pytest.mark.parametrize("case", BITWISE.params())
+def test_ordered_holds_for_awkward_models(case: tuple[int, tuple[str, str], bool]) -> None:
+    world_size, strategies, diverging = case
+    batch = tuple(ordered(each, split) for _, alike, split in BITWISE.batch(case) for each in alike)
+    one, other = (outcomes(world_size, batch)[ordered(strategy, diverging)] for strategy in strategies)
+    check(one, world_size, ordered(strategies[0], diverging))
+    assert one.norms == other.norms
+    assert all(torch.equal(one.weights[name], other.weights[name]) for name in one.weights)

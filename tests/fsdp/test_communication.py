@@ -32,10 +32,11 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter, Row
 from tests.fsdp.trial import Case, batches, way_of
+from tests.support.covering import Cover
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
-CASES = [
+ALONE = [
     Case("native", strategy, world_size, k, dtype=dtype, steps=2)
     for strategy, world_size, k, dtype in itertools.product(STRATEGIES, (2, 3, 4), (1, 3), ("fp32", "bf16_comm"))
 ]
@@ -45,7 +46,11 @@ HYBRID = [
         STRATEGIES, (2, 4), ("no_shard", "optim"), (1, 3), ("fp32", "bf16_comm")
     )
 ]
-CASES += HYBRID
+CASES = Cover(
+    [*ALONE, *HYBRID],
+    values=lambda case: ((case.world_size, case.outer, case.outer_strategy), case.strategy, case.k, case.dtype),
+    key=lambda case: case.world_size,
+)
 B_W = {"fp32": 4, "bf16_comm": 2}
 B_G = {"fp32": 4, "bf16_comm": 2}
 B_MAIN_GRAD = 4
@@ -96,10 +101,9 @@ def _measure(rank: int, case: Case) -> Traffic:
 
 
 @cache
-def traffic(world_size: int) -> dict[Case, list[Traffic]]:
+def traffic(cases: tuple[Case, ...]) -> dict[Case, list[Traffic]]:
     """Case -> traffic of each rank."""
-    cases = [case for case in CASES if case.world_size == world_size]
-    per_rank = run_ranks(measure, world_size, cases)
+    per_rank = run_ranks(measure, cases[0].world_size, list(cases))
     return {case: [found[i] for found in per_rank] for i, case in enumerate(cases)}
 
 
@@ -143,9 +147,9 @@ def expected(case: Case, bucket: str, moved: int, whole: int, last: str) -> dict
     return {key: value for key, value in found.items() if value[1]}
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", CASES.params(name_of))
 def test_counts_and_bytes_equal_the_formulas(case: Case) -> None:
-    ranks = traffic(case.world_size)[case]
+    ranks = traffic(CASES.batch(case))[case]
     last = list(ranks[0].buckets)[-1]
     wanted = {}
     for name, (moved, whole, *_) in ranks[0].buckets.items():
@@ -163,13 +167,13 @@ def test_counts_and_bytes_equal_the_formulas(case: Case) -> None:
         assert set(table(rank.rows)) == set(wanted), "nothing else travels but the norm"
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", CASES.params(name_of))
 def test_persistent_memory_equals_the_formula(case: Case) -> None:
     """P(w + m + g + o), each term divided by what splits it: o and m by all axes that split, g and w by the inner one.
 
     m = 0 where the compute weights that are kept have its dtype.
     """
-    ranks = traffic(case.world_size)[case]
+    ranks = traffic(CASES.batch(case))[case]
     parameters = sum(bucket[2] for bucket in ranks[0].buckets.values())
     stage = STRATEGIES.index(case.strategy)
     splits_outside = case.outer > 1 and case.outer_strategy == "optim"
@@ -188,10 +192,10 @@ def test_persistent_memory_equals_the_formula(case: Case) -> None:
         assert rank.memory["optimizer"] == here * 8
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
+@pytest.mark.parametrize("case", CASES.params(name_of))
 def test_transient_memory_is_at_most_two_units_of_weights_and_two_of_gradients(case: Case) -> None:
     stage = STRATEGIES.index(case.strategy)
-    for rank in traffic(case.world_size)[case]:
+    for rank in traffic(CASES.batch(case))[case]:
         weights = 2 * rank.largest * B_W[case.dtype] if stage == 3 else 0
         copied = case.dtype != "fp32"  # what is sent is a copy of the sums
         gradients = 2 * rank.largest * B_G[case.dtype] if stage >= 2 or copied else 0

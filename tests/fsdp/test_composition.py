@@ -3,6 +3,8 @@ whose activations are recomputed, models that begin on the meta device."""
 
 from __future__ import annotations
 
+import itertools
+from functools import cache
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
 from tests.fsdp.pairs import PAIRS, Block, Model, Pair, by_pair, close, data, loss_of, plain_gradients, same, shard
+from tests.support.covering import Cover
+from tests.support.spawn import run_ranks
 
 WORLD = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -38,9 +42,9 @@ class RecomputedReentrant(Recomputed):
     reentrant = True
 
 
-def train(rank: int, pair: Pair, module: nn.Module, **arguments: Any) -> dict[str, Tensor]:
+def train(rank: int, pair: Pair, module: nn.Module, world: int = WORLD, **arguments: Any) -> dict[str, Tensor]:
     """Gradients and weights of two steps of two microbatches; the model is closed."""
-    model, optimizer = shard(pair, module, grad_divisor=2 * WORLD, **arguments)
+    model, optimizer = shard(pair, module, grad_divisor=2 * world, **arguments)
     found: dict[str, Tensor] = {}
     for step in range(2):
         step_gradients(rank, model, step)
@@ -66,24 +70,42 @@ def compiled(module: nn.Module) -> nn.Module:
     return module
 
 
-def compiling(rank: int, pair: Pair) -> list[str]:
-    """What differs from fp64 gradients and, beyond rounding, from the units as they are."""
-    plain, found = train(rank, pair, Model()), train(rank, pair, compiled(Model()))
+def compiling(rank: int, pairs: list[Pair], world: int) -> list[list[str]]:
+    """By pair, what differs from fp64 gradients and, beyond rounding, from the units as they are."""
+    return [_compiling(rank, pair, world) for pair in pairs]
+
+
+def _compiling(rank: int, pair: Pair, world: int) -> list[str]:
+    plain, found = train(rank, pair, Model(), world=world), train(rank, pair, compiled(Model()), world=world)
     frames = torch._dynamo.utils.counters["frames"]
     told = [] if frames["ok"] else ["nothing was compiled"]
-    right = plain_gradients([data(0, index) for index in range(2 * WORLD)], 1 / (2 * WORLD))
+    right = plain_gradients([data(0, index) for index in range(2 * world)], 1 / (2 * world))
     told += close({name: found[f"0 gradient {name}"] for name in right}, right)
     return told + [n for n in plain if not torch.allclose(plain[n], found[n], rtol=1e-5, atol=1e-6)]
 
 
-def recomputing(rank: int, pair: Pair) -> list[str]:
-    """Which bits recomputation changes, reentrant or not, option by option."""
+RECOMPUTING = Cover(
+    (
+        (pair, name, kind)
+        for pair, (name, options), kind in itertools.product(PAIRS, OPTIONS.items(), (Recomputed, RecomputedReentrant))
+        if kind is Recomputed or not options
+    ),
+    values=lambda trial: (trial[0].inner, trial[0].outer, *trial[1:]),
+)
+
+
+def recomputing(rank: int, trials: list[tuple[Pair, str, type[Model]]]) -> list[list[str]]:
+    """By trial, which bits recomputation changes."""
     found = []
-    for name, options in OPTIONS.items():
-        plain = train(rank, pair, Model(), **options)
-        for kind in (Recomputed, RecomputedReentrant) if not options else (Recomputed,):
-            found += [f"{name}, {kind.__name__}: {n}" for n in same(plain, train(rank, pair, kind(), **options))]
+    for pair, name, kind in trials:
+        plain = train(rank, pair, Model(), **OPTIONS[name])
+        found.append(same(plain, train(rank, pair, kind(), **OPTIONS[name])))
     return found
+
+
+@cache
+def recomputed(trials: tuple[tuple[Pair, str, type[Model]], ...]) -> dict[Any, tuple[list[str], ...]]:
+    return dict(zip(trials, zip(*run_ranks(recomputing, WORLD, list(trials)), strict=True), strict=True))
 
 
 def beginning_on_meta(rank: int, pair: Pair) -> list[str]:
@@ -97,23 +119,30 @@ def beginning_on_meta(rank: int, pair: Pair) -> list[str]:
     return same(plain, found)
 
 
-COMPILED = tuple(pair for pair in PAIRS if not pair.outer or pair.inner == "optim_grads_params")
+COMPILED = Cover(
+    [pair for pair in PAIRS if not pair.outer or pair.inner == "optim_grads_params"],
+    values=lambda pair: (pair.inner, bool(pair.outer)),
+    key=lambda pair: bool(pair.outer),
+)
 """Compiling takes seconds; hooks, which it must not swallow, are those of the inner strategy."""
 
 
-every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
+@cache
+def compiled_pairs(pairs: tuple[Pair, ...]) -> dict[Pair, tuple[list[str], ...]]:
+    world = 4 if pairs[0].outer else 2
+    return dict(zip(pairs, zip(*run_ranks(compiling, world, list(pairs), world), strict=True), strict=True))
 
 
-@pytest.mark.parametrize("pair", COMPILED, ids=str)
+@pytest.mark.parametrize("pair", COMPILED.params())
 def test_compiled_units_train_the_same_model(pair: Pair) -> None:
-    assert by_pair(compiling, COMPILED)[pair] == [[]] * WORLD
+    assert not any(compiled_pairs(COMPILED.batch(pair))[pair])
 
 
-@every_pair
-def test_recomputed_activations_change_no_bit(pair: Pair) -> None:
-    assert by_pair(recomputing)[pair] == [[]] * WORLD
+@pytest.mark.parametrize("trial", RECOMPUTING.params(lambda trial: f"{trial[0]}-{trial[1]}-{trial[2].__name__}"))
+def test_recomputed_activations_change_no_bit(trial: tuple[Pair, str, type[Model]]) -> None:
+    assert recomputed(RECOMPUTING.batch(trial))[trial] == ([],) * WORLD
 
 
-@every_pair
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_a_model_from_the_meta_device_starts_as_any_other(pair: Pair) -> None:
     assert by_pair(beginning_on_meta)[pair] == [[]] * WORLD

@@ -41,10 +41,11 @@ Point = tuple[object, ...]
 """A value of each factor, in the order of `NAMES`."""
 
 
-def targets() -> set[tuple[tuple[int, object], ...]]:
-    """What the set of cases must hold: all pairs of values, and all triples of what a reduction is made of."""
+def targets(triples: bool) -> set[tuple[tuple[int, object], ...]]:
+    """What a set of cases must hold: all pairs of values, and all triples of what a reduction is made of."""
     wanted = [*itertools.combinations(range(len(NAMES)), 2)]
-    wanted += [*itertools.combinations([NAMES.index(n) for n in ("grads", "wire", "accum", "strategy")], 3)]
+    if triples:
+        wanted += [*itertools.combinations([NAMES.index(n) for n in ("grads", "wire", "accum", "strategy")], 3)]
     return {
         tuple(zip(places, values, strict=True))
         for places in wanted
@@ -59,10 +60,10 @@ def covered_by(point: Point) -> Iterator[tuple[tuple[int, object], ...]]:
 
 
 @cache
-def covering_set() -> tuple[Point, ...]:
+def covering_set(triples: bool) -> tuple[Point, ...]:
     """Few points that hold every target: each is the best of some random ones around a target not held yet."""
     chance = random.Random(0)
-    open_targets, points = targets(), []
+    open_targets, points = targets(triples), []
     while open_targets:
         target = dict(min(open_targets, key=repr))
         candidates = [
@@ -84,12 +85,12 @@ def case_of(point: Point) -> Case:
     return Case("native", str(strategy), world_size, k, 0, "adamw", CLIP, dtype, "ordered", STEPS)
 
 
-CASES = [case_of(point) for point in covering_set()]
+PAIRS, TRIPLES = ([case_of(point) for point in covering_set(triples)] for triples in (False, True))
 
 
 @cache
-def records(world_size: int) -> dict[Case, Record]:
-    cases = [case for case in CASES if case.world_size == world_size]
+def records(world_size: int, triples: bool) -> dict[Case, Record]:
+    cases = [case for case in (TRIPLES if triples else PAIRS) if case.world_size == world_size]
     return dict(zip(cases, run_ranks(run_cases, world_size, cases)[0], strict=True))
 
 
@@ -104,19 +105,34 @@ def differences(a: Record, b: Record) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.dtype}-{c.strategy}-k{c.k}-{c.world_size}ranks")
+def name_of(case: Case) -> str:
+    return f"{case.dtype}-{case.strategy}-k{case.k}-{case.world_size}ranks"
+
+
+@pytest.mark.parametrize("case", PAIRS, ids=name_of)
 def test_every_policy_makes_exactly_its_own_roundings(case: Case) -> None:
-    found, right = records(case.world_size)[case], emulate(case)
+    check(case, records(case.world_size, triples=False)[case])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", TRIPLES, ids=name_of)
+def test_every_triple_of_a_reduction_makes_exactly_its_own_roundings(case: Case) -> None:
+    check(case, records(case.world_size, triples=True)[case])
+
+
+def check(case: Case, found: Record) -> None:
+    right = emulate(case)
     assert all(gradient.dtype == dtypes_of(case).grads for gradient in found.gradients.values())
     assert all(weight.dtype == dtypes_of(case).main for weight in found.weights[1].values())
     assert differences(found, right) == []
     assert min(found.norms) > CLIP, "clipping must act"
 
 
-def test_the_cases_hold_every_pair_and_every_triple_of_a_reduction() -> None:
-    held = {each for point in covering_set() for each in covered_by(point)}
-    assert targets() <= held
-    assert len(CASES) == len(set(CASES)) < 100
+@pytest.mark.parametrize(("triples", "most"), [(False, 50), (True, 100)])
+def test_the_cases_hold_every_pair_and_every_triple_of_a_reduction(triples: bool, most: int) -> None:
+    points = covering_set(triples)
+    assert targets(triples) <= {each for point in points for each in covered_by(point)}
+    assert len(points) == len(set(points)) < most
 
 
 ROLES = {

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.fsdp.trial import Case, Record, run_cases
+from tests.support.covering import Cover
 from tests.support.spawn import run_ranks
 
 M = 12
@@ -21,45 +22,44 @@ STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 WORLDS = (1, 2, 3, 4, 6)
 OUTER = {4: (2,), 6: (2, 3)}
 UNITS = ((), (("unit_min_elements", 1 << 30),))
+MESHES = tuple((world, *mesh) for world in WORLDS for mesh in [
+    (1, "no_shard"), *itertools.product(OUTER.get(world, ()), ("no_shard", "optim"))
+])  # fmt: skip
+"""Ranks, how many of them the outer axis has, and what it does."""
 TRAININGS = tuple(itertools.product(("tiny", "odd"), ("sgd", "adamw"), (None, 0.5)))
-
-
-def case(training: tuple[str, str, float | None], strategy: str, world: int, **more: object) -> Case:
-    model, optimizer, clip = training
-    k = M // world
-    return Case("native", strategy, world, k, M, optimizer, clip, numerics="exact", steps=STEPS, model=model, **more)  # type: ignore[arg-type]
-
-
-def cases(world: int) -> list[Case]:
-    """Every training, strategy and mesh of a world; unit sizes alternate, so that both are met with everything.
-
-    Six ranks take their time on two cores: every other of their cases, so that every two of the three still meet.
-    """
-    meshes = [(1, "no_shard"), *itertools.product(OUTER.get(world, ()), ("no_shard", "optim"))]
-    found = itertools.product(enumerate(TRAININGS), enumerate(STRATEGIES), enumerate(meshes))
-    return [
-        case(training, strategy, world, outer=outer, outer_strategy=split, options=UNITS[(i + k) % 2])
-        for (i, training), (j, strategy), (k, (outer, split)) in found
-        if world < 6 or (i + j + k) % 2
-    ]
-
-
-def alone(training: tuple[str, str, float | None]) -> Case:
-    model, optimizer, clip = training
-    return Case("single", "no_shard", 1, M, M, optimizer, clip, numerics="exact", steps=STEPS, model=model)
+CASES = Cover(
+    (  # unit sizes alternate, so that both are met with everything
+        Case(
+            "native", strategy, world, M // world, M, optimizer, clip, numerics="exact", steps=STEPS, model=model,
+            outer=outer, outer_strategy=split, options=UNITS[(i + k) % 2],
+        )
+        for (i, (model, optimizer, clip)), strategy, (k, (world, outer, split)) in itertools.product(
+            enumerate(TRAININGS), STRATEGIES, enumerate(MESHES)
+        )
+    ),
+    values=lambda case: (
+        case.world_size, case.outer, case.outer_strategy, case.strategy, case.model, case.optimizer, case.clip,
+        case.options,
+    ),
+    key=lambda case: case.world_size,
+)  # fmt: skip
 
 
 @cache
-def references() -> dict[tuple[str, str, float | None], Record]:
-    return dict(zip(TRAININGS, run_ranks(run_cases, 1, [alone(each) for each in TRAININGS])[0], strict=True))
+def alone(model: str, optimizer: str, clip: float | None) -> Record:
+    case = Case("single", "no_shard", 1, M, M, optimizer, clip, numerics="exact", steps=STEPS, model=model)
+    return run_ranks(run_cases, 1, [case])[0][0]
+
+
+def reference(case: Case) -> Record:
+    return alone(case.model, case.optimizer, case.clip)
 
 
 @cache
-def records(world: int) -> dict[Case, list[Record]]:
-    """Case -> its record on each rank."""
-    todo = cases(world)
-    per_rank = run_ranks(run_cases, world, todo)
-    return {case: [ran[index] for ran in per_rank] for index, case in enumerate(todo)}
+def records(cases: tuple[Case, ...]) -> dict[Case, list[Record]]:
+    """Case -> its record on each rank, of cases of one number of ranks."""
+    per_rank = run_ranks(run_cases, cases[0].world_size, list(cases))
+    return {case: [ran[index] for ran in per_rank] for index, case in enumerate(cases)}
 
 
 def difference(ours: list[Record], reference: Record) -> str:
@@ -80,18 +80,18 @@ def difference(ours: list[Record], reference: Record) -> str:
     return ""
 
 
-@pytest.mark.parametrize("world", WORLDS)
-def test_bits_do_not_depend_on_who_trains(world: int) -> None:
-    found = {str(case): difference(each, references()[case.model, case.optimizer, case.clip])
-             for case, each in records(world).items()}  # fmt: skip
-    wrong = {name: what for name, what in found.items() if what}
-    assert not wrong, f"{len(wrong)} of {len(found)} differ: " + "; ".join(
-        f"{w}: {n}" for n, w in list(wrong.items())[:5]
-    )
+def name_of(case: Case) -> str:
+    mesh = f"{case.world_size // case.outer}x{case.outer}-{case.outer_strategy}"
+    training = f"{case.model}-{case.optimizer}-{'unclipped' if case.clip is None else 'clipped'}"
+    return f"{mesh}-{case.strategy}-{training}-{'one unit' if case.options else 'units'}"
+
+
+@pytest.mark.parametrize("case", CASES.params(name_of))
+def test_bits_do_not_depend_on_who_trains(case: Case) -> None:
+    assert difference(records(CASES.batch(case))[case], reference(case)) == ""
 
 
 def test_other_sums_have_other_bits() -> None:
     """If plain fp32 sums agreed too, the test above could not tell."""
     fast = Case("native", "optim", 3, 4, M, "adamw", 0.5, numerics="fast", steps=STEPS)
-    ran = run_ranks(run_cases, 3, [fast])
-    assert difference([each[0] for each in ran], references()["tiny", "adamw", 0.5])
+    assert difference(records((fast,))[fast], reference(fast))

@@ -10,6 +10,7 @@ import torch
 
 from tests.fsdp.test_oracle import check
 from tests.fsdp.trial import Case, Record, run_cases
+from tests.support.covering import Cover
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -19,56 +20,78 @@ MESHES = ((4, 2), (4, 4), (6, 3))
 OPTIMIZERS = (("sgd", None), ("adamw", 0.5))
 
 
-def cases(world: int, outer: int) -> list[Case]:
-    found = []
-    for (inner, split), (index, (k, dtype, numerics)) in itertools.product(
-        PAIRS, enumerate(itertools.product((1, 2), ("fp32", "bf16_comm"), ("fast", "ordered")))
-    ):
-        optimizer, clip = OPTIMIZERS[(index + PAIRS.index((inner, split))) % 2]
-        if numerics == "ordered":
-            optimizer, clip = "adamw", 0.5
-        found.append(
-            Case("native", inner, world, k, 0, optimizer, clip, dtype, numerics, 3, outer=outer, outer_strategy=split)
-        )
-    return found
+def case(
+    world: int,
+    outer: int,
+    inner: str,
+    split: str,
+    k: int,
+    dtype: str,
+    numerics: str,
+    optimizer: str,
+    clip: float | None,
+) -> Case:
+    return Case(
+        "native", inner, world, k, 0, optimizer, clip, dtype, numerics, 3, outer=outer, outer_strategy=split
+    )  # fmt: skip
+
+
+TRAININGS = Cover(
+    (
+        case(mesh, pair, k, dtype, "fast", index)
+        for mesh, pair, k, dtype, index in itertools.product(MESHES, PAIRS, (1, 2), ("fp32", "bf16_comm"), (0, 1))
+    ),
+    values=lambda each: (
+        (each.world_size, each.outer), each.strategy, each.outer_strategy, each.k, each.dtype, each.optimizer
+    ),
+    key=lambda each: each.world_size,
+)  # fmt: skip
+ORDERED = Cover(itertools.product(MESHES, ("fp32", "bf16_comm"), (1, 2)), key=lambda each: each[0])
+"""Mesh, dtypes and microbatches a rank; each is run by every pair."""
 
 
 @cache
-def records(world: int, outer: int) -> dict[Case, list[Record]]:
-    """Case -> its record on each rank; tensors are on rank 0."""
-    todo = cases(world, outer)
-    per_rank = run_ranks(run_cases, world, todo)
-    return {case: [ran[index] for ran in per_rank] for index, case in enumerate(todo)}
+def records(cases: tuple[Case, ...]) -> dict[Case, list[Record]]:
+    """Case -> its record on each rank, of cases of one number of ranks; tensors are on rank 0."""
+    per_rank = run_ranks(run_cases, cases[0].world_size, list(cases))
+    return {case: [ran[index] for ran in per_rank] for index, case in enumerate(cases)}
 
 
-@pytest.mark.parametrize(("inner", "split"), PAIRS)
-@pytest.mark.parametrize(("world", "outer"), MESHES)
-def test_training_equals_one_process_in_fp64(world: int, outer: int, inner: str, split: str) -> None:
-    for case, ran in records(world, outer).items():
-        if (case.strategy, case.outer_strategy) == (inner, split):
-            check(ran[0])
-            assert len({tuple(each.norms) for each in ran}) == 1, "every rank knows the same norm"
+def name_of(case: Case) -> str:
+    mesh = f"{case.world_size // case.outer}x{case.outer}"
+    return f"{mesh}-{case.strategy}-{case.outer_strategy}-k{case.k}-{case.dtype}-{case.optimizer}"
+
+
+@pytest.mark.parametrize("case", TRAININGS.params(name_of))
+def test_training_equals_one_process_in_fp64(case: Case) -> None:
+    ran = records(TRAININGS.batch(case))[case]
+    check(ran[0])
+    assert len({tuple(each.norms) for each in ran}) == 1, "every rank knows the same norm"
 
 
 def bits(record: Record) -> list[torch.Tensor]:
     return [value for step in sorted(record.weights) for value in record.weights[step].values()]
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16_comm"])
-@pytest.mark.parametrize(("world", "outer"), MESHES)
-def test_ordered_is_bitwise_equal_across_pairs(world: int, outer: int, dtype: str) -> None:
+Group = tuple[tuple[int, int], str, int]
+
+
+def ordered(group: Group, pair: tuple[str, str]) -> Case:
+    mesh, dtype, k = group
+    return case(mesh, pair, k, dtype, "ordered", 1)
+
+
+@pytest.mark.parametrize("group", ORDERED.params())
+def test_ordered_is_bitwise_equal_across_pairs_and_near_one_process(group: Group) -> None:
     """With one microbatch all pairs sum alike; with two, those that sum microbatches at the same place."""
-    for k in (1, 2):
-        found = {
-            (case.strategy, case.outer_strategy): ran[0]
-            for case, ran in records(world, outer).items()
-            if (case.k, case.dtype, case.numerics) == (k, dtype, "ordered")
-        }
-        assert len(found) == len(PAIRS)
-        groups = [STRATEGIES] if k == 1 else [STRATEGIES[:2], STRATEGIES[2:]]
-        for group in groups:
-            first = bits(found[group[0], "no_shard"])
-            for inner, split in itertools.product(group, ("no_shard", "optim")):
-                other = bits(found[inner, split])
-                same = all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-                assert same, f"k={k}: {group[0]} without outer split, and {inner} with outer {split}"
+    found = records(tuple(ordered(each, pair) for each in ORDERED.batch(group) for pair in PAIRS))
+    strategies = [STRATEGIES] if group[-1] == 1 else [STRATEGIES[:2], STRATEGIES[2:]]
+    for alike in strategies:
+        first = found[ordered(group, (alike[0], "no_shard"))]
+        check(first[0])
+        for pair in itertools.product(alike, ("no_shard", "optim")):
+            other = found[ordered(group, pair)]
+            same = all(torch.equal(a, b) for a, b in zip(bits(first[0]), bits(other[0]), strict=True))
+            assert same, f"{alike[0]} without outer split, and inner and outer {pair}"
+            assert [each.norms for each in other] == [each.norms for each in first]
+            assert len({tuple(each.norms) for each in other}) == 1, "every rank knows the same norm"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy
 from tests.fsdp.pairs import PAIRS, STRATEGIES, WIDTH, Pair, data, same, shard
+from tests.support.covering import Cover
 from tests.support.spawn import run_ranks
 
 WORLD, STEPS = 4, 2
@@ -113,15 +114,24 @@ def train(
     return found
 
 
-def compare(rank: int) -> dict[Any, list[str]]:
-    """What differs between fused and unfused runs, by case; all cases in one process group."""
-    found: dict[Any, list[str]] = {}
-    for pair, k, numerics in itertools.product(PAIRS, (1, 2), ("ordered", "exact")):
+Trial = tuple[Pair, int, str, str]
+"""Strategies, microbatches, numerics, and which matrices are fused."""
+TRIALS = Cover(
+    itertools.product(PAIRS, (1, 2), ("ordered", "exact"), ("all", "up", "down")),
+    values=lambda trial: (trial[0].inner, trial[0].outer, *trial[1:]),
+)
+
+
+def compare(rank: int, trials: list[Trial]) -> list[list[str]]:
+    """What differs between fused and unfused runs, by trial; all in one process group."""
+    found = []
+    plain = {}
+    for pair, k, numerics, kind in trials:
         path = TWICE if k == 1 else ONCE
-        plain = train(pair, "none", k, numerics, path, torch.float32)
-        for kind in ("all", "up", "down"):
-            fused = train(pair, kind, k, numerics, path, torch.float32)
-            found[pair, k, numerics, kind] = same(plain, fused) if path == ONCE else differing(plain, fused)
+        if (pair, k, numerics) not in plain:
+            plain[pair, k, numerics] = train(pair, "none", k, numerics, path, torch.float32)
+        fused = train(pair, kind, k, numerics, path, torch.float32)
+        found.append((same if path == ONCE else differing)(plain[pair, k, numerics], fused))
     return found
 
 
@@ -134,18 +144,15 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
 
 
 @cache
-def compared() -> list[dict[Any, list[str]]]:
-    return run_ranks(compare, WORLD)
+def compared(trials: tuple[Trial, ...]) -> dict[Trial, tuple[list[str], ...]]:
+    """What each rank found."""
+    return dict(zip(trials, zip(*run_ranks(compare, WORLD, list(trials)), strict=True), strict=True))
 
 
-@pytest.mark.parametrize("numerics", ["ordered", "exact"])
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_fused_gradients_are_the_unfused_ones(pair: Pair, k: int, numerics: str) -> None:
+@pytest.mark.parametrize("trial", TRIALS.params(lambda trial: "-".join(map(str, trial))))
+def test_fused_gradients_are_the_unfused_ones(trial: Trial) -> None:
     """To the bit where each weight is used once a microbatch; units called twice to rounding."""
-    for found in compared():
-        wrong = {case: names for case, names in found.items() if case[:3] == (pair, k, numerics) and names}
-        assert wrong == {}
+    assert compared(TRIALS.batch(trial))[trial] == ([],) * WORLD
 
 
 def of_bf16_weights(rank: int, strategy: str) -> float:

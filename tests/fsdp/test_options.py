@@ -16,6 +16,7 @@ from harness.engines.registry import engine_class
 from harness.models.registry import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import Case, batches, way_of
+from tests.support.covering import Cover
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -46,9 +47,14 @@ def case(strategy: str, options: tuple[tuple[str, Any], ...], model: str, outer:
     )  # fmt: skip
 
 
-CASES = [case(s, o, m) for s, o, m in itertools.product(STRATEGIES, (PLAIN, *OPTIONS.values()), ("tiny", "odd"))]
-CASES += [case(s, UNSHARDED, m) for s, m in itertools.product(STRATEGIES[2:], ("tiny", "odd"))]
-CASES += [case(s, o, "tiny", 2) for s, o in itertools.product(STRATEGIES, (PLAIN, *OPTIONS.values()))]
+Trial = tuple[str, str, str]
+"""Strategy, option, and model: tiny, odd, or hybrid, which is tiny on two axes."""
+TRIALS = Cover(itertools.product(STRATEGIES, OPTIONS, ("tiny", "odd", "hybrid")))
+
+
+def of(strategy: str, options: tuple[tuple[str, Any], ...], model: str) -> Case:
+    name, outer = ("tiny", 2) if model == "hybrid" else (model, 1)
+    return case(strategy, options, name, outer)
 
 
 def measure(rank: int, cases: list[Case]) -> list[dict[str, Any]]:
@@ -88,11 +94,40 @@ def _measure(rank: int, case: Case) -> dict[str, Any]:
     return found
 
 
+Found = list[dict[str, Any]]
+"""Of each of two ranks."""
+
+
 @cache
-def measured() -> dict[Case, list[dict[str, Any]]]:
-    """Case -> what each of two ranks found."""
-    per_rank = run_ranks(measure, 2, CASES)
-    return {case: [found[index] for found in per_rank] for index, case in enumerate(CASES)}
+def visit(cases: tuple[Case, ...]) -> dict[Case, Found]:
+    per_rank = run_ranks(measure, 2, list(cases))
+    return {case: [found[index] for found in per_rank] for index, case in enumerate(cases)}
+
+
+@cache
+def compared(trials: tuple[Trial, ...]) -> dict[Trial, tuple[Found, Found]]:
+    """Of each trial what was found without the option and with it."""
+    cases = {(s, o, m): (of(s, PLAIN, m), of(s, OPTIONS[o], m)) for s, o, m in trials}
+    found = visit(tuple(dict.fromkeys(itertools.chain(*cases.values()))))
+    return {trial: (found[plain], found[chosen]) for trial, (plain, chosen) in cases.items()}
+
+
+@cache
+def measured() -> dict[Case, Found]:
+    """What the tests of single options look at."""
+    last = [
+        case("optim_grads_params", options, model)
+        for options in (
+            PLAIN,
+            *(OPTIONS[n] for n in ("double_buffer", "prefetch_all", "prefetch_capped", "joined_units")),
+        )
+        for model in ("tiny", "odd")
+    ]
+    summed = [case(s, o, m) for s, o in SUMMED for m in ("tiny", "odd")]
+    return visit(tuple(dict.fromkeys([*last, *summed])))
+
+
+SUMMED = [("optim", PLAIN), *itertools.product(STRATEGIES[2:], (PLAIN, UNSHARDED))]
 
 
 def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -100,13 +135,9 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return equal and a["norms"] == b["norms"]
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("model", ["tiny", "odd", "hybrid"])
-def test_an_option_changes_no_bit(strategy: str, option: str, model: str) -> None:
-    name, outer = ("tiny", 2) if model == "hybrid" else (model, 1)
-    plain = measured()[case(strategy, PLAIN, name, outer)]
-    chosen = measured()[case(strategy, OPTIONS[option], name, outer)]
+@pytest.mark.parametrize("trial", TRIALS.params("-".join))
+def test_an_option_changes_no_bit(trial: Trial) -> None:
+    plain, chosen = compared(TRIALS.batch(trial))[trial]
     assert all(same(a, b) for a, b in zip(plain, chosen, strict=True))
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tests.fsdp.trial import KEPT, Case, Record, run_cases
+from tests.support.covering import Cover
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -24,25 +25,40 @@ UNIT = {"fp32": 2.0**-24, "bf16": 2.0**-9, "bf16_comm": 2.0**-9}
 CLIP = 0.5  # below the norms that occur, so that it acts
 
 
-@cache
-def reference(case: Case, dtype: str) -> Record:
-    return run_ranks(run_cases, 1, [case.reference(dtype)])[0][0]
-
-
-@cache
-def records(world_size: int) -> dict[Case, Record]:
-    """All cases of one world size, in one process group."""
-    cases = [
+TRAININGS = Cover(
+    (
         Case("native", strategy, world_size, k, 0, optimizer, clip)
-        for strategy, k, (optimizer, clip) in itertools.product(
-            STRATEGIES, (1, 2, 3), itertools.product(("sgd", "adamw"), (None, CLIP))
+        for world_size, strategy, k, optimizer, clip in itertools.product(
+            (1, 2, 3, 4), STRATEGIES, (1, 2, 3), ("sgd", "adamw"), (None, CLIP)
         )
-    ]
-    cases += [
+    ),
+    values=lambda case: (case.world_size, case.strategy, case.k, case.optimizer, case.clip),
+    key=lambda case: case.world_size,
+)
+IN_16_BITS = Cover(
+    (
         Case("native", strategy, world_size, 2, 0, "adamw", CLIP, dtype, steps=3)
-        for strategy, dtype in itertools.product(STRATEGIES, ("bf16", "bf16_comm"))
-    ]
-    return dict(zip(cases, run_ranks(run_cases, world_size, cases)[0], strict=True))
+        for world_size, strategy, dtype in itertools.product((1, 2, 3, 4), STRATEGIES, ("bf16", "bf16_comm"))
+    ),
+    values=lambda case: (case.world_size, case.strategy, case.dtype),
+    key=lambda case: case.world_size,
+)
+
+
+@cache
+def alone(case: Case) -> Record:
+    return run_ranks(run_cases, 1, [case])[0][0]
+
+
+def reference(case: Case, dtype: str) -> Record:
+    """One process, which knows nothing of strategies and ranks."""
+    return alone(case.reference(dtype))
+
+
+@cache
+def records(cases: tuple[Case, ...]) -> dict[Case, Record]:
+    """Cases of one world size, in one process group."""
+    return dict(zip(cases, run_ranks(run_cases, cases[0].world_size, list(cases))[0], strict=True))
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -72,30 +88,28 @@ def check(record: Record) -> None:
         assert abs(norm / right - 1) <= bound, f"gradient norm at step {step}"
 
 
-@pytest.mark.parametrize("clip", [None, CLIP], ids=["unclipped", "clipped"])
-@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-@pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_training_equals_one_process_in_fp64(
-    world_size: int, strategy: str, k: int, optimizer: str, clip: float | None
-) -> None:
-    record = records(world_size)[Case("native", strategy, world_size, k, 0, optimizer, clip)]
+def name_of(case: Case) -> str:
+    clip = "unclipped" if case.clip is None else "clipped"
+    return f"{case.world_size}ranks-{case.strategy}-k{case.k}-{case.optimizer}-{clip}-{case.dtype}"
+
+
+@pytest.mark.parametrize("case", TRAININGS.params(name_of))
+def test_training_equals_one_process_in_fp64(case: Case) -> None:
+    record = records(TRAININGS.batch(case))[case]
     check(record)
-    if clip is not None:
+    if case.clip is not None:
         assert min(record.norms) > CLIP, "clipping must act, or the case tests nothing"
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "bf16_comm"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_bf16_policies_stay_within_bf16(world_size: int, strategy: str, dtype: str) -> None:
-    check(records(world_size)[Case("native", strategy, world_size, 2, 0, "adamw", CLIP, dtype, steps=3)])
+@pytest.mark.parametrize("case", IN_16_BITS.params(name_of))
+def test_bf16_policies_stay_within_bf16(case: Case) -> None:
+    check(records(IN_16_BITS.batch(case))[case])
 
 
 @pytest.mark.parametrize("fault", [2.0, 0.5, 1.01, 1 + 2.0**-15])
 def test_the_bounds_notice_a_wrong_scale(fault: float) -> None:
-    record = records(2)[Case("native", "optim_grads", 2, 2, 0, "sgd", None)]
+    case = Case("native", "optim_grads", 2, 2, 0, "sgd", None, steps=3)
+    record = records((case,))[case]
     wrong = Record(
         record.case, {n: g * fault for n, g in record.gradients.items()}, record.weights, record.losses, record.norms
     )
@@ -106,7 +120,7 @@ def test_the_bounds_notice_a_wrong_scale(fault: float) -> None:
 @cache
 def ordered(world_size: int) -> dict[Case, Record]:
     cases = [
-        Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 4)
+        Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 2)
         for strategy, k, (optimizer, dtype) in itertools.product(
             STRATEGIES, (1, 2), (("adamw", "fp32"), ("sgd", "fp32"), ("adamw", "bf16"), ("adamw", "bf16_comm"))
         )
@@ -128,7 +142,7 @@ def same_bits(a: Record, b: Record) -> bool:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ordered_is_bitwise_where_it_claims_to_be(world_size: int, optimizer: str, dtype: str) -> None:
     def of(strategy: str, k: int) -> Record:
-        return ordered(world_size)[Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 4)]
+        return ordered(world_size)[Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 2)]
 
     for strategy in STRATEGIES[1:]:
         assert same_bits(of("no_shard", 1), of(strategy, 1)), f"k=1: no_shard and {strategy}"
@@ -139,6 +153,6 @@ def test_ordered_is_bitwise_where_it_claims_to_be(world_size: int, optimizer: st
 def test_the_two_groups_of_ordered_do_differ() -> None:
     """If they agreed, the test above could not tell one order of sums from the other."""
     found = ordered(3)
-    case = Case("native", "no_shard", 3, 2, 0, "adamw", CLIP, "fp32", "ordered", 4)
-    other = Case("native", "optim_grads", 3, 2, 0, "adamw", CLIP, "fp32", "ordered", 4)
+    case = Case("native", "no_shard", 3, 2, 0, "adamw", CLIP, "fp32", "ordered", 2)
+    other = Case("native", "optim_grads", 3, 2, 0, "adamw", CLIP, "fp32", "ordered", 2)
     assert not same_bits(found[case], found[other])

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from harness.fsdp.runtime.readiness import Readiness
 from tests.fsdp.jitter import Branches, Branching, Delays, poisoned_buffers
 from tests.fsdp.pairs import Pair, arguments_of
 from tests.fsdp.trial import WAYS, Way
+from tests.support.covering import Cover
 from tests.support.spawn import run_ranks
 
 STEPS = 3
@@ -56,11 +58,11 @@ DISTURBANCES = (
     ALL,
 )
 
-CASES = [
+ALONE = [
     Case(strategy.name, numerics, k, WAYS[place % 3])
     for place, (strategy, numerics, k) in enumerate(product(Strategy, ("ordered", "fast"), (1, 2)))
 ]
-CASES += [
+ALONE += [
     Case(strategy.name, numerics, 2, WAYS[place % 3], double_buffer=double_buffer)
     for place, (strategy, (numerics, double_buffer)) in enumerate(product(Strategy, (("exact", False), ("fast", True))))
 ]
@@ -70,6 +72,21 @@ HYBRIDS = [
         product(Strategy, ("no_shard", "optim"), ("fast", "ordered", "exact"))
     )
 ]
+
+Trial = tuple[int, Case, Disturbance]
+"""Ranks, what they train, and what disturbs them."""
+
+
+def values_of(trial: Trial) -> tuple[Any, ...]:
+    size, case, disturbance = trial
+    return size, case.strategy, case.numerics, case.k, case.way, case.outer, case.double_buffer, disturbance
+
+
+TRIALS = Cover(
+    [*product((2, 3), ALONE, DISTURBANCES), *product((4,), HYBRIDS, (DISTURBANCES[1], ALL))],
+    values=values_of,
+    key=lambda trial: trial[0],
+)
 
 
 @dataclass
@@ -130,22 +147,22 @@ def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
     return bits
 
 
-def disturbed(rank: int, size: int, cases: list[Case], disturbances: tuple[Disturbance, ...]) -> list[str]:
-    found = []
-    for case in cases:
-        calm = run_one(rank, size, case, NONE)
-        differences = {each: run_one(rank, size, case, each).differs(calm) for each in disturbances}
-        found += [f"rank {rank} {case} {each}: {told}" for each, told in differences.items() if told]
-    return found
+def disturbed(rank: int, size: int, trials: list[Trial]) -> list[str]:
+    """Of each trial what differs from the same training without a disturbance, or nothing."""
+    calm = {case: run_one(rank, size, case, NONE) for case in dict.fromkeys(case for _, case, _ in trials)}
+    return [run_one(rank, size, case, disturbance).differs(calm[case]) for _, case, disturbance in trials]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_disturbances_change_no_bit(size: int) -> None:
-    assert run_ranks(disturbed, size, size, CASES, DISTURBANCES) == [[]] * size
+@cache
+def differences(trials: tuple[Trial, ...]) -> dict[Trial, tuple[str, ...]]:
+    """Trial -> what each rank found, of trials of one number of ranks."""
+    size = trials[0][0]
+    return dict(zip(trials, zip(*run_ranks(disturbed, size, size, list(trials)), strict=True), strict=True))
 
 
-def test_disturbances_change_no_bit_of_two_axes() -> None:
-    assert run_ranks(disturbed, 4, 4, HYBRIDS, (DISTURBANCES[1], ALL)) == [[]] * 4
+@pytest.mark.parametrize("trial", TRIALS.params())
+def test_disturbances_change_no_bit(trial: Trial) -> None:
+    assert differences(TRIALS.batch(trial))[trial] == ("",) * trial[0]
 
 
 # -- engines that rely on luck -----------------------------------------------------------------------------------------
