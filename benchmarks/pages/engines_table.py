@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from harness.config.errors import BadRequest, refuse
+from harness.fsdp import OuterStrategy
 from harness.parity import StudyVerdict, Verdict, verdict
 from harness.parity.outcome import Outcome, percent
 from harness.parity.record import Record, load
@@ -107,7 +108,7 @@ def row(arm: Verdict) -> Row:
     run, control = load(Path(arm.arm)), load(Path(arm.control))
     config = run.config
     inner, outer = str(config["sharding.strategy"]), str(config["sharding.outer"])
-    hybrid = {"no_shard": "hsdp", "optim": "hfsdp"}[outer]
+    hybrid = OuterStrategy[outer].hybrid
     worst = max(_gradients(run, control), key=lambda pair: pair.distance)
     return Row(
         engine=str(config["engine.name"]),

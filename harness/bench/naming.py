@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from harness.fsdp.vocabulary import OuterStrategy
 from harness.store.rundir import flatten
 
 Config = Mapping[str, Any]
 Flat = Mapping[str, Any]
-
-HYBRIDS = {"no_shard": "hsdp", "optim": "hfsdp"}
-"""What optim_grads_params inside is called with an outer axis, by the strategy outside."""
 
 VARIED = ("engine", "sharding", "dtype", "numerics", "mesh", "nccl_ub", "sharp")
 """Groups in which arms of one group of rows may differ."""
@@ -22,7 +20,7 @@ def strategy_of(config: Config) -> str:
     inner, outer = str(config["sharding"]["strategy"]), str(config["sharding"]["outer"])
     if config["mesh"]["dp_outer"] == 1:
         return inner
-    return HYBRIDS[outer] if inner == "optim_grads_params" else f"{inner} inside, {outer} outside"
+    return OuterStrategy[outer].hybrid if inner == "optim_grads_params" else f"{inner} inside, {outer} outside"
 
 
 def details(arms: Mapping[str, Config]) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.planner_helpers import _create_write_items
 
-from harness.fsdp.state.row_shard import local_of
+from harness.fsdp import local_of
 
 
 class Copied:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from harness.config.schema import Dtype, EngineName, Numerics, OuterStrategy, Strategy
+from harness.fsdp.facts import declared_in
+from harness.fsdp.options import EngineOptions
 
 RERUNS = (Numerics.fast, Numerics.deterministic)
 EQUAL_GRADIENTS = (("main_grads", "main_params"), ("grad_comm", "main_grads"))
@@ -65,6 +67,11 @@ class Capabilities:
         return f"pip install {flags}{self.package}"
 
 
+_GROUP = declared_in(EngineOptions)
+
+SAME_BITS = tuple(f"engine.{name}" for name, option in _GROUP.items() if option.facts.same_bits)
+"""Settings of the group `engine` that change no bit of any result."""
+
 _ALL_PAIRS = tuple((inner, outer) for inner in Strategy for outer in OuterStrategy)
 _HYBRID = tuple((inner, OuterStrategy.no_shard) for inner in Strategy if inner is not Strategy.no_shard)
 
@@ -78,21 +85,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         user_buffers=True,
         orders_communicators=True,
         loss_scale=True,
-        settings=(
-            "engine.prefetch",
-            "engine.prefetch_limit_bytes",
-            "engine.double_buffer",
-            "engine.unit_min_elements",
-            "engine.accumulate_unsharded",
-            "engine.grad_buffer",
-            "engine.offload_optimizer",
-            "engine.separate_gather_group",
-            "engine.eager_limit_bytes",
-            "engine.report_nan_in_param_grad",
-            "engine.watchdog_timeout_s",
-            "engine.check_collectives",
-            "engine.check_replicas_every",
-        ),
+        settings=tuple(f"engine.{name}" for name in _GROUP),
     ),
     EngineName.fsdp2: Capabilities(
         strategies=(Strategy.optim_grads, Strategy.optim_grads_params),

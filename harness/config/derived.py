@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from harness.config.adapter import capabilities_of
 from harness.config.schema import (
@@ -12,10 +13,10 @@ from harness.config.schema import (
     ModelFamily,
     OptimizerName,
     OuterStrategy,
-    Registration,
     SharpAxis,
     Strategy,
 )
+from harness.fsdp import options
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.fp64: 8}
 """Bytes of one element."""
@@ -49,9 +50,22 @@ def accumulate_dtype(cfg: Config) -> Dtype:
     return Dtype.fp32 if capabilities_of(cfg).sums_itself and DTYPE_BYTES[wire] < 4 else wire
 
 
+def engine_options(cfg: Config) -> dict[str, Any]:
+    """Every option of our engine that has a setting, by the engine's own name."""
+    return {name: _chosen(cfg, each.facts.setting) for name, each in options.OPTIONS.items() if each.facts.setting}
+
+
+def _chosen(cfg: Config, setting: str) -> Any:
+    """Value of a setting; of "not group.key", its opposite."""
+    opposite, _, path = setting.rpartition(" ")
+    group, name = path.split(".")
+    value = getattr(getattr(cfg, group), name)
+    return not value if opposite else value
+
+
 def fixed_buffers(cfg: Config) -> bool:
     """Whether gathered weights and unreduced gradients live in buffers that stay: asked for, or forced by nccl_ub."""
-    return cfg.engine.double_buffer or cfg.nccl_ub.mode is not Registration.none
+    return options.fixed_buffers(engine_options(cfg))
 
 
 def wants_infiniband_sharp(cfg: Config) -> bool:

@@ -9,6 +9,7 @@ import ast
 import dataclasses
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from enum import Enum
 from typing import Any
 
 from harness.config import engine_group, network, schema
+from harness.config.capabilities import ENGINES
+from harness.fsdp import options
+from harness.fsdp.vocabulary import Choice
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,7 @@ def groups() -> dict[str, str]:
 
 def _walk(cls: type, prefix: str) -> Iterator[Setting]:
     sentences, hints = _sentences()[cls.__name__], typing.get_type_hints(cls)
+    declared = sentences_of_options()
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
@@ -83,7 +88,8 @@ def _walk(cls: type, prefix: str) -> Iterator[Setting]:
             continue
         bare, optional = _strip_optional(kind)
         made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-        yield Setting(prefix + field.name, bare, optional, made, sentences[field.name])
+        path = prefix + field.name
+        yield Setting(path, bare, optional, made, sentences.get(field.name) or declared[path])
 
 
 def _strip_optional(kind: Any) -> tuple[Any, bool]:
@@ -100,6 +106,18 @@ def _sentences() -> dict[str, dict[str, str]]:
     for module in (schema, engine_group, network):
         found |= sentences_of(inspect.getsource(module))
     return found
+
+
+@functools.cache
+def sentences_of_options() -> dict[str, str]:
+    """Setting -> the sentence of the engine's option that it sets, with its None written as null."""
+    declared = sentences_of(inspect.getsource(options))
+    sentences = declared["EngineOptions"] | declared["Options"]
+    return {
+        option.facts.setting: re.sub(r"\bNone\b", "null", sentences[name])
+        for name, option in options.OPTIONS.items()
+        if option.facts.setting
+    }
 
 
 def sentences_of(source: str) -> dict[str, dict[str, str]]:
@@ -152,7 +170,20 @@ def guide() -> str:
 
 def _row(s: Setting) -> str:
     default = as_typed(s.default) or "''"
-    return f"| `{s.path}` | {s.expects} | `{default}` | {s.sentence} |"
+    return f"| `{s.path}` | {s.expects} | `{default}` | {s.sentence}{meanings(s.type)}{_takers(s.path)} |"
+
+
+def _takers(path: str) -> str:
+    """Which engines take a setting, where not all do, as a sentence to append."""
+    names = [engine.name for engine, can in ENGINES.items() if path in can.settings]
+    return f" Taken by {', '.join(names)}." if names else ""
+
+
+def meanings(kind: Any) -> str:
+    """What each word of the engine's vocabulary means, as sentences to append; "" for other types."""
+    if not (isinstance(kind, type) and issubclass(kind, Choice)):
+        return ""
+    return "".join(f" *{member.name}*: {member.sentence}" for member in kind)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The groups `nccl_ub` and `sharp`: what a run asks of NCCL. Part of the typed schema.
 
-They are in the signature: who sums, and in what order, can change numbers.
+They are in the signature: who sums, and in what order, can change numbers. What the engine itself takes is declared in
+`harness.fsdp.options`; a field without a sentence here has its sentence there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import CtaPolicy, Fallback, Registration, SharpAxis
 
 
@@ -23,17 +25,13 @@ class NcclLog(Enum):
 class NcclUbConfig:
     """NCCL user buffers: collectives read and write the engine's buckets without a copy, on few thread blocks."""
 
-    mode: Registration = Registration.none
-    """none, auto (registered as allocated) or manual (all at once after the first step); other than none implies
-    engine.double_buffer."""
-    symmetric: bool = True
+    mode: Registration = Options.nccl_ub
+    symmetric: bool = not Options.disable_symmetric_registration
     """Whether buckets are registered as symmetric windows, which NCCL 2.27 has kernels of its own for; false registers
     them for NVLink SHARP and zero-copy alone."""
-    fallback: Fallback = Fallback.error
-    """What a failed registration does, on all ranks alike: error, or record."""
+    fallback: Fallback = Options.registration_fallback
     cta_policy: CtaPolicy = CtaPolicy.default
-    """Thread blocks a collective takes: default, efficiency (NCCL 2.27, registered but not symmetric), zero (NCCL 2.28,
-    symmetric: gathers by copy engines)."""
+    """Thread blocks a collective takes."""
     min_ctas: int | None = None
     """Fewest thread blocks a collective takes; null leaves it to NCCL."""
     max_ctas: int | None = None
@@ -48,7 +46,7 @@ class SharpConfig:
     """
 
     group: SharpAxis = SharpAxis.none
-    """Whose communicator owns InfiniBand SHARP, of which a run has one: none, dp or dp_outer."""
+    """Whose communicator owns InfiniBand SHARP, of which a run has one."""
     nvlink: bool = True
     """NVLink SHARP (NVLS), for every communicator of the run, where group is not none and the devices have it."""
     infiniband: bool = True

@@ -14,6 +14,7 @@ from harness.config.engine_group import EngineConfig as EngineConfig
 from harness.config.engine_group import EngineName as EngineName
 from harness.config.network import NcclLog as NcclLog
 from harness.config.network import NcclUbConfig, SharpConfig
+from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
 from harness.fsdp.vocabulary import Fallback as Fallback
 from harness.fsdp.vocabulary import GradBuffer as GradBuffer
@@ -239,7 +240,7 @@ class ShardingConfig:
     strategy: Strategy = Strategy.optim_grads_params
     """ZeRO stage by name: what is split over the inner axis."""
     outer: OuterStrategy = OuterStrategy.no_shard
-    """What is split over the outer axis as well, where mesh.dp_outer > 1: nothing (HSDP) or optimizer state (HFSDP)."""
+    """What is split over the outer axis as well, where mesh.dp_outer > 1."""
 
 
 @dataclass
@@ -269,13 +270,10 @@ class DtypeConfig:
 
 @dataclass
 class NumericsConfig:
-    """Promise about the order of arithmetic."""
+    """Promise about the order of arithmetic: options of our engine, with their sentences in `harness.fsdp.options`."""
 
-    mode: Numerics = Numerics.fast
-    """fast, deterministic, ordered or exact."""
-    exact_bits: int = 44
-    """Resolution of the integers that gradients become, 2^-exact_bits (exact); one element of a microbatch stays below
-    2^(62 - exact_bits) over the number of global microbatches."""
+    mode: Numerics = Options.numerics
+    exact_bits: int = Options.exact_bits
 
 
 @dataclass

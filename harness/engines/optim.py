@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.config.schema import OptimizerConfig, OptimizerName
-from harness.fsdp.state.blank import entries_of
-from harness.fsdp.update.norm import sum_of_squares
+from harness.fsdp import entries_of, sum_of_squares
 
 
 class Group(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
-from harness.fsdp.comm.sharp_groups import SharpOwnership
+from harness.fsdp import SharpOwnership
 
 
 class Microbatch(NamedTuple):

@@ -1,30 +1,106 @@
 """An FSDP engine: ZeRO 0-3 over flat, row-preserving shards, on gloo and NCCL. It imports torch and nothing else.
 
-Names are imported on first use, so that `harness.fsdp.storage.layout` stays free of torch.
+Everything a user needs is a name of this package. Names are imported on first use, so that its parts without torch
+(`vocabulary`, `options`, `arguments`, `storage.layout`) can be imported where torch is not.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from harness.fsdp.api import fully_shard as fully_shard
+    from harness.fsdp.api import fully_shard_model as fully_shard_model
+    from harness.fsdp.api import fully_shard_optimizer as fully_shard_optimizer
+    from harness.fsdp.comm.fixed_point import FixedPoint as FixedPoint
+    from harness.fsdp.comm.mesh import Groups as Groups
+    from harness.fsdp.comm.sharp_groups import SharpOwnership as SharpOwnership
+    from harness.fsdp.comm.sharp_groups import ThreadBlocks as ThreadBlocks
+    from harness.fsdp.comm.sharp_groups import axis_groups as axis_groups
+    from harness.fsdp.comm.sharp_groups import communicator_options as communicator_options
+    from harness.fsdp.loss_scale import LossScale as LossScale
+    from harness.fsdp.loss_scale import Outcome as Outcome
+    from harness.fsdp.model import ShardedModel as ShardedModel
+    from harness.fsdp.options import OPTIONS as OPTIONS
+    from harness.fsdp.options import OptionKeywords as OptionKeywords
+    from harness.fsdp.options import Options as Options
+    from harness.fsdp.policy import Dtypes as Dtypes
+    from harness.fsdp.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from harness.fsdp.state.blank import create_state as create_state
+    from harness.fsdp.state.blank import entries_of as entries_of
+    from harness.fsdp.state.row_shard import RowShard as RowShard
+    from harness.fsdp.state.row_shard import local_of as local_of
+    from harness.fsdp.update.norm import sum_of_squares as sum_of_squares
+    from harness.fsdp.update.optimizer import ShardedOptimizer as ShardedOptimizer
+    from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
+    from harness.fsdp.vocabulary import Fallback as Fallback
+    from harness.fsdp.vocabulary import GradBuffer as GradBuffer
+    from harness.fsdp.vocabulary import Numerics as Numerics
+    from harness.fsdp.vocabulary import OuterStrategy as OuterStrategy
+    from harness.fsdp.vocabulary import Registration as Registration
+    from harness.fsdp.vocabulary import SharpAxis as SharpAxis
+    from harness.fsdp.vocabulary import Strategy as Strategy
 
 _EXPORTS = {
-    "ShardedModel": "model",
-    "fully_shard": "api",
-    "fully_shard_model": "api",
-    "fully_shard_optimizer": "api",
-    "MixedPrecisionPolicy": "policy",
-    "Groups": "comm.mesh",
-    "Numerics": "vocabulary",
-    "Options": "options",
-    "OuterStrategy": "vocabulary",
-    "Strategy": "vocabulary",
+    "api": (
+        "fully_shard",
+        "fully_shard_model",
+        "fully_shard_optimizer",
+    ),
+    "comm.fixed_point": ("FixedPoint",),
+    "comm.mesh": ("Groups",),
+    "comm.sharp_groups": (
+        "SharpOwnership",
+        "ThreadBlocks",
+        "axis_groups",
+        "communicator_options",
+    ),
+    "loss_scale": (
+        "LossScale",
+        "Outcome",
+    ),
+    "model": ("ShardedModel",),
+    "options": (
+        "OPTIONS",
+        "OptionKeywords",
+        "Options",
+    ),
+    "policy": (
+        "Dtypes",
+        "MixedPrecisionPolicy",
+    ),
+    "state.blank": (
+        "create_state",
+        "entries_of",
+    ),
+    "state.row_shard": (
+        "RowShard",
+        "local_of",
+    ),
+    "update.norm": ("sum_of_squares",),
+    "update.optimizer": ("ShardedOptimizer",),
+    "vocabulary": (
+        "CtaPolicy",
+        "Fallback",
+        "GradBuffer",
+        "Numerics",
+        "OuterStrategy",
+        "Registration",
+        "SharpAxis",
+        "Strategy",
+    ),
 }
+_MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names}
 
-__all__ = sorted(_EXPORTS)
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -8,21 +8,22 @@ NotImplementedError by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp.megatron_arguments import groups_of, refuse_unbuilt
+from harness.fsdp.megatron_arguments import OtherKeywords, ShardKeywords, groups_of, without_unbuilt
 from harness.fsdp.model import ShardedModel
-from harness.fsdp.options import OPTIONS
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.state.access import refuse_state_dict
 from harness.fsdp.storage.bucket import InitialValue
 from harness.fsdp.update import optimizer as optim
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
+
+Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
 
 
 def fully_shard_model(
@@ -47,23 +48,22 @@ def fully_shard_model(
     grad_divisor: float | None = None,
     fsdp_double_buffer: bool = False,
     initial_value: InitialValue | None = None,
-    **others: Any,
+    **others: Unpack[OtherKeywords],
 ) -> ShardedModel:
     """Shard a module over one or two dimensions of a device mesh (or over all ranks).
 
-    Arguments are those of `ShardedModel` under megatron-fsdp's names; its options (`harness.fsdp.options.Options`) are
-    taken too. `hybrid_fsdp_group`: all ranks of both dimensions, for which `device_mesh` may have a flattened one; it
-    is made here if it is None. `calculate_per_token_loss` sums gradients without dividing them.
+    Arguments are those of `ShardedModel` under megatron-fsdp's names; every option is a keyword too, described in
+    `harness.fsdp.options.Options`. `hybrid_fsdp_group`: all ranks of both dimensions, for which `device_mesh` may have
+    a flattened one; it is made here if it is None. `calculate_per_token_loss` sums gradients without dividing them.
     `sync_model_each_microbatch` is what `set_model_auto_sync` sets.
 
     Raises:
         NotImplementedError: an argument of megatron-fsdp that is not built asks for something.
-        TypeError: an argument neither engine knows.
+        TypeError: an argument neither engine knows; the message has the nearest names.
         ValueError: a value is wrong.
     """
-    options = {name: others.pop(name) for name in list(others) if name in OPTIONS}
+    options = without_unbuilt(others)
     options["double_buffer"] = fsdp_double_buffer or options.get("double_buffer", False)  # it goes by both names
-    refuse_unbuilt(others)
     if calculate_per_token_loss:
         if grad_divisor is not None:
             raise ValueError(f"calculate_per_token_loss=True divides by nothing; drop grad_divisor={grad_divisor}")
@@ -92,7 +92,7 @@ def fully_shard_model(
     return model
 
 
-def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def fully_shard_optimizer(model: ShardedModel, optimizer: Opt) -> Opt:
     """Let an optimizer built over the module's parameters update this rank's shards; returns the same object.
 
     Its parameter groups keep their settings and their number. `step` first finishes the gradients and afterwards
@@ -138,13 +138,11 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: torch.optim.Optimizer)
     return optimizer
 
 
-def fully_shard(
-    module: nn.Module, optimizer: torch.optim.Optimizer, **kwargs: Any
-) -> tuple[ShardedModel, torch.optim.Optimizer]:
+def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Unpack[ShardKeywords]) -> tuple[ShardedModel, Opt]:
     """Shard a module and its optimizer for a plain loop; see `fully_shard_model` for the arguments.
 
     Raises:
         As `fully_shard_model` and `fully_shard_optimizer`.
     """
-    model = fully_shard_model(module, **kwargs)
+    model = fully_shard_model(module, **arguments)
     return model, fully_shard_optimizer(model, optimizer)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
 from harness.fsdp.comm.reduction import make_reduction
@@ -107,7 +108,7 @@ def _ground(request: Request) -> Ground:
     )
     memory = BucketMemory(device, fixed=options.double_buffer, allocating=user_buffers.allocating)
     divisor = float(meshes.dense.everyone.size if request.grad_divisor is None else request.grad_divisor)
-    fixed = options.exactly
+    fixed = FixedPoint.asked_for(options)
     integers = None if fixed is None else Integers(fixed, divisor, device)
     return Ground(runtime, meshes, user_buffers, memory, divisor, integers)
 

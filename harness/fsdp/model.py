@@ -9,21 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.fsdp.arguments import DIRECT
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.construction import Request, build
 from harness.fsdp.megatron_arguments import resolve_classes
-from harness.fsdp.options import Options
+from harness.fsdp.options import OptionKeywords, Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.state.access import StateAccess, refuse_state_dict
 from harness.fsdp.state.named import ShardedState
 from harness.fsdp.storage.bucket import InitialValue
+from harness.fsdp.storage.placement import Placements
 from harness.fsdp.update import optimizer as optim
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
@@ -54,7 +56,7 @@ class ShardedModel(nn.Module):
         initial_value: gives each parameter's full value by name, the same on all ranks; None takes what parameters and
             buffers hold on the group's first rank, as DDP does.
         init_on_meta: parameters on the meta device get their values from `reset_parameters()` of each module.
-        chosen: fields of `harness.fsdp.options.Options`.
+        chosen: options by name, each described in `harness.fsdp.options.Options`.
 
     Raises:
         TypeError: an unknown option.
@@ -76,15 +78,16 @@ class ShardedModel(nn.Module):
         grad_divisor: float | None = None,
         initial_value: InitialValue | None = None,
         init_on_meta: bool = False,
-        **chosen: Any,
+        **chosen: Unpack[OptionKeywords],
     ) -> None:
         super().__init__()
-        self.options = Options.of(chosen)
+        self.options = Options.of(chosen, type(self).__name__, DIRECT)
         _check(module, grad_divisor)
         self.module = module
         self.strategy = Strategy.parse(strategy, "strategy")
         self.outer_strategy = OuterStrategy.parse(outer_strategy, "outer_strategy")
-        self.options.check_against(self.strategy)
+        reduces_each = not Placements.of(self.strategy, None).accumulates_locally
+        self.options.check_against(reduces_each=reduces_each)
         self.numerics = self.options.numerics
         self.policy = mixed_precision_policy or MixedPrecisionPolicy()
         request = Request(

@@ -87,6 +87,15 @@ class OuterStrategy(Numbered):
     no_shard = "no_shard", "Nothing: replicas of the sharded model (HSDP)."
     optim = "optim", "Main weights and optimizer state (HFSDP)."
 
+    @property
+    def hybrid(self) -> str:
+        """The name of ZeRO-3 inside with this outside."""
+        return HYBRIDS[self]
+
+
+HYBRIDS = {OuterStrategy.no_shard: "hsdp", OuterStrategy.optim: "hfsdp"}
+"""What ZeRO-3 inside is called, by what the outer axis splits."""
+
 
 class GradBuffer(Choice):
     """How a backward's gradients come to lie in one flat tensor."""
@@ -101,7 +110,7 @@ class GradBuffer(Choice):
 class Numerics(Choice):
     """How much the engine promises about the order of arithmetic."""
 
-    fast = "fast", "None."
+    fast = "fast", "Nothing is promised."
     deterministic = "deterministic", "The same run gives the same bits."
     ordered = (
         "ordered",

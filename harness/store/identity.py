@@ -11,6 +11,8 @@ import json
 import re
 from typing import Any
 
+from harness.fsdp.vocabulary import OuterStrategy
+
 EXCLUDED = ("cluster", "launch", "wandb", "notes", "study")
 """Top-level keys that say where, how or why a cell runs, not what it computes."""
 
@@ -73,7 +75,7 @@ def _mesh(config: dict[str, Any]) -> str:
     world_size, outer = config["mesh"]["world_size"], config["mesh"].get("dp_outer", 1)
     if outer == 1:
         return f"dp{world_size}"
-    kind = "hfsdp" if config["sharding"].get("outer") == "optim" else "hsdp"
+    kind = OuterStrategy[config["sharding"].get("outer", "no_shard")].hybrid
     return f"{kind}{world_size // outer}x{outer}"
 
 

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 from harness.config.derived import wants_infiniband_sharp
 from harness.config.schema import Config, Device, Numerics, SharpAxis
 from harness.engines.protocol import Ranks
-from harness.fsdp.comm.sharp_groups import SharpOwnership
+from harness.fsdp import SharpOwnership
 from harness.store.placement import Placement
 from harness.worker.rendezvous import interface_towards, meet
 

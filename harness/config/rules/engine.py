@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.derived import (
     DTYPE_BYTES,
     accumulate_dtype,
-    fixed_buffers,
+    engine_options,
     global_microbatches,
     may_leave_unused,
 )
+from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Config, Dtype, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
+from harness.fsdp.options import OPTIONS, conflicts
+from harness.fsdp.storage.placement import Placements
+from harness.fsdp.vocabulary import HYBRIDS
 
 _BITWISE = (Numerics.ordered, Numerics.exact)
 
@@ -74,7 +79,7 @@ def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
             f"mesh.world_size={max(ranks // outer, 1) * outer}",
         )
     named = request.named.get("sharding", "")
-    if outer == 1 and (request.config.sharding.outer is OuterStrategy.optim or named in ("hsdp", "hfsdp")):
+    if outer == 1 and (request.config.sharding.outer is OuterStrategy.optim or named in HYBRIDS.values()):
         yield Violation(
             f"sharding={named}" if named else request.show("sharding.outer"),
             "has no outer axis to act on: mesh.dp_outer=1",
@@ -272,34 +277,25 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule("engine.accumulate_unsharded")
-def waiting_unsharded_has_a_meaning(request: Request) -> Iterator[Violation]:
-    """Only strategies that reduce every microbatch can be told not to; integers are not added in floating point."""
+@rule("engine.accumulate_unsharded", "engine.double_buffer", "engine.prefetch")
+def options_go_together(request: Request) -> Iterator[Violation]:
+    """Options that the engine itself refuses beside each other, or under the strategy."""
     config = request.config
-    if not config.engine.accumulate_unsharded:
-        return
-    splits = config.sharding.strategy in (Strategy.optim_grads, Strategy.optim_grads_params)
-    if splits and config.numerics.mode is not Numerics.exact:
-        return
-    yield Violation(
-        request.show("engine.accumulate_unsharded", "sharding.strategy", "numerics.mode"),
-        "lets microbatches wait unreduced under ZeRO-2 and 3; ZeRO-0 and 1 always do, numerics=exact never",
-        "false",
-        "engine.accumulate_unsharded=false, or sharding=optim_grads",
-    )
-
-
-@rule("engine.double_buffer", "engine.prefetch")
-def two_buffers_hold_two_units(request: Request) -> Iterator[Violation]:
-    """With fixed buffers there is room for one unit ahead of the one in use."""
-    config = request.config
-    if fixed_buffers(config) and config.engine.prefetch > 1:
+    reduces_each = not Placements.of(config.sharding.strategy, None).accumulates_locally
+    for each in conflicts(engine_options(config), reduces_each=reduces_each):
         yield Violation(
-            request.show("engine.prefetch"),
-            "wants more units ahead than engine.double_buffer=true (which nccl_ub turns on) has room for",
-            "0 or 1",
-            "engine.prefetch=1, or engine.double_buffer=false nccl_ub=none",
+            request.show(OPTIONS[each.option].facts.setting),
+            each.why,
+            each.valid.lower(),
+            ", or ".join(" ".join(_as_override(*choice) for choice in way.items()) for way in each.ways_out),
         )
+
+
+def _as_override(name: str, value: Any) -> str:
+    """A choice of the engine as an override; where a group's options set it, by the group."""
+    path = OPTIONS[name].facts.setting if name in OPTIONS else f"sharding.{name}"
+    group, _, field = path.partition(".")
+    return f"{group if field in ('mode', 'strategy') else path}={as_typed(value)}"
 
 
 @rule("model.skip_idle")
@@ -354,8 +350,7 @@ RULES: tuple[Rule, ...] = (
     main_weights_are_no_narrower,
     bits_do_not_depend_on_cuts,
     integers_are_possible,
-    waiting_unsharded_has_a_meaning,
-    two_buffers_hold_two_units,
+    options_go_together,
     idle_parameters_are_taken,
     lone_shards_are_right,
 )

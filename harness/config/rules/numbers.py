@@ -7,12 +7,16 @@ import re
 
 from harness.config.errors import Violation
 from harness.config.rules.request import Request
+from harness.fsdp.options import OPTIONS
 from harness.store.identity import slug
 
 _COUNT = 2**31 - 1
 _SEED = 2**63 - 1
 
+_OF_OPTIONS = {option.facts.setting: option.facts.range for option in OPTIONS.values() if option.facts.setting}
+
 RANGES: dict[str, tuple[float, float]] = {
+    **{path: (each.low, each.high) for path, each in _OF_OPTIONS.items() if each is not None and not each.above},
     "model.vocab_size": (2, _COUNT),
     "model.dim": (1, 2**20),
     "model.num_layers": (1, 10_000),
@@ -38,15 +42,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.warmup_steps": (0, _COUNT),
     "train.min_lr_ratio": (0, 1),
     "train.param_norm_every": (0, _COUNT),
-    "engine.prefetch": (0, 1_024),
-    "engine.eager_limit_bytes": (0, 1 << 40),
-    "engine.prefetch_limit_bytes": (0, 1 << 50),
-    "engine.unit_min_elements": (0, 1 << 50),
-    "numerics.exact_bits": (0, 60),
     "nccl_ub.min_ctas": (1, 64),
     "nccl_ub.max_ctas": (1, 64),
     "sharp.nvls_ctas": (1, 64),
-    "engine.check_replicas_every": (0, _COUNT),
     "mesh.world_size": (1, 2**20),
     "mesh.dp_outer": (1, 2**20),
     "ckpt.every": (0, _COUNT),
@@ -66,16 +64,16 @@ RANGES: dict[str, tuple[float, float]] = {
     "study.replicates": (1, 9_999),
     "study.order_seed": (0, _SEED),
 }
-"""Smallest and largest value of a setting, both allowed."""
+"""Smallest and largest value of a setting, both allowed; those of the engine's options are declared with them."""
 
 POSITIVE: dict[str, float] = {
+    **{path: each.high for path, each in _OF_OPTIONS.items() if each is not None and each.above},
     "model.rope_theta": 1e12,
     "model.norm_eps": 1.0,
     "optimizer.eps": 1.0,
     "optimizer.clip_norm": 1e9,
     "cluster.mem_gb": 1e6,
     "launch.hang_timeout_s": 1e7,
-    "engine.watchdog_timeout_s": 1e7,
 }
 """Largest value of a setting that must be above zero; null, where it is allowed, is fine."""
 

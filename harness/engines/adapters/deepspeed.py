@@ -35,7 +35,7 @@ from harness.config.schema import Config, Strategy
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp.state.blank import create_state
+from harness.fsdp import create_state
 
 STAGES = {strategy: stage for stage, strategy in enumerate(Strategy)}
 MAIN_BYTES = 4

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.derived import accumulate_dtype, global_microbatches, loss_scale
-from harness.config.schema import Config, SharpAxis
+from harness.config.derived import accumulate_dtype, engine_options, global_microbatches, loss_scale
+from harness.config.schema import Config
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp.api import fully_shard_optimizer
-from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.comm.sharp_groups import axis_groups
-from harness.fsdp.loss_scale import INIT, LossScale
-from harness.fsdp.model import ShardedModel
-from harness.fsdp.options import OPTIONS
-from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.state.blank import create_state
+from harness.fsdp import (
+    Groups,
+    LossScale,
+    MixedPrecisionPolicy,
+    ShardedModel,
+    SharpAxis,
+    axis_groups,
+    create_state,
+    fully_shard_optimizer,
+)
 
 LOSS_SCALE = "loss_scale/"
 """Prefix of the loss scale's state."""
@@ -52,25 +53,11 @@ class NativeEngine(Engine):
             device=ranks.device,
             grad_divisor=global_microbatches(config),
             initial_value=workload.initial_weight,
-            numerics=config.numerics.mode,
-            exact_bits=config.numerics.exact_bits,
             exact_terms=global_microbatches(config),
-            nccl_ub=config.nccl_ub.mode,
-            disable_symmetric_registration=not config.nccl_ub.symmetric,
-            registration_fallback=config.nccl_ub.fallback,
-            **_options(config),
+            **engine_options(config),
         )
         scale = loss_scale(config)
-        self.loss_scale = (
-            None
-            if scale is None
-            else LossScale(
-                self.model,
-                init=scale or INIT,
-                dynamic=not scale,
-                growth_interval=dtype.loss_scale_growth_steps,
-            )
-        )
+        self.loss_scale = None if scale is None else _loss_scale(self.model, scale, dtype.loss_scale_growth_steps)
         self._scaled: Scaled | None = None
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in module.named_parameters():
@@ -191,6 +178,8 @@ def _groups(config: Config, ranks: Ranks) -> Groups:
     return Groups(inner, outer, dist.group.WORLD)
 
 
-def _options(config: Config) -> dict[str, Any]:
-    """Settings of the group `engine` that are the engine's own options, under the same names."""
-    return {name: getattr(config.engine, name) for name in OPTIONS if hasattr(config.engine, name)}
+def _loss_scale(model: ShardedModel, fixed: float, growth_steps: int) -> LossScale:
+    """A fixed factor on the loss, or for 0 one that grows after so many steps without overflow."""
+    if fixed:
+        return LossScale(model, init=fixed, dynamic=False, growth_interval=growth_steps)
+    return LossScale(model, growth_interval=growth_steps)

@@ -25,7 +25,7 @@ from harness.config.schema import Config
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp.state.blank import create_state
+from harness.fsdp import create_state
 
 
 class ShardedEngine(Engine):

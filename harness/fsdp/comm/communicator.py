@@ -20,9 +20,7 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.parts import Part, evenly_covered, packed, unpack, worth_packing
 from harness.fsdp.comm.peer_memory import Laid, PeerMemory, lay_out, meet
-
-EAGER_LIMIT_BYTES = 1 << 18
-"""Bytes a peer up to which a message is sent; what is longer is read, where ranks share a host."""
+from harness.fsdp.options import Options
 
 
 def _has_spare_cores(num_ranks: int) -> bool:
@@ -50,7 +48,10 @@ class Communicator:
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None, runtime: DeviceRuntime, eager_limit: int | None = EAGER_LIMIT_BYTES
+        self,
+        group: dist.ProcessGroup | None,
+        runtime: DeviceRuntime,
+        eager_limit: int | None = Options.eager_limit_bytes,
     ) -> None:
         resolved = group if group is not None else dist.group.WORLD
         if resolved is None:

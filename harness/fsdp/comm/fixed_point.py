@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-BITS = 44
-"""Default resolution: an element of 1e-6 keeps ten bits more than its rounding to fp32 at a microbatch would cost."""
+from harness.fsdp.options import OPTIONS, Options
+from harness.fsdp.vocabulary import Numerics
+
 RANGE_BITS = 62
 """Bits of the largest sum: one less than an int64 has, so that a sum of numbers within the limit cannot wrap."""
 _BLOCK = 1 << 16
@@ -34,18 +35,26 @@ class FixedPoint:
     bits: resolution. terms: how many numbers are added up to one sum at most.
     """
 
-    bits: int = BITS
-    terms: int = 4096
+    bits: int = Options.exact_bits
+    terms: int = Options.exact_terms
 
     def __post_init__(self) -> None:
-        if not 0 <= self.bits <= 60:
-            raise ValueError(f"exact_bits={self.bits} must be 0 to 60")
+        OPTIONS["exact_bits"].read(self.bits)
         if not 1 <= self.terms < 1 << RANGE_BITS - self.bits:
             most = (1 << RANGE_BITS - self.bits) - 1
             raise ValueError(
                 f"exact_terms={self.terms} with exact_bits={self.bits} leaves no room for a gradient of 1;"
                 f" exact_terms is 1 to {most}, or lower exact_bits"
             )
+
+    @classmethod
+    def asked_for(cls, options: Options) -> FixedPoint | None:
+        """How gradients are written as integers under numerics=exact; None under another promise.
+
+        Raises:
+            ValueError: no gradient of 1 would fit, with the largest `exact_terms`.
+        """
+        return cls(options.exact_bits, options.exact_terms) if options.numerics is Numerics.exact else None
 
     @property
     def limit(self) -> float:

@@ -13,9 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from harness.fsdp.comm.communicator import EAGER_LIMIT_BYTES, Communicator
+from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.peer_memory import PeerMemory
+from harness.fsdp.options import Options
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Mesh:
         self,
         groups: Groups,
         runtime: DeviceRuntime,
-        eager_limit: int | None = EAGER_LIMIT_BYTES,
+        eager_limit: int | None = Options.eager_limit_bytes,
         separate_gather: bool | None = None,
     ) -> None:
         self.inner = Communicator(groups.inner, runtime, eager_limit)

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.config.capabilities import SAME_BITS
 from harness.store.identity import EXCLUDED
 
 WITHOUT_EFFECT = (
@@ -28,15 +29,7 @@ WITHOUT_EFFECT = (
     "train.param_norm_every",
     "model.name",
     "dtype.name",
-    "engine.prefetch",
-    "engine.double_buffer",
-    "engine.separate_gather_group",
-    "engine.grad_buffer",
-    "engine.eager_limit_bytes",
-    "engine.report_nan_in_param_grad",
-    "engine.watchdog_timeout_s",
-    "engine.check_collectives",
-    "engine.check_replicas_every",
+    *SAME_BITS,
 )
 """Prefixes of settings that change no sum: what is saved, looked at or called; how far gathers run ahead, because
 reductions are issued in static order and a gather does no arithmetic; where buckets come from, and gradients before

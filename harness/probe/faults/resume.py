@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.config.faults import ZERO2, ZERO3
-from harness.fsdp.state.row_shard import local_of
+from harness.fsdp import local_of
 from harness.probe.faults.site import Site, blend, fault, share
 
 

@@ -1,30 +1,11 @@
-"""What choosing costs, when to choose it, and what it is called elsewhere: facts of every argument, beside the code.
+"""What both entries take beside options: what each argument and dtype does, what it costs, and when to choose it.
 
-Fields of `Options` carry theirs as metadata (`knob`); arguments of the two entries and dtypes have theirs here. The
-guide `docs/engine_knobs.md` is made of these by parsing, so everything given to `knob` and `Argument` is a literal.
+The pages of docs/ are made of these rows, so torch is not imported.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TypeVar
-
-T = TypeVar("T")
-
-
-def knob(default: T, *, costs: str, use: str, setting: str = "", peer: str = "", plain: str = "") -> T:
-    """A dataclass field with its facts in `metadata`.
-
-    Args:
-        costs: what is paid for it, in memory, time or bytes; what it saves belongs to `use`.
-        use: when to choose another value than the default.
-        setting: path in a cell's configuration; "not group.key" where that is its opposite; "" where there is none.
-        peer: megatron-fsdp's name; "" where it has none.
-        plain: keyword of `fully_shard`, where it is not the field's name.
-    """
-    facts = {"costs": costs, "use": use, "setting": setting, "peer": peer, "plain": plain}
-    # typed as its default, as dataclasses.field is
-    return field(default=default, metadata=facts)  # type: ignore[return-value, no-any-return, call-overload, unused-ignore]
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -202,6 +183,11 @@ ARGUMENTS = (
     ),
 )
 """Everything the two entries take that is neither an option nor the optimizer."""
+
+DIRECT = tuple(dict.fromkeys(each.direct for each in ARGUMENTS if each.direct))
+"""Keywords of `ShardedModel` that are no options."""
+PLAIN = tuple(each.plain for each in ARGUMENTS)
+"""Keywords of `fully_shard` that are no options."""
 
 DTYPES = (
     Argument(

@@ -1,0 +1,156 @@
+"""The engine's face: every option is a keyword that type checkers see, and every name a user needs is exported."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import harness.fsdp
+from harness.fsdp import OptionKeywords, Options, Registration, ShardedModel, fully_shard, fully_shard_model
+from harness.fsdp.megatron_arguments import UNBUILT, OtherKeywords, ShardKeywords, UnbuiltKeywords
+from harness.fsdp.options import OPTIONS
+from harness.fsdp.vocabulary import Choice
+
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import torch
+from torch import nn
+from harness.fsdp import Numerics, ShardedModel, fully_shard, fully_shard_model
+
+module = nn.Linear(2, 2)
+optimizer = torch.optim.SGD(module.parameters())
+model, optimizer = fully_shard(module=module, optimizer=optimizer, zero_dp_strategy=2, prefetch=2, numerics="exact")
+fully_shard_model(module, overlap_grad_reduce=True, numerics=Numerics.ordered, watchdog_timeout_s=None).close()
+ShardedModel(module, strategy="optim", nccl_ub=False, check_replicas_every=3).close()
+fully_shard(module, optimizer, prefetch="2")  # wrong: type
+fully_shard_model(module, prefetch=None)  # wrong: type
+ShardedModel(module, prefetch=1.5)  # wrong: type
+fully_shard(module, optimizer, prefech=2)  # wrong: name
+fully_shard_model(module, prefech=2)  # wrong: name
+ShardedModel(module, zero_dp_strategy=2)  # wrong: name
+fully_shard(module, optimizer, overlap_grad_reduce=False)  # wrong: not built
+model.options.prefech  # wrong: name
+"""
+
+
+def test_a_type_checker_sees_every_option(tmp_path: Path) -> None:
+    """mypy finds what is wrong in a program, line by line, and nothing else."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--hide-error-context", str(program)],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    found = {int(line.split(":")[1]) for line in done.stdout.splitlines() if "error:" in line}
+    assert found == {number for number, line in enumerate(PROGRAM.splitlines(), 1) if "# wrong" in line}, done.stdout
+
+
+def test_keywords_are_the_options_with_their_types() -> None:
+    declared, keywords = typing.get_type_hints(Options), typing.get_type_hints(OptionKeywords)
+    for name, option in OPTIONS.items():
+        kind = declared[name]
+        if issubclass(option.kind, Choice):
+            kind = kind | str | bool if option.kind is Registration else kind | str
+        assert keywords[name] == kind, f"OptionKeywords.{name} is {keywords[name]}, Options says {kind}"
+    assert list(keywords) == list(OPTIONS), "fields of Options, in their order"
+
+
+def test_the_keywords_of_fully_shard_are_the_arguments_of_fully_shard_model() -> None:
+    spelled = dict(inspect.signature(fully_shard_model).parameters)
+    assert spelled.pop("others").kind is inspect.Parameter.VAR_KEYWORD
+    spelled.pop("module")
+    own = set(ShardKeywords.__annotations__) - set(OtherKeywords.__annotations__)
+    assert set(spelled) == own
+    types = typing.get_type_hints(fully_shard_model)
+    assert {name: types[name] for name in own} == {name: typing.get_type_hints(ShardKeywords)[name] for name in own}
+    assert set(OtherKeywords.__annotations__) == set(OPTIONS) | set(UnbuiltKeywords.__annotations__)
+    assert UNBUILT["tp_dim"] is None
+    assert UNBUILT["overlap_grad_reduce"] is True
+    assert UNBUILT["disable_bucketing"] is False
+
+
+@pytest.mark.parametrize(
+    ("entry", "given", "says"),
+    [
+        (lambda m, **k: fully_shard(m, None, **k), {"prefech": 1}, "fully_shard got .*'prefech'; nearest are prefetch"),
+        (fully_shard_model, {"zero_dp_stratgy": 1}, "nearest are zero_dp_strategy"),
+        (fully_shard_model, {"overlap_grad_reduc": 1}, "nearest are overlap_grad_reduce"),
+        (ShardedModel, {"zero_dp_strategy": 1}, "ShardedModel got .*'zero_dp_strategy'; nearest are .*strategy"),
+    ],
+)
+def test_an_unknown_keyword_gets_the_nearest_names(entry: typing.Any, given: dict[str, int], says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        entry(nn.Linear(2, 2), **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"prefetch": "2"}, r"prefetch='2' is of another type; valid are 0 to 1,024 units"),
+        ({"prefetch": True}, r"prefetch=True is of another type"),
+        ({"double_buffer": "false"}, r"double_buffer='false' is of another type; valid are True, False"),
+        ({"prefetch": 1025}, r"prefetch=1025 is out of range; valid are 0 to 1,024 units"),
+        ({"watchdog_timeout_s": 0}, r"watchdog_timeout_s=0 is out of range; valid are above 0.* seconds, or None"),
+        ({"watchdog_timeout_s": float("nan")}, r"watchdog_timeout_s=nan is out of range"),
+        ({"prefetch": None}, r"prefetch=None is of another type"),
+        ({"numerics": "exat"}, r"numerics='exat' is not one of fast, deterministic, ordered, exact"),
+        ({"registration_fallback": "no"}, r"registration_fallback='no' is not one of error, record"),
+        (
+            {"prefetch": 2, "nccl_ub": True},
+            r"prefetch=2 wants more units ahead .* valid are 0 or 1. Set prefetch=1, or",
+        ),
+        ({"accumulate_unsharded": True, "numerics": "exact"}, r"accumulate_unsharded=True .*numerics=exact"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_is_valid(given: dict[str, typing.Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Options(**given)
+
+
+def test_exports_agree() -> None:
+    """`__all__`, the table of lazy imports and the block that type checkers read have the same names and modules."""
+    source = ast.parse(Path(inspect.getfile(harness.fsdp)).read_text())
+    block = next(node for node in source.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+    seen = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.asname == alias.name, "re-exported explicitly"
+            seen[alias.name] = str(node.module).removeprefix("harness.fsdp.")
+    assert seen == harness.fsdp._MODULE_OF
+    assert harness.fsdp.__all__ == sorted(seen)
+    for name in harness.fsdp.__all__:
+        assert getattr(harness.fsdp, name) is not None
+    assert set(harness.fsdp.__all__) <= set(dir(harness.fsdp))
+    with pytest.raises(AttributeError, match=r"no attribute 'fully_sharded'; it has .*fully_shard"):
+        _ = harness.fsdp.fully_sharded
+
+
+def test_the_adapter_goes_through_the_face() -> None:
+    source = ast.parse((ROOT / "harness/engines/adapters/native.py").read_text())
+    modules = {node.module for node in ast.walk(source) if isinstance(node, ast.ImportFrom) and node.module}
+    assert {name for name in modules if name.startswith("harness.fsdp")} == {"harness.fsdp"}
+
+
+def test_the_desk_reads_the_engine_s_words_without_torch() -> None:
+    """Every module of the configuration, and what it imports of the engine."""
+    code = """
+import pkgutil, sys, importlib
+import harness.config as config
+for each in pkgutil.walk_packages(config.__path__, "harness.config."):
+    importlib.import_module(each.name)
+names = "vocabulary", "options", "facts", "arguments", "storage", "storage.placement"
+words = {f"harness.fsdp.{name}" for name in names}
+loaded = {name for name in sys.modules if name.startswith("harness.fsdp.")}
+sys.exit(f"{loaded}, torch: {'torch' in sys.modules}" if loaded != words or "torch" in sys.modules else 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
