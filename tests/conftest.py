@@ -22,6 +22,8 @@ from tests.support.scheduling import WholeUnits, admitted, place_of
 settings.register_profile("ci", derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
+pytest_plugins = ("tests.support.mutants",)
+
 CONFORMANCE = Path(__file__).parent / "engines" / "conformance"
 
 

@@ -1,0 +1,92 @@
+"""Mutants: pieces of this repository with one mistake each, and the tests that have to find them.
+
+A test declares with `kills` which mutant it finds. With `--mutants FILE` every such test that passes is written into
+the file with the seconds it took; `benchmarks/pages/mutants.py` makes docs/mutants.md of that.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+PROPERTY = "mutant"
+
+
+class Mutant(NamedTuple):
+    """room: what was changed and who looks for it, a heading of the page. name: within the room."""
+
+    room: str
+    name: str
+    breaks: str
+    """The mistake, in a sentence."""
+
+
+DECLARED: dict[Mutant, None] = {}
+"""Every mutant of the modules that were imported, in the order of declaration."""
+
+
+def kills(room: str, name: str, breaks: str) -> pytest.MarkDecorator:
+    """The mark of a test that passes only where this mutant is found."""
+    mutant = Mutant(room, name, " ".join(breaks.split()).rstrip("."))
+    DECLARED[mutant] = None
+    return pytest.mark.kills(*mutant)
+
+
+def each(room: str, mutants: Iterable[tuple[str, str]]) -> list[Any]:
+    """Parameters of a test, one a mutant: its name. The pairs are names and sentences."""
+    return [pytest.param(name, id=name, marks=kills(room, name, breaks)) for name, breaks in mutants]
+
+
+@pytest.fixture
+def killed_in(record_property: Callable[[str, object], None]) -> Callable[[float], None]:
+    """To be called with the seconds it took, where that is not what the test itself took."""
+    return lambda seconds: record_property("seconds", seconds)
+
+
+class Recorder:
+    """Writes what tests say of mutants; a plugin of the process that hears of all tests."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note a mutant that was found."""
+        told = dict(report.user_properties)
+        if report.when == "call" and report.passed and PROPERTY in told:
+            seconds = round(float(told.get("seconds", report.duration)), 2)
+            self.rows.append({**Mutant(*told[PROPERTY])._asdict(), "test": report.nodeid, "seconds": seconds})
+
+    def pytest_sessionfinish(self) -> None:
+        """Write the file."""
+        rows = sorted(self.rows, key=lambda row: (row["room"], row["test"]))
+        self.path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Where to write it."""
+    parser.addoption("--mutants", metavar="FILE", type=Path, help="write which test killed which mutant, and how fast")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Only the process that hears of all tests writes."""
+    if config.getoption("--mutants") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder(config.getoption("--mutants")))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the report of a test say which mutant it kills.
+
+    Raises:
+        UsageError: such a test is left out of `make test`, which is to kill every mutant.
+    """
+    for item in items:
+        mark = item.get_closest_marker("kills")
+        if mark is not None and item.get_closest_marker("full") is not None:
+            raise pytest.UsageError(f"{item.nodeid} kills a mutant, and the mark `full` leaves it out of make test")
+        if mark is not None:
+            item.user_properties.append((PROPERTY, list(mark.args)))
