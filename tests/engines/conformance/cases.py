@@ -110,6 +110,31 @@ def cases(engine: str, adapter: str | None = None) -> tuple[Case, ...]:
     return tuple(sorted(chosen, key=lambda case: case.world_size))
 
 
+@cache
+def core(engine: str, adapter: str | None = None) -> frozenset[Case]:
+    """The part of the cases that `make test` runs: each value of each axis at least once, on as few ranks as can be."""
+    left = list(cases(engine, adapter))
+    missing = {value for case in left for value in _shows(case)}
+    chosen = set()
+    while missing:
+        best = max(left, key=lambda case: len(_shows(case) & missing) / case.world_size)
+        chosen.add(best)
+        missing -= _shows(best)
+    return frozenset(chosen)
+
+
+@cache
+def _shows(case: Case) -> frozenset[str]:
+    """What a case counts for in the core: its values, and whether it is a group of one, an even split or an uneven one.
+
+    A group of one shows that it works; everything else is to be shown where ranks exchange something.
+    """
+    split = {1: "alone", 3: "unevenly"}.get(case.world_size, "evenly")
+    if case.world_size == 1 and case.engine != EngineName.single.name:
+        return frozenset((split,))
+    return frozenset((split, *(value for value in _values(case) if not value.startswith("world_size="))))
+
+
 def _combinations(engine: str, adapter: str | None) -> Iterator[Case]:
     shards = [(s.name, None) for s in Strategy] + [(s.name, o.name) for s in Strategy for o in OuterStrategy]
     for (strategy, outer), *others in itertools.product(
@@ -157,11 +182,17 @@ def _cover(allowed: Sequence[Case]) -> list[Case]:
 @cache
 def _pairs(case: Case) -> frozenset[tuple[str, str]]:
     """The values that are to meet, two by two, each with its axis; of a hybrid's two strategies both meet a dtype."""
-    update = f"update={case.optimizer}, clipped: {case.clip}"
-    rest = [f"{name}={getattr(case, name)}" for name in ("world_size", "k", "dtype", "model", "numerics")]
-    axes = (f"strategy={case.strategy}", f"outer={case.outer}", update, *rest)
+    axes = sorted(_values(case))
     hybrid = (f"shard={case.strategy}+{case.outer}", f"dtype={case.dtype}")
     return frozenset((*itertools.combinations(axes, 2), hybrid))
+
+
+@cache
+def _values(case: Case) -> frozenset[str]:
+    """The value of each axis."""
+    update = f"update={case.optimizer}, clipped: {case.clip}"
+    rest = [f"{name}={getattr(case, name)}" for name in ("world_size", "k", "dtype", "model", "numerics")]
+    return frozenset((f"strategy={case.strategy}", f"outer={case.outer}", update, *rest))
 
 
 @cache

@@ -225,3 +225,6 @@ MUTANTS: dict[type[Adapter], str] = {
 
 NEEDS = {ClipsByLocalNorm: "sgd"}
 """The optimizer a mutant shows with; Adam does not ask how large all gradients are together."""
+
+ALONE = MUTANTS.keys() - {OneRankIgnored, LocalNorm, ClipsByLocalNorm, StaleAfterLoad, Drifts}
+"""Those that one rank shows; the others do wrong between ranks."""

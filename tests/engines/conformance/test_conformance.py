@@ -1,26 +1,30 @@
 """Every engine does what `harness.engines.protocol` says, under every choice its row of capabilities allows.
 
-python -m pytest --engine fsdp2                               one engine; without --engine, every one
+python -m pytest --engine fsdp2                               one engine, all of its cases
 python -m pytest --engine ext --adapter package.module:Class  an engine of your own
+
+Without --engine it is every engine that is installed: a part of its cases, in which each value of each axis occurs;
+under `make test-all` all of them, in which every two values occur together.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.config.capabilities import ENGINES
 from harness.config.schema import EngineName
 from harness.store.provenance import versions
-from tests.engines.conformance.cases import Case, cases
+from tests.engines.conformance.cases import Case, cases, core
 from tests.engines.conformance.checks import Judgement
 from tests.engines.conformance.deviations import KNOWN_DEVIATIONS
 from tests.engines.conformance.spawned import run_all
 from tests.engines.conformance.trial import Evidence, Failure, train_reference
 
-pytestmark = pytest.mark.timeout(1200)  # the first case of a number of ranks runs them all
+pytestmark = pytest.mark.timeout(1800)  # the first case of an engine runs its others too
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 EXAMPLE = "tests.engines.adapter:Adapter"
@@ -34,19 +38,24 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         adapter = metafunc.config.getoption("--adapter") or EXAMPLE
         found = [
-            case
+            _parameter(case, asked is not None)
             for name in names
             if name not in missing
             for case in cases(name.name, adapter if name is EngineName.ext else None)
         ]
-        metafunc.parametrize("case", found, ids=str)
+        metafunc.parametrize("case", found)
     if "name" in metafunc.fixturenames:
         metafunc.parametrize("name", names, ids=[name.name for name in names])
 
 
+def _parameter(case: Case, all_are_asked_for: bool) -> Any:
+    """A case, which runs in `make test-all` alone unless it is of the core or its engine was asked for."""
+    return pytest.param(case, id=str(case), marks=[] if all_are_asked_for or _is_core(case) else [pytest.mark.full])
+
+
 def test_conforms(case: Case) -> None:
     """Everything one case shows."""
-    ranks = evidence(case.engine, case.adapter, case.world_size)[case]
+    ranks = evidence(case.engine, case.adapter, _is_core(case))[case]
     assert not isinstance(ranks, str), ranks
     found = failures(case, ranks)
     for deviation in KNOWN_DEVIATIONS:
@@ -70,9 +79,13 @@ def test_deviations_are_reported() -> None:
 
 
 @cache
-def evidence(engine: str, adapter: str | None, world_size: int) -> dict[Case, list[Evidence] | str]:
-    """All cases of one engine and number of ranks, run once."""
-    return run_all([case for case in cases(engine, adapter) if case.world_size == world_size])
+def evidence(engine: str, adapter: str | None, of_core: bool) -> dict[Case, list[Evidence] | str]:
+    """All cases of one engine that are, or are not, of its core, run once."""
+    return run_all([case for case in cases(engine, adapter) if _is_core(case) is of_core])
+
+
+def _is_core(case: Case) -> bool:
+    return case in core(case.engine, case.adapter)
 
 
 def failures(case: Case, ranks: list[Evidence]) -> list[Failure]:

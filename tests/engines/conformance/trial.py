@@ -53,6 +53,8 @@ class Evidence:
     sent_wide: dict[str, int] | None = None
     """The same with gradients on the wire in the main-gradient dtype, where the case asks for a narrower one."""
     failures: list[Failure] = field(default_factory=list)
+    seconds: float = 0.0
+    """That all of it took, other ranks waited for."""
 
 
 class Spoiled:
