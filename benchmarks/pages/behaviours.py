@@ -87,7 +87,7 @@ def measure(engines: Sequence[str], keys: Sequence[str]) -> Answers:
     found: Answers = {engine: {} for engine in engines}
     for engine in engines:
         for ranks in sorted({BEHAVIOURS[key].ranks for key in keys}):
-            trials = [Trial(engine, key) for key in keys if BEHAVIOURS[key].ranks == ranks]
+            trials = [Trial(engine, key, whole=True) for key in keys if BEHAVIOURS[key].ranks == ranks]
             for trial, answer in run(trials, ranks, PATIENCE).items():
                 told = {name: value for name, value in asdict(answer).items() if name in ("outcome", "fact")}
                 found[engine][trial.key] = told

@@ -47,6 +47,8 @@ class Behaviour:
     ranks: int
     check: Callable[[Lab], str]
     mutants: tuple[Mutant, ...]
+    shortened: bool = False
+    """Whether the check tries a part of its values where `Lab.whole` does not ask for all."""
 
     @property
     def number(self) -> int:
@@ -93,10 +95,15 @@ class Lab:
 
     A claim that does not hold is remembered, not raised, so that all ranks go through the same collectives; `close`
     raises them.
+
+    Args:
+        subject: the engine.
+        whole: the values of `each` that cost most are all tried.
+        hasty: the first value of `each` that breaks a claim is the last: it is a mutant, and found.
     """
 
-    def __init__(self, subject: type[Subject]) -> None:
-        self.subject = subject
+    def __init__(self, subject: type[Subject], *, whole: bool = False, hasty: bool = False) -> None:
+        self.subject, self.whole, self.hasty = subject, whole, hasty
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.dim = DIM
         """Width of the microbatches; a check that builds a wider model says so."""
@@ -129,6 +136,8 @@ class Lab:
         for value in values:
             self._tried += 1
             yield value
+            if self.hasty and any(self.everywhere(bool(self._broken))):
+                raise Broken(self._told() or "told by another rank")
         if len(self._refused) == self._tried:
             raise NotOffered(self._refused[0])
 
@@ -150,7 +159,10 @@ class Lab:
         for each in self._built:
             each.close()
         if self._broken:
-            raise Broken("; ".join(list(dict.fromkeys(self._broken))[:MOST]))
+            raise Broken(self._told())
+
+    def _told(self) -> str:
+        return "; ".join(list(dict.fromkeys(self._broken))[:MOST])
 
     def drop(self, subject: Subject) -> None:
         """End one engine now."""
@@ -260,11 +272,13 @@ def live_bytes() -> int:
 CATALOG: dict[str, Behaviour] = {}
 
 
-def behaviour(key: str, says: str, *mutants: Mutant, ranks: int = 2) -> Callable[[Callable[[Lab], str]], Behaviour]:
+def behaviour(
+    key: str, says: str, *mutants: Mutant, ranks: int = 2, shortened: bool = False
+) -> Callable[[Callable[[Lab], str]], Behaviour]:
     """Declare a check and the mistakes it has to find."""
 
     def declare(check: Callable[[Lab], str]) -> Behaviour:
-        made = Behaviour(key, says, ranks, check, mutants)
+        made = Behaviour(key, says, ranks, check, mutants, shortened)
         CATALOG[key] = made
         return made
 

@@ -1,9 +1,9 @@
-"""Runs checks in processes of their own: many checks in one set of ranks, each in a process group of its own."""
+"""Runs checks in forks made for them: many checks in one set of ranks, each in a process group of its own."""
 
 from __future__ import annotations
 
 import gc
-import multiprocessing
+import logging
 import os
 import pickle
 import tempfile
@@ -13,22 +13,34 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, PrefixStore
+
+from harness.probe import collectives
+from tests.fsdp.behaviours.catalog import BEHAVIOURS, SUBJECTS
+from tests.fsdp.behaviours.lab import Broken, Lab, first_line
+from tests.fsdp.behaviours.subject import NotOffered
+from tests.support.forking import fork_ranks
 
 HOLDS, FAILS, NOT_OFFERED, SILENT = "holds", "fails", "not offered", "no answer"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One check on one subject; mutant: which of the behaviour's, or none."""
+    """One check on one subject.
+
+    mutant: which of the behaviour's, or none; the check of a mutant ends with the first value that shows it.
+    whole: of several layouts of a state, all are tried, and not only as many as it takes to meet each strategy.
+    """
 
     subject: str
     key: str
     mutant: int | None = None
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ def run(trials: Sequence[Trial], ranks: int, timeout: float = 60.0) -> dict[Tria
     todo, tried = list(trials), set[Trial]()
     while todo:
         with tempfile.TemporaryDirectory() as folder:
-            _spawn(todo, ranks, Path(folder), timeout)
+            fork_ranks(_rank, ranks, ranks, folder, todo, timeout, seconds=120 + 15 * len(todo))
             done = 0
             while done < len(todo) and (answers := _collect(Path(folder), done, ranks)):
                 found[todo[done]] = combined(answers)
@@ -80,31 +92,10 @@ def combined(answers: Sequence[Answer]) -> Answer:
     raise ValueError("no rank answered")
 
 
-def _spawn(trials: Sequence[Trial], ranks: int, folder: Path, timeout: float) -> None:
-    context = multiprocessing.get_context("spawn")
-    started = [
-        context.Process(target=_rank, args=(rank, ranks, str(folder), list(trials), timeout)) for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    deadline = time.monotonic() + 120 + 15 * len(trials)
-    for process in started:
-        process.join(max(deadline - time.monotonic(), 0))
-    for process in started:
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
 def _rank(rank: int, ranks: int, folder: str, trials: list[Trial], timeout: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import logging
-
-    import torch
-
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    import_module("tests.fsdp.behaviours.catalog")
     gc.collect()
     gc.freeze()  # what is there already is no engine's: looking for tensors then takes milliseconds
     store = FileStore(f"{folder}/store", ranks)
@@ -124,19 +115,13 @@ def _rank(rank: int, ranks: int, folder: str, trials: list[Trial], timeout: floa
 
 def _answer(rank: int, ranks: int, trial: Trial, store: Any, timeout: float) -> Answer:
     """Put one check to one subject in a process group of its own; a rank that fails leaves it at once."""
-    import torch.distributed as dist
-
-    from tests.fsdp.behaviours.catalog import BEHAVIOURS, SUBJECTS
-    from tests.fsdp.behaviours.lab import Broken, Lab, first_line
-    from tests.fsdp.behaviours.subject import NotOffered
-
     began = time.perf_counter()
     behaviour = BEHAVIOURS[trial.key]
     broken = nullcontext() if trial.mutant is None else behaviour.mutants[trial.mutant].patch()
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout))
     try:
         with broken:
-            lab = Lab(SUBJECTS[trial.subject])
+            lab = Lab(SUBJECTS[trial.subject], whole=trial.whole, hasty=trial.mutant is not None)
             fact = behaviour.check(lab)
             lab.close()
         answer = Answer(HOLDS, fact)
@@ -165,8 +150,6 @@ def _meet(store: Any, rank: int, ranks: int, patience: float = 180.0) -> None:
 
 
 def _close_meters() -> None:
-    from harness.probe import collectives
-
     if collectives._active is not None:
         collectives._active.close()
 

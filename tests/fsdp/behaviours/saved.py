@@ -28,6 +28,8 @@ LAYOUTS = [(strategy, 1, "no_shard") for strategy in ALL] + [
     (strategy, 2, outer) for strategy in ALL for outer in ("no_shard", "optim")
 ]
 """Inner strategy, size of the outer axis, what it splits."""
+FEW = [(ALL[0], 1, "no_shard"), (ALL[1], 2, "optim"), (ALL[2], 2, "no_shard"), (ALL[3], 2, "optim")]
+"""Each strategy and each outer one at least once."""
 
 _rows = named._rows
 
@@ -123,11 +125,11 @@ _state = ShardMap.state
     Mutant("step counts are not loaded", lambda: mock.patch.object(ShardedState, "adopt", _adopts_nothing)),
     Mutant("second moments are not saved", lambda: mock.patch.object(ShardMap, "state", _first_moments_alone)),
     ranks=4,
+    shortened=True,
 )
 def through_dcp(lab: Lab) -> str:
-    return _journeys(
-        lab, [(layout, layout) for layout in LAYOUTS], "losses and weights of the next two steps to the bit"
-    )
+    pairs = [(layout, layout) for layout in (LAYOUTS if lab.whole else FEW)]
+    return _journeys(lab, pairs, "losses and weights of the next two steps to the bit")
 
 
 def _weights_alone(self: ShardedModel, state: ShardedState) -> None:
@@ -141,9 +143,11 @@ def _weights_alone(self: ShardedModel, state: ShardedState) -> None:
     Mutant("compute weights are not refreshed", lambda: mock.patch.object(ShardedModel, "adopt_state", _weights_alone)),
     Mutant("chunks in the middle are named one row on", lambda: mock.patch.object(named, "_rows", _one_row_on)),
     ranks=4,
+    shortened=True,
 )
 def on_another_layout(lab: Lab) -> str:
-    pairs = list(zip(LAYOUTS, [*LAYOUTS[5:], *LAYOUTS[:5]], strict=True))
+    layouts, turned = (LAYOUTS, 5) if lab.whole else (FEW, 1)
+    pairs = list(zip(layouts, [*layouts[turned:], *layouts[:turned]], strict=True))
     told = _journeys(lab, pairs, "weights to the bit, losses of the next two steps within 1e-6")
     with lab.asking(), _folder(lab) as folder:
         small, large = (lab.build(seeded(Net, hidden=h), Setup(units=(Block,)), adamw()) for h in (12, 16))
