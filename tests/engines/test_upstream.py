@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.support.forking import fork_ranks
 
 pytest.importorskip("megatron_fsdp")
 
@@ -31,6 +38,10 @@ SHOWS = {
     "wrapping_decays_weights": r"after / before wrapping the optimizer = 0\.99000",
 }
 """What a script prints while the release has the fault; it exits with 1 then, but so would one that fails."""
+WORKERS = 3
+"""Scripts that run side by side: their ranks wait for each other more than they work."""
+ALONE = "first_cycle_never_reduces"
+"""The one that `make test` also runs as its readers do: its last collective is over just before its end."""
 
 
 def test_every_script_has_its_claim_and_its_report() -> None:
@@ -46,18 +57,56 @@ def test_every_script_has_its_claim_and_its_report() -> None:
         assert re.search(SHOWS[name], report), f"{name}.md does not show what the script shows"
 
 
+def run_scripts(worker: int, folder: Path) -> None:
+    """In a fork: a share of the scripts, each in a fork of this one, which has imported what they import."""
+    import_module("megatron_fsdp")
+    context = multiprocessing.get_context("fork")
+    for name in list(SHOWS)[worker::WORKERS]:
+        process = context.Process(target=run_script, args=(name, folder))
+        process.start()
+        process.join()
+
+
+def run_script(name: str, folder: Path) -> None:
+    """The script as it stands, but for its ranks, which are forks too."""
+    for descriptor, stream in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{name}.{stream}", os.O_WRONLY | os.O_CREAT), descriptor)
+    os.chdir(FOLDER)
+    sys.path.insert(0, str(FOLDER))
+    torch.multiprocessing.spawn = partial(torch.multiprocessing.start_processes, start_method="fork")
+    try:
+        runpy.run_path(f"{name}.py", run_name="__main__")
+    except SystemExit as end:
+        (folder / f"{name}.code").write_text(str(end.code))
+
+
+@pytest.fixture(scope="module")
+def shown(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What every script printed, and its exit code, if it came to its end."""
+    folder = tmp_path_factory.mktemp("upstream")
+    fork_ranks(run_scripts, WORKERS, folder, seconds=800)
+    return folder
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SHOWS)
-def test_a_script_shows_its_fault(name: str) -> None:
+def test_a_script_shows_its_fault(shown: Path, name: str) -> None:
+    told = [shown / f"{name}.{what}" for what in ("out", "err", "code")]
+    check(name, *(path.read_text() if path.exists() else "" for path in told))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == ALONE else [pytest.mark.full]) for n in SHOWS])
+def test_a_script_runs_by_itself(name: str) -> None:
+    """As its readers run it."""
+    command, environment = [sys.executable, f"{name}.py"], {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, f"{name}.py"],
-        cwd=FOLDER,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
+        command, cwd=FOLDER, env=environment, capture_output=True, text=True, timeout=800, check=False
     )
-    assert "Traceback" not in done.stderr, done.stderr[-2000:]
-    assert re.search(SHOWS[name], done.stdout), done.stdout
-    assert done.returncode == 1
+    check(name, done.stdout, done.stderr, str(done.returncode))
+
+
+def check(name: str, out: str, err: str, code: str) -> None:
+    assert "Traceback" not in err, err[-2000:]
+    assert re.search(SHOWS[name], out), out
+    assert code == "1", err[-2000:]
