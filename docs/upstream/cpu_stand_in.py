@@ -4,6 +4,7 @@ import contextlib
 import functools
 import logging
 import os
+import sys
 import warnings
 
 import torch
@@ -48,10 +49,23 @@ torch.Tensor.cuda = lambda tensor: tensor
 for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"):
     setattr(dist, name, synchronous(getattr(dist, name)))
 
+
+def leave():
+    """End this rank at once: the package's hooks keep its groups alive, and gloo's threads with them.
+
+    One that lets go of a tensor while the interpreter ends takes the process down with it ("terminate called without an
+    active exception"): now and then, on a busy machine.
+    """
+    sys.stdout.flush()
+    os._exit(0)
+
+
+dist.destroy_process_group = leave  # the last line of every script's ranks
+
 from megatron_fsdp import fully_shard, param_and_grad_buffer  # noqa: E402, F401
 
 # The package exports a function under its module's name.
-entry = __import__("sys").modules["megatron_fsdp.fully_shard"]
+entry = sys.modules["megatron_fsdp.fully_shard"]
 entry.DistributedDataParallelConfig = functools.partial(  # gloo has no PREMUL_SUM
     entry.DistributedDataParallelConfig, gradient_reduce_div_fusion=False
 )
