@@ -32,6 +32,7 @@ from tests.support.layouts import (
     write_reference,
     written_right,
 )
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 
@@ -130,7 +131,7 @@ def loaded_by_a_mutant(rank: int, root: Path, how: str, after: dict[str, Tensor]
         return [*read_all(rank, root, [(TARGET, [SINGLE])], after)]
 
 
-@pytest.mark.parametrize("how", MUTANTS)
+@pytest.mark.parametrize("how", each("The engine, by saved state", ((name, f"loading: {name}") for name in MUTANTS)))
 def test_an_engine_that_loads_wrongly_is_caught(tmp_path: Path, how: str) -> None:
     after = write_reference(tmp_path / "reference")
     write_all_of_one(tmp_path)

@@ -23,6 +23,7 @@ from tests.fsdp.jitter import Branches, Branching, Delays, poisoned_buffers
 from tests.fsdp.pairs import Pair, arguments_of
 from tests.fsdp.trial import WAYS, Way
 from tests.support.covering import Cover
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 STEPS = 3
@@ -278,7 +279,12 @@ def mutated(rank: int, size: int, name: str) -> str:
         return run_one(rank, size, mutant.case, mutant.by).differs(calm)
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+def sentences() -> Iterator[tuple[str, str]]:
+    for name, mutant in MUTANTS.items():
+        yield name, f"{mutant.engine.__name__.replace('_', ' ')}; shown by {name}"
+
+
+@pytest.mark.parametrize("name", each("The engine, by other timing", sentences()))
 def test_an_engine_that_relies_on_luck_is_caught(name: str) -> None:
     try:
         differences = run_ranks(mutated, 2, 2, name)

@@ -25,6 +25,7 @@ from harness.store.rundir import flatten
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, OURS_BF16, TWINS, WIDE, Case, fifteen_bits, stored_as
 from tests.parity.lab import CLEAN, Arm, broken, edit_config, edit_json, edit_lines, next_float
+from tests.support.mutants import each
 
 PASSES = (Outcome.EQUAL, Outcome.EQUIVALENT)
 OTHER_ORDER = replace(OURS, strategy="optim_grads_params")
@@ -232,7 +233,12 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+def sentence(name: str) -> str:
+    module, attribute, _ = MUTANTS[name]
+    return f"`{module}.{attribute}` is not what it should be: {name}"
+
+
+@pytest.mark.parametrize("name", each("The comparator", ((name, sentence(name)) for name in MUTANTS)))
 def test_a_mutant_is_noticed(bench: Bench, root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module, attribute, mutate = MUTANTS[name]
     target = importlib.import_module(f"harness.parity.{module}")

@@ -13,6 +13,7 @@ from harness.parity.tiers.trajectory import stable_until
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import CLEAN, edit_lines
+from tests.support.mutants import kills
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_apart_in_a_stable_control_is_different_and_in_a_bursting_one_not(bench:
     assert changed(bench, tmp_path / "bursts", arm_bursts=True, control_bursts=True) is not Outcome.DIFFERENT
 
 
+@kills("The comparator", "looks away early", "A norm of a fifth of the largest before it counts as a burst")
 def test_a_rule_that_looks_away_too_easily_is_noticed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

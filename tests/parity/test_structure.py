@@ -13,6 +13,7 @@ from harness.parity import Outcome, Verdict, compare
 from harness.parity.alone import structure
 from tests.parity.conftest import Bench
 from tests.parity.lab import CLEAN, Arm, edit_json
+from tests.support.mutants import each
 
 SEEN = Arm(engine="native", strategy="optim", witnessed=True, captures=(1, 2))
 CONTROL = Arm(engine="ddp", strategy="no_shard", captures=(1, 2))
@@ -68,7 +69,10 @@ MUTANTS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize(
+    "mutant",
+    each("The comparator: structure", ((name, f"not looked at: {name}") for name in MUTANTS)),
+)
 def test_a_check_that_is_switched_off_is_noticed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:

@@ -36,6 +36,7 @@ from tests.parity.corpus import (
     unreduced,
 )
 from tests.parity.lab import CLEAN, Arm, Array, broken, edit_json
+from tests.support.mutants import each, kills
 
 CONTROL = replace(FP32, witnessed=True)
 SEEN = replace(OURS, witnessed=True)
@@ -135,7 +136,7 @@ MUTANTS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", each("The comparator: a run's own witnesses", ((name, name) for name in MUTANTS)))
 def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
     """Three bits fewer than fp32 has: in doubt, and no matter to ten times the bound or to the envelope of a pair."""
     arm = broken(SEEN, reduced=stored_as(twenty_one_bits))
@@ -145,6 +146,7 @@ def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, muta
     assert held(bench, arm, CONTROL).outcome is Outcome.EQUIVALENT
 
 
+@kills("The comparator: a run's own witnesses", "scale x 10", "The bound on the scale of a sum is ten times as wide")
 def test_a_scale_ten_times_as_wide_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     arm = broken(SEEN_BF16, reduced=scaled(1 + 2e-6))
     scales = [row for row in held(bench, arm, CONTROL_BF16).evidence if row.check == "scale of the sum"]

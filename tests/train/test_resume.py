@@ -27,6 +27,7 @@ from harness.probe.faults import inject
 from harness.store.fields import compared
 from harness.store.metrics import read_metrics
 from tests.support.factory import small_config, train
+from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 
 STEPS = 12
@@ -225,6 +226,7 @@ def forgetting(rank: int, root: Path, config: Config) -> list[str]:
     return against(root / "whole", root / "run")
 
 
+@kills("The engine, by saved state", "step counts", "Loading restores all but the optimizer's step counts")
 def test_an_engine_that_forgets_its_step_count_is_caught(tmp_path: Path) -> None:
     (told,) = run_ranks(forgetting, 1, tmp_path, config_of())
     assert any("restored" in text and text.endswith("/step") for text in told)
