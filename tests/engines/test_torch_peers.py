@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -47,19 +48,39 @@ def outers(world_size: int) -> list[int]:
     return [outer for outer in (2, 4) if world_size % outer == 0]
 
 
-def exact_cases(world_size: int) -> list[Case]:
-    """Every k for every peer; each meets SGD and AdamW, clipped and not."""
+def flat_cases(world_size: int) -> list[Case]:
+    """Each peer meets SGD and AdamW, clipped and not, and the awkward model with both."""
+    found = []
+    for place, peer in enumerate(PEERS):
+        k = 1 + (place + world_size) % 3 if world_size < 3 else 1 + place % 2
+        found.append(Case(*peer, world_size, k, "adamw", CLIP[False]))
+        found.append(Case(*peer, world_size, 1, "adamw", CLIP[True], awkward=True))
+        found.append(Case(*peer, world_size, 2, "sgd", None, awkward=True))
+    return found
+
+
+def product_cases(world_size: int) -> list[Case]:
+    """What `make test-all` adds: every k with both optimizers, each of them clipped and not."""
     found = []
     for place, peer in enumerate(PEERS):
         for k in (1, 2, 3) if world_size < 3 else (1, 5 - world_size):
             sgd, adamw = (None, CLIP[False]) if (place + k) % 2 else (CLIP[False], None)
             found += [Case(*peer, world_size, k, "sgd", sgd), Case(*peer, world_size, k, "adamw", adamw)]
-        found.append(Case(*peer, world_size, 1, "adamw", CLIP[True], awkward=True))
-        found.append(Case(*peer, world_size, 2, "sgd", None, awkward=True))
-    for outer, peer in itertools.product(outers(world_size), SHARDED):
+    return found
+
+
+def hybrid_cases(world_size: int, outer: int) -> list[Case]:
+    """Those of the outer axis, on both models."""
+    found = []
+    for peer in SHARDED if outer in outers(world_size) else ():
         found += [Case(*peer, world_size, k, "adamw", CLIP[False], outer=outer) for k in (1, 2)]
         found.append(Case(*peer, world_size, 2, "sgd", CLIP[True], outer=outer, awkward=True))
     return found
+
+
+def exact_cases(world_size: int) -> list[Case]:
+    """What `make test` holds against fp64."""
+    return flat_cases(world_size) + hybrid_cases(world_size, 2)
 
 
 def rough_cases(world_size: int) -> list[Case]:
@@ -68,12 +89,26 @@ def rough_cases(world_size: int) -> list[Case]:
     return [Case(*peer, world_size, 2, "adamw", CLIP[False], dtype, steps=2) for peer in PEERS for dtype in dtypes]
 
 
+GROUPS: dict[str, Callable[[int], list[Case]]] = {
+    "flat": flat_cases,
+    "hybrid": lambda world_size: hybrid_cases(world_size, 2),
+    "rough": rough_cases,
+    "product": lambda world_size: product_cases(world_size) + hybrid_cases(world_size, 4),
+}
+
+
 @cache
-def records(world_size: int) -> dict[Case, list[Record]]:
-    """Every case of one world size, in one process group: records of all ranks."""
-    cases = exact_cases(world_size) + rough_cases(world_size)
+def _of_group(name: str, world_size: int) -> dict[Case, list[Record]]:
+    """One group's cases of one world size, in one process group: records of all ranks."""
+    cases = GROUPS[name](world_size)
     by_rank = run_ranks(run_cases, world_size, cases)
     return dict(zip(cases, zip(*by_rank, strict=True), strict=True))  # type: ignore[arg-type]
+
+
+def records(case: Case) -> list[Record]:
+    """Of all ranks; the first of a group runs the group."""
+    name = next(name for name, cases in GROUPS.items() if case in cases(case.world_size))
+    return _of_group(name, case.world_size)[case]
 
 
 @cache
@@ -108,19 +143,40 @@ def check(record: Record, slack: float = 1.0) -> None:
     assert record.weight_norms == pytest.approx(right.weight_norms, rel=EXACT), "weight norms"
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
+def by_peer(cases: list[Case], peer: tuple[str, str]) -> list[Case]:
+    return [case for case in cases if (case.engine, case.strategy) == peer]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("peer", PEERS, ids="-".join)
 def test_training_equals_one_process_in_fp64(peer: tuple[str, str], world_size: int) -> None:
-    """k = 1, 2, 3; SGD with momentum and AdamW over two groups; clipped and not; groups of one rank; both models."""
-    found = [case for case in exact_cases(world_size) if (case.engine, case.strategy) == peer]
-    assert len(found) >= 6
-    for case in found:
-        of_ranks = records(world_size)[case]
+    """SGD with momentum and AdamW over two groups; clipped and not; groups of one rank; both models."""
+    hold(by_peer(flat_cases(world_size), peer))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("peer", SHARDED, ids="-".join)
+def test_replicas_of_shards_train_as_one_process_in_fp64(peer: tuple[str, str], world_size: int) -> None:
+    hold(by_peer(hybrid_cases(world_size, 2), peer))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("peer", PEERS, ids="-".join)
+def test_every_product_trains_as_one_process_in_fp64(peer: tuple[str, str], world_size: int) -> None:
+    """k = 1, 2, 3 with both optimizers, each clipped and not; groups of one inside four replicas."""
+    hold(by_peer(GROUPS["product"](world_size), peer))
+
+
+def hold(cases: list[Case]) -> None:
+    assert len(cases) >= 3
+    for case in cases:
+        of_ranks = records(case)
         check(of_ranks[0])
         assert all(record.norms == of_ranks[0].norms for record in of_ranks), "ranks agree on the norm"
         if case.clip is not None:
             assert min(of_ranks[0].norms) > case.clip, f"clipping must act, or {case} tests nothing"
-        if world_size > 1:
+        if case.world_size > 1:
             assert of_ranks[0].losses != of_ranks[1].losses, "ranks see distinct data"
 
 
@@ -159,7 +215,7 @@ def test_a_wrong_scale_is_noticed(peer: tuple[str, str]) -> None:
 def test_low_precision_is_as_far_from_fp64_as_single_is(peer: tuple[str, str], world_size: int) -> None:
     """`single` in the same compute dtype makes every rounding but those of the wire and of the order of sums."""
     for case in (case for case in rough_cases(world_size) if (case.engine, case.strategy) == peer):
-        record, unit = records(world_size)[case][0], UNIT[case.dtype]
+        record, unit = records(case)[0], UNIT[case.dtype]
         exact = reference(case.reference())
         rough = reference(case.reference("bf16" if case.dtype.startswith("bf16") else "fp32"))
         for name, gradient in exact.gradients.items():
@@ -177,7 +233,7 @@ NUMEL = 13 * 24 + 2 * (2 * 24 + 2 * 24 * 24 + 2 * 12 * 24 + 3 * 20 * 24) + 24 + 
 
 
 def traffic(case: Case) -> dict[str, dict[str, int]]:
-    return records(case.world_size)[case][0].traffic[1]
+    return records(case)[0].traffic[1]
 
 
 def padded_rows(case: Case) -> int:
@@ -218,14 +274,14 @@ def test_replicas_reduce_once_a_step_in_the_wire_dtype(dtype: str) -> None:
     assert traffic(whole) == {"all_reduce": {"count": 4, "bytes": reduced}}
     assert traffic(plain)["all_reduce"] == traffic(sharded)["all_reduce"] == {"count": 1, "bytes": reduced}
     # beyond what plain DDP sends in its second step, where it lays out its buckets anew, every rank sends its partition
-    before = [record.traffic[1].get("broadcast", {"bytes": 0})["bytes"] for record in records(4)[plain]]
-    after = [record.traffic[1]["broadcast"]["bytes"] for record in records(4)[sharded]]
+    before = [record.traffic[1].get("broadcast", {"bytes": 0})["bytes"] for record in records(plain)]
+    after = [record.traffic[1]["broadcast"]["bytes"] for record in records(sharded)]
     assert sum(after) - sum(before) == NUMEL * 4 * 3
     assert all(b > a for a, b in zip(before, after, strict=True)), "no rank is without weights to step"
 
 
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("outer", [2, 4])
+@pytest.mark.parametrize("outer", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("peer", SHARDED, ids="-".join)
 def test_hybrids_reduce_outside_in_replicas(peer: tuple[str, str], outer: int, k: int) -> None:
     """FSDP2 once a step, FSDP1 every microbatch; both move shards only."""
@@ -244,7 +300,7 @@ def test_hybrids_reduce_outside_in_replicas(peer: tuple[str, str], outer: int, k
 
 
 @pytest.mark.parametrize("awkward", [False, True], ids=["decoder", "awkward"])
-@pytest.mark.parametrize("world_size", WORLDS)
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("peer", PEERS, ids="-".join)
 def test_kept_bytes_add_up_over_ranks(peer: tuple[str, str], world_size: int, awkward: bool) -> None:
     case = next(
@@ -252,7 +308,7 @@ def test_kept_bytes_add_up_over_ranks(peer: tuple[str, str], world_size: int, aw
         for each in exact_cases(world_size)
         if (each.engine, each.strategy, each.awkward, each.optimizer, each.outer) == (*peer, awkward, "adamw", 1)
     )
-    of_ranks = [record.bytes for record in records(world_size)[case]]
+    of_ranks = [record.bytes for record in records(case)]
     right = reference(case.reference())
     weights = 8 * sum(weight.numel() for weight in right.weights[0].values())
     trained = 8 * sum(gradient.numel() for gradient in right.gradients.values())
@@ -270,11 +326,11 @@ def test_kept_bytes_add_up_over_ranks(peer: tuple[str, str], world_size: int, aw
         assert of_ranks == [right.bytes] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.full)])
 def test_fsdp2_pads_rows_to_those_of_the_first_rank(world_size: int) -> None:
     case = next(case for case in exact_cases(world_size) if case.engine == "fsdp2" and case.outer == 1)
-    total = sum(record.bytes["main_weights"] for record in records(world_size)[case])
-    padding = sum(record.bytes["padding"] for record in records(world_size)[case])
+    total = sum(record.bytes["main_weights"] for record in records(case))
+    padding = sum(record.bytes["padding"] for record in records(case))
     assert padding == 2 * (padded_rows(case) * 8 - total)
     assert world_size == 2 or padding > 0, "13 rows are not a multiple of 3 or 4, and 13 of 2"
 
@@ -324,7 +380,7 @@ def _same(a: Any, b: Any) -> bool:
     return a[:2] == b[:2] and list(a[2]) == list(b[2]) and all(torch.equal(a[2][key], b[2][key]) for key in a[2])
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_state_continues_bit_for_bit(world_size: int) -> None:
     """Into an engine that has not run yet, and into one whose weights and moments were others."""
     # fp32 gradients, whose sums over three ranks and more depend on where in a buffer they lie
@@ -419,8 +475,8 @@ def _warnings(rank: int, cases: list[Case]) -> list[str]:
 
 def test_nothing_warns() -> None:
     """What torch says of choices made on purpose is silenced by its exact words; anything new comes through."""
-    kinds = itertools.product(PEERS, (False, True), ("fast", "deterministic"))
-    cases = [Case(*peer, 2, 2, awkward=awkward, numerics=numerics) for peer, awkward, numerics in kinds]
+    kinds = itertools.product(PEERS, ((False, "deterministic"), (True, "fast")))
+    cases = [Case(*peer, 2, 2, awkward=awkward, numerics=numerics) for peer, (awkward, numerics) in kinds]
     assert run_ranks(_warnings, 2, cases) == [[], []]
     assert len(KNOWN_WARNINGS) == 2
 
