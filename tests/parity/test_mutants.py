@@ -241,7 +241,7 @@ def sentence(name: str) -> str:
 @pytest.mark.parametrize("name", each("The comparator", ((name, sentence(name)) for name in MUTANTS)))
 def test_a_mutant_is_noticed(bench: Bench, root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module, attribute, mutate = MUTANTS[name]
-    target = importlib.import_module(f"harness.parity.{module}")
+    target = importlib.import_module(f"harness.parity.{'' if module == 'compare' else 'tiers.'}{module}")
     monkeypatch.setattr(target, attribute, mutate(getattr(target, attribute)))
     try:
         noticed = list(itertools.islice(broken_expectations(bench, root), 1))
