@@ -143,7 +143,7 @@ def trace_of(rank: int, policy: MixedPrecisionPolicy, compute: torch.dtype, stra
             model.set_model_auto_sync(last)
             model(torch.full((1, 8), 1.0 + rank, dtype=compute)).sum().backward()
         model.finish_grad_sync()
-        trace["kept"].update(NAMES[piece.dtype] for bucket in model.buckets for piece in bucket.grad_pieces)
+        trace["kept"].update(NAMES[piece.dtype] for bucket in model.buckets for piece in bucket.grad_shards)
         optimizer.step()
     model.close()
     return trace

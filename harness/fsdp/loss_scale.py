@@ -109,10 +109,10 @@ class LossScale:
         if self._finite is not None:
             return self._finite
         found = self._finish()
-        pieces = [piece for bucket in self.model.buckets if bucket.trainable for piece in bucket.grad_pieces]
-        for piece in pieces:
-            piece.mul_(1.0 / self.value)
-        self._finite = not self.dynamic or not (found or self._overflowed(pieces))
+        shards = [shard for bucket in self.model.buckets if bucket.trainable for shard in bucket.grad_shards]
+        for shard in shards:
+            shard.mul_(1.0 / self.value)
+        self._finite = not self.dynamic or not (found or self._overflowed(shards))
         return self._finite
 
     def _finish(self) -> bool:
@@ -128,12 +128,12 @@ class LossScale:
             return True
         return False
 
-    def _overflowed(self, pieces: list[Tensor]) -> bool:
+    def _overflowed(self, shards: list[Tensor]) -> bool:
         device = self.model._parts.runtime.device
         found = torch.zeros(1, dtype=torch.float64, device=device)
-        for piece in pieces:
-            if piece.numel():
-                ends = torch.stack(piece.aminmax())  # without a temporary; NaN is both
+        for shard in shards:
+            if shard.numel():
+                ends = torch.stack(shard.aminmax())  # without a temporary; NaN is both
                 found += (~ends.isfinite()).any()
         return bool(self.model._parts.everyone.sum_scalars(found, "overflow"))
 

@@ -91,7 +91,7 @@ def _measure(rank: int, case: Case) -> Traffic:
     meter.close()
     model = engine.model  # type: ignore[attr-defined]
     buckets = {
-        b.name: (x.comm_numel, x.bucket_numel, x.param_numel, x.param_numel_on(b.cuts.position), inside(b))
+        b.name: (x.comm_numel, x.bucket_numel, x.param_numel, x.param_numel_on(b.cuts.layout_rank), inside(b))
         for b, x in ((each, each.layout) for each in model.buckets)
     }
     largest = max(b.layout.bucket_numel for b in model.buckets)

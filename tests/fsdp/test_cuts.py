@@ -56,12 +56,12 @@ def chunks(parts: list[Part], rank: int) -> list[Tensor]:
 
 def reduced_inside(cuts: Cuts) -> list[Tensor]:
     """What a rank has sums of when the inner axis is done."""
-    return chunks(cuts.inner(whole_of(cuts)), cuts.place.inner_rank)
+    return chunks(cuts.inner_parts(whole_of(cuts)), cuts.place.inner_rank)
 
 
 def sent_outside(cuts: Cuts) -> list[Part]:
     """What goes over the outer axis then (as `harness.fsdp.runtime.bucket_reduction` has it)."""
-    return cuts.outer(cuts.inner_pieces(whole_of(cuts)) if SHARD in cuts.own else reduced_inside(cuts))
+    return cuts.outer_parts(cuts.inner_shards(whole_of(cuts)) if SHARD in cuts.own else reduced_inside(cuts))
 
 
 def once(found: list[int], cuts: Cuts, what: str) -> None:
@@ -87,8 +87,8 @@ def test_every_collective_moves_each_element_once(
     for group in by_outer(grid):
         any_rank = group[0]
         for cuts in group:
-            assert [part.spans for part in cuts.inner(whole_of(cuts))] == [
-                part.spans for part in any_rank.inner(whole_of(any_rank))
+            assert [part.spans for part in cuts.inner_parts(whole_of(cuts))] == [
+                part.spans for part in any_rank.inner_parts(whole_of(any_rank))
             ], "all ranks cut alike"
         once(elements(itertools.chain(*map(reduced_inside, group))), any_rank, "the inner reduction")
         sent = [chunk for cuts in group for owner in range(outer) for chunk in chunks(sent_outside(cuts), owner)]
@@ -99,8 +99,8 @@ def test_every_collective_moves_each_element_once(
                 assert set(elements(chunks(sent_outside(cuts), owner))) <= here
         if any_rank.own.inner is SHARD:
             continue
-        back = [elements(chunks(c.inner_back(whole_of(c)), c.place.inner_rank)) for c in group]
-        owned = elements(any_rank.own_of(any_rank.inner_pieces(whole_of(any_rank))))
+        back = [elements(chunks(c.second_leg_parts(whole_of(c)), c.place.inner_rank)) for c in group]
+        owned = elements(any_rank.own_shards(any_rank.inner_shards(whole_of(any_rank))))
         if any_rank.own.outer is SHARD:
             assert sorted(itertools.chain(*back)) == sorted(owned), "the second leg brings own pieces together"
             for cuts, given_back in zip(group, back, strict=True):
@@ -114,19 +114,19 @@ def test_every_collective_moves_each_element_once(
 @pytest.mark.parametrize(("strategy", "split"), PAIRS, ids=lambda each: each.name)
 @settings(max_examples=60, deadline=None)
 @given(shapes, grids)
-def test_own_pieces_and_gathers_bring_every_element_back(
+def test_own_shards_and_gathers_bring_every_element_back(
     strategy: Strategy, split: OuterStrategy, found: list[tuple[int, ...]], size: tuple[int, int]
 ) -> None:
     grid = grid_of(found, size, strategy, split)
-    own = {place: elements(cuts.own_of(cuts.inner_pieces(whole_of(cuts)))) for place, cuts in grid.items()}
+    own = {place: elements(cuts.own_shards(cuts.inner_shards(whole_of(cuts)))) for place, cuts in grid.items()}
     any_rank = grid[0, 0]
     counted = [e for place, cuts in grid.items() if cuts.is_counted_here for e in own[place]]
     assert sorted(counted) == sorted(of_segments(any_rank)), "the norm counts each element once"
     position: dict[int, set[int]] = {}
     for place, cuts in grid.items():
-        position.setdefault(cuts.position, set()).update(own[place])
+        position.setdefault(cuts.layout_rank, set()).update(own[place])
         for slot in cuts.layout.slots:
-            local = cuts.layout.local_slice(slot, cuts.position)
+            local = cuts.layout.local_slice(slot, cuts.layout_rank)
             begin = cuts.layout.bucket_range(slot)[0]
             assert set(range(begin + local.start, begin + local.end)) <= set(own[place])
     assert sorted(e for held in position.values() for e in held) == sorted(of_segments(any_rank))
@@ -135,13 +135,13 @@ def test_own_pieces_and_gathers_bring_every_element_back(
     known = {place: set(held) for place, held in own.items()}
     for (i, o), cuts in grid.items() if any_rank.own.outer is SHARD else ():
         for owner in range(size[1]):
-            given_by = elements(chunks(cuts.outer(cuts.inner_pieces(whole_of(cuts))), owner))
+            given_by = elements(chunks(cuts.outer_parts(cuts.inner_shards(whole_of(cuts))), owner))
             assert set(given_by) <= set(own[i, owner]), "a rank gives what it has"
             known[i, o].update(given_by)
     for (i, o), cuts in grid.items():
         arrived = set(known[i, o])
         for giver in range(size[0]):
-            given_by = elements(chunks(cuts.inner(whole_of(cuts)), giver))
+            given_by = elements(chunks(cuts.inner_parts(whole_of(cuts)), giver))
             assert set(given_by) <= known[giver, o], "a rank gives what the outer axis brought it"
             arrived.update(given_by)
         assert of_params(cuts) <= arrived, "weights are whole"

@@ -226,7 +226,7 @@ def test_the_setting_reaches_the_engine() -> None:
         config.engine.report_nan_in_param_grad = report
         engine = NativeEngine(LlamaWorkload(config), config, Ranks(0, 1, 0, torch.device("cpu")))
         for bucket in engine.model.buckets:
-            bucket.main_pieces[0].fill_(float("nan"))
+            bucket.main_shards[0].fill_(float("nan"))
         engine.forward_backward(batches(case, 0, 1)[0], last=True)
         if report:
             with pytest.raises(FloatingPointError, match=r"head.* on rank 0 in microbatch 1: 744 NaN of 744 elements"):

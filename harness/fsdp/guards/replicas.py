@@ -154,9 +154,9 @@ def _own(bucket: Bucket) -> Replica:
 def _own_parts(bucket: Bucket) -> list[tuple[str, Tensor]]:
     found = []
     for slot in bucket.layout.slots:
-        local = bucket.layout.local_slice(slot, bucket.cuts.position)
-        piece = bucket.main_pieces[local.segment]
-        found.append((slot.spec.name, piece[local.offset : local.offset + local.numel]))
+        local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
+        shard = bucket.main_shards[local.segment]
+        found.append((slot.spec.name, shard[local.offset : local.offset + local.numel]))
     return found
 
 

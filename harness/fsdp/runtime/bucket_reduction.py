@@ -127,7 +127,7 @@ class Job:
         wire = self._noted(self.reductions.inner.encode(source), source)
         if not adds:
             self._look(source, wire)
-        exchange = self.reductions.inner.exchange(self.cuts.inner(wire), self.label, self._factor_of(Axis.inner))
+        exchange = self.reductions.inner.exchange(self.cuts.inner_parts(wire), self.label, self._factor_of(Axis.inner))
         (self._staying if wire is sums else self._sent).append(exchange)
         self._exchanges[Axis.inner] = exchange
         self._route.popleft()
@@ -154,13 +154,13 @@ class Job:
             _ISSUE[step.axis, step.operation](self)
 
     def _sum_inner(self) -> None:
-        """The inner reduce-scatter has come in: sum it into this rank's pieces."""
+        """The inner reduce-scatter has come in: sum it into this rank's shards."""
         gradients, reduction = self.gradients, self.reductions.inner
         add = self.plan.adds and gradients.accumulation is Accumulation.reduced
         gradients.claim()
-        self._sums = gradients.inner_pieces
+        self._sums = gradients.inner_shards
         if self.bucket.placements.main_grads.inner is not SHARD:  # the first leg of an all-reduce
-            self._sums = [part.chunk(reduction.comm.rank) for part in self.cuts.inner(gradients.sums)]
+            self._sums = [part.chunk(reduction.comm.rank) for part in self.cuts.inner_parts(gradients.sums)]
         reduction.fold(self._exchanges[Axis.inner], self._sums, add=add)
         self._issue_next()
 
@@ -168,7 +168,7 @@ class Job:
         """Encode what the inner axis has summed, and send it over the outer one."""
         outer = self._outer
         in_order = SHARD in self.bucket.placements.main_grads
-        sums = self.cuts.outer(self.gradients.inner_pieces if in_order else self._sums)
+        sums = self.cuts.outer_parts(self.gradients.inner_shards if in_order else self._sums)
         self._stream = "outer"
         with self.runtime.stream(self._stream):
             parts = [_encoded(part, outer) for part in sums]
@@ -194,7 +194,7 @@ class Job:
 
     def _gather_inner(self) -> None:
         """The second leg of an inner all-reduce."""
-        back = self.cuts.inner_back(self.gradients.sums)
+        back = self.cuts.second_leg_parts(self.gradients.sums)
         self._await(self.reductions.inner.spread(self._exchanges[Axis.inner], back))
 
     def _await(self, spreading: Pending) -> None:

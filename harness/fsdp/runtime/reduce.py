@@ -143,7 +143,7 @@ class ReducePipeline:
             for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
                 reductions = self.reductions[bucket.name]
                 factor = 1.0 if reductions.scales_as_it_sums(gradients) else self.factor
-                reductions.inner.finish(gradients.own_pieces, gradients.main_pieces, factor)
+                reductions.inner.finish(gradients.own_shards, gradients.main_shards, factor)
 
     def discard(self) -> None:
         """Wait until nothing is in flight any more, for gradients that nobody wants.

@@ -19,25 +19,25 @@ STEP_DTYPE = torch.float64
 
 def full_weights(buckets: Sequence[Bucket]) -> Iterator[tuple[str, Tensor]]:
     """Main weights of every parameter, whole, on the CPU, one bucket in memory at a time. *Collective.*"""
-    return _full(buckets, lambda bucket: bucket.main_pieces, "weights")
+    return _full(buckets, lambda bucket: bucket.main_shards, "weights")
 
 
 def full_gradients(buckets: Sequence[Bucket]) -> Iterator[tuple[str, Tensor]]:
     """Main gradients of every trained parameter, whole, on the CPU, after they were reduced. *Collective.*"""
-    return _full([bucket for bucket in buckets if bucket.trainable], lambda bucket: bucket.grad_pieces, "gradients")
+    return _full([bucket for bucket in buckets if bucket.trainable], lambda bucket: bucket.grad_shards, "gradients")
 
 
 def _full(
-    buckets: Sequence[Bucket], pieces_of: Callable[[Bucket], list[Tensor]], what: str
+    buckets: Sequence[Bucket], shards_of: Callable[[Bucket], list[Tensor]], what: str
 ) -> Iterator[tuple[str, Tensor]]:
     for bucket in buckets:
-        pieces = pieces_of(bucket)
-        whole = torch.zeros(bucket.layout.bucket_numel, dtype=pieces[0].dtype, device=bucket.memory.device)
-        inner = bucket.cuts.inner_pieces(whole)
-        for own, piece in zip(bucket.cuts.own_of(inner), pieces, strict=True):
-            own.copy_(piece)
+        shards = shards_of(bucket)
+        whole = torch.zeros(bucket.layout.bucket_numel, dtype=shards[0].dtype, device=bucket.memory.device)
+        inner = bucket.cuts.inner_shards(whole)
+        for own, shard in zip(bucket.cuts.own_shards(inner), shards, strict=True):
+            own.copy_(shard)
         with events.waiting(Label("all_gather", f"{bucket.name} {what}")):
-            for pending in bucket.gather_pieces(whole, inner, WHOLE, what):
+            for pending in bucket.gather_shards(whole, inner, WHOLE, what):
                 pending.wait()
         for name, view in bucket.named_slices(whole):
             yield name, view.detach().to("cpu", copy=True)
@@ -46,9 +46,9 @@ def _full(
 def local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     """This rank's main weights and optimizer state as flat tensors; keys name bucket, segment and range."""
     state = {
-        f"weights/{bucket.name}:{index}": piece.detach()
+        f"weights/{bucket.name}:{index}": shard.detach()
         for bucket in buckets
-        for index, piece in enumerate(bucket.main_pieces)
+        for index, shard in enumerate(bucket.main_shards)
     }
     for name, values, _ in optimizer.named_state():
         for key, value in values.items():
@@ -65,7 +65,7 @@ def load_local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer, sta
         ValueError: a key is missing, unexpected, or of another shape or dtype; nothing was loaded.
     """
     weights = {
-        f"weights/{bucket.name}:{index}": piece for bucket in buckets for index, piece in enumerate(bucket.main_pieces)
+        f"weights/{bucket.name}:{index}": shard for bucket in buckets for index, shard in enumerate(bucket.main_shards)
     }
     runs = {name: (values, weight) for name, values, weight in optimizer.named_state()}
     moments = {key: value for key, value in state.items() if key.startswith("optimizer/")}
@@ -79,8 +79,8 @@ def load_local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer, sta
     problems += [f"missing optimizer/{name}/{key}" for name in runs for key in complete - held[name] if moments]
     if problems:
         raise ValueError("state does not fit this layout, nothing was loaded: " + "; ".join(problems[:8]))
-    for key, piece in weights.items():
-        piece.copy_(state[key])
+    for key, shard in weights.items():
+        shard.copy_(state[key])
     for values, _ in runs.values():
         values.clear()
     for key, value in moments.items():

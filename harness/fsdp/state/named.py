@@ -84,7 +84,7 @@ class ShardMap:
         """
         refuse_split_experts(buckets)
         return {
-            slot.spec.name: self._shard(bucket, slot, bucket.main_pieces[slot.segment], 0)
+            slot.spec.name: self._shard(bucket, slot, bucket.main_shards[slot.segment], 0)
             for bucket in buckets
             for slot in bucket.layout.slots
         }
@@ -130,9 +130,9 @@ class ShardMap:
         return RowShard.of(torch.empty(0, dtype=COUNTER_DTYPE), (), [(0, 0)], 0, None, mesh, [REPLICATE] * mesh.ndim)
 
     def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> RowShard:
-        """A parameter's rows in `memory`, which begins that many elements into the rank's piece of the segment."""
+        """A parameter's rows in `memory`, which begins that many elements into the rank's shard of the segment."""
         layout, cuts, mesh = bucket.layout, bucket.cuts, bucket.context.mesh
-        local = layout.local_slice(slot, cuts.position)
+        local = layout.local_slice(slot, cuts.layout_rank)
         flat = memory.detach()[local.offset - begins_at :][: local.numel] if local.numel else memory.detach()[:0]
         shape = torch.Size(slot.spec.shape)
         rows_here = _rows(slot, local)
@@ -215,7 +215,7 @@ def _note_counters(found: ShardedState, optimizer: ShardedOptimizer) -> None:
 
 def _run_of(bucket: Bucket, slot: Slot, runs: Sequence[FlatRun]) -> FlatRun | None:
     """The run that updates this rank's rows of a parameter."""
-    local = bucket.layout.local_slice(slot, bucket.cuts.position)
+    local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
     if not local.numel:
         return None
     fitting = (
@@ -249,7 +249,7 @@ def _sharers(bucket: Bucket) -> tuple[dist.ProcessGroup | None, list[int]]:
         return mesh.inner.group, [i * width for i in inner]
     if own.outer is SHARD and mesh.outer is not None:
         return mesh.outer.group, list(outer)
-    return None, [cuts.position]
+    return None, [cuts.layout_rank]
 
 
 def _grid(mesh: Mesh) -> list[list[int]]:

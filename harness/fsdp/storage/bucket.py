@@ -140,41 +140,41 @@ class Bucket:
         self.main_storage: Tensor | None = None
         """Main weights in storage of their own; None where they are the compute weights that are kept."""
         if self.resting is not None and stored == self.dtypes.compute and offload is None:
-            self.main_pieces = self.cuts.own_of(self.resting_pieces)
+            self.main_shards = self.cuts.own_shards(self.resting_shards)
         else:
             numel = self.cuts.numel(self.placements.main_weights)
             self.main_storage = torch.zeros(numel, dtype=stored, device=offload or self.memory.device)
-            self.main_pieces = self.cuts.pieces_of_own(self.main_storage)
+            self.main_shards = self.cuts.split_own(self.main_storage)
 
     @property
-    def resting_pieces(self) -> list[Tensor]:
-        """This inner rank's pieces of the compute weights that are kept; of the bucket where none are."""
+    def resting_shards(self) -> list[Tensor]:
+        """This inner rank's shards of the compute weights that are kept; of the bucket where none are."""
         if self.resting is None:
-            return self.cuts.inner_pieces(self.compute)
-        return self.cuts.inner_of(self.resting, self.placements.resting_weights)
+            return self.cuts.inner_shards(self.compute)
+        return self.cuts.inner_shards_of(self.resting, self.placements.resting_weights)
 
     def set_value(self, slot: Slot, value: Tensor) -> None:
         """Put a parameter's full value into main and, where they are kept, compute weights."""
         if tuple(value.shape) != slot.spec.shape:
             raise ValueError(f"initial value of {slot.spec.name} has shape {tuple(value.shape)}, not {slot.spec.shape}")
         flat = value.detach().reshape(-1)
-        local = self.layout.local_slice(slot, self.cuts.position)
-        piece = self.main_pieces[local.segment]
-        piece[local.offset : local.offset + local.numel].copy_(flat[local.start : local.end])
-        through = flat.to(self.main_pieces[0].dtype)
+        local = self.layout.local_slice(slot, self.cuts.layout_rank)
+        shard = self.main_shards[local.segment]
+        shard[local.offset : local.offset + local.numel].copy_(flat[local.start : local.end])
+        through = flat.to(self.main_shards[0].dtype)
         if self.is_resident:
             begin, end = self.layout.bucket_range(slot)
             self.compute[begin:end].copy_(through)
         elif self.resting is not None:
-            pieces = self.resting_pieces
+            shards = self.resting_shards
             for local in self.cuts.inner_slices(slot):
-                pieces[local.segment][local.offset : local.offset + local.numel].copy_(through[local.start : local.end])
+                shards[local.segment][local.offset : local.offset + local.numel].copy_(through[local.start : local.end])
 
     def given(self) -> list[Tensor]:
         """What this rank gives to a gather of the weights, in the compute dtype, a segment each."""
         if self.resting is not None:
-            return self.resting_pieces
-        return [piece.detach().to(self.compute.device, self.dtypes.compute) for piece in self.main_pieces]
+            return self.resting_shards
+        return [shard.detach().to(self.compute.device, self.dtypes.compute) for shard in self.main_shards]
 
     @property
     def gives_copies(self) -> bool:
@@ -184,9 +184,9 @@ class Bucket:
 
     def fill_own(self) -> None:
         """Put what this rank gives to a gather into its place of the whole compute weights."""
-        sources = self.main_pieces if self.resting is None else self.resting_pieces
-        for target, piece in zip(self.cuts.inner_pieces(self.compute), sources, strict=True):
-            target.copy_(piece)
+        sources = self.main_shards if self.resting is None else self.resting_shards
+        for target, shard in zip(self.cuts.inner_shards(self.compute), sources, strict=True):
+            target.copy_(shard)
 
     def install(self) -> list[Pending]:
         """Bring updated main weights into the compute weights that are kept between uses, if any. *Collective.*
@@ -196,9 +196,9 @@ class Bucket:
         if self.resting is None or not self.trainable:
             return []
         if self.main_storage is not None:
-            for target, piece in zip(self.cuts.own_of(self.resting_pieces), self.main_pieces, strict=True):
-                target.copy_(piece)
-        return self.gather_pieces(self.compute, self.resting_pieces, self.placements.resting_weights)
+            for target, shard in zip(self.cuts.own_shards(self.resting_shards), self.main_shards, strict=True):
+                target.copy_(shard)
+        return self.gather_shards(self.compute, self.resting_shards, self.placements.resting_weights)
 
     @property
     def has_room(self) -> bool:
@@ -225,29 +225,29 @@ class Bucket:
         """Bytes that every rank gives to a gather of the weights."""
         return sum(segment.inner_numel for segment in self.layout.segments) * self.dtypes.compute.itemsize
 
-    def gather_pieces(self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "") -> list[Pending]:
-        """Bring every rank's main pieces together until they lie as `target` says. *Collective.*
+    def gather_shards(self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "") -> list[Pending]:
+        """Bring every rank's main shards together until they lie as `target` says. *Collective.*
 
         When this returns the first have come in and the second are under way. See [Note: Outer once].
 
         Args:
             whole: a tensor of the whole bucket; untouched where the target shards it over the inner axis.
-            inner: this inner rank's pieces, of `whole` or elsewhere, in which its own main pieces lie already.
+            inner: this inner rank's shards, of `whole` or elsewhere, in which its own main shards lie already.
             what: added to the bucket's name in the label.
         """
         mesh, name = self.context.mesh, f"{self.name} {what}".rstrip()
         found: list[Pending] = []
         for step in route(self.placements.main_weights, target):
             if step.axis is Axis.inner:
-                found.append(mesh.gather.all_gather(self.cuts.inner(whole), Label("all_gather", name)))
+                found.append(mesh.gather.all_gather(self.cuts.inner_parts(whole), Label("all_gather", name)))
             elif mesh.outer is not None:
-                found.append(mesh.outer.all_gather(self.cuts.outer(inner), Label("all_gather", name + OUTER)))
+                found.append(mesh.outer.all_gather(self.cuts.outer_parts(inner), Label("all_gather", name + OUTER)))
                 found[-1].receive()
         return found
 
     def weight_parts(self) -> list[Part]:
         """The compute bucket cut for an all-gather of the inner axis."""
-        return self.cuts.inner(self.compute)
+        return self.cuts.inner_parts(self.compute)
 
     def check_untouched(self) -> None:
         """Raise RuntimeError where somebody froze, unfroze, moved, cast or edited a parameter after it was sharded."""
@@ -279,9 +279,9 @@ class Bucket:
                 )
 
     @property
-    def grad_pieces(self) -> list[Tensor]:
+    def grad_shards(self) -> list[Tensor]:
         """This rank's main gradients, a segment each; none of a frozen bucket."""
-        return [] if self.gradients is None else self.gradients.main_pieces
+        return [] if self.gradients is None else self.gradients.main_shards
 
     # -- views ---------------------------------------------------------------------------------------------------
 

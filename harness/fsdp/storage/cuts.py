@@ -2,8 +2,8 @@
 
 Which collectives there are is said in [Note: Placement] and [Note: Outer once]; here is which elements each moves. The
 two legs of an all-reduce are a reduce-scatter over arbitrary even chunks and an all-gather. Where only the outer axis
-splits the main weights, all inner ranks of one outer rank keep the same piece of each segment, and each of them reduces
-and gathers its chunk of *every* piece.
+splits the main weights, all inner ranks of one outer rank keep the same shard of each segment, and each of them reduces
+and gathers its chunk of *every* shard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Cuts:
     """The cuts of one bucket's tensors on this rank.
 
     A tensor of a bucket is *whole* (the layout's `bucket_numel` elements), *inner*: this inner rank's shard
-    (`inner_numel`), or *own*: what this rank keeps of the main weights (`shard_numel`). Each has one *piece* a segment.
+    (`inner_numel`), or *own*: this rank's shard of the main weights (`shard_numel`). Shards are listed by segment.
     `own` says how main weights lie; an axis that does not shard them counts as one of a single rank.
     """
 
@@ -51,8 +51,8 @@ class Cuts:
         return self.place.outer_rank if self.own.outer is SHARD else 0
 
     @property
-    def position(self) -> int:
-        """This rank's place in the layout."""
+    def layout_rank(self) -> int:
+        """This rank's number in the layout."""
         return self.inner_index * self.layout.outer + self.outer_index
 
     @property
@@ -71,13 +71,13 @@ class Cuts:
     def param_numel(self, on: On) -> int:
         """Elements of parameters in it, padding left out."""
         if on == self.own:
-            return self.layout.param_numel_on(self.position)
+            return self.layout.param_numel_on(self.layout_rank)
         if on.inner is SHARD:
             return sum(local.numel for slot in self.layout.slots for local in self.inner_slices(slot))
         return self.layout.param_numel
 
     def inner_slices(self, slot: Slot) -> list[LocalSlice]:
-        """What this inner rank keeps of a parameter; offsets are within its inner piece."""
+        """What this inner rank keeps of a parameter; offsets are within its inner shard."""
         outer, found = self.layout.outer, []
         for step in range(outer):
             local = self.layout.local_slice(slot, self.inner_index * outer + step)
@@ -85,34 +85,34 @@ class Cuts:
             found.append(replace(local, offset=local.offset + shift))
         return found
 
-    # -- pieces --------------------------------------------------------------------------------------------------
+    # -- shards --------------------------------------------------------------------------------------------------
 
-    def inner_of(self, tensor: Tensor, on: On) -> list[Tensor]:
-        """The inner pieces of a tensor that lies so: whole, or this inner rank's shard alone."""
-        return self.pieces_of_inner(tensor) if on.inner is SHARD else self.inner_pieces(tensor)
+    def inner_shards_of(self, tensor: Tensor, on: On) -> list[Tensor]:
+        """The inner shard in a tensor that lies so, whole or as that shard alone, by segment."""
+        return self.split_inner(tensor) if on.inner is SHARD else self.inner_shards(tensor)
 
-    def inner_pieces(self, whole: Tensor) -> list[Tensor]:
-        """This inner rank's pieces of a whole tensor."""
+    def inner_shards(self, whole: Tensor) -> list[Tensor]:
+        """The inner shard in a whole tensor, by segment."""
         begins = [s.bucket_offset + self.inner_index * s.inner_numel for s in self.layout.segments]
         return [whole[b : b + s.inner_numel] for b, s in zip(begins, self.layout.segments, strict=True)]
 
-    def pieces_of_inner(self, shard: Tensor) -> list[Tensor]:
-        """The inner pieces in a tensor of `inner_numel` elements that holds nothing else."""
+    def split_inner(self, shard: Tensor) -> list[Tensor]:
+        """An inner shard, a tensor of `inner_numel` elements, by segment."""
         return [shard[s.inner_offset : s.inner_offset + s.inner_numel] for s in self.layout.segments]
 
-    def pieces_of_own(self, shard: Tensor) -> list[Tensor]:
-        """The own pieces in a tensor of `shard_numel` elements that holds nothing else."""
+    def split_own(self, shard: Tensor) -> list[Tensor]:
+        """An own shard, a tensor of `shard_numel` elements, by segment."""
         return [shard[s.shard_offset : s.shard_offset + s.shard_numel] for s in self.layout.segments]
 
-    def own_of(self, inner_pieces: Sequence[Tensor]) -> list[Tensor]:
-        """This rank's own pieces of its inner pieces."""
+    def own_shards(self, inner_shards: Sequence[Tensor]) -> list[Tensor]:
+        """This rank's own shard in its inner one, both by segment."""
         sizes = [s.shard_numel for s in self.layout.segments]
         begins = [self.outer_index * size for size in sizes]
-        return [piece[b : b + size] for piece, b, size in zip(inner_pieces, begins, sizes, strict=True)]
+        return [shard[b : b + size] for shard, b, size in zip(inner_shards, begins, sizes, strict=True)]
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
-    def inner(self, whole: Tensor) -> list[Part]:
+    def inner_parts(self, whole: Tensor) -> list[Part]:
         """A whole tensor cut by inner rank."""
         size = self.place.inner_size
         if self.own.inner is SHARD:
@@ -120,33 +120,33 @@ class Cuts:
             return [Part.at(_segment(whole, s), [r * s.inner_numel for r in bounds]) for s in self.layout.segments]
         if SHARD not in self.own:
             return [Part.evenly(whole, size)]
-        pieces = [piece for s in self.layout.segments for piece in _segment(whole, s).split(s.shard_numel)]
-        return [Part.evenly(piece, size) for piece in pieces]
+        shards = [shard for s in self.layout.segments for shard in _segment(whole, s).split(s.shard_numel)]
+        return [Part.evenly(shard, size) for shard in shards]
 
-    def inner_back(self, whole: Tensor) -> list[Part]:
+    def second_leg_parts(self, whole: Tensor) -> list[Part]:
         """What inner ranks that keep the same elements give each other of reduced gradients, cut by inner rank."""
         if self.own.outer is not SHARD:
-            return self.inner(whole)
-        return [Part.evenly(piece, self.place.inner_size) for piece in self.own_of(self.inner_pieces(whole))]
+            return self.inner_parts(whole)
+        return [Part.evenly(shard, self.place.inner_size) for shard in self.own_shards(self.inner_shards(whole))]
 
-    def outer(self, pieces: Sequence[Tensor]) -> list[Part]:
+    def outer_parts(self, shards: Sequence[Tensor]) -> list[Part]:
         """What this inner rank has of every outer rank's elements, cut by outer rank.
 
         Args:
-            pieces: inner pieces; where neither axis splits, any tensors.
+            shards: inner shards; where neither axis splits, any tensors.
         """
         if self.own.outer is not SHARD:
-            return [Part.evenly(piece, self.place.outer_size) for piece in pieces]
-        return [self._outer(piece, s) for piece, s in zip(pieces, self.layout.segments, strict=True)]
+            return [Part.evenly(shard, self.place.outer_size) for shard in shards]
+        return [self._outer(shard, s) for shard, s in zip(shards, self.layout.segments, strict=True)]
 
-    def _outer(self, piece: Tensor, segment: Segment) -> Part:
-        """One segment's part on the outer axis: the whole piece where the inner axis splits, else this rank's chunk."""
+    def _outer(self, shard: Tensor, segment: Segment) -> Part:
+        """One segment's part on the outer axis: the whole shard where the inner axis splits, else this rank's chunk."""
         begin, end = 0, segment.shard_numel
         if self.own.inner is not SHARD:
             bounds = even_bounds(segment.shard_numel, self.place.inner_size)
             begin, end = bounds[self.place.inner_rank], bounds[self.place.inner_rank + 1]
         starts = [rank * segment.shard_numel for rank in range(segment.outer)]
-        return Part(piece, tuple((start + begin, start + end) for start in starts))
+        return Part(shard, tuple((start + begin, start + end) for start in starts))
 
 
 def _segment(whole: Tensor, segment: Segment) -> Tensor:

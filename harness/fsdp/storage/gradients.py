@@ -103,16 +103,16 @@ class Gradients:
         cuts, lies = self.cuts, self.placements.accumulated_grads
         held = torch.int64 if self.plan.integers else self.dtypes.grads
         self.sums: Tensor = self.memory.persistent(cuts.numel(lies), held)
-        self.inner_pieces = cuts.inner_of(self.sums, lies)
-        self.own_pieces = cuts.own_of(self.inner_pieces)
+        self.inner_shards = cuts.inner_shards_of(self.sums, lies)
+        self.own_shards = cuts.own_shards(self.inner_shards)
         """This rank's sums, once all axes are reduced."""
-        self.main_pieces = self.own_pieces
+        self.main_shards = self.own_shards
         """What the optimizer gets; a segment each."""
         self._main: Tensor | None = None
         if self.plan.integers or self.plan.offload is not None:
             device = self.plan.offload or self.memory.device
             self._main = torch.zeros(cuts.numel(self.placements.main_grads), dtype=self.dtypes.grads, device=device)
-            self.main_pieces = cuts.pieces_of_own(self._main)
+            self.main_shards = cuts.split_own(self._main)
         if self.is_in_place:
             self._view(self.sums)
         elif self.accumulation is Accumulation.reduced:

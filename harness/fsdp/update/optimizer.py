@@ -38,12 +38,12 @@ class FlatRun:
     @property
     def grad(self) -> Tensor:
         """The run's main gradients, while there are any."""
-        return self.bucket.grad_pieces[self.run.segment][self.run.start : self.run.end]
+        return self.bucket.grad_shards[self.run.segment][self.run.start : self.run.end]
 
     @property
     def param_numel(self) -> int:
         """Elements of parameters in it; the rest is padding."""
-        layout, place, run = self.bucket.layout, self.bucket.cuts.position, self.run
+        layout, place, run = self.bucket.layout, self.bucket.cuts.layout_rank, self.run
         slices = (layout.local_slice(slot, place) for slot in layout.slots if slot.segment == run.segment)
         return sum(each.numel for each in slices if run.start <= each.offset < run.end)
 
@@ -169,8 +169,8 @@ def _group_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> di
 
 def _flat_runs(bucket: Bucket, groups: Mapping[str, int]) -> list[FlatRun]:
     flats = []
-    for run in bucket.layout.runs(bucket.cuts.position, groups):
-        weight = bucket.main_pieces[run.segment][run.start : run.end].detach().requires_grad_()
+    for run in bucket.layout.runs(bucket.cuts.layout_rank, groups):
+        weight = bucket.main_shards[run.segment][run.start : run.end].detach().requires_grad_()
         flats.append(FlatRun(bucket, run, weight))
     return flats
 
@@ -193,27 +193,27 @@ def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
 
 def gradient_norm(buckets: Sequence[Bucket], everyone: Communicator, numerics: Numerics) -> float:
     """Euclidean norm of the whole main gradient, fp64, equal on all ranks; each parameter counts once. *Collective.*"""
-    return _norm([(bucket, bucket.grad_pieces) for bucket in buckets if bucket.trainable], everyone, numerics)
+    return _norm([(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable], everyone, numerics)
 
 
 def weight_norm(buckets: Sequence[Bucket], everyone: Communicator, numerics: Numerics) -> float:
     """Euclidean norm of all main weights, frozen ones included. *Collective.*"""
-    return _norm([(bucket, bucket.main_pieces) for bucket in buckets], everyone, numerics)
+    return _norm([(bucket, bucket.main_shards) for bucket in buckets], everyone, numerics)
 
 
-def _norm(pieces_of: list[tuple[Bucket, list[Tensor]]], everyone: Communicator, numerics: Numerics) -> float:
+def _norm(shards_of: list[tuple[Bucket, list[Tensor]]], everyone: Communicator, numerics: Numerics) -> float:
     """Order-free where bits may not depend on the layout (`harness.fsdp.update.order_free_norm`), else fp64 squares.
 
-    Buckets that every rank holds whole are counted by each for itself, the others by the first rank that holds a piece.
+    Buckets that every rank holds whole are counted by each for itself, the others by the first rank that holds a shard.
     """
     whole, counted, split = [], [], False
-    for bucket, pieces in pieces_of:
+    for bucket, shards in shards_of:
         if bucket.is_whole_everywhere:
-            whole += pieces
+            whole += shards
             continue
         split = True
         if bucket.cuts.is_counted_here:
-            counted += pieces
+            counted += shards
     count = order_free_norm.square_counters if numerics.bitwise else sum_of_squares
     device = everyone.runtime.device
     total = count(counted, _device_of(counted, device)).to(device)
@@ -223,8 +223,8 @@ def _norm(pieces_of: list[tuple[Bucket, list[Tensor]]], everyone: Communicator, 
     return order_free_norm.norm_from_counters(total) if numerics.bitwise else math.sqrt(float(total))
 
 
-def _device_of(pieces: Sequence[Tensor], fallback: torch.device) -> torch.device:
-    return pieces[0].device if pieces else fallback
+def _device_of(shards: Sequence[Tensor], fallback: torch.device) -> torch.device:
+    return shards[0].device if shards else fallback
 
 
 def clip_gradients(buckets: Sequence[Bucket], norm: float, max_norm: float) -> None:
@@ -232,5 +232,5 @@ def clip_gradients(buckets: Sequence[Bucket], norm: float, max_norm: float) -> N
     coefficient = max_norm / (norm + 1e-6)
     if coefficient < 1.0 or math.isnan(coefficient):
         for bucket in buckets:
-            for piece in bucket.grad_pieces:
-                piece.mul_(coefficient)
+            for shard in bucket.grad_shards:
+                shard.mul_(coefficient)

@@ -21,7 +21,7 @@ def _late(
     def then(_buckets: list[Bucket]) -> None:
         step[0] += 1
         for bucket in which:
-            for index, piece in enumerate(bucket.grad_pieces):
+            for index, piece in enumerate(bucket.grad_shards):
                 fresh, key = piece.clone(), (bucket.name, index)
                 if due(step[0]) and key in past:
                     change(piece, past[key])
@@ -67,7 +67,7 @@ def stale_gradient(site: Site) -> None:
 def _collapse(site: Site, targets: list[Bucket], source: Bucket) -> None:
     def then(_buckets: list[Bucket]) -> None:
         for bucket in targets:
-            for piece, other in zip(bucket.grad_pieces, source.grad_pieces, strict=False):
+            for piece, other in zip(bucket.grad_shards, source.grad_shards, strict=False):
                 count = min(piece.numel(), other.numel())
                 blend(piece[:count], other[:count], site.amount)
 
@@ -104,7 +104,7 @@ def drop_bucket(site: Site) -> None:
     victim = _alike(site)[0]
 
     def then(_buckets: list[Bucket]) -> None:
-        for piece in victim.grad_pieces:
+        for piece in victim.grad_shards:
             piece.mul_(1.0 - site.amount)
 
     site.on_reduced(then)
@@ -117,7 +117,7 @@ def drop_tail(site: Site) -> None:
     def then(buckets: list[Bucket]) -> None:
         if site.rank == site.size - 1:
             for bucket in buckets:
-                share(bucket.grad_pieces[-1], 1 / 16).mul_(1.0 - site.amount)
+                share(bucket.grad_shards[-1], 1 / 16).mul_(1.0 - site.amount)
 
     site.on_reduced(then)
 
@@ -126,7 +126,7 @@ def drop_tail(site: Site) -> None:
 def round_gradient(site: Site) -> None:
     def then(buckets: list[Bucket]) -> None:
         for bucket in buckets:
-            for piece in bucket.grad_pieces:
+            for piece in bucket.grad_shards:
                 piece.copy_(rounded(piece, site.bits))
 
     site.on_reduced(then)
@@ -135,7 +135,7 @@ def round_gradient(site: Site) -> None:
 @fault("scale_one_bucket", "one bucket's gradient is twice what it should be", "reduction", cell=(ZERO1,))
 def scale_one_bucket(site: Site) -> None:
     def then(_buckets: list[Bucket]) -> None:
-        for piece in site.buckets[-2].grad_pieces:
+        for piece in site.buckets[-2].grad_shards:
             piece.mul_(1.0 + site.amount)
 
     site.on_reduced(then)

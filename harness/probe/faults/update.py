@@ -53,7 +53,7 @@ def _on_clip(site: Site, power: float) -> None:
             clip(buckets, norm, max_norm)
             coefficient = min(1.0, max_norm / (norm + 1e-6)) ** power
             for bucket in buckets:
-                for piece in bucket.grad_pieces:
+                for piece in bucket.grad_shards:
                     piece.mul_(coefficient)
 
         return wrapped

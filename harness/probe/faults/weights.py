@@ -22,7 +22,7 @@ from harness.probe.faults.site import Site, blend, fault, rounded, share
 )
 def permuted_shards(site: Site) -> None:
     """A share of the first bucket's main weights lies one row of 64 further on."""
-    piece = share(site.buckets[0].main_pieces[0], site.amount)
+    piece = share(site.buckets[0].main_shards[0], site.amount)
     with torch.no_grad():
         piece.copy_(piece.roll(64))
     site.model.install_weights()
@@ -141,7 +141,7 @@ def replica_drift(site: Site) -> None:
 
     def then() -> None:
         for bucket in site.buckets:
-            for piece in bucket.main_pieces:
+            for piece in bucket.main_shards:
                 piece.mul_(1.0 + site.amount / 1_000)
         site.model.install_weights()
 

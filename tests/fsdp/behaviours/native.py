@@ -57,7 +57,7 @@ class Native(Subject):
 
     def held(self) -> dict[str, int]:
         return {
-            slot.spec.name: bucket.layout.local_slice(slot, bucket.cuts.position).numel
+            slot.spec.name: bucket.layout.local_slice(slot, bucket.cuts.layout_rank).numel
             for bucket in self.model.buckets
             for slot in bucket.layout.slots
         }
