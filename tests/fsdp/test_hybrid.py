@@ -38,7 +38,7 @@ def case(
 
 TRAININGS = Cover(
     (
-        case(mesh, pair, k, dtype, "fast", index)
+        case(*mesh, *pair, k, dtype, "fast", *OPTIMIZERS[index])
         for mesh, pair, k, dtype, index in itertools.product(MESHES, PAIRS, (1, 2), ("fp32", "bf16_comm"), (0, 1))
     ),
     values=lambda each: (
@@ -78,7 +78,7 @@ Group = tuple[tuple[int, int], str, int]
 
 def ordered(group: Group, pair: tuple[str, str]) -> Case:
     mesh, dtype, k = group
-    return case(mesh, pair, k, dtype, "ordered", 1)
+    return case(*mesh, *pair, k, dtype, "ordered", *OPTIMIZERS[1])
 
 
 @pytest.mark.parametrize("group", ORDERED.params())
