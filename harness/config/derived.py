@@ -12,11 +12,10 @@ from harness.config.schema import (
     ModelConfig,
     ModelFamily,
     OptimizerName,
-    OuterStrategy,
     SharpAxis,
-    Strategy,
 )
 from harness.fsdp import options
+from harness.fsdp.storage.placement import On, Placements
 
 DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.fp64: 8}
 """Bytes of one element."""
@@ -152,17 +151,24 @@ def state_bytes(cfg: Config) -> int:
 
 
 def persistent_bytes_per_rank(cfg: Config) -> int:
-    """Bytes of weights, gradients and optimizer state on a rank, without padding and transients: its least need."""
-    count, ranks = parameter_count(cfg), cfg.mesh.world_size // cfg.mesh.dp_outer
-    level = list(Strategy).index(cfg.sharding.strategy)
+    """Bytes of weights, gradients and optimizer state on a rank, without padding and transients: its least need.
+
+    Which part of each a rank keeps is read from the engine's table of placements.
+    """
+    count, outer_size = parameter_count(cfg), cfg.mesh.dp_outer
+    inner_size = cfg.mesh.world_size // outer_size
+    placed = Placements.of(cfg.sharding.strategy, cfg.sharding.outer if outer_size > 1 else None)
+
+    def kept(lies: On, num_bytes: int) -> int:
+        return int(count * num_bytes * lies.share(inner_size, outer_size))
+
     compute, main = DTYPE_BYTES[cfg.dtype.compute], DTYPE_BYTES[cfg.dtype.main_params]
-    weights = count * compute // (ranks if level == 3 else 1)
-    grads = count * DTYPE_BYTES[cfg.dtype.main_grads] // (ranks if level >= 2 else 1)
-    separate_main = 0 if cfg.dtype.compute is cfg.dtype.main_params else 1
-    state = count * main * (optimizer_states(cfg) + separate_main) // (ranks if level >= 1 else 1)
-    if cfg.sharding.outer is OuterStrategy.optim:
-        state //= cfg.mesh.dp_outer
-    return weights + grads + state
+    resting = placed.resting_weights_are_kept
+    weights = kept(placed.resting_weights, compute) if resting else 0
+    if not resting or cfg.dtype.compute is not cfg.dtype.main_params:
+        weights += kept(placed.main_weights, main)
+    grads = kept(placed.accumulated_grads, DTYPE_BYTES[cfg.dtype.main_grads])
+    return weights + grads + kept(placed.optimizer_state, main * optimizer_states(cfg))
 
 
 def captured_bytes(cfg: Config) -> int:
