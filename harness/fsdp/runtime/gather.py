@@ -106,7 +106,7 @@ class GatherPipeline:
         return self.order[-1] if self.order else None
 
     def pre_forward(self) -> None:
-        """Start a sweep in forward order, with the root, and start fetching what comes after it."""
+        """The model's forward begins: sweep in forward order, unshard the root, prefetch what comes after it."""
         self._begin([unit for unit in self.order if not self._is(unit, WeightState.UNSHARDED)])
         self._ran, self._late = [], False
         for unit in self.order:
@@ -114,7 +114,8 @@ class GatherPipeline:
                 self.unshard(unit)
 
     def post_forward(self, *, backward_follows: bool) -> None:
-        """Finish the sweep: units that did not run take their turn; the last one stays if a backward follows."""
+        """The model's forward ends: units that did not run take their turn in the sweep, and are resharded; the last
+        one stays unsharded if a backward follows."""
         self._take_turns(len(self._sweep), keep=self.last if backward_follows else None)
         for unit in self.order:  # joined modules of which the last did not run
             if self._is(unit, WeightState.UNSHARDED) and unit is not self.last:
@@ -125,16 +126,16 @@ class GatherPipeline:
             self.reshard_all()
 
     def pre_backward(self) -> None:
-        """Start a sweep in reverse order."""
+        """A backward begins: sweep over the units in reverse order."""
         self._begin([unit for unit in reversed(self.order) if not self._is(unit, WeightState.UNSHARDED)])
 
     def post_backward(self) -> None:
-        """Finish the sweep and release everything."""
+        """A backward ends: units that it did not reach take their turn in the sweep; all are resharded."""
         self._take_turns(len(self._sweep))
         self.reshard_all()
 
     def unshard(self, unit: Unit) -> None:
-        """Make a unit's weights usable by what the caller does next, and fetch the following ones."""
+        """Have a unit's weights whole for what the caller does next, and prefetch the units that follow."""
         if unit not in self.order:
             return
         self._ran.append(unit)
@@ -145,12 +146,12 @@ class GatherPipeline:
         self._prefetch()
 
     def reshard(self, unit: Unit) -> None:
-        """Drop a unit's weights; the root's stay until the sweep that ends them."""
+        """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
         if unit in self.order and self._is(unit, WeightState.UNSHARDED) and not unit.is_root:
             self._reshard(unit)
 
     def reshard_all(self) -> None:
-        """Land what is in flight and drop everything, the root too; a sweep that was under way is over."""
+        """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
         self._begin([])
         for unit in self.order:
             if self._is(unit, WeightState.UNSHARDING):

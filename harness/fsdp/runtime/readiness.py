@@ -55,13 +55,13 @@ class Readiness:
         self._calls.add(node)
 
     def pre_backward(self) -> None:
-        """Ask autograd what the backward that begins will reach. Valid inside a hook of it only."""
+        """A backward begins: ask autograd what of this unit it will reach. Only inside a hook of that backward."""
         self._due_calls = {node for node in self._calls if _will_run(node)}
         self._due_params = {id(param) for param in self.params if _will_run(get_gradient_edge(param).node)}
         self._is_reached = bool(self._due_calls or self._due_params)
 
     def post_backward(self) -> None:
-        """Forget the backward and the calls before it."""
+        """A backward has ended, or was given up: forget it, and the unit's calls before it."""
         self._due_calls, self._due_params = set(), set()
         self._arrived.clear()
         self._hidden_calls = 0
