@@ -30,6 +30,7 @@ MESSAGE_BYTES = 1 << 20
 
 USED_BY_ALL = (
     "torch",
+    "torch._dynamo",  # every optimizer loads it at its first step
     "torch.distributed",
     "safetensors.torch",
     "harness.worker.connect",
