@@ -1,6 +1,7 @@
 """The power study in short: every fault at full strength must be found where it is, and every clean twin must pass.
 
-A hundred real runs, forked, so that they take about two minutes; the whole study is docs/power.md.
+A hundred runs on a few ranks that stay. The verb, which starts ranks for each run, is put to one fault here and to all
+of them by `make test-all`; the whole study is docs/power.md.
 """
 
 from __future__ import annotations
@@ -16,24 +17,24 @@ from harness.cli.main import main
 from harness.config.faults import AMOUNTS, corpus
 from harness.parity.power.score import Judged
 from harness.study.power import Kind, pairs
+from tests.study import short
 
-FAULTY = [pair.name for pair in pairs(short=True) if pair.kind is Kind.faulty]
-TWINS = [pair.name for pair in pairs(short=True) if pair.kind is Kind.clean]
-
+SHORT = pairs(short=True)
+FAULTY = [pair.name for pair in SHORT if pair.kind is Kind.faulty]
+TWINS = [pair.name for pair in SHORT if pair.kind is Kind.clean]
 
 ELSEWHERE = {"same_batch": "forward"}
 """Where a verdict names another stage than the fault's: docs/power.md counts these as wrong."""
 
 
+pytestmark = pytest.mark.timeout(900)
+
+
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Judged]:
-    folder = tmp_path_factory.mktemp("power")
-    main(["power", "--short", "--root", str(folder / "runs"), "--out", str(folder / "power.json")])
-    found = json.loads((folder / "power.json").read_text())
-    return {each["fault"]: Judged(**each) for each in found["pairs"]}
+    return short.judged(SHORT, tmp_path_factory.mktemp("power") / "runs")
 
 
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", FAULTY)
 def test_a_fault_is_found_and_placed(judged: Mapping[str, Judged], fault: str) -> None:
     found = judged[fault]
@@ -53,6 +54,19 @@ def test_the_duplicated_gradient_is_different_at_step_1_and_two_published_rules_
     assert (found.outcome, found.step) == ("DIFFERENT", 1)
     assert found.published["Megatron-Bridge"]
     assert found.published["Megatron-LM, approximate"]
+
+
+@pytest.mark.parametrize("only", ["F01_duplicated_gradient", pytest.param("", marks=pytest.mark.full)])
+def test_the_verb_runs_judges_and_writes_what_it_found(only: str, tmp_path: Path) -> None:
+    out = tmp_path / "power.json"
+    words = ["power", "--short", "--root", str(tmp_path / "runs"), "--out", str(out)]
+    assert main([*words, "--only", only]) == 0
+    found = {each["fault"]: Judged(**each) for each in json.loads(out.read_text())["pairs"]}
+    assert [*found] == [pair.name for pair in SHORT if only in pair.name]
+    wrong = [
+        name for name in found if name in corpus() and found[name].named != ELSEWHERE.get(name, corpus()[name].stage)
+    ]
+    assert not wrong
 
 
 def test_the_study_is_as_large_as_it_says() -> None:

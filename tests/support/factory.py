@@ -12,11 +12,13 @@ import yaml
 from omegaconf import OmegaConf
 
 from harness.config.compose import plain
+from harness.config.faults import NONE
 from harness.config.schema import Config, DataKind, Dtype, EngineName, MeasureMode, Strategy
 from harness.data.loader import Loader
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
 from harness.models.registry import workload_for
+from harness.probe.faults import inject
 from harness.probe.meters import Meters
 from harness.train import Outcome, Progress, Session, TimedWorkload, run
 
@@ -68,9 +70,27 @@ def train(
     run_dir.mkdir(parents=True, exist_ok=True)
     with Meters(ranks.device, follow_storage=config.measure.mode is MeasureMode.bench) as meters:
         workload = TimedWorkload(workload_for(config), meters.timers)
-        engine = wrap_engine(engine_class(config.engine.name)(workload, config, ranks))
-        loader = Loader(config, rank)
-        return run(Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress))
+        engine = engine_class(config.engine.name)(workload, config, ranks)
+        if config.fault.name != NONE:
+            inject(config, engine, rank, ranks.world_size)
+        session = Session(
+            config, ranks, wrap_engine(engine), Loader(config, rank), meters, control, run_dir, should_stop, progress
+        )
+        outcome = run(session)
+    if control is not None:
+        dist.destroy_process_group(control)  # a process that trains often would keep the threads of every one
+    return outcome
+
+
+def stopping(after: int) -> Callable[[], bool]:
+    """Ask to stop when so many steps are done: `should_stop` is asked once a step, before its progress is told."""
+    count = [0]
+
+    def should_stop() -> bool:
+        count[0] += 1
+        return count[0] == after
+
+    return should_stop
 
 
 def freeze(config: Config, run_dir: Path) -> None:

@@ -1,10 +1,13 @@
-"""The resume oracle: interrupted after every step, and every logged number is that of the uninterrupted run."""
+"""The resume oracle: interrupted after every step, and every logged number is that of the uninterrupted run.
+
+Our own engine is interrupted after every step here, the others after some; `make test-all` does all of all.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +26,15 @@ from harness.config.schema import (
     Strategy,
 )
 from harness.fsdp.state.row_shard import local_of
-from harness.probe.faults import inject
 from harness.store.fields import compared
 from harness.store.metrics import read_metrics
-from tests.support.factory import small_config, train
+from tests.support.factory import small_config, stopping, train
 from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 
 STEPS = 12
+EVERY_STEP, SOME = tuple(range(1, STEPS)), (1, 4, STEPS - 1)
+"""After which a run is interrupted: `SOME` are in the warm-up, past it, and the last there is."""
 
 
 def config_of(**changes: Any) -> Config:
@@ -101,19 +105,8 @@ def copied(engine: Any) -> dict[str, Tensor]:
     return {key: local_of(tensor).clone() for key, tensor in engine.state().tensors.items()}
 
 
-def stopping(after: int) -> tuple[Callable[[], bool], Callable[[Any], None]]:
-    """Ask to stop when a step is done: `should_stop` is asked once a step, before its progress is told."""
-    count = [0]
-
-    def should_stop() -> bool:
-        count[0] += 1
-        return count[0] == after
-
-    return should_stop, lambda _: None
-
-
-def interrupted_everywhere(rank: int, root: Path, config: Config) -> list[str]:
-    """What differs, for an interruption after each step."""
+def interrupted(rank: int, root: Path, config: Config, steps: Sequence[int]) -> list[str]:
+    """What differs, for an interruption after each of these steps."""
     whole = root / "whole"
     states: dict[int, dict[str, Tensor]] = {}
 
@@ -128,10 +121,10 @@ def interrupted_everywhere(rank: int, root: Path, config: Config) -> list[str]:
 
     train(config, whole, rank, wrap_engine=lambda engine: Noting(engine, []))
     told = []
-    for after in range(1, STEPS):
+    for after in steps:
         run = root / f"stopped-{after}"
         torch.manual_seed(100 * after + rank)
-        first = train(config, run, rank, should_stop=stopping(after)[0])
+        first = train(config, run, rank, should_stop=stopping(after))
         if (first.status, first.step) != ("preempted", after):
             told.append(f"{after}: {first}")
         random_state = torch.get_rng_state()
@@ -164,10 +157,18 @@ def against(whole: Path, run: Path, after: int = 0) -> list[str]:
     return told
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_number_after_every_interruption(name: str, tmp_path: Path) -> None:
+OURS = "native zero-3 bf16"
+CASES = [
+    pytest.param(OURS, EVERY_STEP, id=OURS),
+    *(pytest.param(name, SOME, id=f"{name}, some steps") for name in CONFIGS if name != OURS),
+    *(pytest.param(name, EVERY_STEP, id=name, marks=pytest.mark.full) for name in CONFIGS if name != OURS),
+]
+
+
+@pytest.mark.parametrize(("name", "steps"), CASES)
+def test_every_number_after_every_interruption(name: str, steps: Sequence[int], tmp_path: Path) -> None:
     config = CONFIGS[name]
-    found = run_ranks(interrupted_everywhere, config.mesh.world_size, tmp_path, config)
+    found = run_ranks(interrupted, config.mesh.world_size, tmp_path, config, steps)
     assert found == [[]] * config.mesh.world_size
 
 
@@ -185,7 +186,7 @@ def leg(rank: int, root: Path, config: Config, number: int) -> None:
     """Three steps under one layout, begun from the layout before."""
     if number:
         config.ckpt.load = str(root / f"leg-{number - 1}")
-    train(config, root / f"leg-{number}", rank, should_stop=stopping(3)[0])
+    train(config, root / f"leg-{number}", rank, should_stop=stopping(3))
 
 
 def test_four_layouts_make_one_exact_run(tmp_path: Path) -> None:
@@ -221,7 +222,7 @@ class Forgetful(Watched):
 
 def forgetting(rank: int, root: Path, config: Config) -> list[str]:
     train(config, root / "whole", rank)
-    train(config, root / "run", rank, should_stop=stopping(5)[0])
+    train(config, root / "run", rank, should_stop=stopping(5))
     train(config, root / "run", rank, wrap_engine=lambda engine: Forgetful(engine, []))
     return against(root / "whole", root / "run")
 
@@ -247,14 +248,9 @@ RESUME_FAULTS = (
 def faulty(rank: int, root: Path, name: str) -> list[str]:
     config = native(sharding__strategy=Strategy.optim_grads_params)
     train(config, root / "whole", rank)
-    train(config, root / "run", rank, should_stop=stopping(5)[0])
+    train(config, root / "run", rank, should_stop=stopping(5))
     config.fault.name, config.fault.strength = name, FaultStrength.full
-
-    def spoiled(engine: Any) -> Any:
-        inject(config, engine, rank, config.mesh.world_size)
-        return engine
-
-    train(config, root / "run", rank, wrap_engine=spoiled)
+    train(config, root / "run", rank)
     return against(root / "whole", root / "run") if rank == 0 else []
 
 

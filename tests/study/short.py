@@ -1,0 +1,126 @@
+"""The power study on ranks that stay: cells trained one after another in the same few processes, and judged.
+
+What a run of its own costs (processes, imports, a meeting of ranks) is saved; what a verdict reads is all there.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+from harness.config.compose import Cell
+from harness.config.faults import corpus
+from harness.config.schema import Config
+from harness.launch.opening import Opened, Sources, open_here
+from harness.parity.power.score import Judged, judge_pair
+from harness.probe.faults.site import Site
+from harness.store import status
+from harness.store.rundir import Store
+from harness.store.status import State
+from harness.study.power import Kind, Pair, compose_all
+from harness.worker import origin
+from tests.support.factory import ranks_of, stopping, train
+from tests.support.spawn import run_ranks
+
+STEPS, PREEMPT_AT = 3, 2
+"""As few as the captured steps allow: every fault acts within them."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to be made; `halved` is interrupted, and taken up again."""
+
+    path: Path
+    config: Config
+    halved: bool
+
+
+def judged(pairs: Sequence[Pair], root: Path) -> dict[str, Judged]:
+    """Train what these pairs need and judge each; by the pair's name.
+
+    Clean runs come last in every process, so that a fault that outlived its run would show in them.
+    """
+    cells = _cells(pairs, root)
+    halved = {cells[pair.arm].signature for pair in pairs if pair.resumes}
+    paths = _trained({cell.signature: cell for cell in cells.values()}, halved, Store(root))
+    return {
+        pair.name: _judge(pair, *(paths[cells[each].signature] for each in (pair.arm, pair.control))) for pair in pairs
+    }
+
+
+def _cells(pairs: Sequence[Pair], root: Path) -> dict[tuple[str, ...], Cell]:
+    """By the pair's own overrides. A fault is set as a value here: every group that is chosen anew is composed anew."""
+    wanted = [*(pair.arm for pair in pairs), *(pair.control for pair in pairs)]
+    quick = {each: tuple(text.replace("fault=", "fault.name=") for text in each) for each in wanted}
+    composed = compose_all(quick.values(), (f"launch.root={root}", f"train.steps={STEPS}"))
+    return {each: composed[quick[each]] for each in wanted}
+
+
+def _trained(cells: Mapping[str, Cell], halved: set[str], store: Store) -> dict[str, Path]:
+    """Run directories of cells, by signature."""
+    sources = Sources.gather()
+    every: list[Opened] = []
+    by_size: dict[int, list[Job]] = defaultdict(list)
+    for signature, cell in cells.items():
+        found = open_here(store, cell, sources, None)
+        assert isinstance(found, tuple), found
+        opened, lock = found
+        lock.release()
+        every.append(opened)
+        config = cell.typed
+        by_size[config.mesh.world_size].append(Job(opened.run.path, config, signature in halved))
+    for size, jobs in by_size.items():
+        run_ranks(train_all, size, jobs)
+    for opened in every:
+        status.move(opened.run.path, opened.attempt, State.done, f"{STEPS} steps")
+    return {opened.cell.signature: opened.run.path for opened in every}
+
+
+def train_all(rank: int, jobs: Sequence[Job]) -> None:
+    """One run after another."""
+    for job in jobs:
+        with _functions_given_back():
+            _train(rank, job)
+
+
+def _train(rank: int, job: Job) -> None:
+    origin.record(job.path, ranks_of(job.config, rank), dist.group.WORLD, resuming=False)
+    if job.halved:
+        train(job.config, job.path, rank, should_stop=stopping(PREEMPT_AT))
+    train(job.config, job.path, rank)
+
+
+@contextmanager
+def _functions_given_back() -> Iterator[None]:
+    """Undo what a fault does to functions of modules; what it does to an engine ends with the engine."""
+    around = Site.around
+    with ExitStack() as undo:
+
+        def noting(site: Site, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+            if isinstance(owner, ModuleType):
+                undo.callback(setattr, owner, name, getattr(owner, name))
+            around(site, owner, name, wrap)
+
+        with mock.patch.object(Site, "around", noting):
+            yield
+
+
+def _judge(pair: Pair, arm: Path, control: Path) -> Judged:
+    return judge_pair(
+        arm,
+        control,
+        kind=pair.kind.value,
+        fault=pair.name,
+        strength=pair.strength,
+        against=pair.against,
+        held_out=pair.held_out,
+        stage=corpus()[pair.name].stage if pair.kind is Kind.faulty else "",
+    )
