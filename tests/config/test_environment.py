@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.compose import compose
 from harness.config.errors import BadRequest
 from harness.config.rules import environment
+from tests.support.composing import compose
 
 
 def test_a_probe_leaves_nothing_and_makes_no_folder(tmp_path: Path) -> None:

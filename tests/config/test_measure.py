@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from harness.config.compose import compose
 from harness.config.errors import BadRequest
 from harness.config.schema import CkptPolicy, MeasureMode
+from tests.support.composing import compose
 
 
 def refusals(*overrides: str) -> list[str]:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from harness.config.capabilities import ENGINES
-from harness.config.compose import compose
 from harness.config.derived import fixed_buffers, wants_infiniband_sharp
 from harness.config.errors import BadRequest
 from harness.config.rules import environment
 from harness.config.schema import EngineName, OuterStrategy, Strategy
 from harness.store.identity import run_name, signature
+from tests.support.composing import compose
 
 
 @pytest.mark.parametrize(

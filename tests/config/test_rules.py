@@ -8,11 +8,11 @@ import pytest
 
 from harness.config import rules
 from harness.config.capabilities import ENGINES
-from harness.config.compose import compose
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
 from harness.config.rules import effect, numbers
 from harness.config.schema import EngineName
+from tests.support.composing import compose
 
 DRY = "launch.dry_run=true"
 
