@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
 
+INSTALLED = ("--old-file=install", f"VENV={sys.prefix}")
+"""For make: what the tests run in is as good as what `make install` makes, and that one waits for the network."""
+
 
 @pytest.mark.timeout(900)
-def test_make_run_on_a_fresh_clone_ends_in_a_verdict(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "words", [pytest.param(INSTALLED, id="installed"), pytest.param((), id="bare", marks=pytest.mark.full)]
+)
+def test_make_run_on_a_fresh_clone_ends_in_a_verdict(words: tuple[str, ...], tmp_path: Path) -> None:
     if shutil.which("make") is None or not (ROOT / ".git").exists():
         pytest.skip("needs make and a git checkout")
     clone, home = tmp_path / "clone", tmp_path / "home"
@@ -21,7 +28,7 @@ def test_make_run_on_a_fresh_clone_ends_in_a_verdict(tmp_path: Path) -> None:
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
     kept = {key: value for key, value in os.environ.items() if key.startswith(("PATH", "PIP_", "LANG", "TMP", "SSL"))}
     done = subprocess.run(
-        ["make", "run"], cwd=clone, env=kept | {"HOME": str(home)}, capture_output=True, text=True, check=False
+        ["make", "run", *words], cwd=clone, env=kept | {"HOME": str(home)}, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "EQUIVALENT" in done.stdout

@@ -1,4 +1,4 @@
-"""Twenty random cells of docs/checkpoints.md, other ones in each run; dtypes; and what a wrong engine would show."""
+"""Random cells of docs/checkpoints.md, other ones in each run; dtypes; and what a wrong engine would show."""
 
 from __future__ import annotations
 
@@ -35,17 +35,29 @@ from tests.support.layouts import (
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
+Saved = tuple[Path, dict[str, Tensor]]
 
-def test_any_layout_takes_what_any_other_wrote(tmp_path: Path) -> None:
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """A folder with the reference and a checkpoint of one process, for reading alone; weights after one more update."""
+    root = tmp_path_factory.mktemp("saved")
+    after = write_reference(root / "reference")
+    run_ranks(write_all, 1, root, [SINGLE])
+    return root, after
+
+
+@pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.full)])
+def test_any_layout_takes_what_any_other_wrote(count: int, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
-    pairs = draw(20, seed)
+    pairs = draw(count, seed)
     cells = run_cells(tmp_path, pairs)
     assert len(cells) == len(pairs)
     wrong = [
         f"{cell.source} -> {cell.target}: {cell.next_step:.1e} {cell.problems[:3]}" for cell in cells if not cell.holds
     ]
     wrong += [f"{layout}: {told[:3]}" for layout, _ in pairs if (told := written_right(tmp_path, layout))]
-    assert not wrong, f"draw(20, {seed}): " + "\n".join(wrong)
+    assert not wrong, f"draw({count}, {seed}): " + "\n".join(wrong)
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------
@@ -73,9 +85,8 @@ def into_another_dtype(rank: int, root: Path, layout: Layout) -> list[str]:
     return wrong
 
 
-def test_another_dtype_rounds_once(tmp_path: Path) -> None:
-    write_reference(tmp_path / "reference")
-    assert run_ranks(into_another_dtype, 2, tmp_path, NARROW) == [[], []]
+def test_another_dtype_rounds_once(saved: Saved) -> None:
+    assert run_ranks(into_another_dtype, 2, saved[0], NARROW) == [[], []]
 
 
 def narrow_to_wide(rank: int, root: Path) -> list[str]:
@@ -132,19 +143,13 @@ def loaded_by_a_mutant(rank: int, root: Path, how: str, after: dict[str, Tensor]
 
 
 @pytest.mark.parametrize("how", each("The engine, by saved state", ((name, f"loading: {name}") for name in MUTANTS)))
-def test_an_engine_that_loads_wrongly_is_caught(tmp_path: Path, how: str) -> None:
-    after = write_reference(tmp_path / "reference")
-    write_all_of_one(tmp_path)
-    cells = run_ranks(loaded_by_a_mutant, 3, tmp_path, how, after)
+def test_an_engine_that_loads_wrongly_is_caught(saved: Saved, how: str) -> None:
+    root, after = saved
+    cells = run_ranks(loaded_by_a_mutant, 3, root, how, after)
     assert not any(cell.holds for of_rank in cells for cell in of_rank)
 
 
-def write_all_of_one(root: Path) -> None:
-    run_ranks(write_all, 1, root, [SINGLE])
-
-
-def test_without_a_mutant_the_same_cell_holds(tmp_path: Path) -> None:
-    after = write_reference(tmp_path / "reference")
-    write_all_of_one(tmp_path)
-    cells = run_ranks(read_all, 3, tmp_path, [(TARGET, [SINGLE])], after)
+def test_without_a_mutant_the_same_cell_holds(saved: Saved) -> None:
+    root, after = saved
+    cells = run_ranks(read_all, 3, root, [(TARGET, [SINGLE])], after)
     assert all(cell.holds for of_rank in cells for cell in of_rank)

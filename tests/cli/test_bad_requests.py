@@ -11,6 +11,8 @@ import pytest
 
 from benchmarks.checks.bad_requests import REQUESTS, Outcome, ask, full_disk, make_bad_data, poison_torch
 
+pytestmark = pytest.mark.timeout(900)
+
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.cli.main import main
 from harness.store.rundir import RunDir, Store
+from harness.study import rehearse as rehearsal
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     *("model.dim=32", "model.num_layers=2", "model.ffn_dim=48", "data=synthetic", "data.seq_len=16"),
     *("train.steps=6", "train.global_batch_size=8", "train.microbatch_size=2", "numerics=exact", "sharding=optim"),
+    "launch.fork=true",
 )
 
 
@@ -34,12 +40,20 @@ def rehearse(run: RunDir, *words: str) -> int:
     return main(["rehearse", str(run.path), "--root", str(run.path.parents[1]), *words])
 
 
-def test_the_same_layout_keeps_every_bit(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
-    assert rehearse(run, "--preempt-at", "3", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["equal"]
-    assert found["steps"] == 6
-    assert found["numbers"] >= 6 * 6
+@pytest.fixture(scope="module")
+def rehearsed(run: RunDir) -> dict[str, Any]:
+    """What was told of an interruption after step 3."""
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        assert rehearse(run, "--preempt-at", "3", "--json") == 0
+    found: dict[str, Any] = json.loads(told.getvalue())
+    return found
+
+
+def test_the_same_layout_keeps_every_bit(rehearsed: dict[str, Any]) -> None:
+    assert rehearsed["equal"]
+    assert rehearsed["steps"] == 6
+    assert rehearsed["numbers"] >= 6 * 6
 
 
 def test_another_layout_keeps_every_bit_under_exact(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +62,17 @@ def test_another_layout_keeps_every_bit_under_exact(run: RunDir, capsys: pytest.
     assert capsys.readouterr().out.startswith("EQUAL: stopped after step 2 and gone on with")
 
 
-def test_a_record_that_differs_is_told(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_that_differs_is_told(
+    run: RunDir,
+    rehearsed: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The same rehearsal again, whose runs are those that were made."""
+    made = tmp_path / "made"
+    shutil.copytree(Path(rehearsed["resumed"]).parents[1], made)
+    monkeypatch.setattr(rehearsal, "_call", lambda _, store, __: shutil.copytree(made, store, dirs_exist_ok=True))
     text = run.metrics.read_text()
     lines = text.splitlines()
     fifth = json.loads(lines[4])
@@ -57,7 +81,7 @@ def test_a_record_that_differs_is_told(run: RunDir, capsys: pytest.CaptureFixtur
     lines[4] = json.dumps(fifth | {"loss": fifth["loss"] * (1 + 2**-52)})
     run.metrics.write_text("\n".join(lines) + "\n")
     try:
-        assert rehearse(run, "--preempt-at", "4") == 1
+        assert rehearse(run, "--preempt-at", "3") == 1
         assert capsys.readouterr().out.startswith("DIFFERENT: 1 differences, the first: step 5: loss is ")
     finally:
         run.metrics.write_text(text)
@@ -85,7 +109,8 @@ def test_a_run_is_exported_and_begun_from(run: RunDir, tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(sys.executable, str(ROOT / "run.py"), *SMALL[:5], "train.steps=2", "train.global_batch_size=4"),
-            *("train.microbatch_size=2", f"ckpt.load={tmp_path / 'begin'}", f"launch.root={tmp_path / 'runs'}"),
+            *("train.microbatch_size=2", "mesh=one", "launch.inline=true"),
+            *(f"ckpt.load={tmp_path / 'begin'}", f"launch.root={tmp_path / 'runs'}"),
         ],
         capture_output=True,
         text=True,

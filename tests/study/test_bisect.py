@@ -311,11 +311,15 @@ SMALL = (
 )
 
 
+ALONE = (*SMALL, "mesh=one")
+"""A version is a process of its own: one rank in it is the least that trains."""
+
+
 def harness(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """A command line of the project in `folder`."""
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, *words]
-    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture
@@ -339,8 +343,9 @@ def project(tmp_path: Path) -> Path:
     return top
 
 
+@pytest.mark.timeout(900)
 def test_a_wrong_factor_is_found_in_a_real_history(project: Path) -> None:
-    done = harness(project, "-m", "harness", "bisect", "main~3", "main", *SMALL)
+    done = harness(project, "-m", "harness", "bisect", "main~3", "main", *ALONE)
     assert done.returncode == 0, done.stdout + done.stderr
     answer, reproduce = done.stdout.splitlines()[-2:]
     assert "'Tidy up' is the first that differs: DIFFERENT: " in answer
@@ -356,11 +361,13 @@ def test_a_wrong_factor_is_found_in_a_real_history(project: Path) -> None:
     assert "train.stepz: train has no such setting" in unknown.stderr
 
 
+@pytest.mark.timeout(900)
 def test_a_fault_is_found_among_settings_by_real_runs(tmp_path: Path) -> None:
     faulty = ("fault=F01_duplicated_gradient", "engine.prefetch=0", "train.replicate=1")
+    small = (*SMALL, "launch.fork=true")
     root = tmp_path / "runs"
     store = Store(root)
-    ends = [str(store.create(compose([*SMALL, f"launch.root={root}", *more])).path) for more in ((), faulty)]
+    ends = [str(store.create(compose([*small, f"launch.root={root}", *more])).path) for more in ((), faulty)]
     done = harness(ROOT, "-m", "harness", "bisect", "--keys", *ends, "--root", str(root))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nfault.name=F01_duplicated_gradient for none is the smallest difference of 3 that flips" in done.stdout
