@@ -1,0 +1,60 @@
+"""docs/mutants.md has every mutant that a test declares, and none that no test declares any more."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+
+from benchmarks.pages.mutants import PAGE, merged, page, read
+from tests.support.mutants import DECLARED, PROPERTY, Mutant, Recorder
+
+MODULES = (
+    "tests.checkpoint.test_matrix",
+    "tests.engines.test_mutants",
+    "tests.fsdp.behaviours.test_behaviours",
+    "tests.fsdp.test_mutants",
+    "tests.fsdp.test_timing",
+    "tests.parity.test_mutants",
+    "tests.parity.test_optimizer",
+    "tests.parity.test_stability",
+    "tests.parity.test_structure",
+    "tests.parity.test_witness",
+    "tests.train.test_resume",
+)
+"""All that declare mutants; in a run of the whole suite, one that is missing here is noticed."""
+
+
+def test_the_page_names_every_mutant() -> None:
+    for module in MODULES:
+        import_module(module)
+    recorded = {Mutant(row["room"], row["name"], row["breaks"]) for row in read()}
+    assert recorded == set(DECLARED), "run python benchmarks/pages/mutants.py"
+
+
+def test_the_page_is_made_from_the_data() -> None:
+    assert PAGE.read_text(encoding="utf-8") == page(read())
+
+
+def test_rows_of_files_that_were_not_run_are_kept() -> None:
+    rows = [{"room": "r", "test": f"tests/{name}::test", "seconds": 1.0} for name in ("a/test_x.py", "a/y.py", "b.py")]
+    again = [rows[0] | {"seconds": 2.0}]
+    assert merged(rows, again, ["tests/a"]) == [again[0], rows[2]]
+    assert merged(rows, again, []) == again
+
+
+class Report:
+    """Of a test that says it has killed something."""
+
+    when, nodeid, duration = "call", "tests/test_x.py::test_y[z]", 7.0
+
+    def __init__(self, passed: bool, *properties: tuple[str, object]) -> None:
+        self.passed, self.user_properties = passed, list(properties)
+
+
+def test_only_what_was_killed_is_recorded_with_its_own_seconds(tmp_path) -> None:
+    told = (PROPERTY, ["room", "name", "breaks"])
+    recorder = Recorder(tmp_path / "found.json")
+    for report in (Report(True, told), Report(True, told, ("seconds", 0.5)), Report(False, told), Report(True)):
+        recorder.pytest_runtest_logreport(report)  # type: ignore[arg-type]
+    recorder.pytest_sessionfinish()
+    assert [row["seconds"] for row in json.loads((tmp_path / "found.json").read_text())] == [7.0, 0.5]
