@@ -5,7 +5,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 STUDY := parity_pair
-# Workers of the tests: one more than cores keeps two of them busy, as many tests wait.
+# Workers of the tests: one more than the two cores of CI, as many tests wait.
 WORKERS ?= 3
 
 .PHONY: run test test-all lint types imports install peers clean

@@ -78,6 +78,7 @@ def check_schema(record: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
             assert isinstance(record[key], kind), (key, record[key])
 
 
+@pytest.mark.alone
 def test_record_of_a_run(tmp_path: Path) -> None:
     config = small_config(train__steps=4, train__param_norm_every=2, measure__capture_steps=[1, 3, 99])
     seen: list[Progress] = []
