@@ -1,0 +1,57 @@
+"""The group `model`: what is trained."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class ModelFamily(Enum):
+    """Which module is built: a Llama-style decoder, the same with routed experts, or a collection of awkward cases."""
+
+    llama = "llama"
+    moe = "moe"
+    odd = "odd"
+
+
+@dataclass
+class ModelConfig:
+    """What is trained: a module of one family and its sizes."""
+
+    name: str = "tiny"
+    """Label used in run names and reports."""
+    family: ModelFamily = ModelFamily.llama
+    """Which module is built."""
+    vocab_size: int = 256
+    """Number of token ids; 256 for bytes."""
+    dim: int = 64
+    """Width of the residual stream."""
+    num_layers: int = 4
+    """Number of transformer blocks."""
+    num_heads: int = 4
+    """Query heads; `dim` is divisible by it."""
+    num_kv_heads: int = 2
+    """Key and value heads (grouped-query attention); `num_heads` is divisible by it."""
+    ffn_dim: int = 176
+    """Hidden width of the SwiGLU feed-forward."""
+    max_seq_len: int = 2048
+    """Longest sequence the rotary table covers, in tokens."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    norm_eps: float = 1.0e-5
+    """Epsilon inside RMSNorm."""
+    tie_embeddings: bool = False
+    """Whether the output projection is the embedding matrix."""
+    activation_checkpointing: bool = False
+    """Whether each block recomputes its activations in the backward."""
+    num_experts: int = 4
+    """Feed-forwards a token can be routed to, in every block (moe)."""
+    experts_per_token: int = 2
+    """Feed-forwards a token is routed to (moe)."""
+    skip_idle: bool = True
+    """Whether what no token of a microbatch needs (an expert, a side branch) is skipped, so that its parameters get no
+    gradient there; false runs it on zero tokens, which gives zeros (moe, odd)."""
+    repeat_unit: bool = False
+    """Whether the first block runs a second time, after the last one (odd)."""
+    init_std: float = 0.02
+    """Standard deviation of initial weights; residual projections get it divided by sqrt(2 * num_layers)."""
