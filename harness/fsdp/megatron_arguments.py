@@ -38,7 +38,7 @@ class UnbuiltKeywords(TypedDict, total=False):
 UNBUILT: dict[str, Any] = {
     name: next(iter(get_args(kind)), None) for name, kind in get_type_hints(UnbuiltKeywords).items()
 }
-"""The same as values, by name."""
+"""Arguments of megatron-fsdp that are not built, with the one value that asks for nothing."""
 
 
 class OtherKeywords(OptionKeywords, UnbuiltKeywords, total=False):
