@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from harness.fsdp import api, model
+from harness.fsdp import api, construction
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.units import UnitPlan
@@ -43,7 +43,7 @@ _plan_units, _fully_shard_model = units.plan_units, api.fully_shard_model
 
 def _planning(replacement: Any) -> Any:
     return lambda: mock.patch.object(
-        model, "plan_units", lambda module, classes, _min_elements: replacement(module, classes)
+        construction, "plan_units", lambda module, classes, _min_elements: replacement(module, classes)
     )
 
 
@@ -242,7 +242,7 @@ _point_at_weights = Bucket.point_at_weights
 def _frozen_get_storage(self: Bucket) -> None:
     if not self.trainable and self.gradients is None:
         params = [param for _, param in self.params]
-        self.gradients = Gradients(self.name, params, self.cuts, self.dtypes, self.context.plan)
+        self.gradients = Gradients(self.name, params, self.cuts, self.placements, self.dtypes, self.context.plan)
     _point_at_weights(self)
 
 

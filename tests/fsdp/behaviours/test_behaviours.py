@@ -71,6 +71,7 @@ def test_a_mutant_is_found(trial: Trial, killed_in: Callable[[float], None]) -> 
     print(f"{trial.key}, {BEHAVIOURS[trial.key].mutants[trial.mutant].says}: {found.outcome}: {found.fact}")
     assert found.outcome == FAILS, f"survives: {found.fact}"
     assert "imed out" not in found.fact, found.trace
+    assert not found.fact.startswith(("AttributeError", "TypeError", "NameError")), f"no mutant: {found.trace}"
     killed_in(found.seconds)
 
 
