@@ -1,9 +1,10 @@
-"""Runs checks in forks made for them: many checks in one set of ranks, each in a process group of its own."""
+"""Runs checks in processes of their own: many checks in one set of ranks, each in a process group of its own."""
 
 from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
 import tempfile
@@ -24,7 +25,6 @@ from harness.probe import collectives
 from tests.fsdp.behaviours.catalog import BEHAVIOURS, SUBJECTS
 from tests.fsdp.behaviours.lab import Broken, Lab, first_line
 from tests.fsdp.behaviours.subject import NotOffered
-from tests.support.forking import fork_ranks
 
 HOLDS, FAILS, NOT_OFFERED, SILENT = "holds", "fails", "not offered", "no answer"
 
@@ -65,7 +65,7 @@ def run(trials: Sequence[Trial], ranks: int, timeout: float = 60.0) -> dict[Tria
     todo, tried = list(trials), set[Trial]()
     while todo:
         with tempfile.TemporaryDirectory() as folder:
-            fork_ranks(_rank, ranks, ranks, folder, todo, timeout, seconds=120 + 15 * len(todo))
+            _spawn(todo, ranks, folder, timeout)
             done = 0
             while done < len(todo) and (answers := _collect(Path(folder), done, ranks)):
                 found[todo[done]] = combined(answers)
@@ -90,6 +90,22 @@ def combined(answers: Sequence[Answer]) -> Answer:
         if group:
             return Answer(group[0].outcome, group[0].fact, group[0].trace, seconds)
     raise ValueError("no rank answered")
+
+
+def _spawn(trials: Sequence[Trial], ranks: int, folder: str, timeout: float) -> None:
+    """New interpreters: in the first forks of a server behaviour 1 waits for a message that does not come."""
+    context = multiprocessing.get_context("spawn")
+    started = [
+        context.Process(target=_rank, args=(rank, ranks, folder, list(trials), timeout)) for rank in range(ranks)
+    ]
+    for process in started:
+        process.start()
+    deadline = time.monotonic() + 120 + 15 * len(trials)
+    for process in started:
+        process.join(max(deadline - time.monotonic(), 0))
+    for process in started:
+        process.kill()
+        process.join()
 
 
 def _rank(rank: int, ranks: int, folder: str, trials: list[Trial], timeout: float) -> None:
