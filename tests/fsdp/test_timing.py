@@ -120,7 +120,7 @@ def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
             fsdp_unit_modules=[Branches],
             **arguments_of(Pair(case.strategy, case.outer), size),
             numerics=case.numerics,
-            exact_terms=size * case.k if case.numerics == "exact" else None,
+            exact_terms=size * case.k,
             double_buffer=case.double_buffer,
             eager_limit_bytes=case.way.eager_limit,
             grad_divisor=size * case.k,

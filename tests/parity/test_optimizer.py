@@ -16,6 +16,7 @@ from harness.parity import compare
 from harness.parity.alone import optimizer
 from harness.parity.outcome import Finding, Grade, Outcome, Stage
 from harness.parity.record import load
+from harness.parity.tiers.update_rule import Rule, UpdateState
 from tests.parity.conftest import Bench
 from tests.parity.lab import CLEAN, Arm, broken, edit_json, write_capture
 from tests.support.mutants import each
@@ -142,8 +143,8 @@ def test_the_rule_is_torchs(name: str) -> None:
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(7, 5, generator=generator, dtype=torch.float64).requires_grad_()
     stepper = OPTIMIZERS[name]([weight])
-    rule = optimizer.Rule(name, (0.9, 0.95), 1e-8, 0.9, 0.1)
-    state = optimizer._State(weight.detach().numpy().copy())
+    rule = Rule(name, (0.9, 0.95), 1e-8, 0.9, 0.1)
+    state = UpdateState(weight.detach().numpy().copy())
     for step in range(1, 6):
         gradient = torch.randn(7, 5, generator=generator, dtype=torch.float64)
         before = weight.detach().clone()
