@@ -163,10 +163,10 @@ def test_cancel_on_request_from_anywhere(start):
 
 
 def test_a_hang_shows_the_stack_of_every_rank(start):
-    run = start("sleep|sleep", "launch.hang_timeout_s=1")
-    ended = finish(run, 15)
+    run = start("sleep|sleep", "launch.hang_timeout_s=4")
+    ended = finish(run, 30)
     assert ended.state is State.failed
-    assert ended.reason == "hang: no step for 1 s"
+    assert ended.reason == "hang: no step for 4 s"
     assert "last steps: rank 0: 1, rank 1: 1" in ended.report
     assert "stacks-rank0" in ended.report
     assert "stacks-rank1" in ended.report

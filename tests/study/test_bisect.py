@@ -333,9 +333,9 @@ def project(tmp_path: Path) -> Path:
         shutil.copy(ROOT / name, top / name)
     git(top, "init", "--quiet", "--initial-branch=main")
     commit(top, "", "Begin")
-    engine = top / "harness" / "fsdp" / "model.py"
+    engine = top / "harness" / "fsdp" / "construction.py"
     right = engine.read_text()
-    wrong = right.replace("factor=1.0 / self.grad_divisor", "factor=1.02 / self.grad_divisor")
+    wrong = right.replace("factor=1.0 / ground.divisor", "factor=1.02 / ground.divisor")
     assert wrong != right, "the engine divides elsewhere now: this test must follow"
     for subject, text in (("Comment", f"{right}# a\n"), ("Tidy up", f"{wrong}# a\n"), ("Another", f"{wrong}# b\n")):
         engine.write_text(text)

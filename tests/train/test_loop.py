@@ -57,6 +57,11 @@ LINE = {
         "peak_tensor_bytes": type(None),
         "rss": int,
     },
+    "counters": {
+        "transient_peak_bytes": type(None),
+        "gathered_units_peak": type(None),
+        "peer_read_bytes": type(None),
+    },
     "tflops_per_rank": float,
     "mfu": type(None),
     "comm": dict,

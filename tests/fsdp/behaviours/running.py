@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def combined(answers: Sequence[Answer]) -> Answer:
 
 
 def _spawn(trials: Sequence[Trial], ranks: int, folder: str, timeout: float) -> None:
-    """New interpreters: in the first forks of a server behaviour 1 waits for a message that does not come."""
+    """Start the ranks, each a new interpreter, and wait until they have ended or have had their time."""
     context = multiprocessing.get_context("spawn")
     started = [
         context.Process(target=_rank, args=(rank, ranks, folder, list(trials), timeout)) for rank in range(ranks)
@@ -117,6 +118,8 @@ def _rank(rank: int, ranks: int, folder: str, trials: list[Trial], timeout: floa
     store = FileStore(f"{folder}/store", ranks)
     code = 1
     try:
+        import_module("torch._dynamo")  # else by the first optimizer: on a busy machine ranks part by a minute
+        _meet(PrefixStore("begun", store), rank, ranks)
         for number, trial in enumerate(trials):
             answer = _answer(rank, ranks, trial, PrefixStore(str(number), store), timeout)
             part = Path(folder) / f"{number}-{rank}.part"
