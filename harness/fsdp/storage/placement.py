@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
+from functools import cache
 from typing import NamedTuple
 
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
@@ -138,6 +139,7 @@ class Step:
         return Fraction(1, size if other is SHARD else 1)
 
 
+@cache
 def route(start: On, end: On) -> tuple[Step, ...]:
     """The operations that take a buffer from `start` to `end`, in order; see [Note: Outer once]. Chunks are left out.
 
