@@ -31,6 +31,7 @@ def thawed(frozen: type[T]) -> type[T]:
     OmegaConf makes frozen dataclasses read-only; the type checker still sees the frozen one.
     """
     hints = typing.get_type_hints(frozen)
+    # mypy wants a dataclass here, and `type` is all that the caller can promise of what it thaws
     ordered = sorted(fields(frozen), key=lambda each: each.name not in frozen.__annotations__)  # type: ignore[arg-type]
     typed = [(each.name, hints[each.name], field(default=each.default)) for each in ordered]
     made = make_dataclass(frozen.__name__, typed, namespace={"__doc__": frozen.__doc__})

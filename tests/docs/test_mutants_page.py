@@ -55,6 +55,6 @@ def test_only_what_was_killed_is_recorded_with_its_own_seconds(tmp_path) -> None
     told = (PROPERTY, ["room", "name", "breaks"])
     recorder = Recorder(tmp_path / "found.json")
     for report in (Report(True, told), Report(True, told, ("seconds", 0.5)), Report(False, told), Report(True)):
-        recorder.pytest_runtest_logreport(report)  # type: ignore[arg-type]
+        recorder.pytest_runtest_logreport(report)
     recorder.pytest_sessionfinish()
     assert [row["seconds"] for row in json.loads((tmp_path / "found.json").read_text())] == [7.0, 0.5]

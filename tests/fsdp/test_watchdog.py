@@ -109,7 +109,7 @@ def late_in_a_forward(rank: int) -> dict[str, Told]:
         step(wrapped, optimizer)
         if rank == 2:
             model.stop = lambda: time.sleep(4 * LIMIT_S)
-        found[strategy] = provoke(lambda w=wrapped, o=optimizer: step(w, o))  # type: ignore[misc]
+        found[strategy] = provoke(lambda w=wrapped, o=optimizer: step(w, o))
         provoke(wrapped.close)
         dist.barrier()
     return found
@@ -141,7 +141,7 @@ def other_ways_to_hang(rank: int) -> dict[str, Told]:
     provoke(wrapped.close)
     dist.barrier()
     model, wrapped, optimizer = new()
-    found["another"] = provoke(lambda: wrapped.weight_norm() if rank == 2 else step(wrapped, optimizer))  # type: ignore[func-returns-value]
+    found["another"] = provoke(lambda: wrapped.weight_norm() if rank == 2 else step(wrapped, optimizer))
     again = provoke(lambda: step(wrapped, optimizer))
     found["again"] = Told(again.error, again.message, 0.0)
     dist.barrier()
@@ -199,7 +199,7 @@ def mismatched(rank: int) -> list[Told]:
         step(wrapped, optimizer)
         moved: list[Label] = []
         end = events.on_begin(moved.append)
-        told = provoke(lambda w=wrapped: w.weight_norm() if rank == 1 else list(w.full_weights()))  # type: ignore[misc]
+        told = provoke(lambda w=wrapped: w.weight_norm() if rank == 1 else list(w.full_weights()))
         end()
         assert not moved, "no data may move"
         found.append(told)
@@ -207,7 +207,7 @@ def mismatched(rank: int) -> list[Told]:
         dist.barrier()
     _, wrapped, optimizer = build(dist.new_group([0, 1, 2]), "optim", check_collectives=True)
     values = torch.zeros(2 if rank == 2 else 3, dtype=torch.float64)
-    found.append(provoke(lambda: wrapped._parts.everyone.sum_scalars(values, "lengths")))  # type: ignore[func-returns-value]
+    found.append(provoke(lambda: wrapped._parts.everyone.sum_scalars(values, "lengths")))
     return found
 
 

@@ -131,14 +131,14 @@ def test_a_declared_option_is_a_capability_of_the_engine_alone(answers: dict[str
 
 
 def test_a_declared_option_has_a_row_on_both_pages(answers: dict[str, object]) -> None:
-    (setting,), (knob,) = answers["page of settings"], answers["page of knobs"]  # type: ignore[misc]
+    (setting,), (knob,) = answers["page of settings"], answers["page of knobs"]
     assert "`3` | Cups for each unit; null is none. Taken by native." in setting
     for text in ("1 to 9 cups, or None", "`3`", "Cups for each unit; None is none.", "Tea.", "`engine.example_option`"):
         assert text in knob
 
 
 def test_a_declared_option_is_a_keyword(answers: dict[str, object]) -> None:
-    beyond, typo = answers["face"]  # type: ignore[misc]
+    beyond, typo = answers["face"]
     assert beyond == "example_option=10 is out of range; valid are 1 to 9 cups, or None"
     assert typo == "ShardedModel got an unexpected argument 'example_optoin'; nearest are example_option"
 

@@ -43,7 +43,7 @@ class Cover(list[Case]):
     def __init__(
         self,
         cases: Iterable[Case],
-        values: Callable[[Case], Sequence[Hashable]] = lambda case: case,  # type: ignore[assignment,return-value]
+        values: Callable[[Case], Sequence[Hashable]] = lambda case: case,
         key: Callable[[Case], Hashable] = lambda case: None,
         strength: int = 2,
     ) -> None:

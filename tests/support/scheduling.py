@@ -37,7 +37,7 @@ def place_of(nodeid: str) -> int:
     return next((place for place, name in enumerate(SLOWEST) if nodeid.startswith(name)), len(SLOWEST))
 
 
-class WholeUnits(LoadScopeScheduling):  # type: ignore[misc]
+class WholeUnits(LoadScopeScheduling):
     """Hands a worker one unit after the other, in the order of collection."""
 
     def _split_scope(self, nodeid: str) -> str:

@@ -21,7 +21,7 @@ sizes = st.lists(st.integers(1, 4), min_size=1, max_size=5)
 @given(sizes, st.randoms(use_true_random=False))
 def test_every_pair_of_any_product_is_held(sizes: list[int], chance: object) -> None:
     """Of a product with holes, too."""
-    points = [p for p in itertools.product(*map(range, sizes)) if chance.random() < 0.8]  # type: ignore[attr-defined]
+    points = [p for p in itertools.product(*map(range, sizes)) if chance.random() < 0.8]
     few = [points[place] for place in covering(points)]
     assert pairs(few) == pairs(points)
     assert len(set(few)) == len(few)
