@@ -122,7 +122,9 @@ def freeze(root: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str]
     violations = rules.check(config, overrides)
     if violations:
         raise BadRequest(violations)
-    return Cell(cast(dict[str, Any], _plain(asdict(config))), (*earlier, *overrides))
+    cell = Cell(cast(dict[str, Any], _plain(asdict(config))), (*earlier, *overrides))
+    vars(cell)["typed"] = config  # at hand: to make it again from plain values takes as long as all of the above
+    return cell
 
 
 def compose(overrides: Sequence[str] = ()) -> Cell:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,16 +17,18 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.types import RunMode
 
 from harness.config.catalog import ROOT, load_catalog
-from harness.config.compose import compose, register
+from harness.config.compose import compose, load_config, register
 from harness.config.errors import BadRequest
-from harness.store.study import read_study, write_study
+from harness.config.schema import Config, EngineName, MeasureMode
+from harness.store.study import read_study, study_record, write_study
 from harness.study.cells import Composer, Desired
 from harness.study.replay import replay, replay_run
 from harness.study.request import carry_out, cells_of
 
 
-@pytest.fixture
-def hydra() -> Iterator[Hydra]:
+@contextmanager
+def begun() -> Iterator[Hydra]:
+    """Hydra, as `run.py` begins it."""
     register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         instance = GlobalHydra.instance().hydra
@@ -31,10 +36,23 @@ def hydra() -> Iterator[Hydra]:
         yield instance
 
 
+@pytest.fixture
+def hydra() -> Iterator[Hydra]:
+    with begun() as instance:
+        yield instance
+
+
 def ask(hydra: Hydra, *words: str) -> Desired:
     """What `run.py -m WORDS` asks for."""
     master = hydra.compose_config("config", list(words), RunMode.MULTIRUN)
     return cells_of(hydra.config_loader, master, list(words))
+
+
+@cache
+def shipped(study: str) -> Desired:
+    """What `run.py -m study=STUDY` asks for; the largest one takes ten seconds."""
+    with begun() as instance:
+        return ask(instance, f"study={study}")
 
 
 OVERRIDES = [
@@ -57,8 +75,8 @@ def test_the_fast_way_gives_what_hydra_gives(hydra: Hydra) -> None:
 
 
 @pytest.mark.parametrize("study", load_catalog().options["study"])
-def test_every_shipped_study_expands_and_has_its_controls(study: str, hydra: Hydra) -> None:
-    wanted = ask(hydra, f"study={study}")
+def test_every_shipped_study_expands_and_has_its_controls(study: str) -> None:
+    wanted = shipped(study)
     assert {cell.study for cell in wanted.cells} == {study}
     signatures = [cell.signature for cell in wanted.cells]
     assert len(set(signatures)) == len(signatures)
@@ -66,10 +84,12 @@ def test_every_shipped_study_expands_and_has_its_controls(study: str, hydra: Hyd
     assert arms
     assert set(wanted.controls.values()) <= set(signatures)
     assert wanted.cells[0].typed.study.question.endswith("?")
+    first, last = wanted.cells[0], wanted.cells[-1]
+    assert [load_config(cell.config) for cell in (first, last)] == [first.typed, last.typed], "as a rank reads it"
 
 
-def test_parity_pair_is_one_process_against_two_ranks(hydra: Hydra) -> None:
-    control, arm = ask(hydra, "study=parity_pair").cells
+def test_parity_pair_is_one_process_against_two_ranks() -> None:
+    control, arm = shipped("parity_pair").cells
     assert (control.typed.engine.name.name, control.typed.mesh.world_size) == ("single", 1)
     assert (arm.typed.engine.name.name, arm.typed.mesh.world_size) == ("native", 2)
     assert control.typed.train == arm.typed.train
@@ -133,8 +153,8 @@ def test_a_dry_run_of_a_study_writes_nothing(
     assert all(cell.name in out for cell in wanted.cells)
 
 
-def test_the_record_of_a_study_names_arms_and_controls(hydra: Hydra, tmp_path: Path) -> None:
-    wanted = ask(hydra, "study=parity_pair")
+def test_the_record_of_a_study_names_arms_and_controls(tmp_path: Path) -> None:
+    wanted = shipped("parity_pair")
     write_study(tmp_path, wanted.cells, wanted.controls)
     record = read_study(tmp_path, "parity_pair")
     assert record is not None
@@ -178,3 +198,39 @@ def test_an_unknown_run_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(StoreError, match="no run 'abcd1234'"):
         replay_run("abcd1234", [f"launch.root={tmp_path}"])
+
+
+# -- timed studies -----------------------------------------------------------------------------------------------------
+
+
+def arm_of(c: Config) -> tuple[object, ...]:
+    """What tells an arm from the others."""
+    split = c.sharding.strategy, c.sharding.outer, c.mesh.world_size, c.mesh.dp_outer
+    return c.model.name, c.engine.name, c.dtype.name, *split
+
+
+def test_the_study_of_step_time_is_whole_blocks_of_both_regimes() -> None:
+    wanted = shipped("engine_step_time")
+    configs = [cell.typed for cell in wanted.cells]
+    assert all(config.measure.mode is MeasureMode.bench for config in configs)
+    assert [config.train.replicate for config in configs] == sorted(config.train.replicate for config in configs)
+    arms = Counter(arm_of(c) for c in configs)
+    assert set(arms.values()) == {5}
+    assert len(arms) == 2 * 19 + 2 * 5 + 6
+    assert {arm[1] for arm in arms} == set(EngineName) - {EngineName.single, EngineName.ext}
+    assert len({c.train.steps for c in configs}) == 1
+    hybrid = [c for c in configs if c.mesh.dp_outer > 1]
+    assert len({arm_of(c)[1:] for c in hybrid}) == 5
+    assert {c.model.name for c in hybrid} == {"bench_comm"}, "they ask about communication"
+    record = study_record(wanted.cells, wanted.controls)
+    assert record["order_seed"] == 0
+    assert [cell["signature"] for cell in record["cells"]] == [cell.signature for cell in wanted.cells]
+    blocks = {cell.signature: cell.typed.train.replicate for cell in wanted.cells}
+    assert all(blocks[arm] == blocks[control] for arm, control in wanted.controls.items()), "arms are paired by block"
+
+
+def test_a_set_of_timed_jobs_is_refused_and_one_is_not(hydra: Hydra) -> None:
+    words = ("measure=bench", "cluster=slurm")
+    with pytest.raises(BadRequest, match="inside one allocation"):
+        ask(hydra, *words, "train.replicate=0,1")
+    assert len(ask(hydra, *words).cells) == 1
