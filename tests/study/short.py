@@ -32,6 +32,8 @@ from tests.support.spawn import run_ranks
 
 STEPS, PREEMPT_AT = 3, 2
 """As few as the captured steps allow: every fault acts within them."""
+LAYERS = 2
+"""Half of the model's: a fault in one of them still has to be told from one in the other."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def _cells(pairs: Sequence[Pair], root: Path) -> dict[tuple[str, ...], Cell]:
     """By the pair's own overrides. A fault is set as a value here: every group that is chosen anew is composed anew."""
     wanted = [*(pair.arm for pair in pairs), *(pair.control for pair in pairs)]
     quick = {each: tuple(text.replace("fault=", "fault.name=") for text in each) for each in wanted}
-    composed = compose_all(quick.values(), (f"launch.root={root}", f"train.steps={STEPS}"))
+    composed = compose_all(quick.values(), (f"launch.root={root}", f"train.steps={STEPS}", f"model.num_layers={LAYERS}"))
     return {each: composed[quick[each]] for each in wanted}
 
 
