@@ -14,9 +14,9 @@ from harness.checkpoint import folder as folders
 from harness.checkpoint import foreign
 from harness.checkpoint.manifest import Damaged
 from harness.config.compose import load_config
+from harness.config.schema import Dtype
 from harness.store.rundir import RunDir
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 PICKLE = "warning: DCP's .metadata is a pickle: {}"
 
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
         each.add_argument("target", type=Path)
         each.add_argument("--format", choices=("hf", "dcp"), required=True)
         each.add_argument("--step", type=int)
-        each.add_argument("--dtype", choices=tuple(DTYPES))
+        each.add_argument("--dtype", choices=tuple(Dtype.__members__))
         each.add_argument("--shard-mb", type=int, default=foreign.SHARD_BYTES // 1_000_000)
         each.add_argument("--rename", action="append", default=[])
     return parser
@@ -59,7 +59,7 @@ def _export(arguments: argparse.Namespace) -> str:
         print(PICKLE.format("whoever reads what is written here runs it"), file=sys.stderr)
         keys = foreign.export_dcp(source, arguments.target, foreign.parse_renames(arguments.rename))
         return f"{arguments.target}: {len(keys)} tensors of {source}"
-    dtype = None if arguments.dtype is None else DTYPES[arguments.dtype]
+    dtype = None if arguments.dtype is None else getattr(torch, Dtype[arguments.dtype].torch_name)
     index = foreign.export_hugging_face(
         source, arguments.target, load_config(run.config()), dtype, arguments.shard_mb * 1_000_000
     )

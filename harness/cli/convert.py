@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 
 from harness.cli.verb import Verb
+from harness.config.schema import Dtype
 from harness.store.rundir import Store
 
 
@@ -28,7 +29,7 @@ def _export_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("target", metavar="DIR", help="a folder to make")
     _format_argument(parser)
     parser.add_argument("--step", help="of which checkpoint (default: the newest)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16", "fp64"), help="hf: round to it")
+    parser.add_argument("--dtype", choices=tuple(Dtype.__members__), help="hf: round to it")
     parser.add_argument("--shard-mb", help="hf: largest file, in MB of 1,000,000 bytes (default: 5000)")
 
 

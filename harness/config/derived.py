@@ -17,7 +17,6 @@ from harness.config.schema import (
 from harness.fsdp import options
 from harness.fsdp.storage.placement import On, Placements
 
-DTYPE_BYTES = {Dtype.fp32: 4, Dtype.bf16: 2, Dtype.fp16: 2, Dtype.fp64: 8}
 """Bytes of one element."""
 
 
@@ -43,10 +42,12 @@ def ranks_per_node(cfg: Config) -> int:
 
 def accumulate_dtype(cfg: Config) -> Dtype:
     """The dtype sums inside a reduction really have: `dtype.grad_accum`, or what its null stands for."""
-    wire = cfg.dtype.grad_comm
-    if cfg.dtype.grad_accum is not None:
-        return cfg.dtype.grad_accum
-    return Dtype.fp32 if capabilities_of(cfg).sums_itself and DTYPE_BYTES[wire] < 4 else wire
+    return cfg.dtype.grad_accum or own_sum(cfg.dtype.grad_comm, capabilities_of(cfg).sums_itself)
+
+
+def own_sum(wire: Dtype, sums_itself: bool) -> Dtype:
+    """What a null `dtype.grad_accum` stands for: the wire's dtype, and at least fp32 where an engine sums itself."""
+    return Dtype.fp32 if sums_itself and wire.bytes < 4 else wire
 
 
 def engine_options(cfg: Config) -> dict[str, Any]:
@@ -147,7 +148,7 @@ def optimizer_states(cfg: Config) -> int:
 
 def state_bytes(cfg: Config) -> int:
     """Bytes of main weights and optimizer state over all ranks together, one copy: what a checkpoint holds at least."""
-    return parameter_count(cfg) * DTYPE_BYTES[cfg.dtype.main_params] * (1 + optimizer_states(cfg))
+    return parameter_count(cfg) * cfg.dtype.main_params.bytes * (1 + optimizer_states(cfg))
 
 
 def persistent_bytes_per_rank(cfg: Config) -> int:
@@ -162,12 +163,12 @@ def persistent_bytes_per_rank(cfg: Config) -> int:
     def kept(lies: On, num_bytes: int) -> int:
         return int(count * num_bytes * lies.share(inner_size, outer_size))
 
-    compute, main = DTYPE_BYTES[cfg.dtype.compute], DTYPE_BYTES[cfg.dtype.main_params]
+    compute, main = cfg.dtype.compute.bytes, cfg.dtype.main_params.bytes
     resting = placed.resting_weights_are_kept
     weights = kept(placed.resting_weights, compute) if resting else 0
     if not resting or cfg.dtype.compute is not cfg.dtype.main_params:
         weights += kept(placed.main_weights, main)
-    grads = kept(placed.accumulated_grads, DTYPE_BYTES[cfg.dtype.main_grads])
+    grads = kept(placed.accumulated_grads, cfg.dtype.main_grads.bytes)
     return weights + grads + kept(placed.optimizer_state, main * optimizer_states(cfg))
 
 
@@ -175,7 +176,7 @@ def captured_bytes(cfg: Config) -> int:
     """Bytes of all captured gradients, their witnesses (fp64), updates, and the weights before step 1 with its update:
     none where one step of gradients passes the limit."""
     count = parameter_count(cfg)
-    gradients, updates = (count * DTYPE_BYTES[dtype] for dtype in (cfg.dtype.main_grads, cfg.dtype.main_params))
+    gradients, updates = (count * dtype.bytes for dtype in (cfg.dtype.main_grads, cfg.dtype.main_params))
     if gradients > cfg.measure.capture_limit_mib * 2**20:
         return 0
     changes = len(cfg.measure.update_steps) + (1 in cfg.measure.update_steps)

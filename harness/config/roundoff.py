@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import math
 
-UNIT = {"fp64": 2.0**-53, "fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
+from harness.fsdp.vocabulary import Dtype
+
+UNIT = {dtype.name: 2.0**-dtype.precision for dtype in Dtype}
 """Unit roundoff by dtype: bf16 has 8 significant bits, fp16 11, fp32 24, fp64 53."""
 
 RMS = math.sqrt(0.375 / math.log(2) / 3)
 """0.425: root-mean-square relative error of one rounding over u. Uniform within a gap (1/3), over a mantissa m whose
 density is 1/(m ln 2) on [1, 2): the mean of 1/m^2 is 3/(8 ln 2)."""
 
-SIXTEEN_BITS = ("bf16", "fp16")
+SIXTEEN_BITS = tuple(dtype.name for dtype in Dtype if dtype.bytes == 2)

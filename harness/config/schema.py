@@ -7,7 +7,7 @@ between fields. A group, its package and its dataclass field share one name. The
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
 
 from harness.config.engine_group import EngineConfig as EngineConfig
@@ -18,6 +18,7 @@ from harness.config.network import NcclLog as NcclLog
 from harness.config.network import NcclUbConfig, SharpConfig
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
+from harness.fsdp.vocabulary import Dtype as Dtype
 from harness.fsdp.vocabulary import Fallback as Fallback
 from harness.fsdp.vocabulary import GradBuffer as GradBuffer
 from harness.fsdp.vocabulary import Numerics as Numerics
@@ -65,15 +66,6 @@ class Schedule(Enum):
     constant = "constant"
     cosine = "cosine"
     linear = "linear"
-
-
-class Dtype(Enum):
-    """A floating-point format."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp64 = "fp64"
 
 
 class CkptPolicy(Enum):
@@ -217,6 +209,10 @@ class DtypeConfig:
     """Factor on the loss, against fp16 gradients that vanish: none, dynamic, or a fixed power of two (native)."""
     loss_scale_growth_steps: int = 2000
     """Steps without overflow after which a dynamic loss scale, which begins at 65536, doubles."""
+
+
+DTYPE_ROLES = tuple(each.name for each in fields(DtypeConfig) if each.type in ("Dtype", "Dtype | None"))
+"""Settings of `dtype` that are a format: what a number is for between a forward and an update."""
 
 
 @dataclass

@@ -6,10 +6,5 @@ import torch
 
 from harness.config.schema import Dtype
 
-TORCH_DTYPES = {
-    Dtype.fp32: torch.float32,
-    Dtype.bf16: torch.bfloat16,
-    Dtype.fp16: torch.float16,
-    Dtype.fp64: torch.float64,
-}
+TORCH_DTYPES: dict[Dtype, torch.dtype] = {each: getattr(torch, each.torch_name) for each in Dtype}
 """Torch's name of each configured dtype."""

@@ -7,12 +7,14 @@ refuses what the engine does not honour instead of ignoring it.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
 import torch
 
-FORMATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+from harness.fsdp.vocabulary import Dtype
+
+FORMATS: tuple[torch.dtype, ...] = tuple(getattr(torch, dtype.torch_name) for dtype in Dtype)
 """Dtypes every role of a policy takes."""
 BUCKET_ALIGN_BYTES = 256
 """Every parameter in a gathered bucket starts on a multiple of this: kernels see one alignment in every layout."""
@@ -97,10 +99,11 @@ class Dtypes:
 
     def validate(self, *, allow_low_precision_grads: bool) -> None:
         """Raise ValueError for combinations that lose updates or gradients silently."""
-        for role in ("compute", "main", "grads", "wire", "accum"):
-            dtype = getattr(self, role)
+        for role in fields(self):
+            dtype = getattr(self, role.name)
             if dtype not in FORMATS:
-                raise ValueError(f"{role} dtype {dtype} is not supported; use bfloat16, float16, float32 or float64")
+                valid = ", ".join(str(each) for each in FORMATS)
+                raise ValueError(f"{role.name} dtype {dtype} is not supported; use {valid}")
         if not holds(self.main, self.compute):
             valid = ", ".join(str(dtype) for dtype in FORMATS if holds(dtype, self.compute))
             raise ValueError(

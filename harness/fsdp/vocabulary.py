@@ -69,6 +69,29 @@ class Numbered(Choice):
         raise ValueError(f"{argument}={value!r} names no strategy; valid are {valid}")
 
 
+class Dtype(Enum):
+    """A floating-point format, by the short name that settings, records and pages use."""
+
+    _value_: str
+    torch_name: str
+    """Attribute of `torch` that is this format."""
+    bytes: int
+    """Of one number."""
+    precision: int
+    """Significant bits, the hidden one included: rounding to nearest errs by at most 2**-precision of the number."""
+
+    fp32 = "fp32", "float32", 4, 24
+    bf16 = "bf16", "bfloat16", 2, 8
+    fp16 = "fp16", "float16", 2, 11
+    fp64 = "fp64", "float64", 8, 53
+
+    def __new__(cls, name: str, torch_name: str, width: int, precision: int) -> Self:
+        """A member from its name and its facts."""
+        member = object.__new__(cls)
+        member._value_, member.torch_name, member.bytes, member.precision = name, torch_name, width, precision
+        return member
+
+
 class Strategy(Numbered):
     """ZeRO stage by name: what is split over the ranks of the inner data-parallel axis."""
 

@@ -62,7 +62,9 @@ def _cells(pairs: Sequence[Pair], root: Path) -> dict[tuple[str, ...], Cell]:
     """By the pair's own overrides. A fault is set as a value here: every group that is chosen anew is composed anew."""
     wanted = [*(pair.arm for pair in pairs), *(pair.control for pair in pairs)]
     quick = {each: tuple(text.replace("fault=", "fault.name=") for text in each) for each in wanted}
-    composed = compose_all(quick.values(), (f"launch.root={root}", f"train.steps={STEPS}", f"model.num_layers={LAYERS}"))
+    composed = compose_all(
+        quick.values(), (f"launch.root={root}", f"train.steps={STEPS}", f"model.num_layers={LAYERS}")
+    )
     return {each: composed[quick[each]] for each in wanted}
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
-from harness.config.derived import DTYPE_BYTES, wants_infiniband_sharp
+from harness.config.derived import wants_infiniband_sharp
 from harness.config.errors import Violation
 from harness.config.rules.engine import narrow_waits
 from harness.config.rules.request import Request, Rule, rule
@@ -71,7 +71,7 @@ _RECORD = Condition(lambda c: c.measure.mode is MeasureMode.record, "measure=def
 _CKPT = Condition(lambda c: c.ckpt.policy is not CkptPolicy.none, "ckpt=last", lambda c: "ckpt=none")
 _NARROW_SUMS = Condition(
     lambda c: (
-        any(d is not None and DTYPE_BYTES[d] < 4 for d in (c.dtype.main_grads, c.dtype.grad_accum))
+        any(d is not None and d.bytes < 4 for d in (c.dtype.main_grads, c.dtype.grad_accum))
         or (c.dtype.grad_accum is Dtype.fp32 and c.dtype.grad_comm is Dtype.fp64)
         or any(narrow_waits(c))
         or (c.dtype.compute is Dtype.fp16 and c.dtype.loss_scale == "none")

@@ -8,7 +8,6 @@ from typing import Any
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.derived import (
-    DTYPE_BYTES,
     accumulate_dtype,
     engine_options,
     global_microbatches,
@@ -17,7 +16,16 @@ from harness.config.derived import (
 from harness.config.doc import as_typed
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Config, Dtype, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
+from harness.config.schema import (
+    DTYPE_ROLES,
+    Config,
+    Dtype,
+    EngineName,
+    Numerics,
+    OptimizerName,
+    OuterStrategy,
+    Strategy,
+)
 from harness.fsdp.options import OPTIONS, conflicts
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import HYBRIDS
@@ -109,7 +117,7 @@ def formats_are_known(request: Request) -> Iterator[Violation]:
     """The engine computes, stores and sends in the dtypes asked for."""
     engine, d = request.config.engine.name, request.config.dtype
     valid = capabilities_of(request.config).formats
-    for role in ("compute", "main_params", "main_grads", "grad_comm", "grad_accum"):
+    for role in DTYPE_ROLES:
         if getattr(d, role) is not None and getattr(d, role) not in valid:
             yield Violation(
                 request.show(f"dtype.{role}"),
@@ -166,7 +174,7 @@ def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
 
 def _holds(dtype: Dtype, other: Dtype) -> bool:
     """Whether every number of `other` is one of `dtype`."""
-    return dtype is other or DTYPE_BYTES[dtype] > max(2, DTYPE_BYTES[other])
+    return dtype is other or dtype.bytes > max(2, other.bytes)
 
 
 @rule()
@@ -175,7 +183,7 @@ def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
     d = request.config.dtype
     if d.allow_low_precision_grads:
         return
-    if DTYPE_BYTES[d.main_grads] < 4:
+    if d.main_grads.bytes < 4:
         yield Violation(
             request.show("dtype.main_grads"),
             "stores gradients in 16 bits, where sums over microbatches lose small contributions",
@@ -184,7 +192,7 @@ def gradients_keep_their_precision(request: Request) -> Iterator[Violation]:
         )
     total = accumulate_dtype(request.config)
     asked = d.grad_accum is not None or capabilities_of(request.config).sums_itself
-    if asked and not (DTYPE_BYTES[total] >= 4 and _holds(total, d.grad_comm)):
+    if asked and not (total.bytes >= 4 and _holds(total, d.grad_comm)):
         best = "fp64" if d.grad_comm is Dtype.fp64 else "fp32"
         yield Violation(
             request.show("dtype.grad_accum"),
@@ -242,7 +250,7 @@ def main_weights_are_no_narrower(request: Request) -> Iterator[Violation]:
 def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
     """torch's 16-bit add with a factor rounds otherwise at the end of a tensor: only AdamW steps without it."""
     config = request.config
-    narrow = DTYPE_BYTES[config.dtype.main_params] < 4 and config.optimizer.name is not OptimizerName.adamw
+    narrow = config.dtype.main_params.bytes < 4 and config.optimizer.name is not OptimizerName.adamw
     if narrow and config.engine.name is EngineName.native and config.numerics.mode in _BITWISE:
         yield Violation(
             request.show("optimizer.name", "dtype.main_params"),
@@ -259,12 +267,12 @@ def integers_are_possible(request: Request) -> Iterator[Violation]:
     if config.numerics.mode is not Numerics.exact:
         return
     d = config.dtype
-    if d.grad_comm is not d.main_grads or DTYPE_BYTES[d.main_grads] > 4:
+    if d.grad_comm is not d.main_grads or d.main_grads.bytes > 4:
         yield Violation(
             request.show("numerics.mode", "dtype.main_grads", "dtype.grad_comm"),
             "sends 64-bit integers and rounds once, to dtype.main_grads",
             "dtype.grad_comm equal to dtype.main_grads, fp32 or narrower",
-            f"dtype.grad_comm={d.main_grads.name}" if DTYPE_BYTES[d.main_grads] <= 4 else "dtype=fp32, or dtype=bf16",
+            f"dtype.grad_comm={d.main_grads.name}" if d.main_grads.bytes <= 4 else "dtype=fp32, or dtype=bf16",
         )
     terms, bits = global_microbatches(config), config.numerics.exact_bits
     most = 61 - max(terms - 1, 0).bit_length()

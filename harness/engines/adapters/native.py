@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.derived import accumulate_dtype, engine_options, global_microbatches, loss_scale
-from harness.config.schema import Config
+from harness.config.derived import engine_options, global_microbatches, loss_scale
+from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
@@ -43,13 +44,7 @@ class NativeEngine(Engine):
             unit_modules=workload.unit_classes,
             strategy=config.sharding.strategy,
             outer_strategy=config.sharding.outer,
-            mixed_precision_policy=MixedPrecisionPolicy(
-                main_params_dtype=TORCH_DTYPES[dtype.main_params],
-                main_grads_dtype=TORCH_DTYPES[dtype.main_grads],
-                grad_comm_dtype=TORCH_DTYPES[dtype.grad_comm],
-                grad_accum_dtype=TORCH_DTYPES[accumulate_dtype(config)],
-                allow_low_precision_grads=dtype.allow_low_precision_grads,
-            ),
+            mixed_precision_policy=_policy(dtype),
             device=ranks.device,
             grad_divisor=global_microbatches(config),
             initial_value=workload.initial_weight,
@@ -168,6 +163,13 @@ class NativeEngine(Engine):
     def close(self) -> None:
         """Take hooks off and end threads."""
         self.model.close()
+
+
+def _policy(dtype: DtypeConfig) -> MixedPrecisionPolicy:
+    """The engine's words for a role are the settings', and so are its defaults."""
+    asked = {role: getattr(dtype, role) for role in DTYPE_ROLES if role != "compute"}
+    formats: dict[str, Any] = {f"{role}_dtype": format and TORCH_DTYPES[format] for role, format in asked.items()}
+    return MixedPrecisionPolicy(**formats, allow_low_precision_grads=dtype.allow_low_precision_grads)
 
 
 def _groups(config: Config, ranks: Ranks) -> Groups:

@@ -40,9 +40,9 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.capabilities import ENGINES
-from harness.config.derived import ODD_KERNEL, model_parameters
+from harness.config.derived import ODD_KERNEL, model_parameters, own_sum
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
-from harness.config.schema import EngineName, ModelConfig, ModelFamily
+from harness.config.schema import Dtype, EngineName, ModelConfig, ModelFamily
 from harness.parity.tiers.admissible import global_microbatches, microbatches_per_rank
 from harness.parity.tiers.orders import noise
 
@@ -204,11 +204,9 @@ class Arithmetic:
 
 def _accumulate(config: Mapping[str, Any]) -> str:
     """The dtype of sums over ranks: as configured, or the engine's own where that is null."""
-    wire = str(config["dtype.grad_comm"])
     if config["dtype.grad_accum"] is not None:
         return str(config["dtype.grad_accum"])
-    sums_itself = ENGINES[EngineName[config["engine.name"]]].sums_itself
-    return "fp32" if sums_itself and wire in SIXTEEN_BITS else wire
+    return own_sum(Dtype[config["dtype.grad_comm"]], ENGINES[EngineName[config["engine.name"]]].sums_itself).name
 
 
 def _model(config: Mapping[str, Any]) -> ModelConfig:

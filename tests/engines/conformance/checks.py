@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch import Tensor
 
-from harness.config.derived import DTYPE_BYTES, optimizer_states
+from harness.config.derived import optimizer_states
 from harness.config.schema import Config
 from tests.engines.conformance.cases import CLIP, Case
 from tests.engines.conformance.trial import KEPT, STEPS, Evidence, Failure
@@ -149,7 +149,7 @@ class Judgement:
         """Bytes by role: each weight and each moment lies somewhere, and no rank holds more than all of everything."""
         elements = sum(weight.numel() for weight in self.exact.weights[0].values())
         trained = sum(gradient.numel() for gradient in self.exact.gradients.values())
-        main, compute = (DTYPE_BYTES[d] for d in (self.config.dtype.main_params, self.config.dtype.compute))
+        main, compute = (d.bytes for d in (self.config.dtype.main_params, self.config.dtype.compute))
         moments = optimizer_states(self.config) * trained * main
         for rank, evidence in enumerate(self.ranks):
             if tuple(sorted(evidence.bytes.keys() - {APART})) != tuple(sorted(ROLES)):
@@ -159,7 +159,7 @@ class Judgement:
             most = {
                 "compute_weights": elements * max(compute, main),
                 "main_weights": 2 * elements * main,  # an engine may keep the whole beside its part
-                "main_grads": trained * DTYPE_BYTES[self.config.dtype.main_grads],
+                "main_grads": trained * self.config.dtype.main_grads.bytes,
                 "optimizer": moments + counts,
             }
             for role, limit in most.items():
@@ -186,17 +186,13 @@ class Judgement:
         """What is reduced was sent, by what the meter sees, in the dtype asked for."""
         others = len(self.ranks) - 1
         trained = sum(gradient.numel() for gradient in self.exact.gradients.values())
-        least = others * trained * DTYPE_BYTES[self.config.dtype.grad_comm]
+        least = others * trained * self.config.dtype.grad_comm.bytes
         sent = sum(sum(evidence.sent.values()) for evidence in self.ranks)
         if sent < least:
             yield Failure("traffic", f"all ranks sent {sent} bytes in a step; reducing the gradients takes {least}")
         if others and self.first.sent_wide is not None:
             wide = sum(sum((evidence.sent_wide or {}).values()) for evidence in self.ranks)
-            saved = (
-                others
-                * trained
-                * (DTYPE_BYTES[self.config.dtype.main_grads] - DTYPE_BYTES[self.config.dtype.grad_comm])
-            )
+            saved = others * trained * (self.config.dtype.main_grads.bytes - self.config.dtype.grad_comm.bytes)
             if wide - sent < saved:
                 text = f"{sent} bytes a step, {wide} with a wide wire: the narrow one saves less than {saved}"
                 yield Failure("wire", text)
