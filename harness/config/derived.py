@@ -7,8 +7,11 @@ from typing import Any
 
 from harness.config.adapter import capabilities_of
 from harness.config.schema import (
+    Backend,
     Config,
+    Device,
     Dtype,
+    MeasureMode,
     ModelConfig,
     ModelFamily,
     OptimizerName,
@@ -48,6 +51,17 @@ def accumulate_dtype(cfg: Config) -> Dtype:
 def own_sum(wire: Dtype, sums_itself: bool) -> Dtype:
     """What a null `dtype.grad_accum` stands for: the wire's dtype, and at least fp32 where an engine sums itself."""
     return Dtype.fp32 if sums_itself and wire.bytes < 4 else wire
+
+
+def against_forks(cfg: Config) -> list[str]:
+    """Settings with which a rank must not be a fork of a process that has imported everything."""
+    against = {
+        "cluster=slurm": cfg.cluster.backend is Backend.slurm,
+        "cluster.device=cuda": cfg.cluster.device is Device.cuda,
+        "measure=bench": cfg.measure.mode is MeasureMode.bench,
+        "launch.inline=true": cfg.launch.inline,
+    }
+    return [setting for setting, given in against.items() if given]
 
 
 def engine_options(cfg: Config) -> dict[str, Any]:

@@ -335,8 +335,9 @@ class LaunchConfig:
     """Seconds without a step after which every rank's stack is dumped and the run ends."""
     stop_grace_s: float = 20.0
     """Seconds ranks get to save after a request to stop, before they are killed."""
-    fork: bool = False
-    """Fork ranks from a process that has imported torch already; for studies of many short runs."""
+    fork: bool | None = None
+    """Fork ranks from a process that has imported torch already, which saves a rank the seconds its imports take; null
+    does wherever it can: untimed runs on CPUs of this machine, under Linux."""
     nccl_log: NcclLog = NcclLog.setup
     """What NCCL logs into the attempt's folder on CUDA: none, setup (communicators, registrations), choices (a line for
     every collective as well)."""

@@ -222,7 +222,7 @@ def carry_out(pairs: Sequence[Pair], root: str) -> dict[tuple[str, ...], Cell]:
     """
     from harness.launch.submit import submit
 
-    where = (f"launch.root={root}", "launch.fork=true")
+    where = (f"launch.root={root}",)
     cells = compose_all((text for pair in pairs for text in (pair.control, pair.arm)), where)
     resumed = compose_all((pair.arm for pair in pairs if pair.resumes), (*where, f"launch.preempt_at={PREEMPT_AT}"))
     for several in (resumed, cells):

@@ -17,7 +17,7 @@ NOTEBOOK = ROOT / "analysis" / "notebooks" / "loss_parity.py"
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parity pair, six steps: one process, and ZeRO-3 on two ranks."""
     root = tmp_path_factory.mktemp("store")
-    words = ["-m", "study=parity_pair", "train.steps=6", "launch.fork=true", f"launch.root={root}"]
+    words = ["-m", "study=parity_pair", "train.steps=6", f"launch.root={root}"]
     command = [sys.executable, "run.py", *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

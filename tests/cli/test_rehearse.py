@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
     *("model.dim=32", "model.num_layers=2", "model.ffn_dim=48", "data=synthetic", "data.seq_len=16"),
     *("train.steps=6", "train.global_batch_size=8", "train.microbatch_size=2", "numerics=exact", "sharding=optim"),
-    "launch.fork=true",
 )
 
 

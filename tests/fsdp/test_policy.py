@@ -111,7 +111,7 @@ def test_low_precision_is_one_error_that_consent_lifts(fields: dict[str, torch.d
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn])
 def test_other_dtypes_are_refused_in_every_role(dtype: torch.dtype) -> None:
     for role in ("main_params_dtype", "main_grads_dtype", "grad_comm_dtype", "grad_accum_dtype"):
-        with pytest.raises(ValueError, match="use torch.float32, torch.bfloat16, torch.float16, torch.float64"):
+        with pytest.raises(ValueError, match=r"use torch\.float32, torch\.bfloat16, torch\.float16, torch\.float64"):
             MixedPrecisionPolicy(**{role: dtype}, allow_low_precision_grads=True).resolve(torch.float32)
 
 

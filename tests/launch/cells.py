@@ -24,6 +24,9 @@ SMALL = (
 
 
 def make_cell(root: Path, *overrides: str) -> Cell:
-    """A small cell stored under `root`; later overrides win."""
-    typed = OmegaConf.from_dotlist([*SMALL, f"launch.root={root}", *overrides])
+    """A small cell stored under `root`; later overrides win.
+
+    Its ranks are started by `worker_command`, which tests replace.
+    """
+    typed = OmegaConf.from_dotlist([*SMALL, f"launch.root={root}", "launch.fork=false", *overrides])
     return Cell(plain(OmegaConf.merge(OmegaConf.structured(Config), typed)), tuple(overrides))

@@ -16,7 +16,8 @@ import pytest
 
 from harness.config.compose import compose
 from harness.config.errors import BadRequest
-from harness.launch.local.forking import Adopted
+from harness.launch.local import forking
+from harness.launch.local.forking import Adopted, forks
 from harness.store import status
 from harness.store.metrics import read_metrics
 from harness.store.status import State
@@ -37,7 +38,7 @@ def recorded(root: Path, *overrides: str) -> tuple[list[tuple[float, float]], st
 
 
 def test_a_forked_run_has_the_bits_of_a_spawned_one(tmp_path: Path) -> None:
-    assert recorded(tmp_path / "forked", "launch.fork=true") == recorded(tmp_path / "spawned")
+    assert recorded(tmp_path / "forked", "launch.fork=true") == recorded(tmp_path / "spawned", "launch.fork=false")
 
 
 def test_a_killed_rank_is_noticed_and_named_and_nothing_stays(tmp_path: Path) -> None:
@@ -115,7 +116,18 @@ def test_an_adopted_process_is_waited_for_like_a_child() -> None:
         (("launch.inline=true", "mesh=one"), "launch.inline=true"),
     ],
 )
-def test_where_it_may_not_be_it_is_refused(overrides: tuple[str, ...], named: str) -> None:
+def test_where_it_may_not_be_it_is_refused_and_not_done(overrides: tuple[str, ...], named: str) -> None:
+    assert not forks(compose(["launch.dry_run=true", *overrides]).typed)
     with pytest.raises(BadRequest, match=r"launch\.fork=true") as refused:
         compose(["launch.fork=true", "launch.dry_run=true", *overrides])
     assert named in str(refused.value)
+
+
+def test_where_orphans_cannot_be_adopted_ranks_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = compose(["launch.fork=true", "launch.dry_run=true"]).typed
+    free = compose(["launch.dry_run=true"]).typed
+    assert forks(free)
+    monkeypatch.setattr(forking.sys, "platform", "darwin")
+    assert not forks(free)
+    with pytest.raises(OSError, match=r"launch\.fork=true needs Linux"):
+        forks(asked)

@@ -56,7 +56,7 @@ class Launched:
         return self.run()
 
     def ranks(self) -> list[psutil.Process]:
-        """The rank processes."""
+        """The rank processes, and the server that forked them, if one did."""
         return psutil.Process(self.process.pid).children()
 
     def end(self) -> str:
@@ -91,7 +91,8 @@ def numbers(run: RunDir) -> list[tuple[object, ...]]:
 
 
 def test_kill_9_of_a_random_rank(launch):
-    launched = launch("train.steps=100000")
+    """Of ranks that were started one by one; forked ones are killed in test_forking.py."""
+    launched = launch("train.steps=100000", "launch.fork=false")
     run = launched.await_steps(3)
     ranks = launched.ranks()
     victim = random.choice(ranks)
@@ -131,7 +132,7 @@ def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(la
     assert lost.state is State.lost
     assert len(read_metrics(run.metrics)) < 150
 
-    both = launch("-m", "train.steps=150", "train.replicate=0,1", "launch.fork=true")
+    both = launch("-m", "train.steps=150", "train.replicate=0,1")
     assert both.end().count("done, 150 steps") == 2
     assert run.attempts() == [0, 1, 2]
     twin = next(one for one in Store(both.root).runs() if one != run)
@@ -149,8 +150,9 @@ def final_weights(run: RunDir) -> str:
     return json.loads(run.summary.read_text())["final_weights"]
 
 
-def test_ctrl_c_ends_with_130(launch):
-    launched = launch("train.steps=100000")
+@pytest.mark.parametrize("fork", ["true", "false"])
+def test_ctrl_c_ends_with_130(launch, fork):
+    launched = launch("train.steps=100000", f"launch.fork={fork}")
     run = launched.await_steps(2)
     ranks = launched.ranks()
     launched.process.send_signal(signal.SIGINT)

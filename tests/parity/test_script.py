@@ -253,7 +253,7 @@ def test_it_really_finds_a_fault_of_the_engine_and_passes_without(
     cell = ["sharding=optim", "train.global_batch_size=8", "train.microbatch_size=2", "train.steps=3"]
     cell += ["data.seq_len=16", "model.num_layers=1", "ckpt=none", f"launch.root={tmp_path}", "study.name=s"]
     monkeypatch.chdir(ROOT)
-    both = ["-m", "fault=F01_duplicated_gradient,none", "launch.fork=true"]
+    both = ["-m", "fault=F01_duplicated_gradient,none"]
     subprocess.run([sys.executable, "run.py", *cell, *both], check=True, capture_output=True)
     control, arm = sorted((tmp_path / "s").glob("tiny*"), key=lambda path: "f01" in path.name)
     assert main(["compare", str(arm), str(control)]) == 1

@@ -364,10 +364,10 @@ def test_a_wrong_factor_is_found_in_a_real_history(project: Path) -> None:
 @pytest.mark.timeout(900)
 def test_a_fault_is_found_among_settings_by_real_runs(tmp_path: Path) -> None:
     faulty = ("fault=F01_duplicated_gradient", "engine.prefetch=0", "train.replicate=1")
-    small = (*SMALL, "launch.fork=true")
+
     root = tmp_path / "runs"
     store = Store(root)
-    ends = [str(store.create(compose([*small, f"launch.root={root}", *more])).path) for more in ((), faulty)]
+    ends = [str(store.create(compose([*SMALL, f"launch.root={root}", *more])).path) for more in ((), faulty)]
     done = harness(ROOT, "-m", "harness", "bisect", "--keys", *ends, "--root", str(root))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "\nfault.name=F01_duplicated_gradient for none is the smallest difference of 3 that flips" in done.stdout

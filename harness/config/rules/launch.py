@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.config.derived import against_forks
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Backend, Device, MeasureMode
+from harness.config.schema import Backend, Device
 
 
 @rule("mesh.world_size")
@@ -82,18 +83,9 @@ def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
 @rule()
 def forks_on_one_machine_untimed(request: Request) -> Iterator[Violation]:
     """A fork of a process that has touched a device is broken; one that shares pages is not what a benchmark times."""
-    config = request.config
-    if not config.launch.fork:
-        return
-    against = {
-        "cluster=slurm": config.cluster.backend is Backend.slurm,
-        "cluster.device=cuda": config.cluster.device is Device.cuda,
-        "measure=bench": config.measure.mode is MeasureMode.bench,
-        "launch.inline=true": config.launch.inline,
-    }
-    for setting in (name for name, given in against.items() if given):
+    for setting in against_forks(request.config) if request.config.launch.fork else ():
         yield Violation(
-            "launch.fork=true", f"is for untimed CPU runs on this machine, not for {setting}", fix="launch.fork=false"
+            "launch.fork=true", f"is for untimed CPU runs on this machine, not for {setting}", fix="launch.fork=null"
         )
 
 

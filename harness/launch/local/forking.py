@@ -1,5 +1,5 @@
-"""Ranks that are forked from a process which has imported torch already (`launch.fork=true`): for studies of many short
-runs, where the imports of a rank take longer than its training.
+"""Ranks that are forked from a process which has imported torch already (`launch.fork`): the imports of a rank take
+longer than the training of a short run.
 
 A server a set of imports: its environment (threads, allocator) must be the rank's, because libraries read it when they
 are loaded, and its sources must be those that the run's digest tells. It lives as long as this process.
@@ -18,12 +18,36 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from harness.config.derived import against_forks
+from harness.config.schema import Config
 from harness.store.provenance import sources_digest
 
 PR_SET_CHILD_SUBREAPER = 36
 """prctl(2): descendants whose parents ended become this process's children."""
 
 REPLY_BYTES = 1 << 12
+
+
+def forks(config: Config) -> bool:
+    """Whether this run's ranks are forked: as `launch.fork` says; where it says nothing, wherever they can be.
+
+    Raises:
+        OSError: it says so, and this machine cannot.
+    """
+    if config.launch.fork is None:
+        return not against_forks(config) and adopts_orphans()
+    if config.launch.fork:
+        _adopt_orphans()
+    return config.launch.fork
+
+
+def adopts_orphans() -> bool:
+    """Whether this process can be the parent of what a fork server forks; if so, it is from now on."""
+    try:
+        _adopt_orphans()
+    except OSError:
+        return False
+    return True
 
 
 class Adopted:
@@ -105,11 +129,10 @@ def fork_server(environment: Mapping[str, str]) -> ForkServer:
     """The server of this environment and of the sources as they are now; made where there is none.
 
     Raises:
-        OSError: it cannot be started, or this is no Linux.
+        OSError: it cannot be started.
     """
     key = (sources_digest(), *sorted(environment.items()))
     if key not in _SERVERS:
-        _adopt_orphans()
         _SERVERS[key] = ForkServer(environment)
     return _SERVERS[key]
 

@@ -17,7 +17,7 @@ import psutil
 
 from harness.config.schema import Config
 from harness.launch.environment import child_environment, rank_environment, run_environment
-from harness.launch.local.forking import Adopted, fork_server
+from harness.launch.local.forking import Adopted, fork_server, forks
 from harness.store import failure
 from harness.store.failure import Failure
 from harness.store.placement import LEASH, PROGRESS
@@ -157,7 +157,7 @@ def start_ranks(
         for number in range(config.mesh.world_size):
             folder = run / "attempts" / str(attempt)
             variables = rank_environment(config, number, start=start, devices=tuple(devices), attempt=folder)
-            imports = run_environment(config) if config.launch.fork else None
+            imports = run_environment(config) if forks(config) else None
             ranks.append(_start_rank(run, attempt, number, variables, lock, imports))
     except BaseException:
         for rank in ranks:
