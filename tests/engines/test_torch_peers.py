@@ -10,7 +10,6 @@ import itertools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from harness.engines.adapters.fsdp1 import KNOWN_WARNINGS
 from harness.engines.base.sharded import units_of
 from harness.engines.protocol import Engine
 from tests.engines.peers import Awkward, AwkwardWorkload, Case, Record, accumulate, run_case, run_cases
+from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
 PEERS = (
@@ -97,7 +97,7 @@ GROUPS: dict[str, Callable[[int], list[Case]]] = {
 }
 
 
-@cache
+@once
 def _of_group(name: str, world_size: int) -> dict[Case, list[Record]]:
     """One group's cases of one world size, in one process group: records of all ranks."""
     cases = GROUPS[name](world_size)
@@ -111,7 +111,7 @@ def records(case: Case) -> list[Record]:
     return _of_group(name, case.world_size)[case]
 
 
-@cache
+@once
 def reference(case: Case) -> Record:
     return run_ranks(run_cases, 1, [case])[0][0]
 

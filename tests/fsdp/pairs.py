@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.fsdp import ShardedModel, Strategy, fully_shard
+from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = tuple(strategy.name for strategy in Strategy)
@@ -123,7 +124,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
-@cache
+@once
 def by_pair(function: Callable[..., Any], pairs: tuple[Pair, ...] = PAIRS) -> dict[Pair, list[Any]]:
     """What `function(rank, pair)` gives for each pair, by rank; four ranks, all pairs in one process group."""
     per_rank = run_ranks(over_pairs, 4, function, pairs)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.fsdp.awkward import Outcome, Setup, train_plain, train_sharded
-from tests.support.covering import Cover
+from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -39,7 +39,7 @@ ALIKE = (STRATEGIES[:2], STRATEGIES[2:])
 BITWISE = Cover(itertools.product((2, 3, 4), ALIKE, (False, True)), key=lambda case: case[0])
 
 
-@cache
+@once
 def outcomes(world_size: int, setups: tuple[Setup, ...]) -> dict[Setup, Outcome]:
     return dict(zip(setups, run_ranks(train_sharded, world_size, list(setups))[0], strict=True))
 

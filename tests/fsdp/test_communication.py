@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter, Row
 from tests.fsdp.trial import Case, batches, way_of
-from tests.support.covering import Cover
+from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -100,7 +99,7 @@ def _measure(rank: int, case: Case) -> Traffic:
     return traffic
 
 
-@cache
+@once
 def traffic(cases: tuple[Case, ...]) -> dict[Case, list[Traffic]]:
     """Case -> traffic of each rank."""
     per_rank = run_ranks(measure, cases[0].world_size, list(cases))

@@ -4,7 +4,6 @@ whose activations are recomputed, models that begin on the meta device."""
 from __future__ import annotations
 
 import itertools
-from functools import cache
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel
 from tests.fsdp.pairs import PAIRS, Block, Model, Pair, by_pair, close, data, loss_of, plain_gradients, same, shard
-from tests.support.covering import Cover
+from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
 WORLD = 4
@@ -103,7 +102,7 @@ def recomputing(rank: int, trials: list[tuple[Pair, str, type[Model]]]) -> list[
     return found
 
 
-@cache
+@once
 def recomputed(trials: tuple[tuple[Pair, str, type[Model]], ...]) -> dict[Any, tuple[list[str], ...]]:
     return dict(zip(trials, zip(*run_ranks(recomputing, WORLD, list(trials)), strict=True), strict=True))
 
@@ -127,7 +126,7 @@ COMPILED = Cover(
 """Compiling takes seconds; hooks, which it must not swallow, are those of the inner strategy."""
 
 
-@cache
+@once
 def compiled_pairs(pairs: tuple[Pair, ...]) -> dict[Pair, tuple[list[str], ...]]:
     world = 4 if pairs[0].outer else 2
     return dict(zip(pairs, zip(*run_ranks(compiling, world, list(pairs), world), strict=True), strict=True))

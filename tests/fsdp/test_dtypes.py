@@ -18,6 +18,7 @@ from harness.fsdp import MixedPrecisionPolicy, fully_shard_model
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.emulation import dtypes_of, emulate, summed_per_microbatch, summed_per_step, summing_of
 from tests.fsdp.trial import Case, Record, run_cases
+from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -88,7 +89,7 @@ def case_of(point: Point) -> Case:
 PAIRS, TRIPLES = ([case_of(point) for point in covering_set(triples)] for triples in (False, True))
 
 
-@cache
+@once
 def records(world_size: int, triples: bool) -> dict[Case, Record]:
     cases = [case for case in (TRIPLES if triples else PAIRS) if case.world_size == world_size]
     return dict(zip(cases, run_ranks(run_cases, world_size, cases)[0], strict=True))
@@ -223,7 +224,7 @@ SUMS = [
 ] + [Sum(strategy, torch.float32, torch.float32) for strategy in STRATEGIES]
 
 
-@cache
+@once
 def all_reduced() -> dict[Sum, list[tuple[Tensor, dict[str, int]]]]:
     per_rank = run_ranks(reduced, RANKS, SUMS)
     return {each: [found[index] for found in per_rank] for index, each in enumerate(SUMS)}

@@ -7,13 +7,12 @@ Twelve microbatches a step, of one sequence each, are dealt to 1, 2, 3, 4 or 6 r
 from __future__ import annotations
 
 import itertools
-from functools import cache
 
 import pytest
 import torch
 
 from tests.fsdp.trial import Case, Record, run_cases
-from tests.support.covering import Cover
+from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
 M = 12
@@ -45,7 +44,7 @@ CASES = Cover(
 )  # fmt: skip
 
 
-@cache
+@once
 def alone(model: str, optimizer: str, clip: float | None) -> Record:
     case = Case("single", "no_shard", 1, M, M, optimizer, clip, numerics="exact", steps=STEPS, model=model)
     return run_ranks(run_cases, 1, [case])[0][0]
@@ -55,7 +54,7 @@ def reference(case: Case) -> Record:
     return alone(case.model, case.optimizer, case.clip)
 
 
-@cache
+@once
 def records(cases: tuple[Case, ...]) -> dict[Case, list[Record]]:
     """Case -> its record on each rank, of cases of one number of ranks."""
     per_rank = run_ranks(run_cases, cases[0].world_size, list(cases))

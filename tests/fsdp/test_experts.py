@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.fsdp import MixedPrecisionPolicy, fully_shard
+from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
 WORLD, WIDTH, STEPS = 4, 6, 3
@@ -93,7 +94,7 @@ def train(rank: int) -> dict[tuple[Any, ...], dict[str, Any]]:
     return found
 
 
-@cache
+@once
 def trained() -> list[dict[tuple[Any, ...], dict[str, Any]]]:
     return run_ranks(train, WORLD)
 

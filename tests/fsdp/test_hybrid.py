@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
 
 import pytest
 import torch
 
 from tests.fsdp.test_oracle import check
 from tests.fsdp.trial import Case, Record, run_cases
-from tests.support.covering import Cover
+from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -50,7 +49,7 @@ ORDERED = Cover(itertools.product(MESHES, ("fp32", "bf16_comm"), (1, 2)), key=la
 """Mesh, dtypes and microbatches a rank; each is run by every pair."""
 
 
-@cache
+@once
 def records(cases: tuple[Case, ...]) -> dict[Case, list[Record]]:
     """Case -> its record on each rank, of cases of one number of ranks; tensors are on rank 0."""
     per_rank = run_ranks(run_cases, cases[0].world_size, list(cases))

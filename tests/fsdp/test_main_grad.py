@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy
 from tests.fsdp.pairs import PAIRS, STRATEGIES, WIDTH, Pair, data, same, shard
-from tests.support.covering import Cover
+from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
 WORLD, STEPS = 4, 2
@@ -143,7 +142,7 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [n for n in a if (a[n] - b[n]).abs().max() > 32 * 2.0**-24 * max(1e-3, float(a[n].abs().max()))]
 
 
-@cache
+@once
 def compared(trials: tuple[Trial, ...]) -> dict[Trial, tuple[list[str], ...]]:
     """What each rank found."""
     return dict(zip(trials, zip(*run_ranks(compare, WORLD, list(trials)), strict=True), strict=True))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest import mock
 
@@ -23,6 +22,7 @@ from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.update import optimizer
 from tests.fsdp.test_oracle import CLIP, check
 from tests.fsdp.trial import Case, Record, run_case
+from tests.support.covering import once
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
@@ -136,7 +136,7 @@ def visit_right(rank: int) -> list[Record]:
     return [run_case(rank, case) for case in dict.fromkeys(mutant.case for mutant in MUTANTS.values())]
 
 
-@cache
+@once
 def mutated() -> dict[str, tuple[Record | str, float]]:
     return run_ranks(visit, RANKS)[0]
 

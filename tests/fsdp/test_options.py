@@ -16,7 +16,7 @@ from harness.engines.registry import engine_class
 from harness.models.registry import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import Case, batches, way_of
-from tests.support.covering import Cover
+from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -98,7 +98,7 @@ Found = list[dict[str, Any]]
 """Of each of two ranks."""
 
 
-@cache
+@once
 def visit(cases: tuple[Case, ...]) -> dict[Case, Found]:
     per_rank = run_ranks(measure, 2, list(cases))
     return {case: [found[index] for found in per_rank] for index, case in enumerate(cases)}

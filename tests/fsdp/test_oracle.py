@@ -8,14 +8,13 @@ engine makes but the order of its sums, so a correct engine is about as far from
 from __future__ import annotations
 
 import itertools
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
 from tests.fsdp.trial import KEPT, Case, Record, run_cases
-from tests.support.covering import Cover
+from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -45,7 +44,7 @@ IN_16_BITS = Cover(
 )
 
 
-@cache
+@once
 def alone(case: Case) -> Record:
     return run_ranks(run_cases, 1, [case])[0][0]
 
@@ -55,7 +54,7 @@ def reference(case: Case, dtype: str) -> Record:
     return alone(case.reference(dtype))
 
 
-@cache
+@once
 def records(cases: tuple[Case, ...]) -> dict[Case, Record]:
     """Cases of one world size, in one process group."""
     return dict(zip(cases, run_ranks(run_cases, cases[0].world_size, list(cases))[0], strict=True))
@@ -117,7 +116,7 @@ def test_the_bounds_notice_a_wrong_scale(fault: float) -> None:
         check(wrong)
 
 
-@cache
+@once
 def ordered(world_size: int) -> dict[Case, Record]:
     cases = [
         Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 2)

@@ -41,6 +41,7 @@ from tests.fsdp.random_programs import (
     train_plain,
 )
 from tests.fsdp.test_oracle import FLOOR_ROUNDINGS, SLACK
+from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
 IN_CI = 56
@@ -114,7 +115,7 @@ def train_all(rank: int, programs: list[Program]) -> list[Record]:
     return [train(rank, program) for program in programs]
 
 
-@cache
+@once
 def trained_together(place: int) -> dict[int, list[Record]] | None:
     """Number -> record by rank, of all programs of one mesh in one process group; None where one of them failed."""
     programs = [draw(index) for index in INDICES if index % len(MESHES) == place]

@@ -6,7 +6,6 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -22,7 +21,7 @@ from harness.fsdp.runtime.readiness import Readiness
 from tests.fsdp.jitter import Branches, Branching, Delays, poisoned_buffers
 from tests.fsdp.pairs import Pair, arguments_of
 from tests.fsdp.trial import WAYS, Way
-from tests.support.covering import Cover
+from tests.support.covering import Cover, once
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
@@ -154,7 +153,7 @@ def disturbed(rank: int, size: int, trials: list[Trial]) -> list[str]:
     return [run_one(rank, size, case, disturbance).differs(calm[case]) for _, case, disturbance in trials]
 
 
-@cache
+@once
 def differences(trials: tuple[Trial, ...]) -> dict[Trial, tuple[str, ...]]:
     """Trial -> what each rank found, of trials of one number of ranks."""
     size = trials[0][0]

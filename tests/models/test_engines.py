@@ -16,6 +16,7 @@ from torch import Tensor
 
 from harness.models.registry import workload_for
 from tests.models.families import STEPS, Case, Outcome, filled, plain_run, run_cases
+from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -33,7 +34,7 @@ def cases(world_size: int) -> list[Case]:
     return found + [Case(model, world_size, 1, "optim_grads_params", dtype="fp64") for model in MODELS]
 
 
-@cache
+@once
 def outcomes(world_size: int) -> dict[Case, Outcome]:
     return dict(zip(cases(world_size), run_ranks(run_cases, world_size, cases(world_size))[0], strict=True))
 

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from functools import cache, wraps
+from typing import Any, TypeVar, cast
 
 import pytest
 
 Case = TypeVar("Case", bound=Hashable)
+Result = TypeVar("Result")
+BATCH = 32
+"""Cases of one visit, at most: a visit has to end within one test's limit of time."""
 Held = tuple[tuple[int, Hashable], ...]
 
 
@@ -37,7 +41,7 @@ class Cover(list[Case]):
 
     As a list it is all cases. `params` are the same for `pytest.mark.parametrize`: those that the covering part does
     not have are marked `full`. `batch` is what one visit of the ranks runs: cases of one key, of the covering part or
-    of the rest, so that `make test` does not run for one case what only `make test-all` asks for.
+    of the rest, so that `make test` does not run for one case what only `make test-all` asks for; at most `BATCH`.
     """
 
     def __init__(
@@ -59,8 +63,30 @@ class Cover(list[Case]):
 
     def batch(self, case: Case) -> tuple[Case, ...]:
         """The cases to run in one go with this one, itself included."""
-        return tuple(
+        alike = [
             other
             for other in self
             if (other in self._few) == (case in self._few) and self._key(other) == self._key(case)
-        )
+        ]
+        begin = alike.index(case) // BATCH * BATCH
+        return tuple(alike[begin : begin + BATCH])
+
+
+def once(function: Callable[..., Result]) -> Callable[..., Result]:
+    """`functools.cache` that remembers what was raised, too: cases of a visit that failed do not make it again."""
+
+    @cache
+    def outcome(*args: Hashable) -> tuple[Result | None, Exception | None]:
+        try:
+            return function(*args), None
+        except Exception as error:
+            return None, error
+
+    @wraps(function)
+    def remembered(*args: Hashable) -> Result:
+        result, error = outcome(*args)
+        if error is not None:
+            raise error
+        return cast(Result, result)
+
+    return remembered

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.covering import Cover, covering
+from tests.support.covering import BATCH, Cover, covering, once
 
 
 def pairs(points: list[tuple[int, ...]]) -> set[object]:
@@ -50,3 +50,25 @@ def test_what_is_not_covering_is_marked_full_and_run_apart() -> None:
 @pytest.mark.parametrize("many", [1000])
 def test_cases_met_twice_are_one(many: int) -> None:
     assert Cover([(1, 2)] * many).few == [(1, 2)]
+
+
+def test_a_visit_is_never_longer_than_a_batch() -> None:
+    cases = Cover(itertools.product(range(5 * BATCH), (1, 2)), key=lambda case: case[1])
+    batches = {cases.batch(case) for case in cases}
+    assert max(map(len, batches)) == BATCH
+    assert sorted(itertools.chain(*batches)) == sorted(cases)
+
+
+def test_what_failed_once_is_not_tried_again() -> None:
+    asked: list[int] = []
+
+    @once
+    def visit(case: int) -> int:
+        asked.append(case)
+        return 1 // case
+
+    for _ in range(3):
+        assert visit(1) == 1
+        with pytest.raises(ZeroDivisionError):
+            visit(0)
+    assert asked == [1, 0]
