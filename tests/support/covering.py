@@ -76,15 +76,15 @@ def once(function: Callable[..., Result]) -> Callable[..., Result]:
     """`functools.cache` that remembers what was raised, too: cases of a visit that failed do not make it again."""
 
     @cache
-    def outcome(*args: Hashable) -> tuple[Result | None, Exception | None]:
+    def outcome(*args: Hashable, **named: Hashable) -> tuple[Result | None, Exception | None]:
         try:
-            return function(*args), None
+            return function(*args, **named), None
         except Exception as error:
             return None, error
 
     @wraps(function)
-    def remembered(*args: Hashable) -> Result:
-        result, error = outcome(*args)
+    def remembered(*args: Hashable, **named: Hashable) -> Result:
+        result, error = outcome(*args, **named)
         if error is not None:
             raise error
         return cast(Result, result)
