@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from harness.fsdp.state.blank import entries_of as entries_of
     from harness.fsdp.state.row_shard import RowShard as RowShard
     from harness.fsdp.state.row_shard import local_of as local_of
+    from harness.fsdp.storage.parameter_access import ReleasedWeightError as ReleasedWeightError
     from harness.fsdp.update.norm import sum_of_squares as sum_of_squares
     from harness.fsdp.update.optimizer import ShardedOptimizer as ShardedOptimizer
     from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
@@ -78,6 +79,7 @@ _EXPORTS = {
         "RowShard",
         "local_of",
     ),
+    "storage.parameter_access": ("ReleasedWeightError",),
     "update.norm": ("sum_of_squares",),
     "update.optimizer": ("ShardedOptimizer",),
     "vocabulary": (

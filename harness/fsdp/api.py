@@ -112,6 +112,7 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: Opt) -> Opt:
     def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(each is not None for each in (*args[1:], *kwargs.values())):
             raise NotImplementedError("step(closure) is not built; run forward and backward before step()")
+        model._parts.weights.refuse_held()
         model.finish_grad_sync()
         if model.has_gradients:
             sharded.attach()

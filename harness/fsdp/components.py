@@ -13,6 +13,7 @@ from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.watchdog import Watches
 from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import HookDriver
 from harness.fsdp.runtime.installation import WeightInstaller
@@ -46,6 +47,7 @@ class Components:
     weights: WeightInstaller
     gradients: GradientSync
     watches: Watches
+    whole: WholeWeights
 
     @property
     def everyone(self) -> Communicator:

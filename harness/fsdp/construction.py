@@ -25,6 +25,7 @@ from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import HookDriver
 from harness.fsdp.runtime.installation import WeightInstaller
@@ -181,6 +182,7 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
         weights=weights,
         gradients=GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, everyone),
         watches=watches,
+        whole=WholeWeights(request.module, units, gather, hooks, weights, meshes),
     )
 
 

@@ -7,8 +7,8 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Unpack
 
 import torch
@@ -22,20 +22,20 @@ from harness.fsdp.construction import Request, build
 from harness.fsdp.megatron_arguments import resolve_classes
 from harness.fsdp.options import OptionKeywords, Options
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.state.access import StateAccess, refuse_state_dict
+from harness.fsdp.runtime.gathered import Wanted
+from harness.fsdp.state.access import StateAccess
 from harness.fsdp.state.named import ShardedState
 from harness.fsdp.storage.bucket import InitialValue
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.update import optimizer as optim
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
+from harness.fsdp.wrapper import FORWARD_METHODS, ModuleWrapper, is_sharded, mark_sharded, register_forward_method
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
 
-_MARK = "_sharded_by_harness"
 
-
-class ShardedModel(nn.Module):
+class ShardedModel(ModuleWrapper):
     """A module whose weights, gradients and optimizer state are split over the ranks of one or two axes.
 
     Args:
@@ -80,10 +80,9 @@ class ShardedModel(nn.Module):
         init_on_meta: bool = False,
         **chosen: Unpack[OptionKeywords],
     ) -> None:
-        super().__init__()
+        super().__init__(module)
         self.options = Options.of(chosen, type(self).__name__, DIRECT)
         _check(module, grad_divisor)
-        self.module = module
         self.strategy = Strategy.parse(strategy, "strategy")
         self.outer_strategy = OuterStrategy.parse(outer_strategy, "outer_strategy")
         reduces_each = not Placements.of(self.strategy, None).accumulates_locally
@@ -109,14 +108,8 @@ class ShardedModel(nn.Module):
         self.buckets = self._parts.buckets
         self._state = StateAccess(module, self.buckets, self._parts.weights, self._parts.gradients)
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
-        _mark(module)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> ShardedModel:
-        raise NotImplementedError("a sharded model cannot be cast or moved; give it its dtype and device before")
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        return self.module(*args, **kwargs)
+        mark_sharded(module)
+        self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
 
     # -- microbatches --------------------------------------------------------------------------------------------
 
@@ -174,6 +167,7 @@ class ShardedModel(nn.Module):
 
     def weight_norm(self) -> float:
         """Euclidean norm of all main weights over all ranks, each parameter counted once. *Collective.*"""
+        self._parts.weights.wait()
         return optim.weight_norm(self.buckets, self._parts.everyone, self.numerics)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -199,6 +193,37 @@ class ShardedModel(nn.Module):
             StepError: a RuntimeError: inside a backward.
         """
         self._parts.gradients.forget()
+
+    # -- whole weights ---------------------------------------------------------------------------------------------
+
+    def gathered(self, wanted: Wanted | Iterable[Wanted] | None = None) -> AbstractContextManager[None]:
+        """Have parameters whole in the body, in their compute dtype: to be read, and edited in place. *Collective.*
+
+        Edits count when the body ends, under every strategy; all ranks must make the same. Between uses whole weights
+        (`no_shard`, `optim`, `optim_grads`) may be read and edited outside as well. Takes the memory of the units they
+        lie in.
+
+        Args:
+            wanted: a module, a parameter, the name of either, or several of them; None is the whole model.
+
+        Raises:
+            ValueError: it is not the model's; or double_buffer has no room for so many units.
+            RuntimeError: inside the model's forward or backward; or a module or parameter was replaced in the body.
+            ReplicaDrift: ranks edited differently.
+        """
+        return self._parts.whole.gathered(wanted)
+
+    def register_forward_methods(self, *names: str) -> None:
+        """Let methods of the module besides `forward` run with weights that they find whole; "encoder.embed" is one of
+        a submodule. `generate` is registered from the start.
+
+        Each call is *collective*: all ranks must call it, and run the same units in it equally often.
+
+        Raises:
+            ValueError: the module has no such method.
+        """
+        for name in names:
+            register_forward_method(self.module, name, self._parts.hooks.run_as_forward)
 
     # -- its state -------------------------------------------------------------------------------------------------
 
@@ -306,13 +331,5 @@ class ShardedModel(nn.Module):
 def _check(module: nn.Module, grad_divisor: float | None) -> None:
     if grad_divisor is not None and not grad_divisor > 0:
         raise ValueError(f"grad_divisor={grad_divisor} must be positive")
-    if module.__dict__.get(_MARK, False):
+    if is_sharded(module):
         raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")
-
-
-def _mark(module: nn.Module) -> None:
-    """Remember that a module is sharded; from now on its parts refuse to hand out state, which would be pieces."""
-    module.__dict__[_MARK] = True
-    for each in module.modules():
-        each.register_state_dict_pre_hook(refuse_state_dict)
-        each.register_load_state_dict_pre_hook(refuse_state_dict)

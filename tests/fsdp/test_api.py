@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
 from harness.fsdp.api import fully_shard_optimizer
 from harness.fsdp.megatron_arguments import UNBUILT
+from harness.fsdp.storage.parameter_access import ReleasedWeightError
 from tests.support.spawn import run_ranks
 
 STRATEGIES = [strategy.name for strategy in Strategy]
@@ -172,12 +173,18 @@ def test_parameter_groups_keep_their_settings_and_schedulers_reach_them() -> Non
     assert not torch.equal(before["0.linear.weight"], after["0.linear.weight"])
 
 
-def test_released_weights_read_as_nan_in_their_shape() -> None:
+def test_released_weights_have_their_shape_and_no_values() -> None:
+    """Nothing of torch reads them; what gets past that finds NaN, and no stray address."""
     model = make()
     fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
     weight = model[0].linear.weight
     assert weight.shape == (6, 6)
-    assert weight.isnan().all()
+    with pytest.raises(
+        ReleasedWeightError, match=r"0\.linear\.weight of unit 0 .* torch\.Tensor\.isnan .*gathered\(\)"
+    ):
+        weight.isnan()
+    with torch._C.DisableTorchFunctionSubclass():
+        assert weight.isnan().all()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

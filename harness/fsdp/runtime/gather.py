@@ -98,6 +98,8 @@ class GatherPipeline:
         self._next = 0
         self._ran: list[Unit] = []
         self._late = False
+        self._held: set[str] = set()
+        self._dropped_while_held: set[str] = set()
         self.num_alive_peak = 0
 
     @property
@@ -158,9 +160,53 @@ class GatherPipeline:
                 self._wait_for_unshard(unit)
             if self._is(unit, WeightState.UNSHARDED):
                 self._reshard(unit)
+        self.wait_for_others()
+
+    def wait_for_others(self) -> None:
+        """Wait until other ranks have read this one's part of every gather, so that it may change."""
         with events.waiting(*(each.label for each in self._outgoing)):
             while self._outgoing:
                 self._outgoing.pop().wait()
+
+    @property
+    def holds(self) -> bool:
+        """Whether some unit's weights stay whole until they are let go."""
+        return bool(self._held)
+
+    def hold(self, units: Sequence[Unit]) -> list[Unit]:
+        """Have units whole until `let_go`, whatever begins and ends meanwhile; returns those that were not held.
+        *Collective.*
+
+        Raises:
+            ValueError: under double_buffer there is no room for them; none is held then.
+        """
+        found = [unit for unit in units if unit.name not in self._held]
+        for unit in sorted(found, key=lambda unit: self.order.index(unit) if unit in self.order else 0):
+            if unit not in self.order:
+                self._held.add(unit.name)
+                continue
+            if self._is(unit, WeightState.SHARDED):
+                self._dropped_while_held.add(unit.name)  # it was not whole before
+                if not all(bucket.has_room for bucket in unit.buckets):
+                    self.let_go(found)
+                    raise ValueError(
+                        f"unit {unit.name} cannot be whole together with the others that are wanted: double_buffer=True"
+                        " has room for two units. Ask for fewer at a time, or use double_buffer=False"
+                    )
+            self._start_unshard(unit)
+            if self._is(unit, WeightState.UNSHARDING):
+                self._wait_for_unshard(unit)
+            self._held.add(unit.name)
+        return found
+
+    def let_go(self, units: Sequence[Unit]) -> None:
+        """Units that `hold` gave may be resharded; those that would have been meanwhile, or were before, are."""
+        for unit in units:
+            self._held.discard(unit.name)
+            if unit.name in self._dropped_while_held:
+                self._dropped_while_held.discard(unit.name)
+                if self._is(unit, WeightState.UNSHARDED):
+                    self._reshard(unit)
 
     def pass_turn(self, unit: Unit) -> None:
         """Bring the sweep past a unit that this rank is done with; others may still want its part of the weights."""
@@ -249,6 +295,9 @@ class GatherPipeline:
         weights.state = WeightState.UNSHARDED
 
     def _reshard(self, unit: Unit) -> None:
+        if unit.name in self._held:
+            self._dropped_while_held.add(unit.name)
+            return
         weights = self._weights[unit.name]
         weights.state, gathers = WeightState.SHARDED, weights.gathers
         weights.gathers = []

@@ -7,6 +7,10 @@ of the autograd engine.
 [Note: Backwards inside a forward] `autograd.grad` or `backward` in the model's own forward would release weights that
 the rest of the forward needs, and reduce gradients of half a model. The engine refuses it, as it refuses create_graph:
 a second differentiation would need weights that are released by then.
+
+[Note: Methods as forwards] A method such as `generate` runs modules without, or many times over, the model's forward.
+`run_as_forward` makes it one forward of the model, through which the root stays whole. Forwards of the model inside it
+are sweeps of their own, so that each token's units are fetched ahead; their end releases units and not the root.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Forward, ForwardState, Step
 from harness.fsdp.runtime.units import Unit
+from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 
 
@@ -92,6 +97,7 @@ class HookDriver:
             for gradients in unit.gradients:
                 gradients.discard()
             unit.readiness.post_backward()
+        self._rest()
         self.step.fail()
 
     def where(self) -> str:
@@ -109,21 +115,55 @@ class HookDriver:
         self.recover()
         if self.step.in_backward:
             return
+        if self.forward.in_model:  # see [Note: Methods as forwards]
+            self.forward.depth += 1
+            self.forward.with_gradients = torch.is_grad_enabled()
+        else:
+            self._begin_forward(with_gradients=torch.is_grad_enabled())
+        self.gather.pre_forward()
+
+    def _begin_forward(self, *, with_gradients: bool) -> None:
         if self.forward.state is not ForwardState.IDLE:  # one that raised left weights unsharded
             self.gather.reshard_all()
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.check_untouched()
-        self.forward.pre_forward(with_gradients=torch.is_grad_enabled())
-        self.gather.pre_forward()
+        for bucket in self._buckets():
+            if not self.gather.holds:  # which takes edits itself, from all ranks at once
+                bucket.adopt_edits()
+                bucket.check_unedited()
+            bucket.check_untouched()
+            bucket.use()
+        self.forward.pre_forward(with_gradients=with_gradients)
+
+    def _buckets(self) -> Iterator[Bucket]:
+        return (bucket for unit in self.units for bucket in unit.buckets)
+
+    def _rest(self) -> None:
+        for bucket in self._buckets():
+            bucket.rest()
 
     def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.step.in_backward:
             return
         leaves = _tensors_with_grad(output)
-        self.gather.post_forward(backward_follows=bool(leaves))
-        self.forward.post_forward()
+        inside = self.forward.depth > 0
+        self.gather.post_forward(backward_follows=bool(leaves) or inside)
+        if not inside:
+            self.forward.post_forward()
         self._watch_backward(self.units[0], leaves)
+
+    def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module that runs parts of it; see [Note: Methods as forwards]. *Collective.*"""
+        self.recover()
+        if self.forward.in_model or self.step.in_backward:
+            return method(*args, **kwargs)
+        root = self.units[0]
+        self._begin_forward(with_gradients=False)  # units called right here are not hidden from autograd's graph
+        try:
+            self.gather.pre_forward()
+            output = method(*args, **kwargs)
+            self._root_post_forward(root.modules[0], args, output)
+        finally:
+            self._forward_left(root, root.modules[0], args, None)
+        return output
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.gather.unshard(unit)
@@ -152,6 +192,8 @@ class HookDriver:
         """A forward is over, also by an exception."""
         if not self.step.in_backward:
             self.forward.left(unit.name)
+            if unit.is_root and not self.forward.in_model:
+                self._rest()
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self.step.in_backward:
@@ -180,6 +222,8 @@ class HookDriver:
         torch.autograd.Variable._execution_engine.queue_callback(end)
         if self.guard is not None:
             self.guard.begin_backward()
+        for bucket in self._buckets():
+            bucket.use()
         for unit in self.units:
             unit.readiness.pre_backward()
         self.gather.pre_backward()
@@ -268,6 +312,7 @@ class HookDriver:
         self.reduce.post_backward(reduce=self.step.plan.reduce_units)
         for unit in self.units:
             unit.readiness.post_backward()
+        self._rest()
         self.step.post_backward()
 
 

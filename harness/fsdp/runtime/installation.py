@@ -45,9 +45,11 @@ class WeightInstaller:
         """Bring main weights into the compute weights; unsharded ones are dropped. *Collective.*
 
         Raises:
-            RuntimeError: compute weights were edited in place, which the main weights would overwrite.
+            RuntimeError: compute weights were edited in place, which the main weights would overwrite; or some are held
+                whole by `gathered` or a method that runs as a forward.
             ReplicaDrift: see `harness.fsdp.guards.replicas.check_equal`.
         """
+        self.refuse_held()
         for bucket in self.buckets:
             bucket.check_unedited()
         self.gather.reshard_all()
@@ -59,9 +61,20 @@ class WeightInstaller:
             self.user_buffers.step_done()
         self.replicas.after_step()
 
+    def refuse_held(self) -> None:
+        """Raise RuntimeError where weights are held whole, which an update would not reach."""
+        if self.gather.holds:
+            raise RuntimeError(
+                "weights cannot be updated or loaded while model.gathered() or a method such as generate() holds them"
+                " whole: call optimizer.step() and load_state_dict() outside"
+            )
+
     def wait(self) -> None:
-        """Wait until other ranks have taken this rank's weights, so that these may change."""
+        """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
+        from now on."""
         with events.waiting():
             for each in self.pending:
                 each.wait()
         self.pending = []
+        for bucket in self.buckets if not self.gather.holds else ():
+            bucket.adopt_edits()

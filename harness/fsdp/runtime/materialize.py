@@ -112,6 +112,8 @@ def _reset(
     mesh: Mesh,
     device: torch.device,
 ) -> None:
+    for bucket, _ in (homes[id(param)] for param in params):
+        bucket.hand_over()
     held = [param.data for param in params]
     for param in params:
         param.data = torch.empty(param.shape, dtype=param.dtype, device=device)
@@ -122,4 +124,7 @@ def _reset(
         if id(param) not in done:
             done.add(id(param))
             bucket.set_value(slot, mesh.everyone.from_first(value, f"initial {slot.spec.name}"))
+    for bucket, _ in (homes[id(param)] for param in params):
+        bucket.point_at_weights()
+        bucket.rest()
         bucket.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to

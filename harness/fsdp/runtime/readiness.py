@@ -21,6 +21,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
+from harness.fsdp.storage.parameter_access import by_engine
+
 
 class Readiness:
     """What one unit waits for.
@@ -54,6 +56,7 @@ class Readiness:
         """Expect backwards to pass this identity on the inputs of a call."""
         self._calls.add(node)
 
+    @by_engine
     def pre_backward(self) -> None:
         """A backward begins: ask autograd what of this unit it will reach. Only inside a hook of that backward."""
         self._due_calls = {node for node in self._calls if _will_run(node)}

@@ -278,10 +278,18 @@ class Forward:
         """Units in whose forward the program is."""
         self.with_gradients = False
         """Whether the model's forward was called with gradients on."""
+        self.depth = 0
+        """How many forwards of the model run inside the outermost one."""
+
+    @property
+    def in_model(self) -> bool:
+        """Whether the program is in the model's forward, or in a method that stands for it."""
+        return self.root in self.running
 
     def pre_forward(self, *, with_gradients: bool) -> None:
         """The model's forward begins."""
         self.state, self.running, self.with_gradients = ForwardState.FORWARD, {self.root}, with_gradients
+        self.depth = 0
 
     def post_forward(self) -> None:
         """The model's forward came to its end."""
@@ -289,6 +297,9 @@ class Forward:
 
     def left(self, unit: str) -> None:
         """A unit's forward is over, also by an exception; the root's is the model's."""
+        if unit == self.root and self.depth:
+            self.depth -= 1
+            return
         self.running.discard(unit)
         if unit == self.root and self.state is ForwardState.FORWARD:
             self.state = ForwardState.RAISED

@@ -17,7 +17,8 @@ class Weights(Protocol):
     """What brings main weights into the compute weights."""
 
     def wait(self) -> None:
-        """Wait until other ranks have taken this rank's weights, so that these may change."""
+        """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
+        from now on."""
 
     def install(self) -> None:
         """Make main weights that were written count in the very next forward. *Collective.*"""
@@ -54,6 +55,7 @@ class StateAccess:
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
+        self.weights.wait()
         return self._in_model_order(flat.full_weights(self.buckets), self.buckets)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -115,6 +117,7 @@ class StateAccess:
         Raises:
             RuntimeError: there is no optimizer.
         """
+        self.weights.wait()
         return flat.local_state(self.buckets, _required(optimizer))
 
     def load_local_state(self, optimizer: ShardedOptimizer | None, values: Mapping[str, Tensor]) -> None:

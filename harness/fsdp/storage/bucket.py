@@ -23,6 +23,7 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.gradients import GradientPlan, Gradients, view_of
 from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.memory import placeholder
+from harness.fsdp.storage.parameter_access import HOME, Access, by_engine, give_access
 from harness.fsdp.storage.placement import WHOLE, Axis, On, Placements, route
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
@@ -92,6 +93,7 @@ class Bucket:
         self.dtypes = dtypes
         self.trainable = key.trainable
         self.params = params
+        self._classes = [type(param) for _, param in params]
         self.context = context
         self.memory = context.plan.memory
         self.placements = context.placements(trainable=self.trainable)
@@ -106,9 +108,11 @@ class Bucket:
         for slot, (each, param) in zip(self.layout.slots, params, strict=True):
             if initial is not None:
                 self.set_value(slot, initial(each, param.shape))
+            setattr(param, HOME, (each, name.removesuffix(f"/{key.label}")))
         self.point_at_weights()
         self._versions: list[int] = []
         self.forget_edits()
+        self.rest()
 
     @property
     def is_whole_everywhere(self) -> bool:
@@ -123,7 +127,7 @@ class Bucket:
         """Whether compute weights are whole between uses."""
         make = memory.persistent if self.is_resident else memory.transient
         self.compute = make(layout.bucket_numel, self.dtypes.compute)
-        self._views = [view_of(self.compute, layout.bucket_range(slot)[0], slot) for slot in layout.slots]
+        self._make_views()
         if not self.is_resident:
             memory.empty(self.compute)
         self._placeholders = [placeholder(p.shape, self.dtypes.compute, memory.device) for _, p in self.params]
@@ -133,6 +137,10 @@ class Bucket:
             numel = self.cuts.numel(placed.resting_weights)
             self.resting = self.compute if self.is_resident else memory.persistent(numel, self.dtypes.compute)
         self._build_main_weights()
+
+    def _make_views(self) -> None:
+        slots = self.layout.slots
+        self._views = [view_of(self.compute, self.layout.bucket_range(slot)[0], slot) for slot in slots]
 
     def _build_main_weights(self) -> None:
         stored = self.dtypes.main if self.trainable else self.dtypes.compute
@@ -209,14 +217,41 @@ class Bucket:
         """Give a released bucket storage; contents undefined until gathered."""
         self.memory.refill(self.compute)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether whole compute weights are here now."""
+        return self.memory.is_filled(self.compute)
+
+    @by_engine
     def point_at_weights(self) -> None:
-        """Let parameters be views of the compute bucket, or of one NaN while it has no storage."""
-        hollow = not self.memory.is_filled(self.compute)
+        """Let parameters be views of the compute bucket; or released, and one NaN, while it has no storage."""
+        is_whole = self.is_whole
         for (_, param), view, nothing in zip(self.params, self._views, self._placeholders, strict=True):
-            param.data = nothing if hollow else view
+            Tensor.data.__set__(param, view if is_whole else nothing)  # type: ignore[attr-defined] # whatever its class
+        self._give_access(Access.free if is_whole else Access.released)
+
+    def use(self) -> None:
+        """A forward or a backward runs: weights that are whole are in nobody's way."""
+        if self.is_whole:
+            self._give_access(Access.free)
+
+    def hand_over(self) -> None:
+        """Let the program do with parameters what it wants, whatever they hold, until `point_at_weights`."""
+        self._give_access(Access.free)
+
+    def rest(self) -> None:
+        """No forward and no backward runs: edits of weights that are whole must leave a trace."""
+        if self.is_whole:
+            self._give_access(Access.resting)
+
+    def _give_access(self, access: Access) -> None:
+        for (_, param), own in zip(self.params, self._classes, strict=True):
+            give_access(param, own, access)
 
     def release_weights(self) -> None:
-        """Drop gathered weights; parameters become NaN placeholders."""
+        """Drop gathered weights; nobody can read the parameters then."""
+        if not self.memory.fixed and self.memory.renew(self.compute):
+            self._make_views()
         self.memory.free(self.compute)
         self.point_at_weights()
 
@@ -249,9 +284,9 @@ class Bucket:
         """The compute bucket cut for an all-gather of the inner axis."""
         return self.cuts.inner_parts(self.compute)
 
+    @by_engine
     def check_untouched(self) -> None:
-        """Raise RuntimeError where somebody froze, unfroze, moved, cast or edited a parameter after it was sharded."""
-        self.check_unedited()
+        """Raise RuntimeError where somebody froze, unfroze, moved or cast a parameter after it was sharded."""
         for (name, param), view, nothing in zip(self.params, self._views, self._placeholders, strict=True):
             if param.requires_grad != self.trainable:
                 change = f"requires_grad is {param.requires_grad} now, and was {self.trainable}"
@@ -261,22 +296,59 @@ class Bucket:
                 continue
             raise RuntimeError(f"parameter {name} was changed after sharding: {change}; change it before sharding")
 
+    @property
+    def computes_with_main_weights(self) -> bool:
+        """Whether main weights are (a part of) the whole compute weights, so that an edit of these is one of them."""
+        return self.is_resident and self.main_storage is None
+
+    # -- edits by the program --------------------------------------------------------------------------------------
+
+    @by_engine
     def forget_edits(self) -> None:
-        """Take parameters as they are now for unedited: the engine itself has written to them."""
+        """Take parameters as they are now for unedited: the engine itself has written to them, or main weights know."""
         self._versions = [param._version for _, param in self.params]
 
-    def check_unedited(self) -> None:
-        """Raise RuntimeError where a parameter was edited in place and the next update would lose it.
+    @by_engine
+    def edited(self) -> list[str]:
+        """Parameters edited in place since, by themselves or their `data`, as far as torch's counters tell."""
+        pairs = zip(self.params, self._versions, strict=True)
+        return [name for (name, param), version in pairs if param._version != version]
 
-        Where the compute weights are the main weights an edit is kept. torch counts edits of the parameter itself (also
-        under no_grad); one through `.data` leaves no trace and is lost.
+    def adopt_edits(self) -> None:
+        """Let edits of weights that are whole between uses count: main weights in storage of their own take them."""
+        if self.is_resident and self.edited():
+            self.take_over(self.differing())
+            self.forget_edits()
+
+    def check_unedited(self) -> None:
+        """Raise RuntimeError where a parameter was edited in place and the next update or gather would lose it."""
+        edited = [] if self.computes_with_main_weights else self.edited()
+        if edited:
+            raise RuntimeError(
+                f"parameter {edited[0]} was edited in place after sharding, between a forward and the end of its step:"
+                f" its main weights ({self.dtypes.main}) do not know, and would overwrite it. Edit it inside"
+                " `with model.gathered():` before the forward, or after optimizer.step()"
+            )
+
+    def differing(self) -> list[Tensor]:
+        """Where this rank's compute weights are other bits than its main weights cast, bool, a tensor for each shard.
+
+        Only while compute weights are whole. None for main weights that are the compute weights.
         """
-        for (name, param), version in zip(self.params, self._versions, strict=True):
-            if param._version != version and self.main_storage is not None:
-                raise RuntimeError(
-                    f"parameter {name} was edited in place after sharding: its main weights ({self.dtypes.main}) do not"
-                    " know, and would overwrite it with the next update; edit it before sharding"
-                )
+        if self.computes_with_main_weights:
+            return []
+        pairs = zip(self._own_compute(), self.main_shards, strict=True)
+        return [_bits(seen) != _bits(main.detach().to(seen.dtype)) for seen, main in pairs]
+
+    def take_over(self, differing: Sequence[Tensor]) -> None:
+        """Let main weights be what the compute weights are at these places; elsewhere they keep all their bits."""
+        for seen, main, places in zip(self._own_compute(), self.main_shards, differing, strict=False):
+            main.detach().copy_(torch.where(places, seen.to(main.dtype), main.detach()))
+
+    def _own_compute(self) -> list[Tensor]:
+        """This rank's part of whole compute weights, where its main weights lie."""
+        own = self.cuts.own_shards(self.cuts.inner_shards(self.compute))
+        return [shard.to(self.main_shards[0].device) for shard in own]
 
     @property
     def grad_shards(self) -> list[Tensor]:
@@ -305,3 +377,8 @@ class Bucket:
                 padding += (tensor.numel() - numel) * tensor.itemsize
         gradients = {} if self.gradients is None else self.gradients.bytes_kept()
         return roles | gradients | {"padding": padding + gradients.get("padding", 0)}
+
+
+def _bits(values: Tensor) -> Tensor:
+    """The bits of each element, as integers."""
+    return values.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[values.itemsize])

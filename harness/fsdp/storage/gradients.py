@@ -27,6 +27,7 @@ from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.parameter_access import by_engine
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import GradBuffer
 
@@ -127,12 +128,14 @@ class Gradients:
         keeps = not reduces or self.plan.unsharded or self.plan.integers
         return self.dtypes.grads if keeps else self.dtypes.wire
 
+    @by_engine
     def expect(self) -> None:
         """Have autograd bring gradients in the dtype they wait in; storage is found when the first one arrives."""
         for param in self.params:
             if param.grad is None and param.grad_dtype != self.arriving:
                 param.grad_dtype = self.arriving
 
+    @by_engine
     def prepare(self) -> None:
         """Find flat storage for the gradients of this backward, and bring in those that are here already."""
         if self.concat:
@@ -170,6 +173,7 @@ class Gradients:
         self._views = [view_of(bucket, self.layout.bucket_range(slot)[0], slot) for slot in self.layout.slots]
         self._unwritten = set(range(len(self.params)))
 
+    @by_engine
     def adopt(self, index: int) -> None:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket."""
         param = self.params[index]
@@ -179,6 +183,7 @@ class Gradients:
             _adopt(param, self._views[index], fresh=index in self._unwritten)
         self._unwritten.discard(index)
 
+    @by_engine
     def written_by(self, index: int) -> Tensor:
         """The place of parameter `index`, for a kernel that adds to it itself; zeros where nothing has come yet."""
         self.prepare()
@@ -195,6 +200,7 @@ class Gradients:
                 self._views[index].zero_()
             self._unwritten = set()
 
+    @by_engine
     def drop(self) -> None:
         """Set every parameter's `.grad` to None."""
         for param in self.params:
@@ -216,6 +222,7 @@ class Gradients:
             self.drop()
         return bucket
 
+    @by_engine
     def _concatenated(self) -> Tensor:
         """Gradients copied together: for as long as that takes they exist twice."""
         bucket = self.memory.take(self.layout.bucket_numel, self.arriving)

@@ -162,6 +162,14 @@ class BucketMemory:
         self.live_bytes -= storage.nbytes()
         storage.resize_(0)
 
+    def renew(self, bucket: Tensor) -> bool:
+        """Give a bucket other storage where its own cannot be emptied any more, because numpy has seen it and may hold
+        it: that is freed when nobody does. Whether this was so; views are of the old storage then."""
+        if bucket.untyped_storage().resizable():
+            return False
+        bucket.set_(torch.empty_like(bucket).untyped_storage(), 0, bucket.shape, bucket.stride())
+        return True
+
     def reset_peak(self) -> None:
         """Let `peak_bytes` begin anew from what is alive now."""
         self.peak_bytes = self.live_bytes

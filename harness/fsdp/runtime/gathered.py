@@ -1,0 +1,163 @@
+"""Whole weights for the program itself, outside forward and backward: to be read, and edited.
+
+[Note: Edits of gathered weights] What was edited is told on leaving: torch counts edits of a parameter and of its
+`data`, and where main weights lie apart from the compute weights, this rank's own part shows others too (through numpy,
+say): it is no longer what the main weights give when cast. If any rank saw an edit, all compare the bits of all weights
+that were gathered; then each takes over the elements of its part that differ. Elements that nobody edited so keep the
+bits that the compute dtype does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.units import Unit
+from harness.fsdp.storage.bucket import Bucket
+
+Wanted = nn.Module | nn.Parameter | str
+"""A part of the model, or its dotted name, or that of a parameter."""
+
+
+class WholeWeights:
+    """Makes units whole for the program, and brings back what it edited.
+
+    Args:
+        module: whose names are used.
+        units: in forward order.
+        gather: keeps them whole meanwhile. hooks: tell whether a forward or a backward runs.
+        weights: install what was edited.
+        meshes: the ranks that must agree.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        gather: GatherPipeline,
+        hooks: HookDriver,
+        weights: WeightInstaller,
+        meshes: Meshes,
+    ) -> None:
+        self.module = module
+        self.units = units
+        self.gather = gather
+        self.hooks = hooks
+        self.weights = weights
+        self.meshes = meshes
+
+    @contextmanager
+    def gathered(self, wanted: Wanted | Iterable[Wanted] | None) -> Iterator[None]:
+        """See `harness.fsdp.model.ShardedModel.gathered`."""
+        units = self._units_of(wanted)
+        self._refuse_inside()
+        self.weights.wait()
+        held = self.gather.hold(units)
+        buckets = [bucket for unit in units for bucket in unit.buckets]
+        for bucket in buckets:
+            bucket.rest()
+        modules = self._modules()
+        try:
+            yield
+            self._refuse_replaced(modules)
+            edited = self._take_edits(buckets)
+        finally:
+            self.gather.let_go(held)
+            self.gather.wait_for_others()
+        if edited:
+            self.weights.install()
+
+    def _units_of(self, wanted: Wanted | Iterable[Wanted] | None) -> list[Unit]:
+        """The units of what is wanted.
+
+        Raises:
+            ValueError: it is not the model's.
+        """
+        if wanted is None:
+            return list(self.units)
+        several = [wanted] if isinstance(wanted, nn.Module | nn.Parameter | str) else list(wanted)
+        params = {id(param) for each in several for param in self._params_of(each)}
+        owned = {id(param): unit for unit in self.units for bucket in unit.buckets for _, param in bucket.params}
+        if not params <= owned.keys():
+            raise ValueError("gathered() was given a parameter or a module that is not the sharded model's")
+        found = {owned[each].name for each in params}
+        return [unit for unit in self.units if unit.name in found]
+
+    def _params_of(self, wanted: Wanted) -> list[nn.Parameter]:
+        if isinstance(wanted, nn.Parameter):
+            return [wanted]
+        if isinstance(wanted, nn.Module):
+            return list(wanted.parameters())
+        found = [p for name, p in self.module.named_parameters(remove_duplicate=False) if _lies_in(name, wanted)]
+        if not found:
+            raise ValueError(f"gathered({wanted!r}): the model has no parameter or module of that name with parameters")
+        return found
+
+    def _refuse_inside(self) -> None:
+        self.hooks.recover()
+        if self.hooks.forward.in_model or self.hooks.step.in_backward:
+            raise RuntimeError("gathered() inside the model's forward or backward: weights that run are whole already")
+
+    def _modules(self) -> list[tuple[str, int]]:
+        """What the module is made of, by name and identity."""
+        modules = [(name, id(part)) for name, part in self.module.named_modules(remove_duplicate=False)]
+        return modules + [(name, id(p)) for name, p in self.module.named_parameters(remove_duplicate=False)]
+
+    def _refuse_replaced(self, before: list[tuple[str, int]]) -> None:
+        now = self._modules()
+        if now != before:
+            changed = next(iter(name for name, _ in sorted(set(before) ^ set(now)) if name), "the module")
+            raise RuntimeError(
+                f"{changed} was replaced, added or removed inside gathered(): the sharded model keeps its own modules"
+                " and parameters. Edit values in place; do what rebuilds modules (merge_and_unload, say) before"
+                " sharding, or on a copy made of full_weights()"
+            )
+
+    def _take_edits(self, buckets: Sequence[Bucket]) -> bool:
+        """Let edits count on every rank; whether there were any. *Collective.*
+
+        Raises:
+            ReplicaDrift: ranks edited differently; none is kept where weights are not whole between uses.
+        """
+        differing = [bucket.differing() for bucket in buckets]
+        seen = any(bucket.edited() for bucket in buckets) or any(
+            bool(places.any()) for each in differing for places in each
+        )
+        everyone = self.meshes.dense.everyone
+        if not int(everyone.sum_scalars(_flag(seen, everyone.runtime.device), "edits of gathered weights")):
+            return False
+        try:
+            self._compare(buckets)
+        finally:
+            for bucket in buckets:
+                bucket.forget_edits()
+        for bucket, places in zip(buckets, differing, strict=True):
+            bucket.take_over(places)
+        return True
+
+    def _compare(self, buckets: Sequence[Bucket]) -> None:
+        for mesh in self.meshes:
+            of_mesh = [bucket for bucket in buckets if bucket.context.mesh is mesh]
+            views = [(bucket, named) for bucket in of_mesh for named in bucket.named_slices(bucket.compute)]
+            replicas = [Replica(bucket.name, named[1], partial(list, [named])) for bucket, named in views]
+            try:
+                check_equal(replicas, mesh.everyone, "after an edit inside gathered()")
+            except ReplicaDrift as error:
+                raise ReplicaDrift(f"{error}. All ranks must make the same edit inside gathered()") from None
+
+
+def _lies_in(name: str, wanted: str) -> bool:
+    return name == wanted or name.startswith(f"{wanted}.") or not wanted
+
+
+def _flag(value: bool, device: torch.device) -> Tensor:
+    return torch.tensor(int(value), dtype=torch.int64, device=device)

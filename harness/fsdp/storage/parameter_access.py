@@ -1,0 +1,212 @@
+"""What a parameter lets the program do with it, by where its weights are.
+
+[Note: The class of a parameter] The engine sets `param.__class__`; the object, and all that hold it, stay. *Free*: the
+class it came with, while a forward or a backward runs and its weights are whole; nothing is in torch's way. *Resting*:
+whole between forwards and backwards; its `data` counts edits as the parameter itself does, and what is assigned to it
+is copied in, so that no edit is lost without a word. *Released*: this rank holds a part of it only. What can be told
+without its values (shape, dtype, gradient, hooks) is; whatever would read or write them raises, also through views.
+Only Python sees the class: autograd, hooks and kernels of torch work on a released parameter as on any other. Code of
+the engine that handles parameters is marked `by_engine` and sees none of it either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from functools import cache, wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import resolve_name
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+HOME = "_fsdp_home"
+"""Attribute of a sharded parameter: its first name and its unit's, for messages."""
+
+
+class Access(Enum):
+    """What a parameter lets the program do; see [Note: The class of a parameter]."""
+
+    free = "everything, as its own class has it"
+    resting = "everything, and edits through `data` are counted"
+    released = "what needs no values"
+
+
+class ReleasedWeightError(RuntimeError):
+    """Something would read or write values of a weight of which this rank holds a part only."""
+
+
+def give_access(param: nn.Parameter, own: type, access: Access) -> None:
+    """Let a parameter, whose class was `own` before it was sharded, be used as far as `access` says."""
+    wanted = own if access is Access.free else _class(own, access)
+    if type(param) is not wanted:
+        param.__class__ = wanted
+
+
+def by_engine(function: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function of the engine: parameters of whatever access are plain tensors to it."""
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run
+
+
+@cache
+def _class(own: type, access: Access) -> type:
+    """A subclass of a parameter's class."""
+    base = _Released if access is Access.released else _Resting
+    name = f"{access.name.capitalize()}{own.__name__}"
+    return type(own)(name, (base, own), {"__module__": __name__})
+
+
+# -- whole, and nobody is computing ------------------------------------------------------------------------------------
+
+
+class _Resting:
+    """A parameter whose `data` shares its version counter."""
+
+    @property
+    def data(self) -> Tensor:
+        """The values, which may be edited in place."""
+        values: Tensor = self.detach()  # type: ignore[attr-defined]
+        return values
+
+    @data.setter
+    def data(self, given: Tensor) -> None:
+        """Copy values in.
+
+        Raises:
+            RuntimeError: they have another shape or dtype, or lie elsewhere.
+        """
+        held = self.data
+        if (given.shape, given.dtype, given.device) != (held.shape, held.dtype, held.device):
+            raise RuntimeError(
+                f"{_called(self)} was given .data of shape {tuple(given.shape)}, {given.dtype}, {given.device}; it is"
+                f" sharded with shape {tuple(held.shape)}, {held.dtype}, {held.device}, and keeps these: change them"
+                " before sharding"
+            )
+        held.copy_(given)
+
+    def __repr__(self) -> str:
+        shown = self.data.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
+        return f"{type(self).__mro__[2].__name__} containing:\n{shown!r}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A parameter of its own class, which no engine knows."""
+        own = type(self).__mro__[2]
+        if id(self) not in memo:
+            copied: Any = torch.Tensor._make_subclass(own, self.data.clone(), self.requires_grad)  # type: ignore[attr-defined]
+            memo[id(self)] = copied
+        return memo[id(self)]
+
+
+# -- released ----------------------------------------------------------------------------------------------------------
+
+
+def _named(names: str) -> Iterator[Any]:
+    return (getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name))
+
+
+_FROM_SHAPE = frozenset(_named("stride is_contiguous"))
+"""What gathered weights would say, and what stands in for them does not."""
+_METADATA = frozenset(
+    [
+        *(
+            each.__get__
+            for each in _named(
+                "shape dtype device layout requires_grad grad grad_dtype grad_fn is_leaf ndim itemsize nbytes names"
+                " name output_nr retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn"
+                " is_mps is_xla is_xpu is_nested _version _base _backward_hooks _post_accumulate_grad_hooks"
+            )
+        ),
+        *(each.__set__ for each in _named("requires_grad grad grad_dtype _backward_hooks _post_accumulate_grad_hooks")),
+        *_named(
+            "size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed"
+            " is_inference is_same_size __len__ __hash__ requires_grad_ register_hook"
+            " register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor"
+        ),
+        *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size),
+        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
+    ]
+)
+"""What needs no values."""
+_STAND_INS = frozenset([Tensor.data.__get__, Tensor.detach])  # type: ignore[attr-defined] # a descriptor of C
+"""What gives another tensor of the same values."""
+
+
+class _Released:
+    """A tensor whose values must not be used."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Tell what needs no values.
+
+        Raises:
+            ReleasedWeightError: for all the rest.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _METADATA:
+                return func(*args, **(kwargs or {}))
+            if func in _FROM_SHAPE:
+                return func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
+            if func in _STAND_INS:
+                return _stand_in(args[0])
+        raise ReleasedWeightError(_refusal(_first_released([args, kwargs]), resolve_name(func) or func.__name__))
+
+    def __repr__(self) -> str:
+        shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
+        return f"{type(self).__name__}({_called(self)}, shape {shape}, {dtype}, weights not gathered)"
+
+    __str__ = __repr__
+
+    def __format__(self, _: str) -> str:
+        return repr(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise ReleasedWeightError(_refusal(self, "copy.deepcopy"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ReleasedWeightError(_refusal(self, "pickling (torch.save)"))
+
+
+def _stand_in(released: Tensor) -> Tensor:
+    """What `data` and `detach()` give: as little of its values."""
+    made = released.detach()
+    made.__class__ = _class(Tensor, Access.released)
+    setattr(made, HOME, getattr(released, HOME, None))
+    return made
+
+
+def _first_released(values: Any) -> Any:
+    """The released tensor among arguments, lists of them included."""
+    found = None
+    if isinstance(values, _Released):
+        return values
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        found = next((each for each in map(_first_released, values) if each is not None), None)
+    return found
+
+
+def _called(param: Any) -> str:
+    name, unit = getattr(param, HOME, None) or ("?", "?")
+    return f"parameter {name} of unit {unit}"
+
+
+def _refusal(param: Any, by: str) -> str:
+    return (
+        f"{_called(param)} is used by {by} while its weights are not gathered: outside the forward and the backward of"
+        " its unit this rank holds a part of them only. Read or edit them inside `with model.gathered():`, on all"
+        " ranks; a method that runs modules must be one the engine knows, model.register_forward_methods(name); and"
+        " where one module's forward uses the weight of another (as attention may do with its projections), let the one"
+        " that uses it be the unit"
+    )

@@ -1,0 +1,161 @@
+"""What a sharded model shows of the module it wraps: as much as if it were the module.
+
+[Note: One set of names] Parameters, buffers and submodules go by the module's own names through the wrapper too, in
+`named_parameters()` as in `state_dict()` and `full_weights()`: "0.weight", never "module.0.weight". Attributes and
+methods that the wrapper does not have are the module's. Setting one that the module has sets it there; a name that
+neither has becomes the wrapper's own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp.state.access import refuse_state_dict
+
+FORWARD_METHODS = ("generate",)
+"""Methods that run a module's forward, or parts of it, known by name."""
+_MARK = "_sharded_by_harness"
+
+
+class ModuleWrapper(nn.Module):
+    """A module around another one, which it looks like; see [Note: One set of names].
+
+    Args:
+        module: whose attributes, methods and names it has.
+    """
+
+    module: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__dict__.get("_modules", ()):
+            return self._modules[name]
+        if name.startswith("__") or "module" not in self.__dict__.get("_modules", ()):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self._modules["module"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inner = self.__dict__.get("_modules", {}).get("module")
+        own = inner is None or name == "module" or name in self.__dict__ or hasattr(type(self), name)
+        if own or not hasattr(inner, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(inner, name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        """A part of a module that has parts by index or key, as nn.Sequential does."""
+        return self.module[key]  # type: ignore[index] # whether it has is the module's affair
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The module's parameters under its own names."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The module's buffers under its own names."""
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """The module, under the empty name, and its submodules."""
+        yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The module's own children."""
+        return self.module.named_children()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the module, and all in it, to training or evaluation."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
+        """Call `fn` on the module and all in it."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """What `to`, `cuda`, `float` and their like do: accepted where it changes nothing.
+
+        Raises:
+            NotImplementedError: a parameter or buffer would get another dtype, device or memory format.
+        """
+        for name, held in (*self.named_parameters(), *self.named_buffers()):
+            like = torch.zeros((2,) * held.dim(), dtype=held.dtype, device=held.device)
+            if fn(like) is not like:
+                raise NotImplementedError(
+                    f"a sharded model cannot be cast or moved, and {name} is {held.dtype} on {held.device}: give the"
+                    " module its dtype before sharding, and its device then or by `device`"
+                )
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copy()
+
+
+def mark_sharded(module: nn.Module) -> None:
+    """Remember that a module is sharded; from now on its parts refuse to hand out state, which would be pieces, and to
+    be copied or pickled, which the engine's hooks on them would be too."""
+    module.__dict__[_MARK] = True
+    for each in module.modules():
+        each.register_state_dict_pre_hook(refuse_state_dict)
+        each.register_load_state_dict_pre_hook(refuse_state_dict)
+        each.__dict__["__reduce_ex__"] = refuse_copy
+
+
+def register_forward_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:
+    """Replace a method, on the instance, by a call of `run` with it: "path.to.submodule.method".
+
+    Raises:
+        ValueError: there is no such method.
+    """
+    path, _, last = name.rpartition(".")
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError as error:
+        raise ValueError(f"{name!r}: {error}") from None
+    method = getattr(type(owner), last, None)
+    if not callable(method):
+        raise ValueError(f"{type(owner).__name__} has no method {last!r} to run as a forward")
+    owner.__dict__[last] = _as_forward(weakref.ref(owner), method, weakref.WeakMethod(run))
+
+
+def _as_forward(owner: weakref.ref[nn.Module], method: Callable[..., Any], run: Any) -> Callable[..., Any]:
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        engine = run()
+        return method(owner(), *args, **kwargs) if engine is None else engine(method, owner(), *args, **kwargs)
+
+    return call
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Whether `mark_sharded` was called with this module."""
+    return bool(module.__dict__.get(_MARK, False))
+
+
+def refuse_copy(*_: Any) -> None:
+    """Raise TypeError: instead of copy.deepcopy() and pickle."""
+    raise TypeError(
+        "a sharded model cannot be copied or pickled (copy.deepcopy, AveragedModel, torch.save(model)): its hooks,"
+        " collectives and flat storage are one of a kind. Save its state_dict() or full_weights(); copy the module"
+        " before sharding, and update the copy from full_weights() or inside gathered()"
+    )

@@ -1,0 +1,555 @@
+"""Weights that are not whole cannot be read, by any way torch has; gathered ones can, and what is edited is kept."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.fsdp import MixedPrecisionPolicy, ReleasedWeightError, ShardedModel, fully_shard
+from harness.fsdp.runtime.gathered import WholeWeights
+from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.step import Forward
+from harness.fsdp.storage import bucket, parameter_access
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.parameter_access import Access
+from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
+from tests.support.mutants import each
+from tests.support.spawn import run_ranks
+
+RANKS, ZERO3 = 2, "optim_grads_params"
+BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+
+
+class Marked(nn.Parameter):
+    """A parameter class of the program's own."""
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.scale = Marked(torch.full((6,), 0.7))
+        self.seen: set[type] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen |= {type(self.linear.weight), type(self.scale)}
+        return x + torch.tanh(self.linear(x)) * self.scale
+
+
+class Net(nn.Module):
+    """An encoder and a decoder of which methods besides forward run parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.embed, self.blocks = nn.Embedding(10, 6), nn.Sequential(Block(), Block(), Block())
+        self.frozen = nn.Parameter(torch.ones(6), requires_grad=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.blocks(self.embed(tokens)) * self.frozen
+        return F.linear(x, self.embed.weight)
+
+    def encode(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.blocks[1](self.blocks[0](self.embed(tokens)))
+        return x @ self.embed.weight.T
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor, length: int = 4) -> Tensor:
+        """Greedy: the model once a token, and parts of it before and after."""
+        found = []
+        for _ in range(length):
+            tokens = (self.encode(tokens) + self(tokens) @ self.embed.weight.mean(1)[:, None]).argmax(-1)
+            found.append(tokens)
+        return torch.stack(found)
+
+
+def built(strategy: str, *, narrow: bool = False, **more: Any) -> tuple[ShardedModel, torch.optim.Optimizer]:
+    module = Net().bfloat16() if narrow else Net()
+    more |= {"mixed_precision_policy": BF16} if narrow else {}
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    return fully_shard(module, optimizer, **{"fsdp_unit_modules": [Block], "zero_dp_strategy": strategy} | more)
+
+
+def tokens_of(rank: int) -> Tensor:
+    return (torch.arange(5) + 2 * rank) % 10
+
+
+def saved(value: Any) -> None:
+    torch.save(value, io.BytesIO())
+
+
+READS: dict[str, Callable[[Net], Any]] = {
+    "another layer's weight": lambda m: F.linear(torch.ones(1, 6), m.embed.weight),
+    "a method that is not forward": lambda m: m.encode(tokens_of(0)),
+    "a norm": lambda m: sum(p.square().sum() for p in m.parameters()),
+    "an average": lambda m: [torch.zeros_like(p).lerp_(p.detach(), 0.5) for p in m.parameters()],
+    "an average of data": lambda m: [torch.zeros_like(p).mul_(0.5).add_(p.data) for p in m.parameters()],
+    "many at once": lambda m: torch._foreach_norm([p for p in m.parameters() if p.requires_grad]),
+    "a vector": lambda m: nn.utils.parameters_to_vector(m.parameters()),
+    "numpy": lambda m: [p.detach().numpy() for p in m.parameters()],
+    "an index": lambda m: m.embed.weight[3],
+    "a copy": lambda m: copy.deepcopy(m.embed.weight),
+    "a clone": lambda m: m.embed.weight.clone(),
+    "out of place": lambda m: torch.zeros(10, 6).copy_(m.embed.weight),
+    "a tensor of numbers": lambda m: m.blocks[0].scale.tolist(),
+    "comparison": lambda m: torch.equal(m.embed.weight, m.embed.weight),
+    "its memory": lambda m: m.embed.weight.untyped_storage(),
+}
+
+
+def reading(rank: int, strategy: str) -> list[str]:
+    """What reads otherwise than in one process, and not because it is refused by name."""
+    model, _ = built(strategy)
+    plain = Net()
+    with torch.no_grad():
+        model(tokens_of(rank))
+    told = []
+    for name, read in READS.items():
+        try:
+            found = read(model.module)
+            told += [] if strategy != ZERO3 and alike(found, read(plain)) else [f"{name}: {found}"]
+        except ReleasedWeightError as error:
+            told += (
+                [] if strategy == ZERO3 and "parameter " in str(error) and "gathered()" in str(error) else [str(error)]
+            )
+    return told
+
+
+def alike(a: Any, b: Any) -> bool:
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(alike, a, b))
+    if isinstance(a, torch.UntypedStorage):
+        return True
+    return bool(torch.allclose(torch.as_tensor(a), torch.as_tensor(b)))
+
+
+def describing(rank: int, strategy: str) -> list[str]:
+    """What cannot be told of a parameter that needs no values."""
+    model, _ = built(strategy)
+    plain, told = Net(), []
+    for (name, mine), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        for what in ("shape", "dtype", "device", "requires_grad", "is_leaf", "grad", "ndim", "layout"):
+            told += [] if getattr(mine, what) == getattr(other, what) else [f"{name}.{what}"]
+        for call in ("size", "dim", "numel", "stride", "is_contiguous", "element_size", "__len__"):
+            told += [] if getattr(mine, call)() == getattr(other, call)() else [f"{name}.{call}()"]
+        told += [] if isinstance(mine, nn.Parameter) and torch.is_floating_point(mine) else [f"{name}: its class"]
+        told += [] if isinstance(mine, type(other)) else [f"{name}: its own class"]
+        told += [] if torch.zeros_like(mine).stride() == other.stride() else [f"{name}: zeros_like"]
+        told += [] if name in repr(mine) or strategy != ZERO3 else [f"{mine!r}"]
+        mine.register_hook(lambda gradient: gradient).remove() if mine.requires_grad else None
+    torch.optim.AdamW(model.parameters())
+    str(model)
+    return told
+
+
+def classes(rank: int, strategy: str) -> list[str]:
+    """Parameters have their own class while they are computed with, in the backward too."""
+    model, optimizer = built(strategy)
+    inside: set[type] = set()
+    handle = model.module.embed.register_full_backward_hook(lambda *_: inside.add(type(model.module.embed.weight)))
+    for _ in range(2):
+        model(tokens_of(rank)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    handle.remove()
+    seen = set().union(*(block.seen for block in model.module.blocks))
+    return [] if seen == {nn.Parameter, Marked} and inside == {nn.Parameter} else [str(seen | inside)]
+
+
+def methods(rank: int, strategy: str) -> list[str]:
+    """`generate` and a registered method against one process, on data of each rank's own, and a step through it."""
+    model, optimizer = built(strategy)
+    plain, told = Net(), []
+    for _ in range(2):
+        told += [] if torch.equal(model.generate(tokens_of(rank)), plain.generate(tokens_of(rank))) else ["generate"]
+    model.register_forward_methods("encode", "blocks.0.forward")
+    with torch.no_grad():
+        told += [] if torch.equal(model.encode(tokens_of(rank)), plain.encode(tokens_of(rank))) else ["encode"]
+    model.encode(tokens_of(rank)).square().mean().backward()
+    for other in range(RANKS):
+        (plain.encode(tokens_of(other)).square().mean() / RANKS).backward()
+    found = dict(model.full_gradients())
+    for name, param in plain.named_parameters():
+        right = torch.zeros_like(param) if param.grad is None else param.grad
+        told += [name] if param.requires_grad and not torch.allclose(found[name], right, atol=1e-6) else []
+    optimizer.step()
+    told += [] if model._parts.memory.live_bytes == 0 else ["memory is not given back"]
+    try:
+        model.register_forward_methods("nothing")
+        told.append("a method that is none")
+    except ValueError as error:
+        told += [] if "'nothing'" in str(error) else [str(error)]
+    return told
+
+
+def edited(rank: int, strategy: str, narrow: bool) -> list[str]:
+    """Edits inside `gathered` count, elements that were not edited keep every bit of their main weights."""
+    model, optimizer = built(strategy, narrow=narrow)
+    model(tokens_of(rank)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return _edited(model, rank) + _trains(model, optimizer, rank)
+
+
+def _edited(model: ShardedModel, rank: int) -> list[str]:
+    net, told = model.module, []
+    before = dict(model.full_weights())
+    with model.gathered():
+        for name, param in model.named_parameters():
+            told += [] if torch.equal(param, before[name].to(param.dtype)) else [f"{name} reads otherwise"]
+    told += [] if all(torch.equal(w, before[n]) for n, w in model.full_weights()) else ["reading has changed weights"]
+    with model.gathered():
+        with torch.no_grad():
+            net.embed.weight[2].mul_(2)
+        net.blocks[2].scale.data.fill_(0.25)
+        net.blocks[0].linear.bias.data = torch.full_like(net.blocks[0].linear.bias, 3)
+        net.blocks[1].linear.weight.detach().view(torch.uint8).numpy()[0] = 0  # torch counts no edit here
+        net.frozen.data[1:3] = 5
+        inside = model(tokens_of(rank)).detach()
+    right = {name: value.clone() for name, value in before.items()}
+    dtype = net.embed.weight.dtype
+    right["embed.weight"][2] = (before["embed.weight"][2].to(dtype) * 2).float()
+    right["blocks.2.scale"][:] = 0.25
+    right["blocks.0.linear.bias"][:] = 3
+    weight = right["blocks.1.linear.weight"]
+    weight[0] = torch.zeros_like(weight[0])
+    right["frozen"][1:3] = 5
+    after = dict(model.full_weights())
+    told += [name for name in right if not torch.equal(after[name], right[name])]
+    with torch.no_grad():
+        told += [] if torch.equal(model(tokens_of(rank)), inside) else ["the next forward does not see it"]
+    return told
+
+
+def _trains(model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int) -> list[str]:
+    """The next step begins where the edit has ended."""
+    before = dict(model.full_weights())
+    model(tokens_of(rank)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    moved = max(float((value - before[name]).abs().max()) for name, value in model.full_weights())
+    return [] if 0 < moved < 0.1 else [f"a step moves a weight by {moved}"]
+
+
+def outside(rank: int, strategy: str, narrow: bool) -> list[str]:
+    """Edits of whole weights between steps count; of others they are refused."""
+    model, optimizer = built(strategy, narrow=narrow)
+    net, told = model.module, []
+    edits: dict[str, Callable[[], Any]] = {
+        "data": lambda: net.embed.weight.data.clamp_(-0.3, 0.3),
+        "assigned": lambda: setattr(net.embed.weight, "data", net.embed.weight.data * 0.5),
+        "in place": lambda: torch.no_grad()(net.embed.weight.mul_)(2),
+    }
+    for name, edit in edits.items():
+        before = dict(model.full_weights())["embed.weight"]
+        seen = before.to(net.embed.weight.dtype)
+        right = {"data": seen.clamp(-0.3, 0.3), "assigned": seen * 0.5, "in place": seen * 2}[name]
+        try:
+            edit()
+        except ReleasedWeightError:
+            told += [] if strategy == ZERO3 else [f"{name} is refused"]
+            continue
+        told += [f"{name} is not refused"] if strategy == ZERO3 else []
+        after = dict(model.full_weights())["embed.weight"]
+        told += [] if torch.equal(after.to(seen.dtype), right) else [f"{name} is lost"]
+        same = right == seen
+        told += [] if torch.equal(after[same], before[same]) else [f"{name} costs bits of what it left alone"]
+        model(tokens_of(rank)).float().square().mean().backward()
+        edit()  # between backward and step
+        edge = dict(model.full_weights())["embed.weight"]
+        optimizer.step()
+        optimizer.zero_grad()
+        moved = float((dict(model.full_weights())["embed.weight"] - edge).abs().max())
+        told += [] if moved < 0.05 else [f"{name} before a step is lost: {moved}"]
+    return told
+
+
+def refusing(rank: int, strategy: str) -> list[str]:
+    """What `gathered` does not take, the same on all ranks; and that the model is as before."""
+    model, optimizer = built(strategy)
+    net = model.module
+    before = dict(model.full_weights())
+
+    def apart() -> None:
+        with model.gathered("blocks.1"):
+            if rank == 1:
+                net.blocks[1].scale.data[0] = 9
+
+    def replaced() -> None:
+        with model.gathered():
+            net.blocks[1] = Block()
+
+    def stepping() -> None:
+        model(tokens_of(rank)).square().mean().backward()
+        with model.gathered():
+            optimizer.step()
+
+    def within() -> None:
+        handle = net.blocks[0].register_forward_hook(lambda *_: model.gathered().__enter__())
+        try:
+            model(tokens_of(rank))
+        finally:
+            handle.remove()
+
+    def foreign() -> None:
+        with model.gathered(nn.Linear(2, 2)):
+            pass
+
+    def unknown() -> None:
+        with model.gathered("blocks.7"):
+            pass
+
+    told = []
+    wanted: dict[Callable[[], None], tuple[type[Exception], str]] = {
+        replaced: (RuntimeError, "blocks.1 was replaced"),
+        stepping: (RuntimeError, "call optimizer.step() and load_state_dict() outside"),
+        within: (RuntimeError, "inside the model's forward"),
+        foreign: (ValueError, "not the sharded model's"),
+        unknown: (ValueError, "blocks.7"),
+        apart: (RuntimeError, "All ranks must make the same edit"),
+    }
+    kept = net.blocks[1]
+    for call, (kind, says) in wanted.items():
+        try:
+            call()
+            told.append(f"{call.__name__} is taken")
+        except kind as error:
+            told += [] if says in str(error) else [f"{call.__name__}: {error}"]
+        net.blocks[1] = kept
+        model.zero_grad()
+    with torch.no_grad():
+        model(tokens_of(rank))  # a forward that raised leaves its weights to the next one
+    told += [] if strategy != ZERO3 or released(model) else ["something stays whole"]
+    after = dict(model.full_weights())
+    told += [
+        n
+        for n in before
+        if not torch.equal(before[n], after[n]) and not (n.startswith("blocks.1") and strategy != ZERO3)
+    ]
+    return told
+
+
+def released(model: ShardedModel) -> bool:
+    return not any(bucket.is_whole for bucket in model._parts.buckets)
+
+
+def in_parts(rank: int, strategy: str) -> list[str]:
+    """`gathered` of a part makes its units whole, and no other; in a double buffer as many as fit."""
+    told = []
+    model, _ = built(strategy)
+    for wanted in (
+        "blocks.1.linear",
+        model.module.blocks[1],
+        model.module.blocks[1].scale,
+        ["blocks.1", "blocks.1.scale"],
+    ):
+        with model.gathered(wanted):
+            whole = [bucket.name for bucket in model._parts.buckets if bucket.is_whole]
+            told += [] if strategy != ZERO3 or whole == ["blocks.1/float32"] else [f"{wanted}: {whole}"]
+            with model.gathered():
+                pass
+            told += [] if bool(model.module.blocks[1].scale.isfinite().all()) else ["gone after an inner one"]
+    model(tokens_of(rank)).sum().backward()
+    loss = model(tokens_of(rank)).sum() if strategy not in STRATEGIES[:2] else None
+    with model.gathered():
+        pass
+    if loss is not None:
+        loss.backward()  # what a backward needs is still there
+    try:
+        with model.gathered():
+            raise KeyError("body")
+    except KeyError:
+        pass
+    model.zero_grad()
+    told += [] if strategy != ZERO3 or released(model) else ["something stays whole"]
+    return told + _in_double_buffer(strategy)
+
+
+def _in_double_buffer(strategy: str) -> list[str]:
+    model, _ = built(strategy, double_buffer=True)
+    with model.gathered(["blocks.0", "blocks.1", "embed"]):
+        pass
+    if strategy != ZERO3:
+        return []
+    try:
+        with model.gathered():
+            return ["three units in two buffers"]
+    except ValueError as error:
+        told = [] if "double_buffer=True" in str(error) else [str(error)]
+    return told + ([] if released(model) else ["something stays whole"])
+
+
+CHECKS: dict[str, Callable[..., list[str]]] = {
+    each.__name__: each for each in (reading, describing, classes, methods, refusing, in_parts)
+}
+CHECKS |= {
+    f"{each.__name__} {kind}": lambda rank, strategy, each=each, narrow=narrow: each(rank, strategy, narrow)
+    for each, (kind, narrow) in itertools.product((edited, outside), (("fp32", False), ("bf16", True)))
+}
+
+
+def all_checks(rank: int) -> dict[tuple[str, str], list[str]]:
+    found = {}
+    for strategy, (name, check) in itertools.product(STRATEGIES, CHECKS.items()):
+        found[strategy, name] = check(rank, strategy)
+        dist.barrier()
+    return found
+
+
+@cache
+def found() -> list[dict[tuple[str, str], list[str]]]:
+    return run_ranks(all_checks, RANKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_weights_are_right_or_refused(strategy: str, check: str) -> None:
+    assert [of_rank[strategy, check] for of_rank in found()] == [[]] * RANKS
+
+
+def edited_under(rank: int) -> dict[str, list[str]]:
+    """Under every pair of strategies, on both axes."""
+    told = {}
+    for pair, narrow in itertools.product(PAIRS, (False, True)):
+        model, _ = built(pair.inner, narrow=narrow, **arguments_of(pair))
+        told[f"{pair} {narrow}"] = _edited(model, rank)
+        model.close()
+    return told
+
+
+def test_edits_count_under_every_pair_of_strategies() -> None:
+    for told in run_ranks(edited_under, 4):
+        assert not {pair: each for pair, each in told.items() if each}
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """breaks: the mistake. patch: makes it. check: which has to find it, under which strategy."""
+
+    breaks: str
+    patch: Callable[[], Any]
+    check: str
+    strategy: str = ZERO3
+
+
+_give = parameter_access.give_access
+
+
+def never_released(param: nn.Parameter, own: type, access: Access) -> None:
+    _give(param, own, Access.resting if access is Access.released else access)
+
+
+def never_resting(param: nn.Parameter, own: type, access: Access) -> None:
+    _give(param, own, Access.free if access is Access.resting else access)
+
+
+def always_resting(param: nn.Parameter, own: type, access: Access) -> None:
+    _give(param, own, Access.resting if access is Access.free else access)
+
+
+def takes_all(self: Bucket, differing: list[Tensor]) -> None:
+    for seen, main in zip(self._own_compute() if differing else [], self.main_shards, strict=False):
+        main.detach().copy_(seen)
+
+
+def of(where: Any, name: str, value: Any) -> Callable[[], Any]:
+    return lambda: mock.patch.object(where, name, value)
+
+
+MUTANTS = {
+    "reads NaN": Mutant(
+        "A released weight can be read, and is NaN", of(bucket, "give_access", never_released), "reading"
+    ),
+    "stand-ins are tensors": Mutant(
+        "The `data` of a released weight can be read, and is NaN",
+        of(parameter_access, "_stand_in", Tensor.detach),
+        "reading",
+    ),
+    "own class lost": Mutant(
+        "Weights that are computed with keep the class of those at rest",
+        of(bucket, "give_access", always_resting),
+        "classes",
+    ),
+    "root let go": Mutant(
+        "A forward of the model inside a method ends as one outside does",
+        of(Forward, "in_model", property(lambda self: False)),
+        "methods",
+    ),
+    "method as it is": Mutant(
+        "A registered method runs without the root",
+        of(HookDriver, "run_as_forward", lambda self, method, *a, **k: method(*a, **k)),
+        "methods",
+    ),
+    "edits dropped": Mutant(
+        "What is edited inside gathered() is dropped with the gathered weights",
+        of(WholeWeights, "_take_edits", lambda self, buckets: False),
+        "edited fp32",
+    ),
+    "low bits lost": Mutant(
+        "Main weights become what the narrow compute weights say, edited or not",
+        of(Bucket, "take_over", takes_all),
+        "edited bf16",
+    ),
+    "counted edits only": Mutant(
+        "Only edits that torch counts are looked for", of(Bucket, "differing", lambda self: []), "edited fp32"
+    ),
+    "own part only": Mutant(
+        "An edit of a part that another rank keeps is not looked for",
+        of(Bucket, "edited", lambda self: []),
+        "outside bf16",
+        "optim",
+    ),
+    "not compared": Mutant(
+        "Ranks may edit differently", of(WholeWeights, "_compare", lambda self, buckets: None), "refusing"
+    ),
+    "data leaves no trace": Mutant(
+        "An edit through `data` of a whole narrow weight is lost",
+        of(bucket, "give_access", never_resting),
+        "outside bf16",
+        "optim",
+    ),
+    "all units": Mutant(
+        "gathered() of a part makes the whole model whole",
+        of(WholeWeights, "_units_of", lambda self, wanted: list(self.units)),
+        "in_parts",
+    ),
+}
+
+
+def mutated(rank: int) -> dict[str, list[str]]:
+    found = {}
+    for name, mutant in MUTANTS.items():
+        with mutant.patch():
+            try:
+                found[name] = CHECKS[mutant.check](rank, mutant.strategy)
+            except Exception as error:
+                found[name] = [f"{type(error).__name__}: {error}"]
+        dist.barrier()
+    return found
+
+
+@cache
+def mutated_once() -> list[dict[str, list[str]]]:
+    return run_ranks(mutated, RANKS)
+
+
+@pytest.mark.parametrize(
+    "name", each("The engine, by what programs do with weights", [(name, m.breaks) for name, m in MUTANTS.items()])
+)
+def test_a_wrong_engine_is_found(name: str) -> None:
+    assert any(of_rank[name] for of_rank in mutated_once())
