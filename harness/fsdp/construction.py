@@ -6,6 +6,9 @@ buffers are registered in it.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -93,7 +96,18 @@ def build(request: Request) -> Components:
     units = _units(request, ground)
     components = _wire(request, ground, units)
     components.user_buffers.model_built()
+    parts = components.reduce, components.gather, components.weights, components.watches
+    weakref.finalize(components, _end, *parts).atexit = False
     return components
+
+
+def _end(reduce: ReducePipeline, gather: GatherPipeline, weights: WeightInstaller, watches: Watches) -> None:
+    """Nobody has the model any more: free nothing that other ranks are still taking, and end threads."""
+    with suppress(Exception):
+        reduce.discard()
+        gather.reshard_all()
+        weights.wait()
+    watches.close()
 
 
 def _ground(request: Request) -> Ground:
@@ -213,4 +227,15 @@ def _reductions_of(bucket: Bucket, request: Request, ground: Ground) -> Reductio
 
 def _watch(options: Options, meshes: Meshes, runtime: DeviceRuntime, hooks: HookDriver) -> Watches:
     groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
-    return watch_groups(groups, runtime, options.watchdog_timeout_s, options.check_collectives, hooks.where)
+    return watch_groups(groups, runtime, options.watchdog_timeout_s, options.check_collectives, _where(hooks))
+
+
+def _where(hooks: HookDriver) -> Callable[[], str]:
+    """What tells a watching thread where the program is, and keeps nothing alive."""
+    seen = weakref.ref(hooks)
+
+    def where() -> str:
+        found = seen()
+        return "after its model was deleted" if found is None else found.where()
+
+    return where

@@ -108,7 +108,7 @@ class ShardedModel(ModuleWrapper):
         self.buckets = self._parts.buckets
         self._state = StateAccess(module, self.buckets, self._parts.weights, self._parts.gradients)
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
-        mark_sharded(module)
+        mark_sharded(module, self._parts)
         self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
 
     # -- microbatches --------------------------------------------------------------------------------------------

@@ -111,10 +111,13 @@ class ModuleWrapper(nn.Module):
         refuse_copy()
 
 
-def mark_sharded(module: nn.Module) -> None:
-    """Remember that a module is sharded; from now on its parts refuse to hand out state, which would be pieces, and to
-    be copied or pickled, which the engine's hooks on them would be too."""
-    module.__dict__[_MARK] = True
+def mark_sharded(module: nn.Module, engine: object) -> None:
+    """Remember that a module is sharded, and keep the engine as long as the module is kept.
+
+    From now on its parts refuse to hand out state, which would be pieces, and to be copied or pickled, as the engine's
+    hooks on them would be too.
+    """
+    module.__dict__[_MARK] = engine
     for each in module.modules():
         each.register_state_dict_pre_hook(refuse_state_dict)
         each.register_load_state_dict_pre_hook(refuse_state_dict)
@@ -149,7 +152,7 @@ def _as_forward(owner: weakref.ref[nn.Module], method: Callable[..., Any], run: 
 
 def is_sharded(module: nn.Module) -> bool:
     """Whether `mark_sharded` was called with this module."""
-    return bool(module.__dict__.get(_MARK, False))
+    return _MARK in module.__dict__
 
 
 def refuse_copy(*_: Any) -> None:

@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from harness.engines.adapters.native import NativeEngine
 from harness.engines.protocol import Ranks
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, Strategy, fully_shard, fully_shard_model
+from harness.fsdp import (
+    MixedPrecisionPolicy,
+    ReleasedWeightError,
+    Strategy,
+    fully_shard,
+    fully_shard_model,
+)
 from harness.models.workload import LlamaWorkload
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
@@ -279,21 +285,30 @@ def edit(model: nn.Module) -> None:
         model[0].linear.weight.mul_(0.5)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:3])
-def test_an_edit_in_place_that_main_weights_would_overwrite_is_refused(strategy: str) -> None:
-    def build() -> tuple[nn.Module, ShardedModel, torch.optim.Optimizer]:
-        model = make().bfloat16()
-        return model, *fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_edit_in_place_is_kept_until_it_would_be_overwritten(strategy: str) -> None:
+    """Between steps narrow weights that are whole hand it on to their main weights; within an update nobody can."""
+    model = make().bfloat16()
+    wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     x = torch.ones(2, 6, dtype=torch.bfloat16)
-    model, wrapped, optimizer = build()
-    edit(model)
-    with pytest.raises(RuntimeError, match=r"0.linear.weight was edited in place .*torch.float32"):
-        wrapped(x)
-    model, wrapped, optimizer = build()
+    before = dict(wrapped.full_weights())["0.linear.weight"]
+    if strategy == "optim_grads_params":
+        with pytest.raises(ReleasedWeightError, match=r"0\.linear\.weight"):
+            edit(model)
+        with wrapped.gathered():
+            edit(model)
+    else:
+        edit(model)
+    after = dict(wrapped.full_weights())["0.linear.weight"]
+    assert after.dtype == torch.float32
+    assert torch.equal(after, (before.bfloat16() * 0.5).float())
     wrapped(x).sum().backward()
-    edit(model)
-    with pytest.raises(RuntimeError, match=r"0.linear.weight was edited in place"):
+
+    def late(*_: object) -> None:
+        model[2].weight.data.mul_(2)
+
+    optimizer.register_step_pre_hook(late)
+    with pytest.raises((RuntimeError, ReleasedWeightError), match=r"2\.weight .*gathered"):
         optimizer.step()
 
 

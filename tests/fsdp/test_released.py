@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -531,25 +532,29 @@ MUTANTS = {
 }
 
 
-def mutated(rank: int) -> dict[str, list[str]]:
+def mutated(rank: int) -> dict[str, tuple[list[str], float]]:
     found = {}
     for name, mutant in MUTANTS.items():
+        begin = time.perf_counter()
         with mutant.patch():
             try:
-                found[name] = CHECKS[mutant.check](rank, mutant.strategy)
+                told = CHECKS[mutant.check](rank, mutant.strategy)
             except Exception as error:
-                found[name] = [f"{type(error).__name__}: {error}"]
+                told = [f"{type(error).__name__}: {error}"]
+        found[name] = told, time.perf_counter() - begin
         dist.barrier()
     return found
 
 
 @cache
-def mutated_once() -> list[dict[str, list[str]]]:
+def mutated_once() -> list[dict[str, tuple[list[str], float]]]:
     return run_ranks(mutated, RANKS)
 
 
 @pytest.mark.parametrize(
     "name", each("The engine, by what programs do with weights", [(name, m.breaks) for name, m in MUTANTS.items()])
 )
-def test_a_wrong_engine_is_found(name: str) -> None:
-    assert any(of_rank[name] for of_rank in mutated_once())
+def test_a_wrong_engine_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    ranks = [of_rank[name] for of_rank in mutated_once()]
+    assert any(told for told, _ in ranks)
+    killed_in(max(seconds for _, seconds in ranks))

@@ -92,7 +92,7 @@ def test_a_backward_that_raises_is_forgotten_whole(strategy: str) -> None:
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
     x = torch.ones(2, 6)
     hidden = Boom.apply(wrapped.module[0](x))  # the upper units' backward is done when it raises
-    with pytest.raises(ArithmeticError):
+    with wrapped.gathered("2"), pytest.raises(ArithmeticError):
         wrapped.module[2](wrapped.module[1](hidden)).sum().backward()
     with pytest.raises(RuntimeError, match="last backward raised"):
         optimizer.step()
@@ -229,13 +229,13 @@ def test_what_would_be_ignored_is_refused() -> None:
 def test_parameters_changed_after_sharding_are_noticed(strategy: str) -> None:
     for change, says in (
         (lambda m: m[0].linear.weight.requires_grad_(False), "requires_grad is False now"),
-        (lambda m: m.double(), "no longer the engine's"),
+        (lambda m: m.double(), "keeps these: change them before sharding|Tensor.double while its weights"),
+        (lambda m: torch.utils.swap_tensors(m[0].linear.bias, nn.Parameter(torch.ones(6))), "no longer the engine's"),
     ):
         model = make()
         wrapped = fully_shard_model(model, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
-        change(model)
-        with pytest.raises(RuntimeError, match=says):
-            wrapped(torch.ones(2, 6))
+        with pytest.raises(RuntimeError, match=says):  # by the change, or by the forward that follows
+            change(model), wrapped(torch.ones(2, 6))
 
 
 def two_models(rank: int) -> list[float]:

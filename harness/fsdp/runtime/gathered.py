@@ -9,6 +9,7 @@ bits that the compute dtype does not have.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -48,12 +49,19 @@ class WholeWeights:
         weights: WeightInstaller,
         meshes: Meshes,
     ) -> None:
-        self.module = module
+        self._module = weakref.ref(module)
         self.units = units
         self.gather = gather
         self.hooks = hooks
         self.weights = weights
         self.meshes = meshes
+
+    @property
+    def module(self) -> nn.Module:
+        """The module, which outlives its engine."""
+        module = self._module()
+        assert module is not None
+        return module
 
     @contextmanager
     def gathered(self, wanted: Wanted | Iterable[Wanted] | None) -> Iterator[None]:

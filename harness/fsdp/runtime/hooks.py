@@ -18,7 +18,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Forward, ForwardState, Step
 from harness.fsdp.runtime.units import Unit
+from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 
@@ -68,12 +68,12 @@ class HookDriver:
     def _install(self, unit: Unit) -> None:
         for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
             for index, (name, param) in enumerate(bucket.params):
-                hook = partial(self._gradient_arrived, unit, gradients, index, name)
+                hook = WeakHook(self._gradient_arrived, unit, gradients, index, name)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
-                param.get_main_grad = partial(self._main_gradient, unit, gradients, index)  # type: ignore[attr-defined]
-        before = self._root_pre_forward if unit.is_root else partial(self._pre_forward, unit)
-        after = self._root_post_forward if unit.is_root else partial(self._post_forward, unit)
-        left = partial(self._forward_left, unit)
+                param.get_main_grad = WeakHook(self._main_gradient, unit, gradients, index)  # type: ignore[attr-defined]
+        before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
+        after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
+        left = WeakHook(self._forward_left, unit)
         for module in unit.modules:
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after))
@@ -126,10 +126,10 @@ class HookDriver:
         if self.forward.state is not ForwardState.IDLE:  # one that raised left weights unsharded
             self.gather.reshard_all()
         for bucket in self._buckets():
+            bucket.check_untouched()
             if not self.gather.holds:  # which takes edits itself, from all ranks at once
                 bucket.adopt_edits()
                 bucket.check_unedited()
-            bucket.check_untouched()
             bucket.use()
         self.forward.pre_forward(with_gradients=with_gradients)
 
@@ -140,7 +140,7 @@ class HookDriver:
         for bucket in self._buckets():
             bucket.rest()
 
-    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> None:
         if self.step.in_backward:
             return
         leaves = _tensors_with_grad(output)
@@ -160,9 +160,9 @@ class HookDriver:
         try:
             self.gather.pre_forward()
             output = method(*args, **kwargs)
-            self._root_post_forward(root.modules[0], args, output)
+            self._root_post_forward(None, args, output)
         finally:
-            self._forward_left(root, root.modules[0], args, None)
+            self._forward_left(root, None, args, None)
         return output
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -182,13 +182,13 @@ class HookDriver:
             return None
         # torch leaves Function.apply unannotated
         passed: tuple[Tensor, ...] = _PassedInputs.apply(  # type: ignore[no-untyped-call]
-            partial(self._passed_inputs, unit), *inputs
+            WeakHook(self._passed_inputs, unit), *inputs
         )
         unit.readiness.watch(passed[0].grad_fn)
         following = iter(passed)
         return _replaced(args, following), {key: _replaced((v,), following)[0] for key, v in kwargs.items()}
 
-    def _forward_left(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
         """A forward is over, also by an exception."""
         if not self.step.in_backward:
             self.forward.left(unit.name)
@@ -205,7 +205,7 @@ class HookDriver:
 
     def _watch_backward(self, unit: Unit, leaves: list[Tensor]) -> None:
         if leaves:
-            hook = partial(self._pre_backward, unit, self.step.num_updates)
+            hook = WeakHook(self._pre_backward, unit, self.step.num_updates)
             torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
 
     # -- backward ------------------------------------------------------------------------------------------------

@@ -8,8 +8,9 @@ one bucket.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from torch import nn
 
@@ -45,20 +46,30 @@ class UnitPlan:
 
 @dataclass(eq=False)
 class Unit:
-    """A unit at work. Its place in the list of units is its place in every order of collectives."""
+    """A unit at work. Its place in the list of units is its place in every order of collectives.
+
+    given: its modules, which keep it and not the other way round; see `harness.fsdp.runtime.weak_hooks`.
+    """
 
     name: str
-    modules: list[nn.Module]
+    given: InitVar[list[nn.Module]]
     buckets: list[Bucket]
     readiness: Readiness = field(init=False)
+    kept_by_engine = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, given: list[nn.Module]) -> None:
+        self._modules = [weakref.ref(module) for module in given]
         self.readiness = Readiness([param for bucket in self.trainable for _, param in bucket.params])
 
     @property
     def is_root(self) -> bool:
         """Whether this is the unit of everything that lies in no other."""
         return self.name == ROOT
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Its modules, in the order they run."""
+        return [module for each in self._modules if (module := each()) is not None]
 
     def labels(self, kind: str) -> list[Label]:
         """Labels of the collectives of one kind that move the unit."""

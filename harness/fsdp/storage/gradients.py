@@ -65,6 +65,8 @@ class GradientPlan:
 class Gradients:
     """Gradients of one bucket of trained parameters.
 
+    kept_by_engine: hooks look at it through weak references.
+
     Args:
         name: of the bucket, for messages.
         params: its parameters.
@@ -73,6 +75,8 @@ class Gradients:
         dtypes: of the bucket.
         plan: how gradients wait.
     """
+
+    kept_by_engine = True
 
     def __init__(
         self,

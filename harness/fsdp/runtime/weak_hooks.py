@@ -1,0 +1,47 @@
+"""Hooks that keep nobody alive.
+
+[Note: Who keeps whom] The module keeps the engine, so that a loop which goes on with the module alone still trains.
+The engine keeps units and parameters, and looks at the module itself through a weak reference; hooks, which torch keeps
+with modules, parameters and graphs, look so at the engine. Nothing of it is a cycle: when the program drops the
+`ShardedModel` and the module, every bucket is freed at once, without the garbage collector and without `close()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+
+class WeakHook:
+    """A bound method with first arguments, like functools.partial: of its object and of arguments that are marked
+    `weak` it keeps weak references.
+
+    Args:
+        method: bound to what must outlive the calls.
+        args: what it is called with, before what comes with a call.
+    """
+
+    __slots__ = ("_args", "_method")
+
+    def __init__(self, method: Callable[..., Any], *args: Any) -> None:
+        self._method = weakref.WeakMethod(method)
+        self._args = tuple(_Weak(each) if getattr(each, "kept_by_engine", False) else each for each in args)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it.
+
+        Raises:
+            RuntimeError: the engine is gone.
+        """
+        method = self._method()
+        if method is None:
+            raise RuntimeError(
+                "the sharded model that this module or tensor belonged to is gone: keep the ShardedModel, or the module"
+                " that was sharded, as long as its parts and outputs are used"
+            )
+        return method(*(each() if isinstance(each, _Weak) else each for each in self._args), *args, **kwargs)
+
+
+class _Weak(weakref.ref[Any]):
+    """A weak reference among arguments."""

@@ -1,0 +1,253 @@
+"""A sharded model is used as its module would be, under the module's names, and is gone when nobody has it any more."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness.fsdp import ShardedModel, fully_shard_model
+from harness.fsdp import construction as building
+from harness.fsdp.guards.watchdog import Watches
+from harness.fsdp.runtime import hooks
+from harness.fsdp.wrapper import ModuleWrapper
+from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, data, loss_of, shard
+from tests.support.mutants import each
+from tests.support.spawn import run_ranks
+
+RANKS = 2
+
+
+class Configured(Model):
+    """With what models of libraries have beside layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = {"use_cache": True}
+        self.scale = 1.0
+        self.gain = nn.Parameter(torch.ones(2))
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+
+@contextmanager
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def watched(model: ShardedModel) -> list[weakref.ref[Any]]:
+    tensors = [t for bucket in model.buckets for t in (bucket.compute, *bucket.main_shards, *bucket.grad_shards)]
+    return [weakref.ref(each) for each in (model, model.module, model._parts.hooks, *tensors)]
+
+
+def alive(seen: list[weakref.ref[Any]]) -> int:
+    return sum(each() is not None for each in seen)
+
+
+def deleting(rank: int, strategy: str) -> list[str]:
+    """Everything is freed with the last reference, outputs and threads that look on notwithstanding."""
+    told = []
+    for more in ({}, {"watchdog_timeout_s": 60.0}, {"double_buffer": True}):
+        with no_collector():
+            model = fully_shard_model(Model(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy, **more)
+            loss = loss_of(model, data(0, rank))
+            loss.backward()
+            other = loss_of(model, data(0, rank))  # a graph that nobody has differentiated
+            model.zero_grad()
+            seen = watched(model)
+            del model
+            told += [f"{more}: {alive(seen)} of {len(seen)} are kept"] if alive(seen) else []
+        del loss, other
+    model, optimizer = shard(Pair(strategy, ""))
+    loss_of(model, data(0, rank)).backward()
+    optimizer.step()
+    seen = watched(model)
+    del model, optimizer
+    gc.collect()
+    told += [f"with an optimizer {alive(seen)} of {len(seen)} are kept"] if alive(seen) else []
+    deadline = time.monotonic() + 10
+    while any("watchdog" in thread.name for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return told + [thread.name for thread in threading.enumerate() if "watchdog" in thread.name]
+
+
+def keeping(rank: int, strategy: str) -> list[str]:
+    """The module alone goes on training; a part of a model that is gone says so."""
+    model, other = (fully_shard_model(Model(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy) for _ in "ab")
+    module, block = model.module, other.module.blocks[0]
+    x = data(0, rank)
+    right = loss_of(other, x)
+    right.backward()
+    wanted = dict(other.full_gradients())
+    seen = weakref.ref(model._parts)
+    del model, other
+    gc.collect()
+    found = loss_of(module, x)
+    found.backward()
+    parts = seen()
+    assert parts is not None
+    parts.gradients.finish()
+    told = [] if torch.equal(found, right) else ["another loss"]
+    shards = [bucket.grad_shards for bucket in parts.buckets]
+    told += [] if any(bool(shard.any()) for each in shards for shard in each) and wanted else ["no gradient"]
+    try:
+        block(x)
+        told.append("a part of a model that is gone runs")
+    except RuntimeError as error:
+        told += [] if "is gone" in str(error) else [str(error)]
+    return told
+
+
+def naming(rank: int, strategy: str) -> list[str]:
+    """One set of names, attributes that reach the module, and what `to` may do."""
+    model = fully_shard_model(Configured(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    module, plain, told = model.module, Configured(), []
+    for what in ("named_parameters", "named_buffers", "named_modules", "named_children"):
+        mine, right = ([name for name, _ in getattr(each, what)()] for each in (model, plain))
+        told += [] if mine == right else [f"{what}: {mine}"]
+    own = [[name for name, _ in each.named_parameters(recurse=False)] for each in (model, plain)]
+    told += [] if own == [["gain"]] * 2 else [f"its own: {own[0]}"]
+    twice = [[name for name, _ in each.named_parameters(remove_duplicate=False)] for each in (model, plain)]
+    told += [] if twice[0] == twice[1] else ["tied names"]
+    told += [] if model.config is module.config and model.num_blocks() == 3 else ["what the module has"]
+    told += [] if model.get_parameter("blocks.0.up.weight") is module.blocks[0].up.weight else ["get_parameter"]
+    model.scale, model.note = 2.0, "mine"
+    told += [] if module.scale == 2.0 and "scale" not in model.__dict__ and not hasattr(module, "note") else ["setting"]
+    told += [] if not hasattr(model, "nothing") and not model.eval().module.training else ["what nobody has"]
+    told += [] if not any(each.training for each in model.modules()) and model.train().blocks.training else ["train"]
+    told += _moving(model)
+    for copying in (copy.deepcopy, lambda each: torch.save(each, io.BytesIO()), torch.optim.swa_utils.AveragedModel):
+        for part in (model, module, module.blocks[0]):
+            try:
+                copying(part)
+                told.append(f"{copying} of {type(part).__name__}")
+            except TypeError as error:
+                told += [] if "cannot be copied or pickled" in str(error) else [str(error)]
+    return told
+
+
+def _moving(model: ShardedModel) -> list[str]:
+    told = []
+    for call in (lambda: model.to("cpu"), lambda: model.to(torch.float32), model.float, model.cpu):
+        try:
+            told += [] if call() is model else ["to() gives another"]
+        except NotImplementedError as error:
+            told.append(f"a change of nothing: {error}")
+    for change in (model.double, model.bfloat16, lambda: model.to("meta"), lambda: model.to_empty(device="cpu")):
+        try:
+            change()
+            told.append(f"{change} is taken")
+        except NotImplementedError as error:
+            told += [] if "cannot be cast or moved" in str(error) else [str(error)]
+    return told
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {each.__name__: each for each in (deleting, keeping, naming)}
+
+
+def all_checks(rank: int) -> dict[tuple[str, str], list[str]]:
+    found = {}
+    for strategy in STRATEGIES:
+        for name, check in CHECKS.items():
+            found[strategy, name] = check(rank, strategy)
+            dist.barrier()
+    return found
+
+
+@cache
+def found() -> list[dict[tuple[str, str], list[str]]]:
+    return run_ranks(all_checks, RANKS)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_wrapper_is_as_its_module(strategy: str, check: str) -> None:
+    assert [of_rank[strategy, check] for of_rank in found()] == [[]] * RANKS
+
+
+MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "hooks keep the engine": (
+        "Hooks hold what they call, so that module and engine keep each other",
+        lambda: mock.patch.object(hooks, "WeakHook", partial),
+        "deleting",
+    ),
+    "watchdog keeps the engine": (
+        "The watching thread holds what it asks where the program is",
+        lambda: mock.patch.object(building, "_where", lambda driver: driver.where),
+        "deleting",
+    ),
+    "thread goes on": (
+        "Nobody tells the watching thread that its model is gone",
+        lambda: mock.patch.object(Watches, "close"),
+        "deleting",
+    ),
+    "engine dies with the wrapper": (
+        "The module does not keep its engine",
+        lambda: mock.patch("harness.fsdp.model.mark_sharded"),
+        "keeping",
+    ),
+    "names of the wrapper": (
+        "Parameters go by names that state_dict does not have",
+        lambda: mock.patch.object(ModuleWrapper, "named_parameters", nn.Module.named_parameters),
+        "naming",
+    ),
+    "set on the wrapper": (
+        "What is set through the wrapper does not reach the module",
+        lambda: mock.patch.object(ModuleWrapper, "__setattr__", nn.Module.__setattr__),
+        "naming",
+    ),
+    "moves": (
+        "A cast of the model is accepted, and does nothing",
+        lambda: mock.patch.object(ModuleWrapper, "_apply", lambda self, fn, recurse=True: self),
+        "naming",
+    ),
+}
+
+
+def mutated(rank: int) -> dict[str, tuple[list[str], float]]:
+    found = {}
+    for name, (_, patch, check) in MUTANTS.items():
+        begin = time.perf_counter()
+        with patch():
+            try:
+                told = CHECKS[check](rank, "optim_grads_params")
+            except Exception as error:
+                told = [f"{type(error).__name__}: {error}"]
+        found[name] = told, time.perf_counter() - begin
+        dist.barrier()
+    return found
+
+
+@cache
+def mutated_once() -> list[dict[str, tuple[list[str], float]]]:
+    return run_ranks(mutated, RANKS)
+
+
+@pytest.mark.parametrize(
+    "name", each("The engine, by what programs do with its wrapper", [(name, m[0]) for name, m in MUTANTS.items()])
+)
+def test_a_wrong_wrapper_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    ranks = [of_rank[name] for of_rank in mutated_once()]
+    assert any(told for told, _ in ranks)
+    killed_in(max(seconds for _, seconds in ranks))
