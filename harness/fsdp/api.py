@@ -92,11 +92,16 @@ def fully_shard_model(
     return model
 
 
-def fully_shard_optimizer(model: ShardedModel, optimizer: Opt) -> Opt:
+def fully_shard_optimizer(model: ShardedModel, optimizer: Opt, *, steps_unused: bool = False) -> Opt:
     """Let an optimizer built over the module's parameters update this rank's shards; returns the same object.
 
     Its parameter groups keep their settings and their number. `step` first finishes the gradients and afterwards
     refreshes the compute weights; `zero_grad` forgets the main gradients.
+
+    Args:
+        steps_unused: update a parameter that got a gradient on no rank in a step as if it had been zero: decay and
+            momentum move it then, as under engines whose gradients are one buffer. Else it is left alone, as one whose
+            `.grad` is None is by torch's optimizers.
 
     Raises:
         TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`; or the model has an optimizer
@@ -108,6 +113,7 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: Opt) -> Opt:
         optimizer, model.buckets, model.numerics, decoupled=model.options.use_decoupled_grad
     )
     model._sharded_optimizer = sharded
+    model._parts.gradients.usage.wanted = not steps_unused
 
     def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if any(each is not None for each in (*args[1:], *kwargs.values())):

@@ -73,10 +73,11 @@ class Components:
         return total
 
     def transport(self) -> dict[str, str]:
-        """How data moves between ranks on each axis of the dense mesh; keys of the outer one begin with outer_."""
+        """How data moves between ranks on each axis of the dense mesh (keys of the outer one begin with outer_), and
+        how ranks know which parameters none of them used."""
         dense = self.meshes.dense
         outer = {f"outer_{key}": value for key, value in dense.outer.transport().items()} if dense.outer else {}
-        return dense.inner.transport() | outer
+        return dense.inner.transport() | outer | self.gradients.usage.facts()
 
     def counters(self) -> dict[str, int]:
         """Peaks and totals so far; see `harness.fsdp.model.ShardedModel.counters`."""

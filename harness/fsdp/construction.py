@@ -36,8 +36,9 @@ from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_m
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.units import Unit, plan_units
+from harness.fsdp.runtime.usage import Group, Usage, make_usage
 from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, InitialValue
-from harness.fsdp.storage.gradients import GradientPlan
+from harness.fsdp.storage.gradients import GradientPlan, Gradients
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
@@ -160,15 +161,15 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
 
 def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     options, meshes, runtime = request.options, ground.meshes, ground.runtime
-    everyone = meshes.dense.everyone
     buckets = [bucket for unit in units for bucket in unit.buckets]
     trainable = [bucket for bucket in buckets if bucket.trainable]
-    guard = GradientGuard(trainable, everyone) if options.report_nan_in_param_grad else None
+    guard = GradientGuard(trainable, meshes.dense.everyone) if options.report_nan_in_param_grad else None
     step = Step(_step_shape(request, ground))
     gather = GatherPipeline(units, runtime, options.prefetch, options.prefetch_limit_bytes)
+    reductions = {bucket.name: _reductions_of(bucket, request, ground) for bucket in trainable}
     reduce = ReducePipeline(
         units,
-        {bucket.name: _reductions_of(bucket, request, ground) for bucket in trainable},
+        reductions,
         meshes,
         runtime,
         ground.memory,
@@ -181,6 +182,7 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     watches = _watch(options, meshes, runtime, hooks)
     replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
     weights = WeightInstaller(buckets, gather, ground.user_buffers, replicas, step)
+    usage = _usage(request, meshes, trainable, reductions)
     return Components(
         runtime=runtime,
         meshes=meshes,
@@ -194,7 +196,7 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
         reduce=reduce,
         hooks=hooks,
         weights=weights,
-        gradients=GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, everyone),
+        gradients=GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, usage),
         watches=watches,
         whole=WholeWeights(request.module, units, gather, hooks, weights, meshes),
     )
@@ -223,6 +225,15 @@ def _reductions_of(bucket: Bucket, request: Request, ground: Ground) -> Reductio
     if mesh.outer is None or not apart:
         return Reductions(inner)
     return Reductions(inner, make_reduction(mesh.outer, dtypes, numerics, integers))
+
+
+def _usage(request: Request, meshes: Meshes, trainable: list[Bucket], reductions: dict[str, Reductions]) -> Usage:
+    def held_by(mesh: Mesh) -> list[Gradients]:
+        return [b.gradients for b in trainable if b.context.mesh is mesh and b.gradients is not None]
+
+    groups = [Group(mesh.everyone, held_by(mesh)) for mesh in meshes]
+    each = [one for both in reductions.values() for one in (both.inner, both.outer) if one is not None]
+    return make_usage(groups, trainable, each, request.options.numerics)
 
 
 def _watch(options: Options, meshes: Meshes, runtime: DeviceRuntime, hooks: HookDriver) -> Watches:

@@ -123,16 +123,15 @@ def train_plain(world_size: int, setup: Setup, dtype: torch.dtype) -> Outcome:
     optimizer = make_optimizer(setup.optimizer, model)
     outcome = Outcome()
     for step in range(setup.steps):
-        optimizer.zero_grad(set_to_none=False)
-        for p in model.parameters():
-            if p.requires_grad:
-                p.grad = torch.zeros_like(p)
+        optimizer.zero_grad()
         for index in range(num_microbatches):
             loss = loss_of(model, *batch(step, index, setup.k, setup.diverging))
             (loss / num_microbatches).backward()
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
         if step == 0:
-            outcome.gradients = {n: p.grad.clone() for n, p in trained.items() if p.grad is not None}
+            outcome.gradients = {
+                n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in trained.items()
+            }
         outcome.norms.append(nn.utils.clip_grad_norm_(list(trained.values()), setup.clip).item())
         optimizer.step()
     outcome.weights = {n: p.detach().clone() for n, p in model.named_parameters()}

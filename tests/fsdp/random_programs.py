@@ -335,6 +335,7 @@ def train_plain(program: Program, summing: Summing, *, wide: bool = False) -> Re
     record = Record()
     for step in range(STEPS):
         found: dict[str, list[Tensor]] = {name: [] for name in main}
+        used: set[str] = set()
         record.losses.append([])
         for index in range(program.num_microbatches):
             loss = loss_of(module, program, step, index, wide=wide)
@@ -344,6 +345,7 @@ def train_plain(program: Program, summing: Summing, *, wide: bool = False) -> Re
             (loss * program.loss_scale).backward()
             for name, param in main.items():
                 gradient = named[name].grad
+                used |= set() if gradient is None else {name}
                 found[name].append(torch.zeros_like(param, dtype=grad_dtype) if gradient is None else gradient)
         summed = {name: summing(each, program.divisor).to(grad_dtype) for name, each in found.items()}
         if step == 0:
@@ -351,7 +353,7 @@ def train_plain(program: Program, summing: Summing, *, wide: bool = False) -> Re
         record.gradients.append({name: each.clone() for name, each in summed.items()})
         norm = _norm(list(summed.values()), program)
         record.norms.append(norm)
-        _update(program, optimizer, main, summed, norm)
+        _update(program, optimizer, main, {name: each for name, each in summed.items() if name in used}, norm)
         with torch.no_grad():
             for name, param in main.items():
                 named[name].copy_(param)
@@ -375,6 +377,8 @@ def _update(
 ) -> None:
     coefficient = 1.0 if program.clip is None else program.clip / (norm + 1e-6)
     for name, param in main.items():
-        gradient = gradients[name].mul(coefficient) if coefficient < 1.0 else gradients[name]
-        param.grad = gradient.to(param.dtype)
+        param.grad = None  # of what no microbatch used
+        if name in gradients:
+            gradient = gradients[name].mul(coefficient) if coefficient < 1.0 else gradients[name]
+            param.grad = gradient.to(param.dtype)
     optimizer.step()

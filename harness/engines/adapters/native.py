@@ -60,7 +60,8 @@ class NativeEngine(Engine):
         optimizer = optim.make_optimizer(
             config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=True
         )
-        self.optimizer = fully_shard_optimizer(self.model, optimizer)
+        # what no microbatch used is updated like all else under every engine here: peers cannot tell the difference
+        self.optimizer = fully_shard_optimizer(self.model, optimizer, steps_unused=True)
         create_state(self.optimizer)
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.fixed_point import beyond_message
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.guards.nonfinite import GradientGuard
@@ -13,6 +12,7 @@ from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Call, Step, StepState
 from harness.fsdp.runtime.units import Unit
+from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.storage.gradients import Gradients
 
 
@@ -27,7 +27,7 @@ class GradientSync:
         weights: waited for as well: the update that follows changes what other ranks may still be taking.
         guard: reports gradients that are not finite; None reports none.
         integers: under numerics=exact, how gradients are written as integers; else None.
-        everyone: all data-parallel ranks, which must agree on what they raise.
+        usage: finds out which parameters got no gradient; its ranks agree on what they raise, too.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class GradientSync:
         weights: WeightInstaller,
         guard: GradientGuard | None,
         integers: Integers | None,
-        everyone: Communicator,
+        usage: Usage,
     ) -> None:
         self.units = units
         self.step = step
@@ -48,7 +48,7 @@ class GradientSync:
         self.weights = weights
         self.guard = guard
         self.integers = integers
-        self.everyone = everyone
+        self.usage = usage
 
     def finish(self) -> None:
         """Wait for the step's reductions and scale the gradients, once. Further calls do nothing. *Collective.*
@@ -70,7 +70,7 @@ class GradientSync:
         self.drain()
         if self.guard is not None:
             self.guard.report()
-        self._check_range()
+        self._agree()
         self.reduce.finish()
         self.step.finished()
 
@@ -102,10 +102,12 @@ class GradientSync:
     def _gradients(self) -> list[Gradients]:
         return [gradients for unit in self.units for gradients in unit.gradients]
 
-    def _check_range(self) -> None:
-        """Raise OverflowError on all ranks if a gradient of any of them could not be written as an integer."""
+    def _agree(self) -> None:
+        """Find out with all ranks which parameters are unused; and raise OverflowError on all of them if a gradient of
+        any could not be written as an integer."""
         if self.integers is None:
+            self.usage.find()
             return
-        count = int(self.everyone.sum_scalars(self.integers.beyond.clone(), "gradients beyond the fixed point"))
+        count = self.usage.find(self.integers.beyond)
         if count:
             raise OverflowError(beyond_message(count, self.integers.fixed))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,7 +14,11 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.placement import WHOLE
 from harness.fsdp.update.optimizer import ShardedOptimizer
+from harness.fsdp.update.runs import FlatRun
 
+OPTIMIZER = "optimizer/"
+NOTHING = "nothing"
+"""In place of the entries of a run that no step has updated yet."""
 STEP_DTYPE = torch.float64
 """Plain numbers of an optimizer's state (torch keeps `step` as a tensor or a number) are saved as this."""
 
@@ -44,22 +50,30 @@ def _full(
 
 
 def local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> dict[str, Tensor]:
-    """This rank's main weights and optimizer state as flat tensors; keys name bucket, segment and range."""
+    """This rank's main weights and optimizer state as flat tensors; keys name bucket, segment and range.
+
+    A run that no step has updated yet has an empty tensor where others have state.
+    """
     state = {
         f"weights/{bucket.name}:{index}": shard.detach()
         for bucket in buckets
         for index, shard in enumerate(bucket.main_shards)
     }
-    for name, values, _ in optimizer.named_state():
+    moments = {
+        f"optimizer/{name}/": {key: value for key, value in values.items() if value is not None}
+        for name, values, _ in optimizer.named_state()
+    }
+    for run, values in moments.items():
         for key, value in values.items():
-            if value is not None:
-                is_tensor = isinstance(value, Tensor)
-                state[f"optimizer/{name}/{key}"] = value if is_tensor else torch.tensor(value, dtype=STEP_DTYPE)
+            state[run + key] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=STEP_DTYPE)
+        if not values and any(moments.values()):
+            state[run + NOTHING] = torch.empty(0)
     return state
 
 
 def load_local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer, state: Mapping[str, Tensor]) -> None:
-    """Put back what `local_state` gave on the same layout. Compute weights are the caller's to refresh.
+    """Put back what `local_state` gave on the same layout, wherever runs were cut then and are now; see [Note: Runs].
+    Compute weights are the caller's to refresh.
 
     Raises:
         ValueError: a key is missing, unexpected, or of another shape or dtype; nothing was loaded.
@@ -67,38 +81,100 @@ def load_local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer, sta
     weights = {
         f"weights/{bucket.name}:{index}": shard for bucket in buckets for index, shard in enumerate(bucket.main_shards)
     }
-    runs = {name: (values, weight) for name, values, weight in optimizer.named_state()}
-    moments = {key: value for key, value in state.items() if key.startswith("optimizer/")}
+    saved = saved_runs(state)
     problems = [f"missing {key}" for key in weights if key not in state]
-    problems += [f"unexpected {key}" for key in state if key not in weights and key not in moments]
-    for key, value in state.items():
-        target = weights[key] if key in weights else runs.get(_run_name(key), (None, None))[1]
-        problems += _mismatch(key, value, target)
-    held = {name: {key.rsplit("/", 1)[1] for key in moments if _run_name(key) == name} for name in runs}
-    complete = set().union(*held.values()) | {key for values, _ in runs.values() for key in values}
-    problems += [f"missing optimizer/{name}/{key}" for name in runs for key in complete - held[name] if moments]
+    problems += [f"unexpected {key}" for key in state if key not in weights and not key.startswith(OPTIMIZER)]
+    for key, shard in weights.items():
+        problems += _mismatch(key, state[key], shard.numel(), shard.dtype) if key in state else []
+    problems += check_runs(saved, optimizer)
     if problems:
         raise ValueError("state does not fit this layout, nothing was loaded: " + "; ".join(problems[:8]))
     for key, shard in weights.items():
         shard.copy_(state[key])
-    for values, _ in runs.values():
-        values.clear()
-    for key, value in moments.items():
-        values, weight = runs[_run_name(key)]
-        values[key.rsplit("/", 1)[1]] = value.to(weight.device if value.dim() else value.device, copy=True)
+    load_runs(saved, optimizer)
 
 
-def _run_name(key: str) -> str:
-    return key.removeprefix("optimizer/").rsplit("/", 1)[0]
+# -- runs --------------------------------------------------------------------------------------------------------------
 
 
-def _mismatch(key: str, value: Tensor, target: Tensor | None) -> list[str]:
-    if target is None:
-        return [f"unexpected {key}"] if key.startswith("optimizer/") else []
-    if key.startswith("optimizer/") and value.dim() == 0:
-        return []
-    if value.shape != target.shape:
-        return [f"{key} has shape {tuple(value.shape)}, not {tuple(target.shape)}"]
-    if value.dtype != target.dtype:
-        return [f"{key} has dtype {value.dtype}, not {target.dtype}"]
-    return []
+@dataclass(frozen=True)
+class SavedRun:
+    """What was saved of one run. where: its bucket and segment. begin, end: its place in the shard of the segment."""
+
+    name: str
+    where: str
+    begin: int
+    end: int
+    values: dict[str, Tensor]
+
+    def overlaps(self, flat: FlatRun) -> bool:
+        """Whether a run of the optimizer has elements in common with what was saved."""
+        return _where(flat) == self.where and self.begin < flat.run.end and flat.run.start < self.end
+
+    def part(self, flat: FlatRun) -> dict[str, Tensor]:
+        """Copies of what belongs to a run that lies within this one, where it belongs."""
+        begin, end = flat.run.start - self.begin, flat.run.end - self.begin
+        return {
+            key: value[begin:end].to(flat.weight.device, copy=True) if value.dim() else value.to(copy=True)
+            for key, value in self.values.items()
+            if key != NOTHING
+        }
+
+
+def saved_runs(state: Mapping[str, Tensor]) -> list[SavedRun]:
+    """The runs of a saved state, and those of its keys that name none, with no place."""
+    by_name: dict[str, dict[str, Tensor]] = {}
+    for key, value in state.items():
+        if key.startswith(OPTIMIZER):
+            name, entry = key.removeprefix(OPTIMIZER).rsplit("/", 1)
+            by_name.setdefault(name, {})[entry] = value
+    return [_saved_run(name, values) for name, values in by_name.items()]
+
+
+def _saved_run(name: str, values: dict[str, Tensor]) -> SavedRun:
+    found = re.fullmatch(r"(.*:\d+):(\d+)-(\d+)", name)
+    return SavedRun(name, *(found[1], int(found[2]), int(found[3])) if found else (name, 0, 0), values)
+
+
+def _where(flat: FlatRun) -> str:
+    return f"{flat.bucket.name}:{flat.run.segment}"
+
+
+def check_runs(saved: Sequence[SavedRun], optimizer: ShardedOptimizer) -> list[str]:
+    """What of saved runs does not fit the optimizer's."""
+    problems: list[str] = []
+    complete = {key for each in saved for key in each.values if key != NOTHING}
+    if saved:
+        complete |= {key for _, values, _ in optimizer.named_state() for key in values}
+    for each in saved:
+        fitting = [flat for flat in optimizer.runs if each.overlaps(flat)]
+        problems += [] if fitting else [f"unexpected {OPTIMIZER}{each.name}"]
+        if NOTHING not in each.values:
+            problems += [f"missing {OPTIMIZER}{each.name}/{key}" for key in complete - each.values.keys()]
+        for key, value in each.values.items():
+            if value.dim() and key != NOTHING and fitting:
+                problems += _mismatch(
+                    f"{OPTIMIZER}{each.name}/{key}", value, each.end - each.begin, fitting[0].weight.dtype
+                )
+    for flat in optimizer.runs if saved else ():
+        held = sum(min(e.end, flat.run.end) - max(e.begin, flat.run.start) for e in saved if e.overlaps(flat))
+        problems += [] if held == flat.run.end - flat.run.start else [f"missing {OPTIMIZER}{flat.name}"]
+    return problems
+
+
+def load_runs(saved: Sequence[SavedRun], optimizer: ShardedOptimizer) -> None:
+    """Cut the optimizer's runs where saved ones begin and end, and put back what was saved of each."""
+    for flat in list(optimizer.runs):
+        covering = [each for each in saved if each.overlaps(flat)]
+        for piece in optimizer.split_at(flat, {place for each in covering for place in (each.begin, each.end)}):
+            held = optimizer.optimizer.state[piece.weight]
+            held.clear()
+            for each in covering:
+                if each.overlaps(piece):
+                    held.update(each.part(piece))
+
+
+def _mismatch(key: str, value: Tensor, numel: int, dtype: torch.dtype) -> list[str]:
+    if value.shape != (numel,):
+        return [f"{key} has shape {tuple(value.shape)}, not {(numel,)}"]
+    return [f"{key} has dtype {value.dtype}, not {dtype}"] if value.dtype != dtype else []

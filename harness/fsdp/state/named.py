@@ -9,7 +9,8 @@ parameter, and belong to the caller until `adopt` takes them back.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,12 +19,13 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.mesh import Mesh
-from harness.fsdp.state.blank import entries_of
+from harness.fsdp.state.blank import COUNTERS, blank, entries_of
 from harness.fsdp.state.row_shard import RowShard
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.placement import REPLICATE, SHARD, On
-from harness.fsdp.update.optimizer import FlatRun, ShardedOptimizer
+from harness.fsdp.update.optimizer import ShardedOptimizer
+from harness.fsdp.update.runs import FlatRun, is_moment
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 COUNTER_DTYPE = torch.float32
@@ -35,28 +37,39 @@ class ShardedState:
     """tensors: key -> the state itself, or a copy of a counter. `adopt` is called when counters were written to."""
 
     tensors: dict[str, Tensor]
-    _counters: list[tuple[dict[str, Any], str, list[str]]] = field(default_factory=list)
-    """A run's state, the name of a counter in it, and the keys of its parameters' copies."""
+    _optimizer: ShardedOptimizer | None = None
 
     def adopt(self) -> None:
-        """Take the counters back.
+        """Take the counters back. A run whose parameters were not updated equally often is cut, see [Note: Runs]."""
+        for flat in [] if self._optimizer is None else list(self._optimizer.runs):
+            assert self._optimizer is not None
+            for piece in self._optimizer.split(flat, partial(self._counts, self._counters(flat))):
+                self._count_as(piece)
 
-        Raises:
-            ValueError: parameters that one run updates together have different counts; none was taken.
-        """
-        for _, entry, keys in self._counters:
-            values = {key: float(self.tensors[key]) for key in keys}
-            if len(set(values.values())) > 1:
-                raise ValueError(
-                    f"parameters that are updated together have different optimizer counters ({entry}):"
-                    f" {dict(list(values.items())[:4])}; this engine updates all of them in every step"
-                )
-        for held, entry, keys in self._counters:
-            value = self.tensors[keys[0]]
+    def _counts(self, counters: Sequence[str], _: int, slot: Slot) -> tuple[float, ...]:
+        return tuple(float(self.tensors[_key(slot, entry)]) for entry in counters)
+
+    def _counters(self, flat: FlatRun) -> list[str]:
+        """Names of a run's counters that were handed out."""
+        held = {} if self._optimizer is None else self._optimizer.optimizer.state.get(flat.weight, {})
+        counters = [entry for entry, value in held.items() if value is not None and not is_moment(value, flat.weight)]
+        return [entry for entry in counters if all(_key(slot, entry) in self.tensors for _, slot, _ in flat.members)]
+
+    def _count_as(self, piece: FlatRun) -> None:
+        if self._optimizer is None or not piece.members:
+            return
+        _, slot, _ = piece.members[0]
+        held = self._optimizer.optimizer.state.get(piece.weight, {})
+        for entry in self._counters(piece):
+            value = self.tensors[_key(slot, entry)]
             if isinstance(held[entry], Tensor):
                 held[entry].copy_(value)
             else:
                 held[entry] = type(held[entry])(value.item())
+
+
+def _key(slot: Slot, entry: str) -> str:
+    return f"{OPTIMIZER}{slot.spec.name}/{entry}"
 
 
 class ShardMap:
@@ -71,7 +84,7 @@ class ShardMap:
         Raises:
             NotImplementedError: ranks hold different experts under one name.
         """
-        found = ShardedState({WEIGHTS + name: shard for name, shard in self.weights(buckets).items()})
+        found = ShardedState({WEIGHTS + name: shard for name, shard in self.weights(buckets).items()}, optimizer)
         if optimizer is not None:
             self._add_optimizer(found, buckets, optimizer)
         return found
@@ -94,13 +107,13 @@ class ShardMap:
         for flat in optimizer.runs:
             runs.setdefault(id(flat.bucket), []).append(flat)
         entries = _entries(optimizer)
+        _complete(optimizer, entries)
         for bucket in (each for each in buckets if each.trainable):
             held = runs.get(id(bucket), [])
             for slot in bucket.layout.slots:
                 run = _run_of(bucket, slot, held)
                 state = {} if run is None else optimizer.optimizer.state.get(run.weight, {})
                 self._add_entries(found, bucket, slot, run, state, entries)
-        _note_counters(found, optimizer)
 
     def _add_entries(
         self,
@@ -111,16 +124,15 @@ class ShardMap:
         state: Mapping[str, Any],
         entries: Mapping[str, torch.dtype | None],
     ) -> None:
-        prefix = f"{OPTIMIZER}{slot.spec.name}/"
         if flat is None:  # no row of it lies here: the key is there all the same, for collective reads
             for entry, dtype in entries.items():
-                found.tensors[prefix + entry] = self._nothing(bucket, slot, dtype)
+                found.tensors[_key(slot, entry)] = self._nothing(bucket, slot, dtype)
             return
         for entry, value in state.items():
-            if isinstance(value, Tensor) and value.shape == flat.weight.shape:
-                found.tensors[prefix + entry] = self._shard(bucket, slot, value, flat.run.start)
+            if is_moment(value, flat.weight):
+                found.tensors[_key(slot, entry)] = self._shard(bucket, slot, value, flat.run.start)
             elif value is not None:
-                found.tensors[prefix + entry] = _counter(value)
+                found.tensors[_key(slot, entry)] = _counter(value)
 
     def _nothing(self, bucket: Bucket, slot: Slot, dtype: torch.dtype | None) -> RowShard:
         """No row of a moment, or (None) no copy of a counter: nothing to save here, and nothing to load."""
@@ -194,23 +206,34 @@ def _entries(optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:
     for flat in optimizer.runs:
         for entry, value in optimizer.optimizer.state.get(flat.weight, {}).items():
             if value is not None:
-                is_moment = isinstance(value, Tensor) and value.shape == flat.weight.shape
-                found[entry] = value.dtype if is_moment else None
-    if not optimizer.runs:  # nothing to look at: what torch's own keep
+                found[entry] = value.dtype if is_moment(value, flat.weight) else None
+    if not optimizer.runs or (optimizer.has_updated and not found):  # nothing to look at: what torch's own keep
         for group in optimizer.optimizer.param_groups:
             for entry in entries_of(optimizer.optimizer, group):
-                found[entry] = None if entry == "step" else COUNTER_DTYPE
+                found[entry] = None if entry in COUNTERS else COUNTER_DTYPE
     return found
 
 
-def _note_counters(found: ShardedState, optimizer: ShardedOptimizer) -> None:
+def _complete(optimizer: ShardedOptimizer, entries: Mapping[str, torch.dtype | None]) -> None:
+    """Give blank state to runs that no step has updated yet, where others have some: all ranks hand out equal keys.
+
+    Raises:
+        NotImplementedError: nothing is known of what the optimizer begins with.
+    """
     for flat in optimizer.runs:
-        names = [slot.spec.name for slot in flat.bucket.layout.slots if _run_of(flat.bucket, slot, [flat]) is flat]
-        state = optimizer.optimizer.state.get(flat.weight, {})
-        for entry, value in state.items():
-            is_counter = value is not None and not (isinstance(value, Tensor) and value.shape == flat.weight.shape)
-            if is_counter and names:
-                found._counters.append((state, entry, [f"{OPTIMIZER}{name}/{entry}" for name in names]))
+        held = optimizer.optimizer.state.get(flat.weight, {})
+        group = optimizer.optimizer.param_groups[flat.run.group]
+        if held or not entries:
+            continue
+        known = entries_of(optimizer.optimizer, group)
+        if not known:
+            raise NotImplementedError(
+                f"{flat.members[0][1].spec.name if flat.members else flat.name} has never been updated, and what"
+                f" {type(optimizer.optimizer).__name__} keeps of it before that is not known: save after a step that"
+                " uses it, or take local_state(), which resumes on the same layout"
+            )
+        for entry in known:
+            optimizer.optimizer.state[flat.weight][entry] = blank(entry, group, flat.weight, entries.get(entry))
 
 
 def _run_of(bucket: Bucket, slot: Slot, runs: Sequence[FlatRun]) -> FlatRun | None:

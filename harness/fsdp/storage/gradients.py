@@ -2,8 +2,8 @@
 
 [Note: First gradients] Flat gradient storage is not zeroed for autograd to add to: a parameter has no `.grad` until its
 first gradient of a bucket has arrived, which is copied over whatever its place held. Later ones are added in place.
-What never came is zeroed when the bucket is handed over. That saves a pass of writing and one of reading over all
-gradients.
+What never came is filled when the bucket is handed over: with zeros, whose sign says that it never came (see [Note:
+Negative zero]). That saves a pass of writing and one of reading over all gradients.
 
 [Note: Where sums wait] Three things may differ: the *unreduced* bucket that a backward fills, the *accumulated* sums
 over microbatches (and ranks), and the *main* gradients of the optimizer. How each lies is read from the bucket's
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import Slot
+from harness.fsdp.storage.marks import ABSENT, Marks
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine
 from harness.fsdp.storage.placement import Placements
@@ -99,6 +100,15 @@ class Gradients:
         self.concat = plan.buffer is GradBuffer.concat
         self.bucket: Tensor | None = None
         """Unreduced gradients, where there are any."""
+        self.marks: Marks | None = None
+        """Where gradients themselves say which parameters got none; None: something else does."""
+        self.came: set[int] = set()
+        """Parameters that this rank had a gradient of since gradients were last forgotten."""
+        self.unused: frozenset[int] = frozenset()
+        """Parameters without a gradient on any rank, once a step's gradients are finished, as far as this rank has rows
+        of them; by their place in the bucket."""
+        self._arrived: set[int] = set()
+        """Parameters that this rank had a gradient of since the bucket was last handed over."""
         self._unwritten: set[int] = set()
         self._views: list[Tensor] = []
         self._build()
@@ -153,7 +163,7 @@ class Gradients:
             self._view(bucket)
         for index, param in enumerate(self.params):
             if param.grad is not None or index not in self._unwritten:
-                self.adopt(index)
+                self.bring(index)
         self.expect()
 
     @property
@@ -180,6 +190,15 @@ class Gradients:
     @by_engine
     def adopt(self, index: int) -> None:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket."""
+        self._note_arrival(index)
+        self.bring(index)
+
+    def _note_arrival(self, index: int) -> None:
+        self._arrived.add(index)
+        self.came.add(index)
+
+    def bring(self, index: int) -> None:
+        """Let the gradient of parameter `index` lie in the bucket, wherever it landed."""
         param = self.params[index]
         if getattr(param, ADDED, False):
             param.grad, param.grad_added_to_main_grad = self._views[index], False  # type: ignore[attr-defined]
@@ -191,6 +210,7 @@ class Gradients:
     def written_by(self, index: int) -> Tensor:
         """The place of parameter `index`, for a kernel that adds to it itself; zeros where nothing has come yet."""
         self.prepare()
+        self._note_arrival(index)
         if index in self._unwritten:
             self._views[index].zero_()
             self._unwritten.discard(index)
@@ -198,10 +218,13 @@ class Gradients:
         return self._views[index]
 
     def settle(self) -> None:
-        """Zero the places of parameters that no gradient came for."""
+        """Fill the places of parameters that no gradient came for: with zeros, or with what says so."""
+        self._fill_unwritten(0.0 if self.marks is None else ABSENT)
+
+    def _fill_unwritten(self, value: float) -> None:
         if not self.concat:
             for index in self._unwritten:
-                self._views[index].zero_()
+                self._views[index].fill_(value)
             self._unwritten = set()
 
     @by_engine
@@ -220,6 +243,7 @@ class Gradients:
         if bucket is None:
             raise RuntimeError(f"bucket {self.name} has no gradients to reduce")
         self.settle()
+        self._mark(bucket)
         if not self.is_in_place:
             self.bucket = None
             self._views = []
@@ -230,12 +254,30 @@ class Gradients:
     def _concatenated(self) -> Tensor:
         """Gradients copied together: for as long as that takes they exist twice."""
         bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
-        bucket.zero_()
+        bucket.fill_(0.0 if self.marks is None else ABSENT)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             if param.grad is not None:
                 view_of(bucket, self.layout.bucket_range(slot)[0], slot).copy_(param.grad)
+        self._mark(bucket)
         self.drop()
         return bucket
+
+    def _mark(self, bucket: Tensor) -> None:
+        """Let what is handed over say which parameters this rank has gradients of."""
+        if self.marks is not None:
+            self.marks.stamp(bucket, self._arrived)
+        self._arrived = set()
+
+    def missing(self) -> set[int]:
+        """Parameters that this rank had no gradient of in this step."""
+        return set(range(len(self.params))) - self.came
+
+    def note_unused(self, unused: set[int]) -> None:
+        """Keep in mind which parameters got a gradient on no rank; what this rank holds of their sums becomes +0."""
+        self.unused = frozenset(unused)
+        for index in unused:
+            local = self.layout.local_slice(self.layout.slots[index], self.cuts.layout_rank)
+            self.own_shards[local.segment][local.offset : local.offset + local.numel].zero_()
 
     def claim(self) -> None:
         """Give the sums storage for what is to be put there, unless they have it."""
@@ -250,7 +292,7 @@ class Gradients:
 
     def settle_sums(self) -> None:
         """Let the gradients of a step without a backward be zeros."""
-        self.settle()
+        self._fill_unwritten(0.0)
         if not self.is_in_place:
             self.claim()
             self.sums.zero_()
@@ -265,6 +307,7 @@ class Gradients:
             self.sums.untyped_storage().resize_(0)
         if self.bucket is not None and not self.is_in_place:
             self.discard()
+        self._arrived, self.came, self.unused = set(), set(), frozenset()
         self.drop()  # a backward that was refused may have left one; views come back with the next backward
 
     def discard(self) -> None:

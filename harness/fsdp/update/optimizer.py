@@ -7,8 +7,8 @@ main weights. State starts untouched: no step is ever taken to create it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,34 +18,14 @@ from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.events import Label
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.layout import Run
+from harness.fsdp.storage.layout import Slot
 from harness.fsdp.update import order_free_norm
 from harness.fsdp.update.norm import sum_of_squares
+from harness.fsdp.update.runs import FlatRun, is_moment
 from harness.fsdp.vocabulary import Numerics
 
 ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"})
 """torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
-
-
-@dataclass
-class FlatRun:
-    """Elements of one bucket that one parameter group updates: a view of main weights, and one of main gradients."""
-
-    bucket: Bucket
-    run: Run
-    weight: Tensor
-
-    @property
-    def grad(self) -> Tensor:
-        """The run's main gradients, while there are any."""
-        return self.bucket.grad_shards[self.run.segment][self.run.start : self.run.end]
-
-    @property
-    def param_numel(self) -> int:
-        """Elements of parameters in it; the rest is padding."""
-        layout, place, run = self.bucket.layout, self.bucket.cuts.layout_rank, self.run
-        slices = (layout.local_slice(slot, place) for slot in layout.slots if slot.segment == run.segment)
-        return sum(each.numel for each in slices if run.start <= each.offset < run.end)
 
 
 class ShardedOptimizer:
@@ -82,6 +62,8 @@ class ShardedOptimizer:
         if optimizer.state:
             raise ValueError("the optimizer holds state already; shard before the first step, or load the state after")
         self.optimizer = optimizer
+        self.has_updated = False
+        """Whether gradients were handed to the optimizer, on any rank."""
         groups = _group_of(optimizer, buckets)
         self.runs = [flat for bucket in buckets if bucket.trainable for flat in _flat_runs(bucket, groups)]
         for index, group in enumerate(optimizer.param_groups):
@@ -90,12 +72,46 @@ class ShardedOptimizer:
                 group.update({name: False for name in ("fused", "foreach") if name in group})
 
     def attach(self) -> None:
-        """Give every run its main gradient as `.grad`, in the main weights' dtype, or `.decoupled_grad`, in its own."""
+        """Give every run its main gradient as `.grad`, in the main weights' dtype, or `.decoupled_grad`, in its own.
+
+        A run of parameters that got no gradient on any rank has None, as in plain torch: the optimizer leaves it alone.
+        """
+        self.has_updated = True
+        self._set_unused_apart()
         for flat in self.runs:
+            gradient = None if flat.is_unused else flat.grad
             if self.decoupled:
-                flat.weight.decoupled_grad = flat.grad  # type: ignore[attr-defined]
+                flat.weight.decoupled_grad = gradient  # type: ignore[attr-defined]
             else:
-                flat.weight.grad = flat.grad.to(flat.weight.dtype)
+                flat.weight.grad = None if gradient is None else gradient.to(flat.weight.dtype)
+
+    def _set_unused_apart(self) -> None:
+        for flat in list(self.runs):
+            if flat.bucket.gradients is not None and flat.bucket.gradients.unused:
+                self.split(flat, partial(_is_in, flat.bucket.gradients.unused))
+
+    def split(self, flat: FlatRun, kind: Callable[[int, Slot], Hashable]) -> list[FlatRun]:
+        """Cut a run for good where neighbouring parameters are of different kinds; the pieces, or the run itself."""
+        return self._replace(flat, flat.cut_between(kind))
+
+    def split_at(self, flat: FlatRun, places: set[int]) -> list[FlatRun]:
+        """Cut a run for good at places of the shard of its segment; the pieces, or the run itself."""
+        return self._replace(flat, flat.cut_at(places))
+
+    def _replace(self, flat: FlatRun, pieces: list[FlatRun]) -> list[FlatRun]:
+        """Let the optimizer step pieces in place of a run, see [Note: Runs]."""
+        if pieces == [flat]:
+            return pieces
+        state = self.optimizer.state.pop(flat.weight, {})
+        for piece in pieces:
+            if state:
+                self.optimizer.state[piece.weight] = flat.state_of(piece, state)
+        index = self.runs.index(flat)
+        self.runs[index : index + 1] = pieces
+        params: list[Tensor] = self.optimizer.param_groups[flat.run.group]["params"]
+        place = next(place for place, weight in enumerate(params) if weight is flat.weight)
+        params[place : place + 1] = [piece.weight for piece in pieces]
+        return pieces
 
     def detach(self) -> None:
         """Take the gradients away again."""
@@ -111,7 +127,7 @@ class ShardedOptimizer:
             per_element = sum(
                 value.itemsize
                 for value in self.optimizer.state.get(flat.weight, {}).values()
-                if isinstance(value, Tensor) and value.shape == flat.weight.shape
+                if is_moment(value, flat.weight)
             )
             total += per_element * flat.weight.numel()
             used += per_element * flat.param_numel
@@ -120,9 +136,11 @@ class ShardedOptimizer:
     def named_state(self) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
         """Per run: a name that tells bucket, segment and range, the optimizer's state of it, and the weights."""
         for flat in self.runs:
-            run = flat.run
-            name = f"{flat.bucket.name}:{run.segment}:{run.start}-{run.end}"
-            yield name, self.optimizer.state[flat.weight], flat.weight
+            yield flat.name, self.optimizer.state[flat.weight], flat.weight
+
+
+def _is_in(places: frozenset[int], place: int, _: Slot) -> bool:
+    return place in places
 
 
 def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
@@ -168,11 +186,7 @@ def _group_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> di
 
 
 def _flat_runs(bucket: Bucket, groups: Mapping[str, int]) -> list[FlatRun]:
-    flats = []
-    for run in bucket.layout.runs(bucket.cuts.layout_rank, groups):
-        weight = bucket.main_shards[run.segment][run.start : run.end].detach().requires_grad_()
-        flats.append(FlatRun(bucket, run, weight))
-    return flats
+    return [FlatRun.over(bucket, run) for run in bucket.layout.runs(bucket.cuts.layout_rank, groups)]
 
 
 def _all_fusable(buckets: Sequence[Bucket]) -> bool:

@@ -1,0 +1,152 @@
+"""Which parameters got a gradient on no rank in a step: to the optimizer they are what `grad is None` is to torch's.
+
+[Note: Used anywhere] A parameter is used if any rank had a gradient of it in any microbatch of the step; then all ranks
+update it, those that had none with the others' sum. How ranks know of each other's:
+
+    marks    gradients themselves say so, and nothing is sent (see [Note: Negative zero]); a rank that had a gradient of
+             every parameter need not even look
+    counts   an int64 a parameter, summed over all ranks once a step: in the same message as the counters of
+             numerics=exact, whose gradients are integers and have no negative zero; under numerics=ordered, which may
+             touch no element in a place that depends on the layout; where a format has too little range (fp16), or a
+             backend that sums by itself loses the sign of zero
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.reduction import NativeReduction, Reduction
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.marks import ABSENT, Marks, can_mark
+from harness.fsdp.vocabulary import Numerics
+
+PROBED_ELEMENTS = (1 << 8, 1 << 22)
+"""Least lengths of the tensors a backend is asked with: it chooses how to sum by length."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Gradients whose ranks tell each other: those of dense parameters, or of experts."""
+
+    comm: Communicator
+    gradients: Sequence[Gradients]
+
+
+class Usage:
+    """Finds out, once a step, which parameters got a gradient on no rank.
+
+    Args:
+        groups: all gradients of the model, those of dense parameters first.
+        why_counts: why gradients cannot say so themselves; empty where they can.
+    """
+
+    def __init__(self, groups: Sequence[Group], why_counts: str) -> None:
+        self.groups = groups
+        self.why_counts = why_counts
+        self.wanted = False
+        """Whether an optimizer asks. Else nothing is looked at or sent."""
+
+    def facts(self) -> dict[str, str]:
+        """How ranks know of each other's gradients, for `ShardedModel.transport`."""
+        if not self.wanted:
+            return {}
+        return {"unused_parameters": f"counts: {self.why_counts}" if self.why_counts else "marks"}
+
+    def find(self, beyond: Tensor | None = None) -> int:
+        """Note in all gradients which parameters are unused. *Collective* where ranks count.
+
+        Args:
+            beyond: int64, shape [1], to be summed over the ranks of the first group in the same message.
+
+        Returns that sum; 0 without one.
+        """
+        if self.why_counts:
+            sums = [self._count(group, beyond if index == 0 else None) for index, group in enumerate(self.groups)]
+            return sums[0]
+        if self.wanted:
+            for gradients in self._all():
+                missing = gradients.missing()
+                if gradients.marks is not None and missing:
+                    gradients.note_unused(gradients.marks.absent(gradients.own_shards, missing))
+        return 0
+
+    def _all(self) -> Iterable[Gradients]:
+        return (gradients for group in self.groups for gradients in group.gradients)
+
+    def _count(self, group: Group, beyond: Tensor | None) -> int:
+        """Sum what every rank had; the sum of `beyond` too."""
+        asked = group.gradients if self.wanted else ()
+        had = [int(index in each.came) for each in asked for index in range(len(each.params))]
+        first = [] if beyond is None else [beyond]
+        if not first and not had:
+            return 0
+        device = group.comm.runtime.device
+        values = torch.cat([*first, torch.tensor(had, dtype=torch.int64, device=device)])
+        totals = group.comm.sum_scalars(values, "gradients beyond the fixed point" if first else "used parameters")
+        told: list[int] = totals.tolist()
+        self._note(asked, told[len(first) :])
+        return told[0] if first else 0
+
+    def _note(self, asked: Sequence[Gradients], counts: list[int]) -> None:
+        begin = 0
+        for each in asked:
+            unused = {i for i, count in enumerate(counts[begin : begin + len(each.params)]) if not count}
+            begin += len(each.params)
+            if unused:
+                each.note_unused(unused)
+
+
+def make_usage(
+    groups: Sequence[Group], buckets: Sequence[Bucket], reductions: Iterable[Reduction], numerics: Numerics
+) -> Usage:
+    """Choose how ranks tell each other, see [Note: Used anywhere], and prepare gradients for it. *Collective.*
+
+    Args:
+        buckets: of the gradients. reductions: of all of them.
+    """
+    why = _why_counts(buckets, numerics)
+    if not why and not keeps_negative_zero(reductions, groups[0].comm):
+        why = "this backend's sums lose the sign of zero"
+    if not why:
+        for bucket in buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.marks = Marks(bucket.cuts, bucket.dtypes, bucket.memory.device)
+    return Usage(groups, why)
+
+
+def _why_counts(buckets: Sequence[Bucket], numerics: Numerics) -> str:
+    if numerics.bitwise:
+        return f"numerics={numerics.name}"
+    narrow = next((bucket for bucket in buckets if not can_mark(bucket.dtypes)), None)
+    return "" if narrow is None else f"fp16 is among the gradient formats of {narrow.name}"
+
+
+def keeps_negative_zero(reductions: Iterable[Reduction], everyone: Communicator) -> bool:
+    """Whether -0.0 + (-0.0) is -0.0 in all backends that sum by themselves, on all ranks. *Collective.*
+
+    Where the engine sums, on gloo always, nothing is asked.
+    """
+    asked = {(each.comm, each.dtypes.wire): each for each in reductions if isinstance(each, NativeReduction)}
+    lost = [_lost(comm, dtype) for comm, dtype in asked if comm.size > 1]
+    if not lost:
+        return True
+    return not int(everyone.sum_scalars(torch.stack(lost).sum().reshape(1), "negative zeros that were lost"))
+
+
+def _lost(comm: Communicator, dtype: torch.dtype) -> Tensor:
+    """How many elements of sums of -0.0 are not -0.0: int64, shape []."""
+    count = torch.zeros((), dtype=torch.int64, device=comm.runtime.device)
+    for numel in PROBED_ELEMENTS:
+        share = -(-numel // comm.size)
+        whole = torch.full((share * comm.size,), ABSENT, dtype=dtype, device=comm.runtime.device)
+        part = torch.empty_like(whole[:share])
+        comm.group.reduce_scatter_tensor_coalesced([part], [whole]).wait()
+        comm.group.allreduce([whole]).wait()
+        count += sum((~torch.signbit(each)).sum() for each in (part, whole))
+    return count

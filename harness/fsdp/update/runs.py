@@ -1,0 +1,108 @@
+"""What the optimizer steps in place of parameters: runs of this rank's main weights.
+
+[Note: Runs] A run is as long as it can be: all neighbouring parameters of one optimizer group. It is cut for good where
+its parameters stop being treated alike: one of them got no gradient on any rank in a step, or what was loaded counts
+its steps otherwise. What the optimizer keeps of a run is cut with it: moments become views of what they were, counters
+are copied. Updates go element by element and parameters begin where fused kernels may be cut (see [Note: Bits and
+cuts]), so no bit depends on how runs are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+from torch import Tensor
+
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.layout import LocalSlice, Run, Slot
+
+
+@dataclass(frozen=True, eq=False)
+class FlatRun:
+    """Elements of one bucket that one parameter group updates: a view of main weights, and one of main gradients."""
+
+    bucket: Bucket
+    run: Run
+    weight: Tensor
+
+    @classmethod
+    def over(cls, bucket: Bucket, run: Run) -> FlatRun:
+        """A run over a bucket's main weights."""
+        return cls(bucket, run, bucket.main_shards[run.segment][run.start : run.end].detach().requires_grad_())
+
+    @property
+    def name(self) -> str:
+        """Bucket, segment and range."""
+        return name_of_run(self.bucket.name, self.run)
+
+    @property
+    def grad(self) -> Tensor:
+        """The run's main gradients, while there are any."""
+        return self.bucket.grad_shards[self.run.segment][self.run.start : self.run.end]
+
+    @cached_property
+    def members(self) -> list[tuple[int, Slot, LocalSlice]]:
+        """Parameters with rows here, as they lie: place in the bucket, slot, and this rank's rows."""
+        layout, rank, run = self.bucket.layout, self.bucket.cuts.layout_rank, self.run
+        here = ((each, slot, layout.local_slice(slot, rank)) for each, slot in enumerate(layout.slots))
+        found = (
+            each
+            for each in here
+            if each[2].numel and each[1].segment == run.segment and run.start <= each[2].offset < run.end
+        )
+        return sorted(found, key=lambda each: each[2].offset)
+
+    @property
+    def param_numel(self) -> int:
+        """Elements of parameters in it; the rest is padding."""
+        return sum(local.numel for _, _, local in self.members)
+
+    @property
+    def is_unused(self) -> bool:
+        """Whether no rank had a gradient of any of its parameters in the step that was finished."""
+        gradients = self.bucket.gradients
+        if gradients is None or not gradients.unused or not self.members:
+            return False
+        return all(index in gradients.unused for index, _, _ in self.members)
+
+    def cut_between(self, kind: Callable[[int, Slot], Hashable]) -> list[FlatRun]:
+        """The run cut wherever neighbouring parameters are of different kinds; padding stays with what it follows.
+
+        Args:
+            kind: of a parameter, by its place in the bucket and its slot.
+        """
+        kinds = [(kind(index, slot), local.offset) for index, slot, local in self.members]
+        return self.cut_at({offset for (one, _), (other, offset) in pairwise(kinds) if one != other})
+
+    def cut_at(self, places: set[int]) -> list[FlatRun]:
+        """The run cut at places of the shard of its segment; those outside it are left out."""
+        run = self.run
+        edges = [run.start, *sorted(place for place in places if run.start < place < run.end), run.end]
+        if len(edges) == 2:
+            return [self]
+        return [FlatRun.over(self.bucket, replace(run, start=a, end=b)) for a, b in pairwise(edges)]
+
+    def state_of(self, piece: FlatRun, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A piece's part of what an optimizer keeps of this run."""
+        begin, end = piece.run.start - self.run.start, piece.run.end - self.run.start
+        return {entry: _part(value, self.weight, begin, end) for entry, value in state.items()}
+
+
+def name_of_run(bucket: str, run: Run) -> str:
+    """Bucket, segment and range."""
+    return f"{bucket}:{run.segment}:{run.start}-{run.end}"
+
+
+def is_moment(value: Any, weight: Tensor) -> bool:
+    """Whether an optimizer keeps a number an element in it; else one for all elements."""
+    return isinstance(value, Tensor) and value.shape == weight.shape
+
+
+def _part(value: Any, weight: Tensor, begin: int, end: int) -> Any:
+    if is_moment(value, weight):
+        return value[begin:end]
+    return value.detach().clone() if isinstance(value, Tensor) else value

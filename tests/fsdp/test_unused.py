@@ -1,0 +1,330 @@
+"""A parameter that got a gradient on no rank is left alone, as torch's optimizers leave one whose `.grad` is None.
+
+Decay and momentum move what has a gradient of zero, so that the weights tell. What one rank used, or one microbatch,
+is used.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.nn.parallel import DistributedDataParallel
+
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, create_state
+from harness.fsdp.runtime import usage
+from harness.fsdp.runtime.usage import Usage
+from harness.fsdp.storage import marks
+from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.marks import Marks
+from harness.fsdp.update.runs import FlatRun
+from tests.fsdp import unused
+from tests.fsdp.pairs import PAIRS, Pair
+from tests.fsdp.unused import STEPS, Half, Record, Trial, train_plain, train_sharded
+from tests.support.covering import Cover, once
+from tests.support.mutants import each
+from tests.support.spawn import run_ranks
+
+WORLD = 4
+bf16, fp32, fp64 = torch.bfloat16, torch.float32, torch.float64
+TRIALS = Cover(
+    (
+        Trial(pair, k, optimizer, numerics, fp32 if numerics == "exact" else fp64)
+        for pair, k, optimizer, numerics in itertools.product(
+            PAIRS, (1, 2), ("adamw", "sgd", "adam", "rmsprop", "nadam"), ("fast", "ordered", "exact")
+        )
+    ),
+    values=lambda trial: (trial.pair, trial.k, trial.optimizer, trial.numerics),
+)
+
+
+def train_all(rank: int, world: int, trials: tuple[Trial, ...]) -> list[Record]:
+    return [train_sharded(rank, trial, world) for trial in trials]
+
+
+@once
+def records(trials: tuple[Trial, ...], world: int = WORLD) -> dict[Trial, list[Record]]:
+    per_rank = run_ranks(train_all, world, world, trials)
+    return {trial: [ran[place] for ran in per_rank] for place, trial in enumerate(trials)}
+
+
+plain = once(train_plain)
+
+
+def difference(found: list[Record], right: Record, tolerance: float) -> str:
+    """What is not as on one process, or nothing. A rank without rows of a parameter keeps nothing of it either way."""
+    for step, (ours, theirs) in enumerate(zip(found[0].weights, right.weights, strict=True)):
+        off = {name: (ours[name] - weight).abs().max().item() for name, weight in theirs.items()}
+        worst = max(off, key=lambda name: off[name])
+        if not off[worst] <= tolerance:
+            return f"{worst} after step {step} off by {off[worst]:.1e}"
+    if found[0].moved() != right.moved():
+        return f"moved {found[0].moved()}, not {right.moved()}"
+    kept = set().union(*(record.stateless for record in found))
+    return "" if kept == right.stateless else f"no state of {kept}, not of {right.stateless}"
+
+
+@pytest.mark.parametrize("trial", TRIALS.params())
+def test_an_unused_parameter_is_left_alone(trial: Trial) -> None:
+    right = plain(trial.optimizer, WORLD * trial.k, trial.dtype)
+    found = records(TRIALS.batch(trial))[trial]
+    assert difference(found, right, 1e-5 if trial.dtype is fp32 else 1e-12) == ""
+    assert found[0].norms == pytest.approx(right.norms, rel=1e-5)
+
+
+# -- who tells whom, and in which formats ------------------------------------------------------------------------------
+
+LOW = MixedPrecisionPolicy(main_grads_dtype=bf16, allow_low_precision_grads=True)
+WAYS = (
+    Trial(PAIRS[0], 2, more=(("grad_buffer", "concat"),)),
+    Trial(Pair("optim_grads", "optim"), 2, more=(("grad_buffer", "concat"),)),
+    Trial(Pair("optim_grads_params", ""), 2, more=(("accumulate_unsharded", True),)),
+    Trial(Pair("optim_grads", "no_shard"), 2, more=(("accumulate_unsharded", True), ("double_buffer", True))),
+    Trial(Pair("optim", ""), 2, more=(("offload_optimizer", True),)),
+    Trial(Pair("optim_grads_params", "optim"), 1, more=(("offload_optimizer", True), ("eager_limit_bytes", None))),
+    Trial(Pair("optim_grads", ""), 2, more=(("report_nan_in_param_grad", True), ("eager_limit_bytes", 0))),
+    Trial(Pair("no_shard", ""), 2, more=(("report_nan_in_param_grad", True),)),
+    *(Trial(pair, 2, dtype=bf16, policy=MixedPrecisionPolicy(grad_comm_dtype=bf16)) for pair in PAIRS[::2]),
+    *(Trial(pair, 1, dtype=bf16, policy=LOW) for pair in PAIRS[1::2]),
+    *(Trial(pair, 2, dtype=fp32, policy=MixedPrecisionPolicy(grad_comm_dtype=torch.float16)) for pair in PAIRS[::3]),
+    *(Trial(pair, 2, dtype=fp32) for pair in PAIRS[2::3]),
+)
+
+
+@pytest.mark.parametrize("trial", WAYS, ids=lambda trial: f"{WAYS.index(trial)}-{trial}")
+def test_in_every_buffer_and_format(trial: Trial) -> None:
+    """By which weights move, and in every step: what decays is used."""
+    found = records(WAYS)[trial]
+    right = plain(trial.optimizer, WORLD * trial.k)
+    assert [record.moved() for record in found] == [right.moved()] * WORLD
+    assert set().union(*(record.stateless for record in found)) == right.stateless
+
+
+def facts_of(rank: int) -> list[str]:
+    found = []
+    for trial in (WAYS[0], WAYS[8], WAYS[20], Trial(PAIRS[0], numerics="ordered")):
+        model, _ = unused.build(trial, 2)
+        found.append(model.transport()["unused_parameters"])
+        model.close()
+    return found
+
+
+def test_the_transport_says_how_ranks_tell_each_other() -> None:
+    marked, narrow, fp16, ordered = run_ranks(facts_of, 1)[0]
+    assert (marked, narrow, ordered) == ("marks", "marks", "counts: numerics=ordered")
+    assert fp16.startswith("counts: fp16")
+
+
+class Losing:
+    """A backend that adds +0.0 to every sum."""
+
+    def __init__(self, losing: bool) -> None:
+        self.losing = losing
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor]) -> Any:
+        outputs[0].copy_(inputs[0][: outputs[0].numel()])
+        return mock.Mock()
+
+    def allreduce(self, tensors: list[Tensor]) -> Any:
+        if self.losing:
+            tensors[0].add_(0.0)
+        return mock.Mock()
+
+
+@pytest.mark.parametrize("losing", [True, False])
+def test_a_backend_that_loses_the_sign_of_zero_is_noticed(losing: bool) -> None:
+    runtime = mock.Mock(device=torch.device("cpu"))
+    comm = mock.Mock(size=3, runtime=runtime, group=Losing(losing), sum_scalars=lambda values, _: values)
+    native = usage.NativeReduction(comm, MixedPrecisionPolicy().resolve(fp32))
+    assert usage.keeps_negative_zero([native], comm) is not losing
+
+
+# -- saving and loading ------------------------------------------------------------------------------------------------
+
+
+def resume(rank: int, world: int, trial: Trial, before: int, after: int) -> list[dict[str, Tensor]]:
+    """Weights at the end: of a training that goes on, of one that loads local state, and of one that loads by name.
+
+    Loading is into models that have run no step, and into one whose runs were cut elsewhere (`after` steps).
+    """
+    first = unused.build(trial, world)
+    run(first, trial, rank, world, range(before))
+    local = {key: value.clone() for key, value in first[0].local_state().items()}
+    named = {key: value.clone() for key, value in first[0].sharded_state().tensors.items()}
+    found = []
+    run(first, trial, rank, world, range(before, STEPS))
+    found.append(dict(first[0].full_weights()))
+    for way in ("local", "named"):
+        model, optimizer = unused.build(trial, world)
+        run((model, optimizer), trial, rank, world, range(after))
+        if way == "local":
+            model.load_local_state(local)
+        else:
+            create_state(optimizer)
+            state = model.sharded_state()
+            assert state.tensors.keys() == named.keys()
+            for key, value in state.tensors.items():
+                value.copy_(named[key])
+            model.adopt_state(state)
+        run((model, optimizer), trial, rank, world, range(before, STEPS))
+        found.append(dict(model.full_weights()))
+        model.close()
+    return found
+
+
+def run(built: tuple[ShardedModel, torch.optim.Optimizer], trial: Trial, rank: int, world: int, steps: range) -> None:
+    for step in steps:
+        unused.backward(built[0], trial, rank, world, step)
+        built[1].step()
+        built[1].zero_grad()
+
+
+def resume_all(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
+    names, steps = itertools.cycle(("adamw", "sgd", "nadam")), itertools.cycle(((1, 0), (3, 1)))
+    return [resume(rank, world, Trial(pair, 1, next(names)), *next(steps)) for pair in PAIRS]
+
+
+def test_saved_state_is_taken_up_wherever_runs_were_cut() -> None:
+    """Counters of Adam differ between neighbours; bits do not depend on where runs are cut."""
+    for found in run_ranks(resume_all, WORLD, WORLD):
+        for went_on, *loaded in found:
+            assert all(torch.equal(went_on[name], each[name]) for each in loaded for name in went_on)
+
+
+# -- what other engines do -------------------------------------------------------------------------------------------
+
+
+def train_ddp(rank: int, world: int, optimizer: str) -> Record:
+    module = Half().double()
+    model = DistributedDataParallel(module, find_unused_parameters=True)
+    return _train_peer(module, model, optimizer, rank, world)
+
+
+def train_fsdp2(rank: int, world: int, optimizer: str) -> Record:
+    module = Half().double()
+    for part in module.parts:
+        fsdp2(part)
+    fsdp2(module)
+    return _train_peer(module, module, optimizer, 0, 1, seen_by=world)
+
+
+def _train_peer(module: nn.Module, model: nn.Module, optimizer: str, rank: int, world: int, seen_by: int = 1) -> Record:
+    """`world` microbatches a step; `seen_by` ranks see the same ones, where all must run the same units."""
+    stepped, record = unused.make_optimizer(optimizer, module), Record()
+    count = max(world, seen_by)
+    for step in range(STEPS):
+        stepped.zero_grad()
+        for index in [rank] if world > 1 else range(count):
+            (unused.loss_of(model, step, index, count, fp64) / (1 if world > 1 else count)).backward()
+        stepped.step()
+        record.weights.append({name: _whole(param) for name, param in module.named_parameters()})
+    return record
+
+
+def _whole(param: Any) -> Tensor:
+    found: Tensor = (param.full_tensor() if hasattr(param, "full_tensor") else param).detach().clone()
+    return found
+
+
+@pytest.mark.parametrize("peer", [train_ddp, train_fsdp2], ids=["ddp", "fsdp2"])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_ddp_and_fsdp2_leave_the_same_alone(peer: Callable[..., Record], optimizer: str) -> None:
+    """What one process does is what they do; so it is what we are held against."""
+    right = plain(optimizer, 2)
+    found = run_ranks(peer, 2, 2, optimizer)[0]
+    for ours, theirs in zip(found.weights, right.weights[1:], strict=True):
+        assert all(torch.allclose(ours[name], weight, rtol=0, atol=1e-12) for name, weight in theirs.items())
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+_note_unused, _stamp, _places, _forget = Gradients.note_unused, Marks.stamp, marks._places, Gradients.take
+
+
+def _by_value(self: Marks, own_shards: list[Tensor], params: set[int]) -> set[int]:
+    here = [
+        (each, self.cuts.layout.local_slice(self.cuts.layout.slots[each], self.cuts.layout_rank)) for each in params
+    ]
+    return {each for each, local in here if local.numel and own_shards[local.segment][local.offset] == 0}
+
+
+def _forgetful(self: Gradients) -> Tensor:
+    taken = _forget(self)
+    self.came = set()
+    return taken
+
+
+MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
+    "zeros for all": (
+        "A parameter that no rank used is updated as if its gradient were zero",
+        lambda: mock.patch.object(Usage, "find", return_value=0),
+        Trial(PAIRS[0]),
+    ),
+    "one rank decides": (
+        "What this rank did not use counts as used by none",
+        lambda: mock.patch.object(Marks, "absent", lambda self, shards, params: set(params)),
+        Trial(Pair("optim_grads", "")),
+    ),
+    "zero is none": (
+        "A gradient of +0 counts as none",
+        lambda: mock.patch.object(Marks, "absent", _by_value),
+        Trial(Pair("optim_grads_params", "")),
+    ),
+    "marks are left as they come": (
+        "A gradient of -0 counts as none",
+        lambda: mock.patch.object(Marks, "stamp"),
+        Trial(Pair("optim", "")),
+    ),
+    "marks may vanish": (
+        "A negative mark may become -0 when it is scaled",
+        lambda: mock.patch.object(marks, "tiny_of", return_value=2.0**-149),
+        Trial(Pair("optim", ""), dtype=fp32),
+    ),
+    "one mark a parameter": (
+        "Only the first owner of a parameter finds a mark",
+        lambda: mock.patch.object(marks, "_places", lambda layout, slot: _places(layout, slot)[:1]),
+        Trial(Pair("optim_grads_params", "optim")),
+    ),
+    "the last microbatch decides": (
+        "A parameter is used if the last microbatch used it",
+        lambda: mock.patch.object(Gradients, "take", _forgetful),
+        Trial(Pair("optim_grads", ""), 2, numerics="ordered"),
+    ),
+    "runs stay whole": (
+        "A run is left alone only if none of its parameters was used",
+        lambda: mock.patch.object(FlatRun, "cut_between", lambda self, kind: [self]),
+        Trial(Pair("no_shard", "")),
+    ),
+    "counters are shared": (
+        "The pieces of a run share one step counter",
+        lambda: mock.patch.object(torch.Tensor, "clone", lambda self, **_: self),
+        Trial(Pair("no_shard", "")),
+    ),
+}
+
+
+def visit(rank: int) -> dict[str, Record]:
+    """Every mutant's training; and under "" + its name that of the engine as it is."""
+    found = {}
+    for name, (_, patch, trial) in MUTANTS.items():
+        with patch():
+            found[name] = train_sharded(rank, trial, WORLD)
+    return found
+
+
+@once
+def mutated() -> list[dict[str, Record]]:
+    return run_ranks(visit, WORLD)
+
+
+@pytest.mark.parametrize("name", each("The engine, by what it leaves alone", ((n, m[0]) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str) -> None:
+    _, _, trial = MUTANTS[name]
+    right = plain(trial.optimizer, WORLD * trial.k, trial.dtype)
+    assert difference([ran[name] for ran in mutated()], right, 1e-5 if trial.dtype is fp32 else 1e-12) != ""
