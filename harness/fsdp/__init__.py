@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from harness.fsdp.options import Options as Options
     from harness.fsdp.policy import Dtypes as Dtypes
     from harness.fsdp.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
-    from harness.fsdp.state.blank import create_state as create_state
-    from harness.fsdp.state.blank import entries_of as entries_of
     from harness.fsdp.state.row_shard import RowShard as RowShard
     from harness.fsdp.state.row_shard import local_of as local_of
     from harness.fsdp.storage.parameter_access import ReleasedWeightError as ReleasedWeightError
+    from harness.fsdp.update.blank import create_state as create_state
+    from harness.fsdp.update.blank import entries_of as entries_of
     from harness.fsdp.update.norm import sum_of_squares as sum_of_squares
     from harness.fsdp.update.optimizer import ShardedOptimizer as ShardedOptimizer
     from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
@@ -71,15 +71,15 @@ _EXPORTS = {
         "Dtypes",
         "MixedPrecisionPolicy",
     ),
-    "state.blank": (
-        "create_state",
-        "entries_of",
-    ),
     "state.row_shard": (
         "RowShard",
         "local_of",
     ),
     "storage.parameter_access": ("ReleasedWeightError",),
+    "update.blank": (
+        "create_state",
+        "entries_of",
+    ),
     "update.norm": ("sum_of_squares",),
     "update.optimizer": ("ShardedOptimizer",),
     "vocabulary": (

@@ -8,19 +8,18 @@ NotImplementedError by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.fsdp.binding import bind
 from harness.fsdp.megatron_arguments import OtherKeywords, ShardKeywords, groups_of, without_unbuilt
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.state.access import refuse_state_dict
 from harness.fsdp.storage.bucket import InitialValue
-from harness.fsdp.update import optimizer as optim
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -93,10 +92,13 @@ def fully_shard_model(
 
 
 def fully_shard_optimizer(model: ShardedModel, optimizer: Opt, *, steps_unused: bool = False) -> Opt:
-    """Let an optimizer built over the module's parameters update this rank's shards; returns the same object.
+    """Let an optimizer built over the module's parameters, before or after sharding, update this rank's shards; returns
+    the same object.
 
     Its parameter groups keep their settings and their number. `step` first finishes the gradients and afterwards
-    refreshes the compute weights; `zero_grad` forgets the main gradients.
+    refreshes the compute weights; `zero_grad` forgets the main gradients. A model may have several optimizers over
+    disjoint parameters, each given here. Without this call the first `step` of an optimizer makes it (see [Note: Bound
+    at the first step]).
 
     Args:
         steps_unused: update a parameter that got a gradient on no rank in a step as if it had been zero: decay and
@@ -104,44 +106,9 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: Opt, *, steps_unused: 
             `.grad` is None is by torch's optimizers.
 
     Raises:
-        TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`; or the model has an optimizer
-        already.
+        TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`.
     """
-    if model._sharded_optimizer is not None:
-        raise ValueError("the model has an optimizer already; put all parameter groups into one")
-    sharded = optim.ShardedOptimizer(
-        optimizer, model.buckets, model.numerics, decoupled=model.options.use_decoupled_grad
-    )
-    model._sharded_optimizer = sharded
-    model._parts.gradients.usage.wanted = not steps_unused
-
-    def before(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if any(each is not None for each in (*args[1:], *kwargs.values())):
-            raise NotImplementedError("step(closure) is not built; run forward and backward before step()")
-        model._parts.weights.refuse_held()
-        model.finish_grad_sync()
-        if model.has_gradients:
-            sharded.attach()
-        else:  # the model has forgotten what the optimizer may still hold
-            sharded.detach()
-
-    def after(_: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        model.install_weights()
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        sharded.detach()
-        model.zero_grad(set_to_none)
-
-    def add_param_group(group: Any) -> None:
-        raise NotImplementedError("parameter groups cannot be added after sharding; give all of them before")
-
-    # Replaced on the instance, which mypy takes for a mistake: torch has hooks for step, none for these two.
-    optimizer.add_param_group = add_param_group  # type: ignore[method-assign, assignment]
-    optimizer.register_state_dict_pre_hook(refuse_state_dict)
-    optimizer.register_load_state_dict_pre_hook(refuse_state_dict)
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    bind(model, optimizer, steps_unused=steps_unused)
     return optimizer
 
 

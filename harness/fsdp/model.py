@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp.arguments import DIRECT
+from harness.fsdp.binding import own
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.construction import Request, build
@@ -110,6 +111,7 @@ class ShardedModel(ModuleWrapper):
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
         mark_sharded(module, self._parts)
         self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
+        own(self)
 
     # -- microbatches --------------------------------------------------------------------------------------------
 
@@ -193,6 +195,8 @@ class ShardedModel(ModuleWrapper):
             StepError: a RuntimeError: inside a backward.
         """
         self._parts.gradients.forget()
+        if self._sharded_optimizer is not None:
+            self._sharded_optimizer.forgotten = []
 
     # -- whole weights ---------------------------------------------------------------------------------------------
 
@@ -259,7 +263,7 @@ class ShardedModel(ModuleWrapper):
         """Weights and optimizer state by the module's own names, over the engine's own memory; for any layout.
 
         What is written into it counts from `adopt_state` on. An optimizer that has not been stepped has no state yet:
-        `harness.fsdp.state.blank.create_state` makes it.
+        `harness.fsdp.update.blank.create_state` makes it.
 
         Raises:
             NotImplementedError: ranks hold different experts under one name.

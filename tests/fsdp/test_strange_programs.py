@@ -205,8 +205,7 @@ def test_what_would_be_ignored_is_refused() -> None:
     model = make()
     wrapped, optimizer = fully_shard(model, sgd(model), fsdp_unit_modules=[Block])
     refused = [
-        lambda: optimizer.step(lambda: 0.0),
-        lambda: optimizer.add_param_group({"params": [torch.zeros(1)]}),
+        lambda: optimizer.step(grad_scaler=1),
         optimizer.state_dict,
         lambda: optimizer.load_state_dict({}),
         lambda: model[0].state_dict(),
@@ -216,6 +215,8 @@ def test_what_would_be_ignored_is_refused() -> None:
     for call in refused:
         with pytest.raises(NotImplementedError):
             call()
+    with pytest.raises(ValueError, match="no parameter of the sharded module"):
+        optimizer.add_param_group({"params": [torch.zeros(1)]})
     with pytest.raises(ValueError, match="an optimizer already"):
         fully_shard_optimizer(wrapped, sgd(model))
     with pytest.raises(ValueError, match="sharded already"):

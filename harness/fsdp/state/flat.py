@@ -167,11 +167,8 @@ def load_runs(saved: Sequence[SavedRun], optimizer: ShardedOptimizer) -> None:
     for flat in list(optimizer.runs):
         covering = [each for each in saved if each.overlaps(flat)]
         for piece in optimizer.split_at(flat, {place for each in covering for place in (each.begin, each.end)}):
-            held = optimizer.optimizer.state[piece.weight]
-            held.clear()
-            for each in covering:
-                if each.overlaps(piece):
-                    held.update(each.part(piece))
+            within = next((each for each in covering if each.overlaps(piece)), None)
+            optimizer.put_state(piece, {} if within is None else within.part(piece))
 
 
 def _mismatch(key: str, value: Tensor, numel: int, dtype: torch.dtype) -> list[str]:

@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.mesh import Mesh
-from harness.fsdp.state.blank import COUNTERS, blank, entries_of
 from harness.fsdp.state.row_shard import RowShard
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.placement import REPLICATE, SHARD, On
+from harness.fsdp.update.blank import COUNTERS, blank, entries_of
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.update.runs import FlatRun, is_moment
 
@@ -51,7 +51,7 @@ class ShardedState:
 
     def _counters(self, flat: FlatRun) -> list[str]:
         """Names of a run's counters that were handed out."""
-        held = {} if self._optimizer is None else self._optimizer.optimizer.state.get(flat.weight, {})
+        held = {} if self._optimizer is None else self._optimizer.state_of(flat)
         counters = [entry for entry, value in held.items() if value is not None and not is_moment(value, flat.weight)]
         return [entry for entry in counters if all(_key(slot, entry) in self.tensors for _, slot, _ in flat.members)]
 
@@ -59,7 +59,7 @@ class ShardedState:
         if self._optimizer is None or not piece.members:
             return
         _, slot, _ = piece.members[0]
-        held = self._optimizer.optimizer.state.get(piece.weight, {})
+        held = self._optimizer.state_of(piece)
         for entry in self._counters(piece):
             value = self.tensors[_key(slot, entry)]
             if isinstance(held[entry], Tensor):
@@ -112,7 +112,7 @@ class ShardMap:
             held = runs.get(id(bucket), [])
             for slot in bucket.layout.slots:
                 run = _run_of(bucket, slot, held)
-                state = {} if run is None else optimizer.optimizer.state.get(run.weight, {})
+                state = {} if run is None else optimizer.state_of(run)
                 self._add_entries(found, bucket, slot, run, state, entries)
 
     def _add_entries(
@@ -204,13 +204,13 @@ def _entries(optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:
     where a rank has no run to look at."""
     found: dict[str, torch.dtype | None] = {}
     for flat in optimizer.runs:
-        for entry, value in optimizer.optimizer.state.get(flat.weight, {}).items():
+        for entry, value in optimizer.state_of(flat).items():
             if value is not None:
                 found[entry] = value.dtype if is_moment(value, flat.weight) else None
     if not optimizer.runs or (optimizer.has_updated and not found):  # nothing to look at: what torch's own keep
-        for group in optimizer.optimizer.param_groups:
-            for entry in entries_of(optimizer.optimizer, group):
-                found[entry] = None if entry in COUNTERS else COUNTER_DTYPE
+        for each in optimizer.optimizers:
+            for group in each.param_groups:
+                found |= {entry: None if entry in COUNTERS else COUNTER_DTYPE for entry in entries_of(each, group)}
     return found
 
 
@@ -221,19 +221,17 @@ def _complete(optimizer: ShardedOptimizer, entries: Mapping[str, torch.dtype | N
         NotImplementedError: nothing is known of what the optimizer begins with.
     """
     for flat in optimizer.runs:
-        held = optimizer.optimizer.state.get(flat.weight, {})
-        group = optimizer.optimizer.param_groups[flat.run.group]
-        if held or not entries:
+        if optimizer.state_of(flat) or not entries:
             continue
-        known = entries_of(optimizer.optimizer, group)
+        stepped_by, group = optimizer.stepped_by(flat), optimizer.group_of(flat)
+        known = entries_of(stepped_by, group)
         if not known:
             raise NotImplementedError(
                 f"{flat.members[0][1].spec.name if flat.members else flat.name} has never been updated, and what"
-                f" {type(optimizer.optimizer).__name__} keeps of it before that is not known: save after a step that"
+                f" {type(stepped_by).__name__} keeps of it before that is not known: save after a step that"
                 " uses it, or take local_state(), which resumes on the same layout"
             )
-        for entry in known:
-            optimizer.optimizer.state[flat.weight][entry] = blank(entry, group, flat.weight, entries.get(entry))
+        optimizer.put_state(flat, {e: blank(e, group, flat.weight, entries.get(e)) for e in known})
 
 
 def _run_of(bucket: Bucket, slot: Slot, runs: Sequence[FlatRun]) -> FlatRun | None:

@@ -39,7 +39,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def create_state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:
-    """The same for one group."""
+    """Give every parameter of one group the state torch would create in its first step."""
     for param in group["params"]:
         held = optimizer.state[param]
         for entry in entries_of(optimizer, group):

@@ -2,12 +2,16 @@
 
 The user's optimizer keeps its parameter groups and their settings; the tensors in them become flat runs of this rank's
 main weights. State starts untouched: no step is ever taken to create it.
+
+[Note: Disjoint] Several optimizers may have parts of one model, as the two of a GAN. Gradients of a model are reduced
+and forgotten together; so when one of them calls `zero_grad`, the others lose theirs. One that calls its own before its
+next step never notices, as it would have forgotten them itself; one that steps without doing so is told.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,26 +24,26 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.update import order_free_norm
+from harness.fsdp.update.accepted import check_optimizer
+from harness.fsdp.update.blank import create_state_of
 from harness.fsdp.update.norm import sum_of_squares
 from harness.fsdp.update.runs import FlatRun, is_moment
 from harness.fsdp.vocabulary import Numerics
 
-ELEMENTWISE = frozenset({"SGD", "Adam", "AdamW", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"})
-"""torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
-
 
 class ShardedOptimizer:
-    """Ties a torch optimizer to the flat buffers of one model on one rank.
+    """Ties torch optimizers to the flat buffers of one model on one rank: one, or several over disjoint parameters.
 
     Args:
         optimizer: built over the module's own parameters; its groups are rewritten in place.
         buckets: in model order.
-        decoupled: the optimizer reads `decoupled_grad`; one of torch's own would find no gradient and do nothing.
+        decoupled: optimizers read `decoupled_grad`; one of torch's own would find no gradient and do nothing.
+        steps_unused: it updates parameters without a gradient as if that were zero.
 
     Raises:
         TypeError: the optimizer needs whole tensors.
-        ValueError: it updates a parameter that is not the module's, or is frozen, or it has taken a step already; or
-            `numerics` promises bits that its update of 16-bit weights does not keep.
+        ValueError: it updates a parameter that is not the module's, or that an optimizer updates already, or it has
+            taken a step already; or `numerics` promises bits that its update of 16-bit weights does not keep.
     """
 
     def __init__(
@@ -49,46 +53,176 @@ class ShardedOptimizer:
         numerics: Numerics,
         *,
         decoupled: bool = False,
+        steps_unused: bool = False,
     ) -> None:
-        _refuse_whole_tensor_updates(optimizer)
+        self.buckets = buckets
+        self.numerics = numerics
         self.decoupled = decoupled
-        if decoupled and type(optimizer).__module__.startswith("torch.optim"):
-            raise ValueError(
-                f"use_decoupled_grad=True hands gradients over as `decoupled_grad`, which {type(optimizer).__name__} of"
-                " torch does not read: it would update nothing. Use an optimizer that does, or use_decoupled_grad=False"
-            )
-        if numerics.bitwise:
-            _refuse_updates_that_see_cuts(optimizer, buckets)
-        if optimizer.state:
-            raise ValueError("the optimizer holds state already; shard before the first step, or load the state after")
-        self.optimizer = optimizer
+        self.runs: list[FlatRun] = []
+        """What is stepped, bucket by bucket."""
         self.has_updated = False
-        """Whether gradients were handed to the optimizer, on any rank."""
-        groups = _group_of(optimizer, buckets)
-        self.runs = [flat for bucket in buckets if bucket.trainable for flat in _flat_runs(bucket, groups)]
-        for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [flat.weight for flat in self.runs if flat.run.group == index]
-            if numerics is Numerics.exact or (numerics.bitwise and not _all_fusable(buckets)):
-                group.update({name: False for name in ("fused", "foreach") if name in group})
+        """Whether gradients were handed to an optimizer, on any rank."""
+        self._groups: list[tuple[torch.optim.Optimizer, int]] = []
+        """An optimizer and one of its groups, by `Run.group`."""
+        self._grouped: dict[str, int] = {}
+        """Place in that list by parameter."""
+        self._steps_unused: list[torch.optim.Optimizer] = []
+        self.forgotten: list[torch.optim.Optimizer] = []
+        """Optimizers whose gradients another one's `zero_grad` forgot."""
+        self.add(optimizer, steps_unused=steps_unused)
 
-    def attach(self) -> None:
-        """Give every run its main gradient as `.grad`, in the main weights' dtype, or `.decoupled_grad`, in its own.
+    def add(self, optimizer: torch.optim.Optimizer, *, steps_unused: bool = False) -> None:
+        """Take in an optimizer over parameters that no other one has; raises as the constructor does."""
+        check_optimizer(optimizer, self.buckets, self.numerics, decoupled=self.decoupled)
+        names = self._names_of(optimizer.param_groups)
+        optimizer.state.clear()  # at most what Adagrad makes when it is built; see below
+        self._steps_unused += [optimizer] if steps_unused else []
+        for index, group in enumerate(optimizer.param_groups):
+            self._take(optimizer, index, [name for name, place in names.items() if place == index])
+            if isinstance(optimizer, torch.optim.Adagrad):
+                create_state_of(optimizer, group)
+
+    def add_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+        """Give an optimizer that was taken in another group, of parameters of the model that none has.
+
+        Raises:
+            ValueError: a parameter is not the module's, or an optimizer updates it already.
+        """
+        params = group["params"]
+        names = self._names_of([{"params": [params] if isinstance(params, Tensor) else list(params)}])
+        type(optimizer).add_param_group(optimizer, group | {"params": list(_params(self.buckets, names))})
+        self._take(optimizer, len(optimizer.param_groups) - 1, list(names))
+
+    def _names_of(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+        """Trained parameters by name, and which of `groups` each is in."""
+        names = {id(param): name for bucket in self.buckets for name, param in bucket.params}
+        frozen = {name for bucket in self.buckets if not bucket.trainable for name, _ in bucket.params}
+        found: dict[str, int] = {}
+        for index, group in enumerate(groups):
+            for param in group["params"]:
+                name = names.get(id(param))
+                if name is None:
+                    raise ValueError(
+                        f"optimizer group {index} holds a tensor of shape {tuple(param.shape)} that is no parameter of"
+                        " the sharded module; build the optimizer over parameters of that module alone"
+                    )
+                if name in self._grouped:
+                    raise ValueError(f"parameter {name} has an optimizer already; give it to one alone")
+                if name not in frozen:
+                    found[name] = index
+        return found
+
+    def _take(self, optimizer: torch.optim.Optimizer, index: int, names: Sequence[str]) -> None:
+        """Let a group of an optimizer step runs in place of parameters."""
+        place = len(self._groups)
+        self._groups.append((optimizer, index))
+        self._grouped |= dict.fromkeys(names, place)
+        of_group = dict.fromkeys(names, place)
+        runs = [run for bucket in self.buckets if bucket.trainable for run in _flat_runs(bucket, of_group)]
+        group = optimizer.param_groups[index]
+        group["params"] = [flat.weight for flat in runs]
+        exact = self.numerics is Numerics.exact
+        if exact or (self.numerics.bitwise and not _all_fusable(self.buckets)):
+            group.update({name: False for name in ("fused", "foreach") if name in group})
+        order = {id(bucket): number for number, bucket in enumerate(self.buckets)}
+        self.runs = sorted(
+            [*self.runs, *runs], key=lambda flat: (order[id(flat.bucket)], flat.run.segment, flat.run.start)
+        )
+
+    # -- who steps what ------------------------------------------------------------------------------------------
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """All of them, in the order they came."""
+        found: list[torch.optim.Optimizer] = []
+        for optimizer, _ in self._groups:
+            found += [] if any(each is optimizer for each in found) else [optimizer]
+        return found
+
+    def stepped_by(self, flat: FlatRun) -> torch.optim.Optimizer:
+        """The optimizer of a run."""
+        return self._groups[flat.run.group][0]
+
+    def group_of(self, flat: FlatRun) -> dict[str, Any]:
+        """The settings a run is stepped with."""
+        optimizer, index = self._groups[flat.run.group]
+        group: dict[str, Any] = optimizer.param_groups[index]
+        return group
+
+    def state_of(self, flat: FlatRun) -> dict[str, Any]:
+        """What an optimizer keeps of a run."""
+        held: dict[str, Any] = self.stepped_by(flat).state.get(flat.weight, {})
+        return held
+
+    def put_state(self, flat: FlatRun, state: Mapping[str, Any]) -> None:
+        """Let an optimizer keep this of a run."""
+        held = self.stepped_by(flat).state[flat.weight]
+        held.clear()
+        held.update(state)
+
+    def _runs_of(self, optimizer: torch.optim.Optimizer | None) -> list[FlatRun]:
+        return [flat for flat in self.runs if optimizer is None or self.stepped_by(flat) is optimizer]
+
+    # -- a step --------------------------------------------------------------------------------------------------
+
+    def attach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Give the runs of an optimizer (None: of all) their main gradients as `.grad`, in the main weights' dtype, or
+        as `.decoupled_grad`, in their own.
 
         A run of parameters that got no gradient on any rank has None, as in plain torch: the optimizer leaves it alone.
         """
         self.has_updated = True
-        self._set_unused_apart()
-        for flat in self.runs:
-            gradient = None if flat.is_unused else flat.grad
+        for flat in self._runs_of(optimizer):
+            if self._leaves_unused(flat):
+                self._set_unused_apart(flat)
+        for flat in self._runs_of(optimizer):
+            gradient = None if flat.is_unused and self._leaves_unused(flat) else flat.grad
             if self.decoupled:
                 flat.weight.decoupled_grad = gradient  # type: ignore[attr-defined]
             else:
                 flat.weight.grad = None if gradient is None else gradient.to(flat.weight.dtype)
 
-    def _set_unused_apart(self) -> None:
-        for flat in list(self.runs):
-            if flat.bucket.gradients is not None and flat.bucket.gradients.unused:
-                self.split(flat, partial(_is_in, flat.bucket.gradients.unused))
+    def _leaves_unused(self, flat: FlatRun) -> bool:
+        """Whether a run's optimizer leaves parameters alone that got no gradient."""
+        return not any(each is self.stepped_by(flat) for each in self._steps_unused)
+
+    @property
+    def asks_for_unused(self) -> bool:
+        """Whether any optimizer leaves parameters alone that got no gradient."""
+        return len(self._steps_unused) < len(self.optimizers)
+
+    def _set_unused_apart(self, flat: FlatRun) -> None:
+        if flat.bucket.gradients is not None and flat.bucket.gradients.unused:
+            self.split(flat, partial(_is_in, flat.bucket.gradients.unused))
+
+    def detach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Take the gradients of an optimizer (None: of all) away again."""
+        for flat in self._runs_of(optimizer):
+            flat.weight.grad = None
+            if self.decoupled:
+                flat.weight.decoupled_grad = None  # type: ignore[attr-defined]
+
+    # -- several optimizers --------------------------------------------------------------------------------------
+
+    def forget_for(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer forgets the model's gradients: note those others lose with its own. See [Note: Disjoint]."""
+        lose = [each for each in self.optimizers if each is not optimizer and self._has_gradients(each)]
+        kept = [each for each in self.forgotten if each is not optimizer and not any(each is other for other in lose)]
+        self.forgotten = kept + lose
+
+    def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(flat.has_gradients for flat in self._runs_of(optimizer))
+
+    def check_forgotten(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError where an optimizer would step without gradients that another one forgot."""
+        if any(each is optimizer for each in self.forgotten):
+            raise RuntimeError(
+                f"gradients that {type(optimizer).__name__} was to step with were forgotten by the zero_grad() of"
+                " another optimizer of this model: they are reduced together, and forgotten together. Call zero_grad()"
+                " of each optimizer before the backward it steps with, or shard each network by itself"
+            )
+
+    # -- runs ----------------------------------------------------------------------------------------------------
 
     def split(self, flat: FlatRun, kind: Callable[[int, Slot], Hashable]) -> list[FlatRun]:
         """Cut a run for good where neighbouring parameters are of different kinds; the pieces, or the run itself."""
@@ -102,33 +236,23 @@ class ShardedOptimizer:
         """Let the optimizer step pieces in place of a run, see [Note: Runs]."""
         if pieces == [flat]:
             return pieces
-        state = self.optimizer.state.pop(flat.weight, {})
+        optimizer = self.stepped_by(flat)
+        state = optimizer.state.pop(flat.weight, {})
         for piece in pieces:
             if state:
-                self.optimizer.state[piece.weight] = flat.state_of(piece, state)
+                optimizer.state[piece.weight] = flat.state_of(piece, state)
         index = self.runs.index(flat)
         self.runs[index : index + 1] = pieces
-        params: list[Tensor] = self.optimizer.param_groups[flat.run.group]["params"]
+        params: list[Tensor] = self.group_of(flat)["params"]
         place = next(place for place, weight in enumerate(params) if weight is flat.weight)
         params[place : place + 1] = [piece.weight for piece in pieces]
         return pieces
-
-    def detach(self) -> None:
-        """Take the gradients away again."""
-        for flat in self.runs:
-            flat.weight.grad = None
-            if self.decoupled:
-                flat.weight.decoupled_grad = None  # type: ignore[attr-defined]
 
     def state_bytes(self) -> tuple[int, int]:
         """Bytes of the optimizer's state on this rank: (for parameters, for padding). Step counters are left out."""
         used = total = 0
         for flat in self.runs:
-            per_element = sum(
-                value.itemsize
-                for value in self.optimizer.state.get(flat.weight, {}).values()
-                if is_moment(value, flat.weight)
-            )
+            per_element = sum(value.itemsize for value in self.state_of(flat).values() if is_moment(value, flat.weight))
             total += per_element * flat.weight.numel()
             used += per_element * flat.param_numel
         return used, total - used
@@ -136,53 +260,15 @@ class ShardedOptimizer:
     def named_state(self) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
         """Per run: a name that tells bucket, segment and range, the optimizer's state of it, and the weights."""
         for flat in self.runs:
-            yield flat.name, self.optimizer.state[flat.weight], flat.weight
+            yield flat.name, self.state_of(flat), flat.weight
 
 
 def _is_in(places: frozenset[int], place: int, _: Slot) -> bool:
     return place in places
 
 
-def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
-    name = type(optimizer).__name__
-    known = type(optimizer).__module__.startswith("torch.optim") and name in ELEMENTWISE
-    if not known and not getattr(optimizer, "elementwise", False):
-        raise TypeError(
-            f"{name} is not known to update each element on its own; shards are flat pieces of parameters. Use one of"
-            f" {', '.join(sorted(ELEMENTWISE))}, or set `elementwise = True` on an optimizer of yours that does"
-        )
-
-
-def _refuse_updates_that_see_cuts(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
-    """torch's `add(other, alpha=)` in 16 bits rounds once inside a tensor and twice in its last few elements.
-
-    Of torch's optimizers, AdamW alone gets by without it.
-    """
-    narrow = {str(b.dtypes.main) for b in buckets if b.trainable and b.dtypes.main.itemsize < 4}
-    if narrow and type(optimizer).__name__ != "AdamW":
-        raise ValueError(
-            f"numerics=ordered or exact with main_params_dtype={', '.join(sorted(narrow))} needs AdamW: what"
-            f" {type(optimizer).__name__} adds to 16-bit weights is rounded otherwise at the end of a tensor, so that"
-            " bits would depend on where shards are cut. Use main_params_dtype=torch.float32, AdamW, or numerics=fast"
-        )
-
-
-def _group_of(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> dict[str, int]:
-    """Parameter name to index of its optimizer group."""
-    names = {id(param): name for bucket in buckets for name, param in bucket.params}
-    frozen = {name for bucket in buckets if not bucket.trainable for name, _ in bucket.params}
-    groups: dict[str, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for param in group["params"]:
-            name = names.get(id(param))
-            if name is None:
-                raise ValueError(
-                    f"optimizer group {index} holds a tensor of shape {tuple(param.shape)} that is no parameter of the"
-                    " sharded module; build the optimizer from module.parameters() before sharding"
-                )
-            if name not in frozen:
-                groups[name] = index
-    return groups
+def _params(buckets: Sequence[Bucket], names: Container[str]) -> Iterator[Tensor]:
+    return (param for bucket in buckets for name, param in bucket.params if name in names)
 
 
 def _flat_runs(bucket: Bucket, groups: Mapping[str, int]) -> list[FlatRun]:

@@ -69,6 +69,14 @@ class FlatRun:
             return False
         return all(index in gradients.unused for index, _, _ in self.members)
 
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient of its parameters came in this step, as far as this rank knows."""
+        gradients = self.bucket.gradients
+        return gradients is not None and any(
+            index in gradients.came and index not in gradients.unused for index, _, _ in self.members
+        )
+
     def cut_between(self, kind: Callable[[int, Slot], Hashable]) -> list[FlatRun]:
         """The run cut wherever neighbouring parameters are of different kinds; padding stays with what it follows.
 

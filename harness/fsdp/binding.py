@@ -1,0 +1,174 @@
+"""How a torch optimizer comes to step a sharded model: by `fully_shard_optimizer`, or by itself at its first step.
+
+[Note: Bound at the first step] FSDP2's order is to shard a model and then build an optimizer over its parameters. Those
+stay the module's own tensors, which it would step without effect. So an optimizer over parameters of a sharded model
+that is in nobody's hands when it steps for the first time is taken in then, as `fully_shard_optimizer` would have; and
+what that refuses is refused. A hook of torch's, before every `step` of any optimizer, looks for such.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from harness.fsdp.components import Components
+from harness.fsdp.options import Options
+from harness.fsdp.state.access import refuse_state_dict
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.update.optimizer import ShardedOptimizer
+from harness.fsdp.vocabulary import Numerics
+
+_OWNER = "_fsdp_model"
+"""Attribute of a sharded parameter: a weak reference to its model."""
+
+
+class Model(Protocol):
+    """What an optimizer needs of a sharded model."""
+
+    buckets: list[Bucket]
+    numerics: Numerics
+    options: Options
+    _parts: Components
+    _sharded_optimizer: ShardedOptimizer | None
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a backward ran since gradients were last forgotten."""
+
+    def finish_grad_sync(self) -> None:
+        """Wait for the step's reductions and scale the gradients, once. *Collective.*"""
+
+    def install_weights(self) -> None:
+        """Bring updated main weights into the compute weights. *Collective.*"""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients."""
+
+
+def own(model: Model) -> None:
+    """Let parameters know their model, so that an optimizer over them can be bound at its first step."""
+    _watch_steps()
+    for bucket in model.buckets:
+        for _, param in bucket.params:
+            setattr(param, _OWNER, weakref.ref(model))
+
+
+def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool = False) -> None:
+    """Let an optimizer step this rank's shards; see `harness.fsdp.api.fully_shard_optimizer`."""
+    sharded = model._sharded_optimizer
+    if sharded is None:
+        decoupled = model.options.use_decoupled_grad
+        sharded = ShardedOptimizer(
+            optimizer, model.buckets, model.numerics, decoupled=decoupled, steps_unused=steps_unused
+        )
+        model._sharded_optimizer = sharded
+    else:
+        sharded.add(optimizer, steps_unused=steps_unused)
+    model._parts.gradients.usage.wanted = sharded.asks_for_unused
+    optimizer.register_step_pre_hook(partial(_before, model, sharded))
+    optimizer.register_step_post_hook(partial(_after, model))
+    optimizer.register_state_dict_pre_hook(refuse_state_dict)
+    optimizer.register_load_state_dict_pre_hook(refuse_state_dict)
+    # Replaced on the instance, which mypy takes for a mistake: torch has no hooks for these.
+    optimizer.zero_grad = partial(_zero_grad, model, sharded, optimizer)  # type: ignore[method-assign]
+    optimizer.add_param_group = partial(sharded.add_group, optimizer)  # type: ignore[method-assign]
+    optimizer._step_supports_amp_scaling = _NoScaler()  # type: ignore[attr-defined]
+
+
+def _before(
+    model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Finish the gradients and hand them over. A closure runs before that, once, and its loss stands in for it."""
+    given = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}
+    unknown = [name for name, value in given.items() if name != "closure" and value is not None]
+    if unknown or len(args) > 2:
+        raise NotImplementedError(
+            f"step({', '.join(unknown) or '...'}) is not built: step() takes a closure, or nothing"
+        )
+    if given.get("closure") is not None:
+        given["closure"] = partial(_same, _run(given["closure"]))
+    sharded.check_forgotten(optimizer)
+    model._parts.weights.refuse_held()
+    model.finish_grad_sync()
+    if model.has_gradients:
+        sharded.attach(optimizer)
+    else:  # the model has forgotten what the optimizer may still hold
+        sharded.detach(optimizer)
+    return args[:1], {name: value for name, value in given.items() if value is not None}
+
+
+@torch.enable_grad()
+def _run(closure: Any) -> Any:
+    return closure()
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _after(model: Model, *_: Any) -> None:
+    model.install_weights()
+
+
+def _zero_grad(
+    model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, set_to_none: bool = True
+) -> None:
+    sharded.forget_for(optimizer)
+    forgotten = list(sharded.forgotten)
+    model.zero_grad(set_to_none)
+    sharded.forgotten = forgotten
+
+
+class _NoScaler:
+    """Answers torch.amp.GradScaler, which asks an optimizer for this before it steps it."""
+
+    def __bool__(self) -> NoReturn:
+        raise NotImplementedError(
+            "torch.amp.GradScaler looks for infinities in each rank's own gradients, so that ranks would part: use"
+            " harness.fsdp.LossScale(model) in its place, with scale(loss).backward() and step(optimizer); or, where"
+            " nothing is in fp16, GradScaler(enabled=False)"
+        )
+
+
+# -- optimizers in nobody's hands --------------------------------------------------------------------------------------
+
+_WATCHES: list[Any] = []
+"""The handle of the hook, once it is there."""
+
+
+def _watch_steps() -> None:
+    if not _WATCHES:
+        _WATCHES.append(register_optimizer_step_pre_hook(_bind_at_first_step))
+
+
+def _bind_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Take in an optimizer over parameters of a sharded model. Its own hooks run after this one, in the same step."""
+    found = _owners(param for group in optimizer.param_groups for param in group["params"])
+    if len(found) > 1:
+        raise ValueError(
+            f"{type(optimizer).__name__} steps parameters of {len(found)} sharded models: build one for each of them"
+        )
+    for model in found:
+        bind(model, optimizer)
+
+
+def _owners(params: Iterable[Any]) -> list[Model]:
+    """The models of parameters that are sharded, each once."""
+    found: dict[int, Model] = {}
+    for param in params:
+        reference = getattr(param, _OWNER, None)
+        if reference is None:
+            continue
+        model = reference()
+        if model is None:
+            raise RuntimeError(
+                "the optimizer steps parameters that are sharded, and their ShardedModel is gone: keep what"
+                " fully_shard_model returned, and build the optimizer anew over its parameters"
+            )
+        found[id(model)] = model
+    return list(found.values())

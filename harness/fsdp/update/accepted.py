@@ -1,0 +1,72 @@
+"""Which optimizers can step shards: what is refused, before anything is changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.vocabulary import Numerics
+
+ELEMENTWISE = frozenset(
+    {"SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "ASGD", "Rprop"}
+)
+"""torch optimizers whose update of an element depends on that element alone, so that flat pieces can be stepped."""
+
+
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket], numerics: Numerics, *, decoupled: bool
+) -> None:
+    """Raise where an optimizer cannot step shards, or not as was promised.
+
+    Raises:
+        TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`.
+    """
+    _refuse_whole_tensor_updates(optimizer)
+    if decoupled and type(optimizer).__module__.startswith("torch.optim"):
+        raise ValueError(
+            f"use_decoupled_grad=True hands gradients over as `decoupled_grad`, which {type(optimizer).__name__} of"
+            " torch does not read: it would update nothing. Use an optimizer that does, or use_decoupled_grad=False"
+        )
+    if numerics.bitwise:
+        _refuse_updates_that_see_cuts(optimizer, buckets)
+    if any(_has_stepped(state) for state in optimizer.state.values()):
+        raise ValueError("the optimizer holds state already; shard before the first step, or load the state after")
+
+
+def _has_stepped(state: Mapping[str, object]) -> bool:
+    """Whether state is more than what Adagrad makes when it is built."""
+    step = state.get("step")
+    return bool(state) and not (isinstance(step, torch.Tensor) and float(step) == 0)
+
+
+def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
+    if _steps_as_torch_does(type(optimizer)) or getattr(optimizer, "elementwise", False):
+        return
+    raise TypeError(
+        f"{type(optimizer).__name__} is not known to update each element on its own; shards are flat pieces of"
+        f" parameters. Use one of {', '.join(sorted(ELEMENTWISE))}, a subclass that leaves `step` as it is, or set"
+        " `elementwise = True` on an optimizer of yours that does"
+    )
+
+
+def _steps_as_torch_does(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class is one of `ELEMENTWISE`, or inherits its `step`: which torch wraps on the class that is built."""
+    step = inspect.unwrap(kind.step)
+    return step.__module__.startswith("torch.optim") and step.__qualname__.split(".")[0] in ELEMENTWISE
+
+
+def _refuse_updates_that_see_cuts(optimizer: torch.optim.Optimizer, buckets: Sequence[Bucket]) -> None:
+    """torch's `add(other, alpha=)` in 16 bits rounds once inside a tensor and twice in its last few elements.
+
+    Of torch's optimizers, AdamW alone gets by without it.
+    """
+    narrow = {str(b.dtypes.main) for b in buckets if b.trainable and b.dtypes.main.itemsize < 4}
+    if narrow and type(optimizer).__name__ != "AdamW":
+        raise ValueError(
+            f"numerics=ordered or exact with main_params_dtype={', '.join(sorted(narrow))} needs AdamW: what"
+            f" {type(optimizer).__name__} adds to 16-bit weights is rounded otherwise at the end of a tensor, so that"
+            " bits would depend on where shards are cut. Use main_params_dtype=torch.float32, AdamW, or numerics=fast"
+        )

@@ -1,0 +1,425 @@
+"""Optimizers as people build, bind, call and mix them: each does what it does on one process, or says why not.
+
+Ranks have data of their own; one process sees all of it. Programs are written once and run on both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp import (
+    MixedPrecisionPolicy,
+    ShardedModel,
+    binding,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
+from harness.fsdp.update import optimizer as update
+from tests.fsdp.pairs import STRATEGIES
+from tests.support.covering import once
+from tests.support.mutants import each
+from tests.support.spawn import run_ranks
+
+WORLD, WIDTH, STEPS = 2, 6, 4
+WIDE = MixedPrecisionPolicy(main_params_dtype=None)
+Optimizer = torch.optim.Optimizer
+
+
+class Part(nn.Module):
+    """A unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + torch.tanh(self.linear(x))
+        return out
+
+
+class Game(nn.Module):
+    """A generator and a critic of two units each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.make = nn.Sequential(Part(), Part())
+        self.judge = nn.Sequential(Part(), Part())
+
+    def forward(self, x: Tensor, detached: bool = False) -> Tensor:
+        made = self.make(x)
+        out: Tensor = self.judge(made.detach() if detached else made)
+        return out
+
+
+@dataclass
+class World:
+    """What a program gets. rank: None on one process, which runs every rank's data."""
+
+    model: nn.Module
+    module: Game
+    rank: int | None
+
+    def bind(self, optimizer: Optimizer) -> Optimizer:
+        """As `fully_shard_optimizer` does; nothing on one process."""
+        return optimizer if self.rank is None else fully_shard_optimizer(_sharded(self.model), optimizer)
+
+    def backward(self, step: int, *, sign: float = 1.0, detached: bool = False) -> float:
+        """Of the mean loss over all data; the loss here."""
+        total = 0.0
+        for rank in range(WORLD) if self.rank is None else [self.rank]:
+            loss = sign * self.model(data(step, rank), detached).square().mean()
+            (loss / WORLD if self.rank is None else loss).backward()
+            total += loss.item()
+        return total
+
+
+def _sharded(model: nn.Module) -> ShardedModel:
+    assert isinstance(model, ShardedModel)
+    return model
+
+
+def data(step: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, WIDTH, generator=generator, dtype=torch.float64)
+
+
+def adamw(params: Any, **more: Any) -> Optimizer:
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1, eps=1e-3, **more)
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def zero_grad_first(world: World) -> None:
+    """FSDP2's order: nobody hands the optimizer over."""
+    optimizer = adamw(world.model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        world.backward(step)
+        optimizer.step()
+
+
+def zero_grad_last(world: World) -> None:
+    optimizer = torch.optim.SGD(world.module.parameters(), lr=0.1, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    for step in range(STEPS):
+        world.backward(step)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+def bound_after_sharding(world: World) -> None:
+    optimizer = world.bind(adamw(world.model.parameters()))
+    for step in range(STEPS):
+        world.backward(step)
+        optimizer.step()
+        world.model.zero_grad()
+
+
+def closure(world: World) -> None:
+    optimizer = world.bind(adamw(world.model.parameters()))
+    for step in range(STEPS):
+
+        def again(step: int = step) -> float:
+            optimizer.zero_grad()
+            return world.backward(step)
+
+        assert optimizer.step(again) is not None
+
+
+def adagrad(world: World) -> None:
+    optimizer = world.bind(torch.optim.Adagrad(world.model.parameters(), lr=0.1, initial_accumulator_value=0.2))
+    for step in range(STEPS):
+        world.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class Renamed(torch.optim.RMSprop):
+    """Adds settings, and steps as its parent does."""
+
+
+def subclass(world: World) -> None:
+    optimizer = world.bind(Renamed(world.model.parameters(), lr=0.02, momentum=0.5))
+    for step in range(STEPS):
+        world.backward(step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def groups_added(world: World) -> None:
+    optimizer = world.bind(adamw(world.module.make.parameters()))
+    for step in range(STEPS):
+        if step == 2:
+            optimizer.add_param_group({"params": list(world.module.judge.parameters()), "lr": 0.01})
+        world.backward(step)
+        optimizer.step()
+        world.model.zero_grad()  # torch would keep the gradients of parameters that no group has
+
+
+def game(world: World) -> None:
+    """Each phase begins with its optimizer's zero_grad; the critic's loss reaches the generator too."""
+    makes, judges = _two(world)
+    for step in range(STEPS):
+        judges.zero_grad()
+        world.backward(step)
+        judges.step()
+        makes.zero_grad()
+        world.backward(step, sign=-1.0)
+        makes.step()
+
+
+def game_of_one_backward(world: World) -> None:
+    makes, judges = _two(world)
+    for step in range(STEPS):
+        world.backward(step)
+        makes.step()
+        judges.step()
+        makes.zero_grad()
+        judges.zero_grad()
+
+
+def critic_first(world: World) -> None:
+    """Several steps of the critic, whose loss is cut off from the generator, before one of the generator."""
+    makes, judges = _two(world)
+    for step in range(STEPS):
+        judges.zero_grad()
+        world.backward(step, detached=True)
+        judges.step()
+        if step % 2:
+            makes.zero_grad()
+            world.backward(step, sign=-1.0)
+            makes.step()
+
+
+def _two(world: World) -> tuple[Optimizer, Optimizer]:
+    sgd = torch.optim.SGD(world.module.judge.parameters(), lr=0.1, momentum=0.9)
+    return world.bind(adamw(world.module.make.parameters())), world.bind(sgd)
+
+
+PROGRAMS: dict[str, Callable[[World], None]] = {
+    program.__name__: program
+    for program in (
+        zero_grad_first,
+        zero_grad_last,
+        bound_after_sharding,
+        closure,
+        adagrad,
+        subclass,
+        groups_added,
+        game,
+        game_of_one_backward,
+        critic_first,
+    )
+}
+
+
+def run_sharded(rank: int, program: str, strategy: str) -> dict[str, Tensor]:
+    module = Game().double()
+    model = fully_shard_model(module, fsdp_unit_modules=[Part], zero_dp_strategy=strategy, mixed_precision_policy=WIDE)
+    PROGRAMS[program](World(model, module, rank))
+    found = dict(model.full_weights())
+    model.close()
+    return found
+
+
+@once
+def plain(program: str) -> dict[str, Tensor]:
+    module = Game().double()
+    PROGRAMS[program](World(module, module, None))
+    return {name: param.detach() for name, param in module.named_parameters()}
+
+
+def run_all(rank: int, todo: tuple[tuple[str, str], ...]) -> list[dict[str, Tensor] | str]:
+    found: list[dict[str, Tensor] | str] = []
+    for program, strategy in todo:
+        found.append(run_sharded(rank, program, strategy))
+    return found
+
+
+TODO = tuple((program, strategy) for program in PROGRAMS for strategy in STRATEGIES)
+
+
+@once
+def sharded() -> dict[tuple[str, str], Any]:
+    return dict(zip(TODO, run_ranks(run_all, WORLD, TODO)[0], strict=True))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_program_does_what_it_does_on_one_process(program: str, strategy: str) -> None:
+    assert difference(sharded()[program, strategy], program) == ""
+
+
+def difference(found: dict[str, Tensor], program: str) -> str:
+    off = {name: (found[name] - weight).abs().max().item() for name, weight in plain(program).items()}
+    worst = max(off, key=lambda name: off[name])
+    return "" if off[worst] < 1e-12 else f"{worst} is off by {off[worst]:.1e}"
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(tmp_path: Any) -> Iterator[None]:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def world_of(strategy: str = "optim_grads_params") -> World:
+    module = Game().double()
+    return World(
+        fully_shard_model(module, fsdp_unit_modules=[Part], zero_dp_strategy=strategy, mixed_precision_policy=WIDE),
+        module,
+        0,
+    )
+
+
+@pytest.mark.usefixtures("alone")
+class TestRefusals:
+    def test_gradients_that_another_optimizer_forgot(self) -> None:
+        world = world_of()
+        makes, judges = _two(world)
+        world.backward(0)
+        makes.step()
+        makes.zero_grad()
+        with pytest.raises(RuntimeError, match="forgotten by the zero_grad"):
+            judges.step()
+        judges.zero_grad()
+        world.backward(1)
+        judges.step()
+
+    def test_what_the_model_forgets_is_forgotten_for_all(self) -> None:
+        world = world_of()
+        makes, judges = _two(world)
+        world.backward(0)
+        makes.zero_grad()
+        world.model.zero_grad()
+        world.backward(1)
+        judges.step()
+
+    def test_one_parameter_in_two_optimizers(self) -> None:
+        world = world_of()
+        world.bind(adamw(world.module.make.parameters()))
+        with pytest.raises(ValueError, match=r"make\.0\.linear\.weight has an optimizer already"):
+            world.bind(adamw(world.module.parameters()))
+        optimizer = world.bind(adamw(world.module.judge.parameters()))
+        with pytest.raises(ValueError, match="an optimizer already"):
+            optimizer.add_param_group({"params": list(world.module.make.parameters())})
+
+    def test_an_optimizer_that_cannot_be_bound_says_so_at_its_first_step(self) -> None:
+        world = world_of()
+        world.backward(0)
+        with pytest.raises(TypeError, match="LBFGS is not known to update each element on its own"):
+            torch.optim.LBFGS(world.module.parameters()).step(lambda: 0.0)
+
+    def test_an_optimizer_over_two_models(self) -> None:
+        first, second = world_of(), world_of()
+        optimizer = adamw([*first.module.parameters(), *second.module.parameters()])
+        first.backward(0)
+        with pytest.raises(ValueError, match="2 sharded models"):
+            optimizer.step()
+
+    def test_an_optimizer_over_a_model_and_something_else(self) -> None:
+        world = world_of()
+        optimizer = adamw([*world.module.parameters(), nn.Parameter(torch.zeros(2))])
+        world.backward(0)
+        with pytest.raises(ValueError, match="no parameter of the sharded module"):
+            optimizer.step()
+
+    def test_other_optimizers_are_none_of_our_business(self) -> None:
+        world_of()
+        other = nn.Linear(2, 2)
+        before = other.weight.detach().clone()
+        other(torch.ones(1, 2)).sum().backward()
+        adamw(other.parameters()).step()
+        assert not torch.equal(before, other.weight)
+
+    @pytest.mark.parametrize("fused", [False, True])
+    def test_grad_scaler(self, fused: bool) -> None:
+        world = world_of()
+        optimizer = world.bind(adamw(world.module.parameters(), fused=fused))
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(world.model(data(0, 0)).square().mean()).backward()
+        with pytest.raises(NotImplementedError, match=r"harness\.fsdp\.LossScale"):
+            scaler.step(optimizer)
+        before = dict(_sharded(world.model).full_weights())
+        torch.amp.GradScaler("cpu", enabled=False).step(optimizer)
+        after = dict(_sharded(world.model).full_weights())
+        assert not any(torch.equal(before[name], after[name]) for name in before)
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
+    "nobody binds": (
+        "An optimizer built after sharding steps parameters that nobody computes with",
+        lambda: mock.patch.object(binding, "_bind_at_first_step"),
+        "zero_grad_first",
+    ),
+    "closures come late": (
+        "Gradients are handed over before the closure has made them",
+        lambda: mock.patch.object(binding, "_run", return_value=1.0),
+        "closure",
+    ),
+    "all step": (
+        "An optimizer's step hands gradients to another one's parameters and forgets none of them",
+        lambda: mock.patch.object(update.ShardedOptimizer, "stepped_by", lambda self, flat: self.optimizers[0]),
+        "game",
+    ),
+    "state begins at zero": (
+        "Adagrad's sums begin with zero whatever its setting",
+        lambda: mock.patch.dict("harness.fsdp.update.blank.FIRST_OF_GROUP", clear=True),
+        "adagrad",
+    ),
+    "groups are taken as they come": (
+        "A group added later is not turned into shards",
+        lambda: mock.patch.object(update.ShardedOptimizer, "_take", _first_group_only),
+        "groups_added",
+    ),
+}
+
+_take = update.ShardedOptimizer._take
+
+
+def _first_group_only(self: Any, optimizer: Optimizer, index: int, names: Any) -> None:
+    if index == 0:
+        _take(self, optimizer, index, names)
+
+
+def visit(rank: int) -> dict[str, Any]:
+    """Each mutant's weights, or what it raised."""
+    found: dict[str, Any] = {}
+    for name, (_, patch, program) in MUTANTS.items():
+        with patch():
+            try:
+                found[name] = run_sharded(rank, program, "optim_grads")
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@once
+def mutated() -> dict[str, Any]:
+    return run_ranks(visit, WORLD)[0]
+
+
+@pytest.mark.parametrize(
+    "name", each("The engine, by how optimizers are used", ((n, m[0]) for n, m in MUTANTS.items()))
+)
+def test_a_mutant_is_found(name: str) -> None:
+    found = mutated()[name]
+    assert isinstance(found, str) or difference(found, MUTANTS[name][2]) != ""
