@@ -14,6 +14,7 @@ from typing import Any, Unpack
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.fsdp.arguments import DIRECT
 from harness.fsdp.binding import own
@@ -107,7 +108,9 @@ class ShardedModel(ModuleWrapper):
         self._parts = build(request)
         self.grad_divisor = self._parts.divisor
         self.buckets = self._parts.buckets
-        self._state = StateAccess(module, self.buckets, self._parts.weights, self._parts.gradients)
+        self._state = StateAccess(
+            module, self.buckets, self._parts.weights, self._parts.gradients, self._parts.everyone
+        )
         self._sharded_optimizer: optim.ShardedOptimizer | None = None
         mark_sharded(module, self._parts)
         self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
@@ -240,24 +243,28 @@ class ShardedModel(ModuleWrapper):
         return self._state.full_gradients()
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override] # torch's has overloads for destinations
-        """Main weights by their first names as DTensors over the engine's own memory, and buffers that are saved.
+        """Main weights as DTensors over the engine's own memory, and buffers that are saved as the first rank has them,
+        by all names torch gives them. *Collective.*
 
         Raises:
             NotImplementedError: ranks hold different experts under one name.
         """
         return self._state.state_dict()
 
-    def load_state_dict(self, given: Mapping[str, Any], strict: bool = True, assign: bool = False) -> list[str]:
-        """Take weights and buffers: whole tensors or DTensors, by first names. Effective in the very next forward.
-
-        Gradients are forgotten. Returns names that one side lacks (none with `strict`). *Collective.*
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> _IncompatibleKeys:
+        """Take weights and buffers: whole tensors or DTensors, by the names of `state_dict`. Effective in the very next
+        forward. Gradients are forgotten. Returns names that one side lacks, as torch does. *Collective.*
 
         Raises:
-            ValueError: see `harness.fsdp.state.named.load_weights`; or `assign`, which would replace the storage.
+            StateMismatch: a ValueError and a RuntimeError: with `strict` a name is missing or unexpected; or a shape
+                differs. Nothing was loaded.
+            ValueError: `assign`, which would replace the storage.
         """
         if assign:
             raise ValueError("assign=True would replace flat storage that optimizer and collectives use: load in place")
-        return self._state.load_state_dict(given, strict=strict)
+        return self._state.load_state_dict(state_dict, strict=strict)
 
     def sharded_state(self) -> ShardedState:
         """Weights and optimizer state by the module's own names, over the engine's own memory; for any layout.

@@ -35,6 +35,7 @@ class ModuleWrapper(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
+        self.__dict__["_non_persistent_buffers_set"] = module._non_persistent_buffers_set
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""

@@ -14,6 +14,7 @@ MODULES = (
     "tests.fsdp.behaviours.test_behaviours",
     "tests.fsdp.test_mutants",
     "tests.fsdp.test_released",
+    "tests.fsdp.test_saving",
     "tests.fsdp.test_timing",
     "tests.fsdp.test_wrapper",
     "tests.parity.test_mutants",

@@ -6,9 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _IncompatibleKeys
 
+from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.state import flat
-from harness.fsdp.state.named import ShardedState, ShardMap, load_weights
+from harness.fsdp.state.named import ShardedState, ShardMap, check_fit
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.update.optimizer import ShardedOptimizer
 
@@ -42,15 +45,22 @@ class StateAccess:
         buckets: all of the model's.
         weights: waited for before weights are handed out or written, told when they were written.
         gradients: finished before they are handed out, forgotten when weights were written.
+        everyone: all data-parallel ranks, the first of which has the buffers that count.
     """
 
     def __init__(
-        self, module: nn.Module, buckets: Sequence[Bucket], weights: Weights, gradients: StepGradients
+        self,
+        module: nn.Module,
+        buckets: Sequence[Bucket],
+        weights: Weights,
+        gradients: StepGradients,
+        everyone: Communicator,
     ) -> None:
         self.module = module
         self.buckets = buckets
         self.weights = weights
         self.gradients = gradients
+        self.everyone = everyone
         self._shards = ShardMap()
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -79,27 +89,52 @@ class StateAccess:
                 place += 1
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Main weights by their first names as DTensors over the engine's own memory, and buffers that are saved."""
-        self.weights.wait()
-        held = self._shards.weights(self.buckets)
-        weights = {name: held[name] for name, _ in self.module.named_parameters() if name in held}
-        return {**weights, **saved_buffers(self.module)}
-
-    def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> list[str]:
-        """Take weights and buffers by first names, and forget gradients; returns names that one side lacks.
-        *Collective.*
+        """Main weights as DTensors over the engine's own memory, and saved buffers as they are on the first rank, under
+        all the names that torch gives them, in its order. *Collective* where there are buffers.
 
         Raises:
-            ValueError: see `harness.fsdp.state.named.load_weights`.
+            NotImplementedError: ranks hold different experts under one name.
         """
         self.weights.wait()
-        buffers = saved_buffers(self.module)
-        rest = {name: value for name, value in given.items() if name not in buffers}
-        problems = load_weights(self._shards.weights(self.buckets), rest, strict=strict)
-        for name in buffers.keys() & given.keys():
-            buffers[name].copy_(given[name])
+        held = self._shards.weights(self.buckets)
+        first = {id(param): name for name, param in self.module.named_parameters()}
+        of_rank_0: dict[int, Tensor] = {}
+        found: dict[str, Tensor] = {}
+        for name, tensor in saved_tensors(self.module):
+            if id(tensor) in first:
+                found[name] = held[first[id(tensor)]]
+                continue
+            if id(tensor) not in of_rank_0:
+                of_rank_0[id(tensor)] = self.everyone.from_first(tensor, f"saved {name}").clone()
+            found[name] = of_rank_0[id(tensor)]
+        return found
+
+    def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
+        """Take weights and buffers by the names of `state_dict`, and forget gradients; returns names that one side
+        lacks. *Collective.*
+
+        Of a tensor with several names one is enough; given more, the last counts, as in torch.
+
+        Raises:
+            StateMismatch: with `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded.
+        """
+        self.weights.wait()
+        first = {id(param): name for name, param in self.module.named_parameters()}
+        own = dict(saved_tensors(self.module))
+        told = {id(own[name]) for name in given if name in own}
+        missing = [name for name, tensor in own.items() if id(tensor) not in told]
+        unexpected = [name for name in given if name not in own]
+        # torch's helpers hand back the model's own tensors for what they lack
+        pairs = [(n, own[n], value) for n, value in given.items() if n in own and value is not own[n]]
+        shards = self._shards.weights(self.buckets)
+        check_fit(pairs, missing if strict else [], unexpected if strict else [])
+        for _, tensor, value in pairs:
+            if id(tensor) in first:
+                shards[first[id(tensor)]].fill_from(value)
+            else:
+                tensor.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
         self._written()
-        return problems
+        return _IncompatibleKeys(missing, unexpected)
 
     def sharded_state(self, optimizer: ShardedOptimizer | None) -> ShardedState:
         """Weights, and the state of an optimizer, by the module's own names, over the engine's own memory."""
@@ -142,14 +177,14 @@ def _required(optimizer: ShardedOptimizer | None) -> ShardedOptimizer:
     return optimizer
 
 
-def saved_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Buffers that a module's own `state_dict` would have, by first name."""
-    transient = {
-        f"{path}.{name}".lstrip(".")
-        for path, part in module.named_modules()
-        for name in part._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in module.named_buffers() if name not in transient}
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers that a module's own `state_dict` would have, under every name, in its order."""
+    for path, part in module.named_modules(remove_duplicate=False):
+        prefix = f"{path}." if path else ""
+        saved = (item for item in part._buffers.items() if item[0] not in part._non_persistent_buffers_set)
+        for name, tensor in (*part._parameters.items(), *saved):
+            if tensor is not None:
+                yield prefix + name, tensor
 
 
 def refuse_state_dict(*_: Any) -> None:

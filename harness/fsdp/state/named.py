@@ -175,28 +175,19 @@ def refuse_split_experts(buckets: Sequence[Bucket]) -> None:
         )
 
 
-def load_weights(shards: Mapping[str, RowShard], given: Mapping[str, Tensor], *, strict: bool) -> list[str]:
-    """Copy what `given` has of each weight: whole tensors, DTensors, or shards of the same layout.
+class StateMismatch(ValueError, RuntimeError):
+    """A state does not fit the model; torch raises RuntimeError for it, the rest of the engine ValueError."""
 
-    Returns the names that one side lacks; with `strict` there are none.
 
-    Raises:
-        ValueError: a name is missing or unexpected (with `strict`), or a shape differs; nothing was loaded.
-    """
-    missing = [name for name in shards if name not in given]
-    unexpected = [name for name in given if name not in shards]
-    wrong = [
-        f"{name} is {list(given[name].shape)}, the model's {list(shard.shape)}"
-        for name, shard in shards.items()
-        if name in given and given[name].shape != shard.shape
+def check_fit(pairs: Sequence[tuple[str, Tensor, Tensor]], missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raise StateMismatch where a name is missing or unexpected, or of name, own tensor and given one shapes differ."""
+    problems = [
+        f"{n} is {list(given.shape)}, the model's {list(o.shape)}" for n, o, given in pairs if given.shape != o.shape
     ]
-    problems = [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
-    if wrong or (strict and problems):
-        raise ValueError(f"state does not fit the model, nothing was loaded: {'; '.join([*wrong, *problems][:8])}")
-    for name, shard in shards.items():
-        if name in given:
-            shard.fill_from(given[name])
-    return problems
+    problems += [f"missing {name}" for name in missing] + [f"unexpected {name}" for name in unexpected]
+    if problems:
+        more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise StateMismatch(f"state does not fit the model, nothing was loaded: {'; '.join(problems[:8])}{more}")
 
 
 def _entries(optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:

@@ -95,13 +95,46 @@ class RowShard(DTensor):
         rows.sort(key=lambda each: each[0])
         return torch.cat([part for _, part in rows]).reshape(self.shape)
 
-    def redistribute(self, *_: object, **__: object) -> DTensor:
-        """Refuse: a placement cannot say where these rows lie.
+    def redistribute(
+        self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: object
+    ) -> DTensor:
+        """The whole tensor as an ordinary DTensor, replicated: what torch's `full_state_dict=True` asks for.
+        *Collective* among the ranks that share it.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: for any other placement, which cannot say where these rows lie.
         """
-        raise RuntimeError(_refusal("redistribute"))
+        if placements is None or not all(isinstance(each, Replicate) for each in placements):
+            raise RuntimeError(_refusal("redistribute to anything but Replicate()"))
+        return DTensor.from_local(self.full_tensor(), self._spec.mesh, placements, run_check=False)
+
+    # -- as plain tensors --------------------------------------------------------------------------------------------
+
+    def _whole(self, what: str) -> Tensor:
+        """The tensor itself, where this rank has all of it."""
+        if self._local_tensor.shape != self.shape:
+            raise RuntimeError(
+                f"{what} of a sharded tensor would have this rank's rows only: take whole tensors on all ranks,"
+                " {name: value.full_tensor() for name, value in model.state_dict().items()} or torch's"
+                " get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)), and"
+                " save them on one; or save what every rank has by torch.distributed.checkpoint"
+            )
+        return self._local_tensor
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._whole("pickling (torch.save)").detach().clone().__reduce_ex__(protocol)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Its memory, where this rank has all of it: what safetensors asks for."""
+        return self._whole("the memory").untyped_storage()
+
+    def storage(self) -> Any:
+        """As `untyped_storage`."""
+        return self._whole("the memory").storage()
+
+    def data_ptr(self) -> int:
+        """Its address, where this rank has all of it."""
+        return self._whole("the memory").data_ptr()
 
     def fill_from(self, given: Tensor) -> None:
         """Copy this rank's rows of a whole tensor, of a DTensor (*collective*), or of a shard of the same layout."""
