@@ -68,7 +68,7 @@ class Unit:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Its modules, in the order they run."""
+        """Modules of the unit, in the order they run."""
         return [module for each in self._modules if (module := each()) is not None]
 
     def labels(self, kind: str) -> list[Label]:

@@ -125,15 +125,15 @@ class RowShard(DTensor):
         return self._whole("pickling (torch.save)").detach().clone().__reduce_ex__(protocol)
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Its memory, where this rank has all of it: what safetensors asks for."""
+        """Memory of a tensor that this rank has whole; safetensors asks for it."""
         return self._whole("the memory").untyped_storage()
 
     def storage(self) -> Any:
-        """As `untyped_storage`."""
+        """Memory of a tensor that this rank has whole, typed."""
         return self._whole("the memory").storage()
 
     def data_ptr(self) -> int:
-        """Its address, where this rank has all of it."""
+        """Address of a tensor that this rank has whole."""
         return self._whole("the memory").data_ptr()
 
     def fill_from(self, given: Tensor) -> None:
