@@ -7,6 +7,7 @@ themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Unpack
@@ -165,19 +166,36 @@ class ShardedModel(ModuleWrapper):
         """Whether a backward ran since gradients were last forgotten; without one, a step changes nothing."""
         return self._parts.step.has_gradients
 
-    def grad_norm(self) -> float:
-        """Euclidean norm of the step's gradient over all ranks, each parameter counted once. *Collective.*"""
+    def grad_norm(self, norm_type: float = 2.0) -> float:
+        """Norm of the step's gradient over all ranks, each parameter counted once: Euclidean, or of another order.
+        *Collective.*
+
+        Raises:
+            ValueError: `norm_type` is neither positive nor inf; or numerics promises bits that it does not keep.
+        """
         self.finish_grad_sync()
-        return optim.gradient_norm(self.buckets, self._parts.everyone, self.numerics)
+        if norm_type == 2.0:
+            return optim.gradient_norm(self.buckets, self._parts.everyone, self.numerics)
+        return optim.gradient_p_norm(self.buckets, self._parts.everyone, self.numerics, float(norm_type))
 
     def weight_norm(self) -> float:
         """Euclidean norm of all main weights over all ranks, each parameter counted once. *Collective.*"""
         self._parts.weights.wait()
         return optim.weight_norm(self.buckets, self._parts.everyone, self.numerics)
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before. *Collective.*"""
-        norm = self.grad_norm()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
+        """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before. *Collective.*
+
+        Raises:
+            ValueError: as `grad_norm`.
+            RuntimeError: `error_if_nonfinite`, and the norm is not finite; gradients are as they were.
+        """
+        norm = self.grad_norm(norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise RuntimeError(
+                f"the gradient's norm of order {norm_type} is {norm}: nothing was clipped. zero_grad() forgets the"
+                " step; report_nan_in_param_grad=True names the tensor; error_if_nonfinite=False scales by it anyway"
+            )
         optim.clip_gradients(self.buckets, norm, float(max_norm))
         return norm
 

@@ -1,0 +1,179 @@
+"""Norms of any order, and clipping by them, against torch's own on one process."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp import ShardedModel
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.update import optimizer as update
+from tests.fsdp.pairs import PAIRS, Pair, data, loss_of, plain_gradients, shard
+from tests.support.covering import once
+from tests.support.mutants import each
+from tests.support.spawn import run_ranks
+
+WORLD, MAX_NORM = 4, 0.1
+ORDERS = (1.0, 1.5, 2.0, 3.0, math.inf)
+Found = tuple[float, dict[str, Tensor]]
+
+
+def built(rank: int, pair: Pair, **more: Any) -> ShardedModel:
+    """With the gradients of a step."""
+    model, _ = shard(pair, **more)
+    loss_of(model, data(0, rank)).backward()
+    return model
+
+
+def clip(rank: int, todo: tuple[tuple[Pair, float], ...]) -> list[Found]:
+    found = []
+    for pair, order in todo:
+        model = built(rank, pair)
+        found.append((model.clip_grad_norm_(MAX_NORM, order), dict(model.full_gradients())))
+        model.close()
+    return found
+
+
+TODO = tuple(itertools.product(PAIRS, ORDERS))
+
+
+@once
+def clipped() -> list[dict[tuple[Pair, float], Found]]:
+    return [dict(zip(TODO, ran, strict=True)) for ran in run_ranks(clip, WORLD, TODO)]
+
+
+@once
+def right(order: float) -> Found:
+    gradients = plain_gradients([data(0, rank) for rank in range(WORLD)], 1 / WORLD)
+    params = [nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients.values()]
+    for param, gradient in zip(params, gradients.values(), strict=True):
+        param.grad = gradient.clone()
+    norm = nn.utils.clip_grad_norm_(params, MAX_NORM, order).item()
+    return norm, {name: param.grad for name, param in zip(gradients, params, strict=True) if param.grad is not None}
+
+
+def difference(found: Found, order: float) -> str:
+    norm, gradients = right(order)
+    if found[0] != pytest.approx(norm, rel=1e-5):
+        return f"norm {found[0]}, not {norm}"
+    off = [name for name, each in gradients.items() if not torch.allclose(found[1][name].double(), each, atol=1e-7)]
+    return f"gradients of {off}" if off else ""
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_clipping_is_torchs(pair: Pair, order: float) -> None:
+    on_ranks = [ran[pair, order] for ran in clipped()]
+    assert difference(on_ranks[0], order) == ""
+    assert len({norm for norm, _ in on_ranks}) == 1
+
+
+def say(rank: int) -> list[str]:
+    told = []
+    for arguments, more in (
+        ((1.0, 0.0), {}),
+        ((1.0, -1.0), {}),
+        ((1.0, 3.0), {"numerics": "ordered"}),
+        ((1.0, 2.0, True), {}),
+        ((1.0, math.inf, True), {}),
+    ):
+        model = built(rank, Pair("optim_grads", ""), **more)
+        model.finish_grad_sync()
+        if len(arguments) == 3 and rank == 0:
+            model.buckets[0].grad_shards[0][0] = math.nan
+        before = [shard.clone() for bucket in model.buckets for shard in bucket.grad_shards]
+        try:
+            told.append(f"nothing: {model.clip_grad_norm_(*arguments)}")
+        except (ValueError, RuntimeError) as error:
+            told.append(str(error))
+        after = [shard for bucket in model.buckets for shard in bucket.grad_shards]
+        assert all(torch.equal(a, b) or a.isnan().any() for a, b in zip(before, after, strict=True))
+        model.close()
+    return told
+
+
+def test_what_cannot_be_clipped_is_refused_on_all_ranks() -> None:
+    for zero, negative, bits, nan, largest in run_ranks(say, 2):
+        assert "norm_type=0.0 must be a positive number or inf" in zero
+        assert "norm_type=-1.0 must be" in negative
+        assert "norm_type=3.0 with numerics=ordered" in bits
+        assert "norm of order 2.0 is nan: nothing was clipped" in nan
+        assert "norm of order inf is nan" in largest
+
+
+def test_a_norm_that_is_no_number_is_told() -> None:
+    """As torch does without `error_if_nonfinite`, on every rank: the NaN lies on one."""
+    for norms in run_ranks(nan_norms, 2):
+        assert all(math.isnan(norm) for norm in norms)
+
+
+def nan_norms(rank: int) -> list[float]:
+    found = []
+    for order in ORDERS:
+        model = built(rank, Pair("optim_grads_params", ""))
+        model.finish_grad_sync()
+        if rank == 1:
+            model.buckets[0].grad_shards[0][0] = math.nan
+        found.append(model.grad_norm(order))
+        model.close()
+    return found
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def _all_counted(shards_of: Any) -> tuple[list[Tensor], list[Tensor], bool]:
+    return [], [shard for _, shards in shards_of for shard in shards], True
+
+
+MUTANTS: dict[str, tuple[str, Callable[[], Any], Pair, float]] = {
+    "replicas count": (
+        "What several ranks hold counts once for each in norms of any order",
+        lambda: mock.patch.object(update, "_dealt", _all_counted),
+        Pair("optim", "no_shard"),
+        3.0,
+    ),
+    "a rank's own powers": (
+        "Each rank clips by the norm of what it holds",
+        lambda: mock.patch.object(Communicator, "sum_scalars", lambda self, values, purpose: values),
+        Pair("optim_grads", ""),
+        1.0,
+    ),
+    "signs count": (
+        "The largest element is looked for, not the largest absolute value",
+        lambda: mock.patch.object(update, "_largest", _signed),
+        Pair("optim_grads_params", ""),
+        math.inf,
+    ),
+}
+
+_largest = update._largest
+
+
+def _signed(shards: Any, everyone: Any) -> float:
+    return _largest([-shard.clamp(min=0) for shard in shards], everyone)
+
+
+def visit(rank: int) -> dict[str, Found]:
+    found = {}
+    for name, (_, patch, pair, order) in MUTANTS.items():
+        with patch():
+            found[name] = clip(rank, ((pair, order),))[0]
+    return found
+
+
+@once
+def mutated() -> dict[str, Found]:
+    return run_ranks(visit, WORLD)[0]
+
+
+@pytest.mark.parametrize("name", each("The engine, by its norms", ((n, m[0]) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str) -> None:
+    assert difference(mutated()[name], MUTANTS[name][3]) != ""
