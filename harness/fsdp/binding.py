@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.fsdp.components import Components
@@ -30,6 +32,7 @@ _OWNER = "_fsdp_model"
 class Model(Protocol):
     """What an optimizer needs of a sharded model."""
 
+    module: nn.Module
     buckets: list[Bucket]
     numerics: Numerics
     options: Options
@@ -53,6 +56,7 @@ class Model(Protocol):
 def own(model: Model) -> None:
     """Let parameters know their model, so that an optimizer over them can be bound at its first step."""
     _watch_steps()
+    model.module.zero_grad = _ForgetAll(weakref.ref(model))  # type: ignore[method-assign] # on the instance
     for bucket in model.buckets:
         for _, param in bucket.params:
             setattr(param, _OWNER, weakref.ref(model))
@@ -122,6 +126,18 @@ def _zero_grad(
     forgotten = list(sharded.forgotten)
     model.zero_grad(set_to_none)
     sharded.forgotten = forgotten
+
+
+@dataclass(frozen=True)
+class _ForgetAll:
+    """`zero_grad` of the module itself: gradients of its parameters are the model's."""
+
+    model: weakref.ref[Any]
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        model = self.model()
+        if model is not None:
+            model.zero_grad(set_to_none)
 
 
 class _NoScaler:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from harness.fsdp.comm.fixed_point import beyond_message
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.runtime.gradient_answer import answer_for
 from harness.fsdp.runtime.hooks import HookDriver
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
@@ -49,6 +50,8 @@ class GradientSync:
         self.guard = guard
         self.integers = integers
         self.usage = usage
+        trained = [each for unit in units for bucket in unit.trainable for each in bucket.params]
+        answer_for(trained, step, self.forget)
 
     def finish(self) -> None:
         """Wait for the step's reductions and scale the gradients, once. Further calls do nothing. *Collective.*

@@ -175,6 +175,8 @@ class Step:
         """Of the backward that runs, or ran last."""
         self.num_updates = 0
         """How often weights were installed, after an update or a load."""
+        self.dropped: set[str] = set()
+        """Parameters whose `.grad` the program has set to None since gradients were last forgotten."""
         self._adds = False
 
     @property
@@ -196,6 +198,11 @@ class Step:
         allowed = TRANSITIONS[self.state].get(call)
         if allowed is None:
             raise StepError(REFUSALS.get((self.state, call)) or f"{call.value} is not possible now: {self.state.value}")
+        if self.dropped and call is not Call.zero_grad:
+            raise StepError(
+                f".grad of {', '.join(sorted(self.dropped)[:3])} was set to None, and of other parameters it was not:"
+                " gradients of a sharded model are forgotten together; set all of them to None, or call zero_grad()"
+            )
         return allowed
 
     def pre_backward(self) -> BackwardPlan:
@@ -249,6 +256,7 @@ class Step:
         """Gradients are forgotten: the next step begins."""
         (self.state,) = self.check(Call.zero_grad)
         self.num_backwards = 0
+        self.dropped = set()
         self._adds = False
 
     def weights_installed(self) -> None:

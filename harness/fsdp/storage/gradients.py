@@ -28,7 +28,7 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.marks import ABSENT, Marks
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.storage.parameter_access import by_engine
+from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import GradBuffer
 
@@ -146,14 +146,14 @@ class Gradients:
     def expect(self) -> None:
         """Have autograd bring gradients in the dtype they wait in; storage is found when the first one arrives."""
         for param in self.params:
-            if param.grad is None and param.grad_dtype != self.arriving:
+            if grad_of(param) is None and param.grad_dtype != self.arriving:
                 param.grad_dtype = self.arriving
 
     @by_engine
     def prepare(self) -> None:
         """Find flat storage for the gradients of this backward, and bring in those that are here already."""
         if self.concat:
-            self._unwritten -= {index for index, param in enumerate(self.params) if param.grad is not None}
+            self._unwritten -= {index for index, param in enumerate(self.params) if grad_of(param) is not None}
             self.expect()
             return
         if self.bucket is None:
@@ -162,7 +162,7 @@ class Gradients:
                 bucket[begin:end].zero_()
             self._view(bucket)
         for index, param in enumerate(self.params):
-            if param.grad is not None or index not in self._unwritten:
+            if grad_of(param) is not None or index not in self._unwritten:
                 self.bring(index)
         self.expect()
 
@@ -201,7 +201,8 @@ class Gradients:
         """Let the gradient of parameter `index` lie in the bucket, wherever it landed."""
         param = self.params[index]
         if getattr(param, ADDED, False):
-            param.grad, param.grad_added_to_main_grad = self._views[index], False  # type: ignore[attr-defined]
+            put_grad(param, self._views[index])
+            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
         elif not self.concat:
             _adopt(param, self._views[index], fresh=index in self._unwritten)
         self._unwritten.discard(index)
@@ -214,7 +215,7 @@ class Gradients:
         if index in self._unwritten:
             self._views[index].zero_()
             self._unwritten.discard(index)
-        self.params[index].grad = None  # what autograd brings goes elsewhere first: it may be a stand-in
+        put_grad(self.params[index], None)  # what autograd brings goes elsewhere first: it may be a stand-in
         return self._views[index]
 
     def settle(self) -> None:
@@ -231,7 +232,7 @@ class Gradients:
     def drop(self) -> None:
         """Set every parameter's `.grad` to None."""
         for param in self.params:
-            param.grad = None
+            put_grad(param, None)
 
     # -- the reductions' side ------------------------------------------------------------------------------------
 
@@ -256,8 +257,9 @@ class Gradients:
         bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
         bucket.fill_(0.0 if self.marks is None else ABSENT)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
-            if param.grad is not None:
-                view_of(bucket, self.layout.bucket_range(slot)[0], slot).copy_(param.grad)
+            gradient = grad_of(param)
+            if gradient is not None:
+                view_of(bucket, self.layout.bucket_range(slot)[0], slot).copy_(gradient)
         self._mark(bucket)
         self.drop()
         return bucket
@@ -350,13 +352,13 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
     """Let `view` be the gradient of a parameter; one that autograd put elsewhere is moved there (`fresh`) or added."""
-    early = param.grad
+    early = grad_of(param)
     if early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
         return
     if param.grad_dtype != view.dtype:
-        param.grad = None
+        put_grad(param, None)
         param.grad_dtype = view.dtype
-    param.grad = view
+    put_grad(param, view)
     if fresh:
         view.zero_() if early is None else view.copy_(early.detach())
     elif early is not None:

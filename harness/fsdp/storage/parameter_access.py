@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cache, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,20 @@ R = TypeVar("R")
 
 HOME = "_fsdp_home"
 """Attribute of a sharded parameter: its first name and its unit's, for messages."""
+
+
+GRADIENT = "_fsdp_gradient"
+"""Attribute of a trained parameter: what answers for its `.grad` while no forward and no backward runs."""
+
+
+class GradientAnswer(Protocol):
+    """Answers for the `.grad` of one parameter."""
+
+    def read(self, held: Tensor | None) -> Tensor | None:
+        """What the program reads; `held` is what torch has."""
+
+    def assign(self, value: Tensor | None) -> None:
+        """What the program sets it to."""
 
 
 class Access(Enum):
@@ -46,6 +60,23 @@ def give_access(param: nn.Parameter, own: type, access: Access) -> None:
         param.__class__ = wanted
 
 
+_GRAD: Any = Tensor.grad
+"""torch's own descriptor."""
+
+
+def grad_of(param: Tensor) -> Tensor | None:
+    """What torch has as a parameter's `.grad`, whatever its class answers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        found: Tensor | None = _GRAD.__get__(param)
+    return found
+
+
+def put_grad(param: Tensor, value: Tensor | None) -> None:
+    """Set what torch has as a parameter's `.grad`, whatever its class answers."""
+    with torch._C.DisableTorchFunctionSubclass():
+        _GRAD.__set__(param, value)
+
+
 def by_engine(function: Callable[P, R]) -> Callable[P, R]:
     """Mark a function of the engine: parameters of whatever access are plain tensors to it."""
 
@@ -62,13 +93,35 @@ def _class(own: type, access: Access) -> type:
     """A subclass of a parameter's class."""
     base = _Released if access is Access.released else _Resting
     name = f"{access.name.capitalize()}{own.__name__}"
-    return type(own)(name, (base, own), {"__module__": __name__})
+    return type(own)(name, (base, own), {"__module__": __name__, "_own": own})
+
+
+class _Guarded:
+    """A parameter whose gradient lies elsewhere than in `.grad`."""
+
+    _own: Any
+    """The class it came with."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        """None where no gradient has come; raises where one has."""
+        held = grad_of(self)  # type: ignore[arg-type]
+        answer: GradientAnswer | None = getattr(self, GRADIENT, None)
+        return held if answer is None else answer.read(held)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        answer: GradientAnswer | None = getattr(self, GRADIENT, None)
+        if answer is not None:
+            answer.assign(value)
+        if answer is None or value is None:
+            put_grad(self, value)  # type: ignore[arg-type]
 
 
 # -- whole, and nobody is computing ------------------------------------------------------------------------------------
 
 
-class _Resting:
+class _Resting(_Guarded):
     """A parameter whose `data` shares its version counter."""
 
     @property
@@ -95,11 +148,11 @@ class _Resting:
 
     def __repr__(self) -> str:
         shown = self.data.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
-        return f"{type(self).__mro__[2].__name__} containing:\n{shown!r}"
+        return f"{type(self)._own.__name__} containing:\n{shown!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A parameter of its own class, which no engine knows."""
-        own = type(self).__mro__[2]
+        own = type(self)._own
         if id(self) not in memo:
             copied: Any = torch.Tensor._make_subclass(own, self.data.clone(), self.requires_grad)  # type: ignore[attr-defined]
             memo[id(self)] = copied
@@ -140,7 +193,7 @@ _STAND_INS = frozenset([Tensor.data.__get__, Tensor.detach])  # type: ignore[att
 """What gives another tensor of the same values."""
 
 
-class _Released:
+class _Released(_Guarded):
     """A tensor whose values must not be used."""
 
     @classmethod

@@ -1,0 +1,78 @@
+"""What `.grad` of a sharded parameter says: that there is none, or where it is.
+
+[Note: Reading .grad] Gradients lie in flat buffers, reduced and scaled when they are asked for; `.grad` of a parameter
+is at most a part of the way there. Code that reads or scales it (torch's clipping, logging, noise) would be wrong
+without a word, so it raises, and says what to call. While a backward runs, hooks see what autograd brought, as under
+DDP. Setting it to None forgets it; as gradients of a model are forgotten together, that must be done for all.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from harness.fsdp.runtime.step import Step, StepState
+from harness.fsdp.storage.parameter_access import GRADIENT
+
+
+class GradientAccessError(RuntimeError):
+    """Something read or set `.grad` of a sharded parameter."""
+
+
+class Answer:
+    """Answers for `.grad` of one parameter; see [Note: Reading .grad].
+
+    Args:
+        name: of the parameter. names: of all trained parameters.
+        step: whose gradients these are.
+        forget: a weak method that forgets all gradients of the step.
+    """
+
+    def __init__(
+        self, name: str, names: Sequence[str], step: Step, forget: weakref.WeakMethod[Callable[[], None]]
+    ) -> None:
+        self.name = name
+        self.names = frozenset(names)
+        self.step = step
+        self.forget = forget
+
+    def read(self, held: Tensor | None) -> Tensor | None:
+        """None before the first backward of a step, and what autograd brought while one runs.
+
+        Raises:
+            GradientAccessError: a gradient has come.
+        """
+        if self.step.state in (StepState.IDLE, StepState.BACKWARD) or self.name in self.step.dropped:
+            return held if self.step.state is StepState.BACKWARD else None
+        raise GradientAccessError(
+            f".grad of {self.name} is not its gradient, which lies in flat buffers: clip with model.clip_grad_norm_("
+            "max_norm, norm_type), read model.grad_norm() or model.full_gradients(), forget with"
+            " optimizer.zero_grad() or model.zero_grad()"
+        )
+
+    def assign(self, value: Tensor | None) -> None:
+        """None forgets the gradient; once all parameters are set to None, all gradients are forgotten.
+
+        Raises:
+            GradientAccessError: a tensor is given.
+        """
+        if value is not None:
+            raise GradientAccessError(
+                f".grad of {self.name} was set to a tensor, which the step would not see, as gradients lie in flat"
+                " buffers: scale the loss, or a tensor on the way (register_hook), instead"
+            )
+        if self.step.state in (StepState.IDLE, StepState.BACKWARD):
+            return
+        self.step.dropped.add(self.name)
+        forget = self.forget()
+        if self.step.dropped == self.names and forget is not None:
+            forget()
+
+
+def answer_for(params: Sequence[tuple[str, nn.Parameter]], step: Step, forget: Callable[[], None]) -> None:
+    """Let trained parameters answer for their `.grad`. forget: a bound method; it is not kept alive."""
+    names = [name for name, _ in params]
+    for name, param in params:
+        setattr(param, GRADIENT, Answer(name, names, step, weakref.WeakMethod(forget)))
