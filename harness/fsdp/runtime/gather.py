@@ -95,6 +95,8 @@ class GatherPipeline:
         self._weights = {unit.name: UnitWeights() for unit in self.order}
         self._outgoing: list[LateGather] = []
         self._sweep: list[Unit] = []
+        self._resting: list[Unit] = []
+        self._kept: list[Unit] = []
         self._next = 0
         self._ran: list[Unit] = []
         self._late = False
@@ -108,7 +110,13 @@ class GatherPipeline:
         return self.order[-1] if self.order else None
 
     def pre_forward(self) -> None:
-        """The model's forward begins: sweep in forward order, unshard the root, prefetch what comes after it."""
+        """The model's forward begins: sweep in forward order, unshard the root, prefetch what comes after it.
+
+        A unit that the forward before kept for its backward leaves a buffer that it shares with others.
+        """
+        for unit in self.order:
+            if unit.shares_buffers:
+                self.reshard(unit)
         self._begin([unit for unit in self.order if not self._is(unit, WeightState.UNSHARDED)])
         self._ran, self._late = [], False
         for unit in self.order:
@@ -120,12 +128,12 @@ class GatherPipeline:
         one stays unsharded if a backward follows."""
         self._take_turns(len(self._sweep), keep=self.last if backward_follows else None)
         for unit in self.order:  # joined modules of which the last did not run
-            if self._is(unit, WeightState.UNSHARDED) and unit is not self.last:
-                self.reshard(unit)
+            if unit is not self.last:
+                self.reshard_after_forward(unit)
         if self._late:
             self._learn_order()
         if not backward_follows:
-            self.reshard_all()
+            self._reshard_all_but(self._kept)
 
     def pre_backward(self) -> None:
         """A backward begins: sweep over the units in reverse order."""
@@ -141,21 +149,76 @@ class GatherPipeline:
         if unit not in self.order:
             return
         self._ran.append(unit)
+        self._wake(unit)
         if not self._is(unit, WeightState.UNSHARDED):
             self._reach(unit)
             self._start_unshard(unit)
             self._wait_for_unshard(unit)
         self._prefetch()
 
+    def keep(self, unit: Unit) -> None:
+        """A unit's forward has ended, and nothing can tell when its backward begins: it stays whole until that ends."""
+        self._kept.append(unit)
+
+    def rest(self, unit: Unit) -> None:
+        """A backward has passed a call of a unit, and is to come to another one: its weights stay until they are in the
+        way of others. So a graph of several forwards does not bring the whole model together."""
+        if self._is_gathered(unit) and unit not in self._resting:
+            self._resting.append(unit)
+
+    def _wake(self, wanted: Unit) -> None:
+        """Make way for a unit: one other may go on resting, where it does not lie in the buffer of the wanted one."""
+        self._resting = [u for u in self._resting if u is not wanted and self._is(u, WeightState.UNSHARDED)]
+        while self._resting and (len(self._resting) > 1 or not self._has_room(wanted)):
+            self.reshard(self._resting.pop(0))
+
+    def _has_room(self, unit: Unit) -> bool:
+        return all(bucket.has_room for bucket in unit.buckets)
+
+    def _is_gathered(self, unit: Unit) -> bool:
+        """Whether a unit other than the root has its weights from a gather."""
+        return unit in self.order and not unit.is_root and self._is(unit, WeightState.UNSHARDED)
+
+    def unshard_next(self, unit: Unit | None = None) -> None:
+        """Have the unit whole that is wanted next, before it is asked for; None: the one the sweep comes to, if it is
+        used here: others may come to one that is not much later."""
+        following = unit or self._following
+        if following is None or not (unit or following.readiness.was_called):
+            return
+        self._wake(following)
+        if self._has_room(following) or self._is(following, WeightState.UNSHARDING):
+            self.unshard(following)
+
+    @property
+    def _following(self) -> Unit | None:
+        on_way = [unit for unit in self._sweep if self._is(unit, WeightState.UNSHARDING)]
+        return next(iter([*on_way, *self._sweep[self._next :]]), None)
+
+    def reshard_after_forward(self, unit: Unit) -> None:
+        """Drop a unit's whole weights, unless its backward needs them as they are."""
+        if unit not in self._kept:
+            self.reshard(unit)
+
+    def is_whole(self, unit: Unit) -> bool:
+        """Whether a unit's weights are here."""
+        return self.is_resident(unit) or self._is(unit, WeightState.UNSHARDED)
+
+    def is_resident(self, unit: Unit) -> bool:
+        """Whether a unit's weights are always here."""
+        return unit not in self.order
+
     def reshard(self, unit: Unit) -> None:
         """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
-        if unit in self.order and self._is(unit, WeightState.UNSHARDED) and not unit.is_root:
+        if self._is_gathered(unit):
             self._reshard(unit)
 
     def reshard_all(self) -> None:
         """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
+        self._reshard_all_but([])
+
+    def _reshard_all_but(self, kept: Sequence[Unit]) -> None:
         self._begin([])
-        for unit in self.order:
+        for unit in [unit for unit in self.order if unit not in kept]:
             if self._is(unit, WeightState.UNSHARDING):
                 self._wait_for_unshard(unit)
             if self._is(unit, WeightState.UNSHARDED):
@@ -208,10 +271,20 @@ class GatherPipeline:
                 if self._is(unit, WeightState.UNSHARDED):
                     self._reshard(unit)
 
-    def pass_turn(self, unit: Unit) -> None:
-        """Bring the sweep past a unit that this rank is done with; others may still want its part of the weights."""
-        if unit in self._sweep:
-            self._take_turns(self._sweep.index(unit) + 1)
+    def pass_turn(self, unit: Unit, *, keeps: bool = False) -> None:
+        """Bring the sweep past a unit that this rank is done with; others may still want its part of the weights.
+
+        keeps: this rank may still use it: its gather is begun, where there is room, and not dropped. The root stands
+        for the end of the sweep, where nothing is used any more.
+        """
+        if unit.is_root:
+            self._take_turns(len(self._sweep))
+        elif unit in self._sweep:
+            place = self._sweep.index(unit)
+            self._take_turns(place if keeps else place + 1)
+            if keeps and place == self._next and self._has_room(unit):
+                self._next += 1
+                self._start_unshard(unit)
 
     def reset_peak(self) -> None:
         """Let `num_alive_peak` begin anew from what is alive now."""
@@ -247,7 +320,7 @@ class GatherPipeline:
         while self._next < len(self._sweep):
             ahead = [unit for unit in self.order if self._takes_storage(unit)]
             following = self._sweep[self._next]
-            if len(ahead) >= self.prefetch or not all(bucket.has_room for bucket in following.buckets):
+            if len(ahead) >= self.prefetch or not self._has_room(following):
                 return
             if self.limit_bytes is not None and sum(u.weight_bytes for u in [*ahead, following]) > self.limit_bytes:
                 return
@@ -301,6 +374,7 @@ class GatherPipeline:
         weights = self._weights[unit.name]
         weights.state, gathers = WeightState.SHARDED, weights.gathers
         weights.gathers = []
+        self._kept = [each for each in self._kept if each is not unit]
         with events.waiting(*unit.labels("all_gather")):
             for pending, _ in gathers:
                 if isinstance(pending, LateGather):  # others take from the main weights, which stay

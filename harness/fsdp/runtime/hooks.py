@@ -4,6 +4,12 @@
 never comes (an undefined gradient, a call nobody differentiates) is settled when the whole backward ends, by a callback
 of the autograd engine.
 
+[Note: What the hooks cannot see] A unit may hand tensors on where no hook finds them: in an attribute, a closure, an
+object of its own. Its backward may then begin before a hook tells so. For this reason the next unit of the sweep is
+unsharded as soon as one is over, not only when a gradient comes to its outputs; a unit of which neither inputs nor
+outputs can be seen stays whole from its forward on; and what arrives from a unit whose weights were not whole is
+refused, because what came of it is wrong.
+
 [Note: Backwards inside a forward] `autograd.grad` or `backward` in the model's own forward would release weights that
 the rest of the forward needs, and reduce gradients of half a model. The engine refuses it, as it refuses create_graph:
 a second differentiation would need weights that are released by then.
@@ -17,15 +23,23 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.graph import (
+    ABOVE_ALL,
+    PassedInputs,
+    could_reach,
+    direct_tensors,
+    number_of,
+    replaced,
+    tensors_with_grad,
+)
+from harness.fsdp.runtime.readiness import Call
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Forward, ForwardState, Step
 from harness.fsdp.runtime.units import Unit
@@ -61,7 +75,14 @@ class HookDriver:
         """What the autograd engine holds as long as the backward that began last runs."""
         self._backward_of = units[0].name
         """The unit whose backward began last."""
+        self._entered: set[Unit] = set()
+        """Units of which only the order of nodes tells when they are over; see [Note: Sequence numbers]."""
+        self._number = ABOVE_ALL
+        """What the backward has come to."""
+        self._coming: list[tuple[int, Unit]] = []
+        """Calls it is to come to, each with the number it began at: the next one last."""
         self._handles: list[Any] = []
+        self._params = {id(param) for unit in units for bucket in unit.trainable for _, param in bucket.params}
         for unit in units:
             self._install(unit)
 
@@ -90,6 +111,7 @@ class HookDriver:
         runs = torch._C._current_graph_task_id() != -1 and self._end() is not None
         if runs or not self.step.in_backward:
             return
+        self._entered.clear()
         self.gather.reshard_all()
         self.reduce.post_backward(reduce=False)
         self.reduce.discard()
@@ -143,9 +165,9 @@ class HookDriver:
     def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> None:
         if self.step.in_backward:
             return
-        leaves = _tensors_with_grad(output)
+        leaves = tensors_with_grad(output)
         inside = self.forward.depth > 0
-        self.gather.post_forward(backward_follows=bool(leaves) or inside)
+        self.gather.post_forward(backward_follows=bool(leaves) or inside or self.forward.made_nodes)
         if not inside:
             self.forward.post_forward()
         self._watch_backward(self.units[0], leaves)
@@ -174,38 +196,59 @@ class HookDriver:
             return None
         self.forward.running.add(unit.name)
         unit.readiness.note_call(hidden=self.forward.hides(with_gradients=with_gradients))
-        return self._watch_inputs(unit, args, kwargs) if with_gradients else None
+        if with_gradients:
+            return self._watch_inputs(unit, args, kwargs)
+        unit.readiness.begin_call()
+        return None
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
-        inputs = [*_direct_tensors(args), *_direct_tensors(tuple(kwargs.values()))]
+        inputs = [*direct_tensors(args), *direct_tensors(tuple(kwargs.values()))]
         if not inputs:
+            unit.readiness.begin_call()
             return None
         # torch leaves Function.apply unannotated
-        passed: tuple[Tensor, ...] = _PassedInputs.apply(  # type: ignore[no-untyped-call]
+        passed: tuple[Tensor, ...] = PassedInputs.apply(  # type: ignore[no-untyped-call]
             WeakHook(self._passed_inputs, unit), *inputs
         )
-        unit.readiness.watch(passed[0].grad_fn)
+        unit.readiness.begin_call(passed[0].grad_fn)
         following = iter(passed)
-        return _replaced(args, following), {key: _replaced((v,), following)[0] for key, v in kwargs.items()}
+        return replaced(args, following), {key: replaced((v,), following)[0] for key, v in kwargs.items()}
 
     def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
         """A forward is over, also by an exception."""
         if not self.step.in_backward:
             self.forward.left(unit.name)
+            unit.readiness.end_call()
             if unit.is_root and not self.forward.in_model:
                 self._rest()
 
     def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
         if self.step.in_backward:
             return
-        leaves = _tensors_with_grad(output)
-        self._watch_backward(unit, leaves)
+        leaves = tensors_with_grad(output)
+        self._watch_backward(unit, leaves, unit.readiness.call)
+        if not leaves and torch.is_grad_enabled() and unit.readiness.call.is_unseen:
+            self._keep_unseen(unit)
         if module is unit.modules[-1] and (unit is not self.gather.last or not leaves):
-            self.gather.reshard(unit)
+            self.gather.reshard_after_forward(unit)
 
-    def _watch_backward(self, unit: Unit, leaves: list[Tensor]) -> None:
+    def _keep_unseen(self, unit: Unit) -> None:
+        """What a unit took and gave lies where no hook finds it; see [Note: What the hooks cannot see]."""
+        unit.readiness.note_unseen()
+        if unit.shares_buffers and not self.gather.is_resident(unit):
+            raise RuntimeError(
+                f"unit {unit.name} takes and gives its tensors where no hook could see them (attributes, closures,"
+                " objects of other kinds): its weights must stay until the backward, and double_buffer=True has no room"
+                " for that. Pass tensors as arguments and results (in tuples, lists, dicts, dataclasses), or use"
+                " double_buffer=False; what needs no gradient belongs under torch.no_grad()"
+            )
+        self.gather.keep(unit)
+
+    def _watch_backward(self, unit: Unit, leaves: list[Tensor], call: Call | None = None) -> None:
+        """Have autograd tell when the first gradient comes to one of these outputs of a call, or of the model."""
         if leaves:
-            hook = WeakHook(self._pre_backward, unit, self.step.num_updates)
+            newest = max(number_of(each) for each in leaves)
+            hook = WeakHook(self._pre_backward, unit, call, newest, self.step.num_updates)
             torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
 
     # -- backward ------------------------------------------------------------------------------------------------
@@ -216,7 +259,13 @@ class HookDriver:
         if self.step.in_backward:
             return
         self._refuse_unsupported()
-        self.step.pre_backward()
+        self._number = ABOVE_ALL
+        for unit in self.units:
+            unit.readiness.pre_backward()
+        coming = ((begin, unit) for unit in self.units for begin in unit.readiness.due_numbers)
+        self._coming = sorted(coming, key=lambda each: each[0])
+        is_due = any(unit.readiness.is_due for unit in self.units)
+        self.step.pre_backward(of_inputs=not is_due and could_reach(self._params))
         end = _BackwardEnd(self._root_post_backward)
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
@@ -224,14 +273,13 @@ class HookDriver:
             self.guard.begin_backward()
         for bucket in self._buckets():
             bucket.use()
-        for unit in self.units:
-            unit.readiness.pre_backward()
         self.gather.pre_backward()
         self.gather.unshard(self.units[0])
         self.reduce.expect(self.units[0])
         for unit in self.units:
             if unit.readiness.is_unused:
                 self._post_backward(unit)
+        self._unshard_next()
 
     def _refuse_unsupported(self) -> None:
         """Raise for a backward that cannot be right; its step has failed, for it may have left a gradient already."""
@@ -250,20 +298,70 @@ class HookDriver:
             " ends, and its gradient leaves for the reduction; only create_graph=False is accepted"
         )
 
-    def _pre_backward(self, unit: Unit, num_updates: int, gradient: Tensor) -> None:
-        """The first gradient of a unit's outputs is here; num_updates: of the weights, when these were computed."""
+    def _pre_backward(self, unit: Unit, call: Call | None, newest: int, num_updates: int, gradient: Tensor) -> None:
+        """The first gradient of a call's outputs is here.
+
+        Args:
+            call: of the unit; None: the model's.
+            newest: highest number of the nodes that made the outputs.
+            num_updates: of the weights, when these were computed.
+        """
         self.step.check_forward(num_updates)
         self._root_pre_backward()
+        self._pass_to(newest)
         self._backward_of = unit.name
+        if call is not None:
+            unit.readiness.enter(call)
+            self._note_entered(unit)
         self.gather.unshard(unit)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
 
+    def _pass_to(self, number: int) -> None:
+        """Autograd has come to a node of this number: end the units which that passes."""
+        self._number = min(self._number, number)
+        for unit in list(self._entered):
+            unit.readiness.pass_to(number)
+            if not unit.readiness.is_entered:
+                self._entered.discard(unit)
+                self._call_passed(unit)
+
+    def _note_entered(self, unit: Unit) -> None:
+        if unit.readiness.is_entered:
+            self._entered.add(unit)
+
+    def _call_passed(self, unit: Unit) -> None:
+        self._end_if_over(unit)
+        if unit.readiness.is_resting and not self.reduce.is_done_with(unit):
+            self.gather.rest(unit)
+            self._unshard_next()
+
+    def _end_if_over(self, unit: Unit) -> None:
+        if unit.readiness.is_over and not unit.is_root:
+            self._post_backward(unit)
+            self._unshard_next()
+
+    def _unshard_next(self) -> None:
+        """Have the unit whole that the backward comes to next; see [Note: What the hooks cannot see]."""
+        while self._coming and self._coming[-1][0] > self._number:
+            self._coming.pop()
+        self.gather.unshard_next(self._coming[-1][1] if self._coming else None)
+
+    def _refuse_sharded(self, unit: Unit, what: str) -> None:
+        if unit.is_root or self.gather.is_whole(unit) or self.reduce.is_done_with(unit):
+            return
+        raise RuntimeError(
+            f"{what} came from unit {unit.name} while its weights were sharded, so it is wrong: a backward reached the"
+            " unit through a tensor that no hook could see (in an attribute, a closure, an object of another kind)."
+            " Return such tensors from the unit's forward: in tuples, lists, dicts, dataclasses, or what pytree knows"
+        )
+
     def _passed_inputs(self, unit: Unit, node: Any) -> None:
         self._root_pre_backward()
+        self._refuse_sharded(unit, "a gradient of its inputs")
         unit.readiness.note_passed(node)
-        if unit.readiness.is_over:
-            self._post_backward(unit)
+        self._pass_to(node._sequence_nr())
+        self._call_passed(unit)
 
     def _gradient_arrived(self, unit: Unit, gradients: Gradients, index: int, name: str, param: nn.Parameter) -> None:
         self._root_pre_backward()
@@ -273,12 +371,14 @@ class HookDriver:
                 " backward inside the backward that nothing announced; let the parameters that reentrant activation"
                 " checkpointing hides belong to the root (leave the class out of the unit list), or use_reentrant=False"
             )
+        self._refuse_sharded(unit, f"a gradient of {name}")
         if not gradients.is_prepared:  # the first of this backward
             self.reduce.prepare(unit)
         gradients.adopt(index)
         unit.readiness.note_gradient(param)
-        if unit.readiness.is_over:
-            self._post_backward(unit)
+        unit.readiness.enter_unseen(self._number)
+        self._note_entered(unit)
+        self._end_if_over(unit)
 
     def _main_gradient(self, unit: Unit, gradients: Gradients, index: int) -> Tensor:
         """What `param.get_main_grad()` gives to a kernel that adds a weight's gradient itself.
@@ -308,8 +408,11 @@ class HookDriver:
 
     def _root_post_backward(self) -> None:
         """The whole backward has ended: the autograd engine calls back."""
+        self._entered.clear()
+        for unit in self.units:
+            self.gather.reshard(unit)
+        self.reduce.post_backward(reduce=self.step.plan.reduce_units)  # before waiting: [Note: Who waits for whom]
         self.gather.post_backward()
-        self.reduce.post_backward(reduce=self.step.plan.reduce_units)
         for unit in self.units:
             unit.readiness.post_backward()
         self._rest()
@@ -324,50 +427,3 @@ class _BackwardEnd:
 
     def __call__(self) -> None:
         self._then()
-
-
-class _PassedInputs(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward says that the unit's backward has passed them."""
-
-    @staticmethod
-    def forward(ctx: Any, notify: Callable[[Any], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.notify = notify
-        ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.notify(ctx)
-        return (None, *gradients)
-
-
-def _direct_tensors(values: tuple[Any, ...]) -> Iterator[Tensor]:
-    """Tensors with gradients among arguments and in tuples of them; lists, dicts and objects keep their identity."""
-    for value in values:
-        if isinstance(value, Tensor) and value.requires_grad:
-            yield value
-        elif type(value) is tuple:
-            yield from _direct_tensors(value)
-
-
-def _replaced(values: tuple[Any, ...], tensors: Iterator[Tensor]) -> tuple[Any, ...]:
-    """The arguments with `tensors` in the places `_direct_tensors` found."""
-    return tuple(
-        next(tensors)
-        if isinstance(value, Tensor) and value.requires_grad
-        else _replaced(value, tensors)
-        if type(value) is tuple
-        else value
-        for value in values
-    )
-
-
-def _tensors_with_grad(output: Any) -> list[Tensor]:
-    """Tensors with gradients anywhere in an output: nested containers, and dataclasses."""
-    found = []
-    for value in tree_flatten(output)[0]:
-        if isinstance(value, Tensor):
-            found += [value] if value.requires_grad else []
-        elif is_dataclass(value) and not isinstance(value, type):
-            found += _tensors_with_grad([getattr(value, each.name) for each in fields(value)])
-    return found

@@ -6,6 +6,13 @@ an identity inserted there, which autograd runs after everything else in the cal
 then). So a unit may be called many times, a graph used twice, a parameter used outside its unit's forward, and half a
 unit not at all. Whatever the units do, reductions leave in the static order of `harness.fsdp.runtime.reduce`.
 
+[Note: Sequence numbers] An identity can stand on tensors that are arguments, and not on those in a list, an object or a
+closure. Where a call has none, autograd's own order tells when it has been passed: a node is numbered when the forward
+makes it, it can only wait for nodes of higher numbers, and of those that wait for nothing more the engine runs the one
+with the highest number first. So when any node begins to run, every node of a higher number that this backward runs at
+all has run. A call is *entered* when the first gradient of its outputs comes, and *passed* when a hook runs for a node
+that is older than the call.
+
 [Note: Backwards inside a backward] Reentrant activation checkpointing runs the forward without gradients and later
 records and differentiates it inside the backward: the outer graph holds none of its nodes. Such calls are counted, and
 a unit waits until each was computed again and brought a gradient to every parameter, or until the backward ends.
@@ -13,15 +20,42 @@ a unit waits until each was computed again and brought a gradient to every param
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
+from torch._C._autograd import _get_sequence_nr
 from torch.autograd.graph import get_gradient_edge
 
 from harness.fsdp.storage.parameter_access import by_engine
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a unit.
+
+    begin: autograd's number of the first node it makes. identity: gives the one on its inputs while its graph lives.
+    """
+
+    begin: int
+    identity: Callable[[], Any]
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether it made nodes, and no hook stands on its inputs."""
+        return self.identity() is None and next_number() > self.begin
+
+
+def next_number() -> int:
+    """The number autograd gives to the next node that this thread makes; see [Note: Sequence numbers]."""
+    return _get_sequence_nr()
+
+
+def _nothing() -> None:
+    """What a call without an identity refers to."""
 
 
 class Readiness:
@@ -33,17 +67,23 @@ class Readiness:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
-        self._calls: WeakSet[Any] = WeakSet()  # identities on the inputs, as long as their graphs live
+        # identities on the inputs, as long as their graphs live, and the numbers at which their calls began
+        self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._due_params: set[int] = set()
         self._due_calls: set[Any] = set()
+        self._running: list[Call] = []
+        self._unseen: set[int] = set()  # numbers at which calls without any hook began
+        self._inside: set[Any] = set()  # identities of calls that the backward has entered and not passed
+        self._entered: set[int] = set()  # numbers at which calls without a due identity began
         self._arrived: set[int] = set()
         self._hidden_calls = 0
-        self._was_called = False
+        self.was_called = False
+        """Whether it was called since the last backward ended."""
         self._is_reached = False
 
     def note_call(self, *, hidden: bool) -> None:
         """The unit's forward runs; hidden: without gradients, in a forward of the model that has them."""
-        self._was_called = True
+        self.was_called = True
         self._hidden_calls += hidden
 
     def note_recomputation(self) -> None:
@@ -52,9 +92,30 @@ class Readiness:
             self._hidden_calls -= 1
             self._arrived.clear()
 
-    def watch(self, node: Any) -> None:
-        """Expect backwards to pass this identity on the inputs of a call."""
-        self._calls.add(node)
+    def begin_call(self, identity: Any = None) -> None:
+        """A call begins, to be watched from outside: `identity` stands on its inputs, for backwards to pass."""
+        self._running.append(Call(next_number(), _nothing if identity is None else ref(identity)))
+        if identity is not None:
+            self._calls[identity] = self.call.begin
+
+    def end_call(self) -> None:
+        """The call that began last is over, also by an exception."""
+        if self._running:
+            self._running.pop()
+
+    def note_unseen(self) -> None:
+        """No hook stands on the outputs or the inputs of the call that runs, and a backward may come to it."""
+        self._unseen.add(self.call.begin)
+
+    def enter_unseen(self, number: int) -> None:
+        """A gradient came, and nothing told of the call it came from: it may be any that the backward, which is at this
+        number, has not passed."""
+        self._entered |= {begin for begin in self._unseen if begin <= number}
+
+    @property
+    def call(self) -> Call:
+        """The call that runs."""
+        return self._running[-1]
 
     @by_engine
     def pre_backward(self) -> None:
@@ -65,14 +126,40 @@ class Readiness:
 
     def post_backward(self) -> None:
         """A backward has ended, or was given up: forget it, and the unit's calls before it."""
+        self._entered.clear()
+        self._inside.clear()
         self._due_calls, self._due_params = set(), set()
         self._arrived.clear()
         self._hidden_calls = 0
-        self._was_called = self._is_reached = False
+        self.was_called = self._is_reached = False
+
+    def enter(self, call: Call) -> None:
+        """The backward has come to the outputs of a call; where no identity tells when it has passed the inputs, the
+        order of nodes does."""
+        identity = call.identity()
+        if identity in self._due_calls:
+            self._inside.add(identity)
+        else:
+            self._entered.add(call.begin)
+
+    @property
+    def is_entered(self) -> bool:
+        """Whether the backward is in a call of which only the order of nodes tells when it is over."""
+        return bool(self._entered)
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether the backward is in no call of the unit that it was seen to enter."""
+        return not self._entered and not self._inside
+
+    def pass_to(self, number: int) -> None:
+        """Every node that this backward runs has run down to this number; see [Note: Sequence numbers]."""
+        self._entered = {begin for begin in self._entered if begin <= number}
 
     def note_passed(self, node: Any) -> None:
         """The backward has passed the inputs of a call."""
         self._due_calls.discard(node)
+        self._inside.discard(node)
 
     def note_gradient(self, param: nn.Parameter) -> None:
         """A parameter has its gradient."""
@@ -89,14 +176,24 @@ class Readiness:
             self._arrived.add(id(param))
 
     @property
+    def due_numbers(self) -> list[int]:
+        """At which numbers the calls began that this backward is still to pass, as far as is known."""
+        return [self._calls[identity] for identity in self._due_calls]
+
+    @property
+    def is_due(self) -> bool:
+        """Whether this backward brings a gradient to a parameter, as far as can be known when it begins."""
+        return bool(self._due_params) or self._hidden_calls > 0
+
+    @property
     def is_unused(self) -> bool:
         """Whether no gradient can come: not reached, and not called where autograd does not look."""
-        return not self._is_reached and not self._was_called
+        return not self._is_reached and not self.was_called
 
     @property
     def is_over(self) -> bool:
         """Whether everything that was due has come."""
-        if self._hidden_calls:
+        if self._hidden_calls or self._entered:
             return False
         if self._is_reached:
             return not self._due_params and not self._due_calls

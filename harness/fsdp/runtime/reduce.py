@@ -8,7 +8,10 @@ turn; a unit that this rank did not use contributes zeros, as soon as that is kn
 [Note: Who waits for whom] A reduction lands when all ranks have come to it and have taken what they get, at the latest
 when they make room two units on; for that they need the weights of every unit so far, of which this rank holds a part.
 A rank that did not use these units is done with them early; before it waits, it takes its turn in the gathers up to
-the unit it makes room for. No rank then waits for one that waits for it.
+the unit it makes room for. A gradient of the root may come between any two units: then this rank may still use the unit
+that the others make room for, and its gather is begun and kept. For the same reason a backward ends with the
+reductions of what it did not use, and only then waits until the others have this rank's part of all weights. No rank
+then waits for one that waits for it.
 
 [Note: Folding beside compute] On gloo the host must sum what arrives. One thread does that, in issue order, while the
 backward goes on; its result is waited for like any collective. Where no core is to spare for that thread, the sum is
@@ -18,9 +21,10 @@ made when it is waited for (see [Note: Spare cores]). On CUDA the same work is q
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from typing import Protocol
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Pending
@@ -40,6 +44,13 @@ A unit's storage is found when its first gradient arrives, not when its backward
 """
 
 
+class BeforeWait(Protocol):
+    """What must happen before a rank waits for others to take its gradients."""
+
+    def __call__(self, unit: Unit, *, keeps: bool) -> None:
+        """Give the others what they need up to a unit."""
+
+
 class ReducePipeline:
     """Reductions of all units with trained parameters.
 
@@ -51,8 +62,8 @@ class ReducePipeline:
         factor: what a step's sums are multiplied with, once. Where a step has one reduction it is applied while the
             sums are in cache; where it has one a microbatch, by `finish`.
         guard: looks at gradients before they are reduced; None looks at nothing.
-        before_wait: called with a unit before others are waited for to make room for it;
-            see [Note: Who waits for whom].
+        before_wait: called before others are waited for, with the unit that they come to when they make room; `keeps`:
+            this rank may still use it. See [Note: Who waits for whom].
     """
 
     def __init__(
@@ -66,7 +77,7 @@ class ReducePipeline:
         *,
         factor: float,
         guard: GradientGuard | None = None,
-        before_wait: Callable[[Unit], None] = lambda unit: None,
+        before_wait: BeforeWait = lambda unit, *, keeps: None,
     ) -> None:
         self.step = step
         self.guard = guard
@@ -100,8 +111,9 @@ class ReducePipeline:
             gradients.prepare()
 
     def _make_room(self, unit: Unit) -> None:
-        if len(self._in_flight) >= MAX_UNITS and not unit.is_root:
-            self.before_wait(unit)
+        if len(self._in_flight) >= MAX_UNITS:
+            following = self.order[self._issued] if unit.is_root and self._issued < len(self.order) else unit
+            self.before_wait(following, keeps=unit.is_root)
         while len(self._in_flight) >= MAX_UNITS:
             self._land()
 

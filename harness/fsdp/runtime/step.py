@@ -10,6 +10,8 @@ nowhere is told: why, and which call is missing. Whatever raises leads to FAILED
                                                           REDUCED       complete
     SUMMED, REDUCED ──finish_grad_sync──> FINISHED ──zero_grad──> IDLE
 
+A backward that brings gradients to no parameter, as `torch.autograd.grad(loss, x)`, leads back to where it began.
+
 A forward changes no gradient: it may run in every state, and has a small state of its own.
 """
 
@@ -17,6 +19,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+
+from harness.fsdp.runtime.readiness import next_number
 
 
 class StepState(Enum):
@@ -205,13 +209,20 @@ class Step:
             )
         return allowed
 
-    def pre_backward(self) -> BackwardPlan:
+    def pre_backward(self, *, of_inputs: bool = False) -> BackwardPlan:
         """A backward begins. One that is refused fails the step: it may have left a gradient where sums are.
+
+        Args:
+            of_inputs: it brings gradients to no parameter (`torch.autograd.grad`), and is no part of the step.
 
         Raises:
             StepError: the state does not allow another backward.
             ValueError: see `StepShape.check_terms`.
         """
+        if of_inputs:
+            self.plan = BackwardPlan(reduce_units=False, last=False, adds=self._adds, leads_to=self.state)
+            self.state = StepState.BACKWARD
+            return self.plan
         try:
             self.check(Call.pre_backward)
             self.shape.check_terms(self.num_backwards + 1)
@@ -286,6 +297,7 @@ class Forward:
         """Units in whose forward the program is."""
         self.with_gradients = False
         """Whether the model's forward was called with gradients on."""
+        self._begin = 0
         self.depth = 0
         """How many forwards of the model run inside the outermost one."""
 
@@ -298,6 +310,12 @@ class Forward:
         """The model's forward begins."""
         self.state, self.running, self.with_gradients = ForwardState.FORWARD, {self.root}, with_gradients
         self.depth = 0
+        self._begin = next_number()
+
+    @property
+    def made_nodes(self) -> bool:
+        """Whether the model's forward has made something that a backward could go through."""
+        return self.with_gradients and next_number() > self._begin
 
     def post_forward(self) -> None:
         """The model's forward came to its end."""

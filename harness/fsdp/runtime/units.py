@@ -76,6 +76,11 @@ class Unit:
         return [Label(kind, bucket.name) for bucket in self.buckets]
 
     @property
+    def shares_buffers(self) -> bool:
+        """Whether its gathered weights lie in buffers that it takes turns in; see [Note: Double buffer]."""
+        return not self.is_root and any(bucket.memory.fixed for bucket in self.buckets)
+
+    @property
     def trainable(self) -> list[Bucket]:
         """Buckets that get gradients."""
         return [bucket for bucket in self.buckets if bucket.trainable]

@@ -1,0 +1,309 @@
+"""Units that take and give tensors where no hook looks, with frozen weights used early and trained ones late."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp import Strategy, fully_shard_model
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.readiness import Readiness
+from tests.support.covering import Cover, once
+from tests.support.mutants import each
+from tests.support.spawn import run_ranks
+
+STRATEGIES = [strategy.name for strategy in Strategy]
+RANKS, DIM, LAYERS = 2, 8, 4
+
+
+class Parcel:
+    """An object that pytree does not know, with its tensor out of sight."""
+
+    __slots__ = ("_inside",)
+
+    def __init__(self, inside: Tensor) -> None:
+        self._inside = lambda: inside
+
+    @property
+    def inside(self) -> Tensor:
+        return self._inside()
+
+
+@dataclass
+class Box:
+    inside: Tensor
+
+
+class Shelf(nn.Module):
+    """Where a module leaves a tensor for the next one."""
+
+    held: Tensor
+
+
+PACK: dict[str, Callable[[Tensor], Any]] = {
+    "tensor": lambda x: x,
+    "tuple": lambda x: (x, 0),
+    "list": lambda x: [x],
+    "dict": lambda x: {"h": x},
+    "dataclass": Box,
+    "object": Parcel,
+}
+UNPACK: dict[str, Callable[[Any], Tensor]] = {
+    "tensor": lambda x: x,
+    "tuple": lambda x: x[0],
+    "list": lambda x: x[0],
+    "dict": lambda x: x["h"],
+    "dataclass": lambda x: x.inside,
+    "object": lambda x: x.inside,
+}
+
+
+class Block(nn.Module):
+    """Its frozen layer comes first, so that a backward needs it after the trained one has its gradient."""
+
+    def __init__(self, way: str, frozen: str) -> None:
+        super().__init__()
+        self.way = way
+        self.first: nn.Module = nn.LayerNorm(DIM) if frozen == "norm" else nn.Linear(DIM, DIM)
+        self.first.requires_grad_(frozen == "nothing")
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Any) -> Any:
+        h = UNPACK[self.way](x)
+        return PACK[self.way](h + torch.tanh(self.last(torch.tanh(self.first(h)))))
+
+
+class AuxiliaryBlock(Block):
+    """Leaves a loss of its own behind, whose backward needs its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        self.loss = self.last(self.first(h)).square().mean()
+        return h
+
+
+class AttributeBlock(Block):
+    """Takes its input from a shelf, and leaves its output and a loss of its own there."""
+
+    def __init__(self, shelf: list[Tensor], frozen: str) -> None:
+        super().__init__("tensor", frozen)
+        self.shelf = shelf
+
+    def forward(self) -> None:
+        h = super().forward(self.shelf.pop())
+        self.loss = h.square().mean()
+        self.shelf.append(h)
+
+
+class Chain(nn.Module):
+    def __init__(self, way: str, frozen: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.way, self.shelf = way, []
+        self.inward, self.head = nn.Linear(DIM, DIM), nn.Linear(DIM, 2)
+        make = {
+            "attribute": lambda: AttributeBlock(self.shelf, frozen),
+            "aux": lambda: AuxiliaryBlock("tensor", frozen),
+        }
+        self.blocks = nn.ModuleList(make.get(way, lambda: Block(way, frozen))() for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inward(x)
+        if self.way == "attribute":
+            self.shelf.append(h)
+            for block in self.blocks:
+                block()
+            return self.head(self.shelf.pop()) + sum(block.loss for block in self.blocks)
+        packed = PACK.get(self.way, PACK["tensor"])(h)
+        for block in self.blocks:
+            packed = block(packed)
+        out = self.head(UNPACK.get(self.way, UNPACK["tensor"])(packed))
+        return out + sum(block.loss for block in self.blocks) if self.way == "aux" else out
+
+
+def x_of(rank: int, number: int) -> Tensor:
+    return torch.randn(3, DIM, generator=torch.Generator().manual_seed(10 * rank + number))
+
+
+@dataclass(frozen=True)
+class Case:
+    way: str
+    frozen: str
+    strategy: str
+    habit: str
+    double_buffer: bool
+
+    def __str__(self) -> str:
+        return "-".join((self.way, self.frozen, self.strategy, self.habit, "double"[: 6 * self.double_buffer]))
+
+
+def _once(model: Callable[[Tensor], Tensor], rank: int) -> None:
+    model(x_of(rank, 0)).square().mean().backward()
+
+
+def _two_forwards_first(model: Callable[[Tensor], Tensor], rank: int) -> None:
+    one, two = (model(x_of(rank, number)).square().mean() for number in range(2))
+    (one + two).backward()
+
+
+def _looks_between(model: Callable[[Tensor], Tensor], rank: int) -> None:
+    """An evaluation with gradients on, and one without, between a forward and its backward."""
+    loss = model(x_of(rank, 0)).square().mean()
+    model(x_of(rank, 1))
+    with torch.no_grad():
+        model(x_of(rank, 2))
+    loss.backward()
+
+
+HABITS = {"once": _once, "two forwards first": _two_forwards_first, "looks between": _looks_between}
+WAYS, FROZEN = (*PACK, "attribute", "aux"), ("norm", "linear", "nothing")
+CASES = Cover(
+    (Case(*point) for point in product(WAYS, FROZEN, STRATEGIES, HABITS, (False, True))),
+    values=lambda case: (
+        (case.way, case.strategy == "optim_grads_params", case.double_buffer),
+        case.frozen,
+        case.strategy,
+        case.habit,
+    ),
+)
+Found = dict[str, Tensor] | str
+"""Gradients, or what was raised."""
+
+
+def train_all(rank: int, cases: tuple[Case, ...], mutant: str = "") -> dict[Case, Found]:
+    with MUTANTS[mutant].patch() if mutant else nullcontext():
+        return {case: train(rank, case) for case in cases}
+
+
+def train(rank: int, case: Case) -> Found:
+    wrapped = fully_shard_model(
+        Chain(case.way, case.frozen),
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=case.strategy,
+        fsdp_double_buffer=case.double_buffer,
+        watchdog_timeout_s=30.0,
+    )
+    try:
+        HABITS[case.habit](wrapped, rank)
+        return dict(wrapped.full_gradients())
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    finally:
+        wrapped.close()
+
+
+@once
+def trained(cases: tuple[Case, ...], mutant: str = "") -> dict[Case, Found]:
+    return run_ranks(train_all, RANKS, cases, mutant)[0]
+
+
+@cache
+def reference(way: str, frozen: str, habit: str) -> dict[str, Tensor]:
+    """Summed over ranks and divided by their number, in one process."""
+    plain = Chain(way, frozen)
+    for rank in range(RANKS):
+        HABITS[habit](plain, rank)
+    return {n: p.grad / RANKS for n, p in plain.named_parameters() if p.grad is not None}
+
+
+def check(case: Case, found: dict[str, Tensor] | str) -> None:
+    assert not isinstance(found, str), found
+    expected = reference(case.way, case.frozen, case.habit)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def check_refused(found: Found) -> None:
+    assert isinstance(found, str)
+    assert re.match(r"unit blocks\.0 takes and gives its tensors where no hook could see them", found)
+
+
+def hides_all(case: Case) -> bool:
+    """Whether a unit's weights would have to stay from its forward on, and have no room for that."""
+    return case.way in ("object", "attribute") and case.strategy == "optim_grads_params" and case.double_buffer
+
+
+@pytest.mark.parametrize("case", CASES.params())
+def test_gradients_are_those_of_one_process(case: Case) -> None:
+    found = trained(CASES.batch(case))[case]
+    if hides_all(case):
+        check_refused(found)
+    else:
+        check(case, found)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """breaks: the mistake. patch: makes it while it is entered. case: shows it."""
+
+    breaks: str
+    patch: Callable[[], Any]
+    case: Case
+
+
+def zero3(way: str, habit: str = "once", double_buffer: bool = False) -> Case:
+    return Case(way, "linear", "optim_grads_params", habit, double_buffer)
+
+
+MUTANTS = {
+    "order is not asked": Mutant(
+        "A unit whose inputs no hook sees is released when its last gradient has come",
+        lambda: mock.patch.object(Readiness, "enter"),
+        zero3("dict"),
+    ),
+    "next unit waits for its outputs": Mutant(
+        "A unit is unsharded only when a gradient comes to its outputs, not to what it left behind",
+        lambda: mock.patch.object(GatherPipeline, "unshard_next"),
+        zero3("aux"),
+    ),
+    "unseen units are released": Mutant(
+        "A unit of which neither inputs nor outputs can be seen is released after its forward",
+        lambda: mock.patch.object(GatherPipeline, "keep"),
+        zero3("object"),
+    ),
+    "resting units stay": Mutant(
+        "A unit between two of its calls in one backward keeps the buffer that another one needs",
+        lambda: mock.patch.object(GatherPipeline, "_wake"),
+        zero3("tensor", "two forwards first", double_buffer=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("Hidden tensors", ((n, m.breaks) for n, m in MUTANTS.items())))
+def test_a_wrong_engine_is_found(name: str) -> None:
+    case = MUTANTS[name].case
+    with pytest.raises(AssertionError):
+        check(case, trained((case,), name)[case])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_gradients_of_inputs_alone_are_no_backward_of_the_step(strategy: str) -> None:
+    for found in run_ranks(differentiate_inputs, RANKS, strategy):
+        check(Case("tensor", "nothing", strategy, "once", False), found)
+
+
+def differentiate_inputs(rank: int, strategy: str) -> Found:
+    """`autograd.grad` before, between and after the step's one backward, which may not be followed by another."""
+    wrapped, plain = (
+        fully_shard_model(Chain("tensor", "nothing"), fsdp_unit_modules=[Block], zero_dp_strategy=strategy),
+        Chain("tensor", "nothing"),
+    )
+    for before in (True, False):
+        x = x_of(rank, 5).requires_grad_()
+        (found,) = torch.autograd.grad(wrapped(x).square().mean(), x)
+        (expected,) = torch.autograd.grad(plain(x).square().mean(), x)
+        torch.testing.assert_close(found, expected)
+        if before:
+            wrapped(x_of(rank, 0)).square().mean().backward()
+    return dict(wrapped.full_gradients())
