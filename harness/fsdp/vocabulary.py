@@ -76,7 +76,7 @@ class Dtype(Enum):
     torch_name: str
     """Attribute of `torch` that is this format."""
     bytes: int
-    """Of one number."""
+    """Bytes that one number of this format takes."""
     precision: int
     """Significant bits, the hidden one included: rounding to nearest errs by at most 2**-precision of the number."""
 

@@ -148,7 +148,7 @@ def _train(rank: int, run: Run) -> Trained:
         for index in range(run.k):
             model.set_model_auto_sync(index == run.k - 1)
             scale.scale(loss_of(model, step, rank, index)).backward()
-        outcome = scale.step(optimizer, CLIP) if sharded is None else _step_by_hand(model, sharded, scale)
+        outcome = scale.step(optimizer, CLIP) if sharded is None else _step_by_hand(model, sharded, optimizer, scale)
         found.scales.append(outcome.scale)
         found.skipped.append(outcome.skipped)
         found.norms.append(outcome.norm)
@@ -163,12 +163,14 @@ def _train(rank: int, run: Run) -> Trained:
     return found
 
 
-def _step_by_hand(model: ShardedModel, sharded: ShardedOptimizer, scale: LossScale) -> Any:
+def _step_by_hand(
+    model: ShardedModel, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, scale: LossScale
+) -> Any:
     norm = math.nan
     if scale.unscale_():
         norm = model.clip_grad_norm_(CLIP)
         sharded.attach()
-        sharded.optimizer.step()
+        optimizer.step()
         sharded.detach()
         model.install_weights()
     return scale.update(norm)

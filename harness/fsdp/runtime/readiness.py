@@ -45,7 +45,7 @@ class Call:
 
     @property
     def is_unseen(self) -> bool:
-        """Whether it made nodes, and no hook stands on its inputs."""
+        """Whether the call made nodes that a backward could go through, and no hook stands on its inputs."""
         return self.identity() is None and next_number() > self.begin
 
 
