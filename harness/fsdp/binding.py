@@ -124,6 +124,7 @@ def _zero_grad(
 ) -> None:
     sharded.forget_for(optimizer)
     forgotten = list(sharded.forgotten)
+    sharded.detach()
     model.zero_grad(set_to_none)
     sharded.forgotten = forgotten
 

@@ -9,10 +9,12 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp.storage.parameter_access import grad_of
 from harness.probe.collectives import CollectiveMeter, by_kind
 from tests.fsdp.behaviours.models import DIM, Batch, Make, batch, loss_of, plain_gradients
 from tests.fsdp.behaviours.subject import NotOffered, Optimize, Setup, Subject, sgd
@@ -261,11 +263,13 @@ def live_bytes() -> int:
     held: dict[int, int] = {}
     # A gradient that autograd put in place is no Python object until somebody asks for it.
     tensors = [each for each in gc.get_objects() if issubclass(type(each), Tensor)]
-    tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]
-    for tensor in tensors:
-        if type(tensor) in (Tensor, nn.Parameter) and not isinstance(tensor, DTensor) and tensor.device.type == "cpu":
-            storage = tensor.untyped_storage()
-            held[storage.data_ptr()] = max(held.get(storage.data_ptr(), 0), storage.nbytes())
+    tensors += [found for each in tensors if each.is_leaf and (found := grad_of(each)) is not None]
+    with torch._C.DisableTorchFunctionSubclass():  # a released parameter lets nobody look
+        for tensor in tensors:
+            plain = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
+            if plain and not isinstance(tensor, DTensor) and tensor.device.type == "cpu":
+                storage = tensor.untyped_storage()
+                held[storage.data_ptr()] = max(held.get(storage.data_ptr(), 0), storage.nbytes())
     return sum(held.values())
 
 

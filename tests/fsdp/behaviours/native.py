@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -73,12 +74,13 @@ class Native(Subject):
         return float(self.model.clip_grad_norm_(max_norm))
 
     def gathered(self) -> list[str]:
-        return [
-            name
-            for bucket in self.model.buckets
-            for name, param in bucket.params
-            if param.untyped_storage().nbytes() >= param.numel() * param.itemsize
-        ]
+        with torch._C.DisableTorchFunctionSubclass():  # a released parameter lets nobody look
+            return [
+                name
+                for bucket in self.model.buckets
+                for name, param in bucket.params
+                if param.untyped_storage().nbytes() >= param.numel() * param.itemsize
+            ]
 
     def state_tensors(self) -> dict[str, Tensor]:
         return self.model.state_dict()

@@ -7,6 +7,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.runtime.gather import GatherPipeline
@@ -24,23 +25,23 @@ from tests.fsdp.behaviours.subject import NotOffered, Setup, Subject, sgd
 _init = ShardedOptimizer.__init__
 
 
-def _steps_before(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> None:
-    _init(self, *args, **kwargs)
-    rates = [group["lr"] for group in self.optimizer.param_groups]
+def _steps_before(self: ShardedOptimizer, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    _init(self, optimizer, *args, **kwargs)
+    rates = [group["lr"] for group in optimizer.param_groups]
     for flat in self.runs:
         flat.weight.grad = torch.zeros_like(flat.weight)
-    for group in self.optimizer.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = 0.0
-    self.optimizer.step()
-    for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     self.detach()
 
 
-def _one_setting(self: ShardedOptimizer, *args: Any, **kwargs: Any) -> None:
-    _init(self, *args, **kwargs)
-    for group in self.optimizer.param_groups:
-        group.update({name: self.optimizer.param_groups[0][name] for name in ("lr", "weight_decay")})
+def _one_setting(self: ShardedOptimizer, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+    _init(self, optimizer, *args, **kwargs)
+    for group in optimizer.param_groups:
+        group.update({name: optimizer.param_groups[0][name] for name in ("lr", "weight_decay")})
 
 
 @behaviour(
@@ -109,8 +110,8 @@ def groups_survive(lab: Lab) -> str:
 _attach = ShardedOptimizer.attach
 
 
-def _last_is_left_out(self: ShardedOptimizer) -> None:
-    _attach(self)
+def _last_is_left_out(self: ShardedOptimizer, *args: Any) -> None:
+    _attach(self, *args)
     self.runs[-1].weight.grad = None
     self.runs[-1].weight.decoupled_grad = None  # type: ignore[attr-defined]
 
