@@ -56,7 +56,7 @@ class Model(Protocol):
 def own(model: Model) -> None:
     """Let parameters know their model, so that an optimizer over them can be bound at its first step."""
     _watch_steps()
-    model.module.zero_grad = _ForgetAll(weakref.ref(model))  # type: ignore[method-assign] # on the instance
+    model.module.zero_grad = _ForgetAll(weakref.ref(model))  # type: ignore[method-assign] # on the instance: torch has no hook
     for bucket in model.buckets:
         for _, param in bucket.params:
             setattr(param, _OWNER, weakref.ref(model))
@@ -78,10 +78,9 @@ def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool =
     optimizer.register_step_post_hook(partial(_after, model))
     optimizer.register_state_dict_pre_hook(refuse_state_dict)
     optimizer.register_load_state_dict_pre_hook(refuse_state_dict)
-    # Replaced on the instance, which mypy takes for a mistake: torch has no hooks for these.
-    optimizer.zero_grad = partial(_zero_grad, model, sharded, optimizer)  # type: ignore[method-assign]
-    optimizer.add_param_group = partial(sharded.add_group, optimizer)  # type: ignore[method-assign]
-    optimizer._step_supports_amp_scaling = _NoScaler()  # type: ignore[attr-defined]
+    optimizer.zero_grad = partial(_zero_grad, model, sharded, optimizer)  # type: ignore[method-assign] # as above
+    optimizer.add_param_group = partial(sharded.add_group, optimizer)  # type: ignore[method-assign] # as above
+    setattr(optimizer, _ASKED_BY_SCALER, _NoScaler())
 
 
 def _before(
@@ -127,6 +126,10 @@ def _zero_grad(
     sharded.detach()
     model.zero_grad(set_to_none)
     sharded.forgotten = forgotten
+
+
+_ASKED_BY_SCALER = "_step_supports_amp_scaling"
+"""What torch.amp.GradScaler looks for on an optimizer before it steps it."""
 
 
 @dataclass(frozen=True)

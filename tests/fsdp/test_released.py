@@ -5,16 +5,12 @@ from __future__ import annotations
 import copy
 import io
 import itertools
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -25,11 +21,11 @@ from harness.fsdp.runtime.step import Forward
 from harness.fsdp.storage import bucket, parameter_access
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import Access
+from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
-RANKS, ZERO3 = 2, "optim_grads_params"
 BF16 = MixedPrecisionPolicy(main_params_dtype=torch.float32)
 
 
@@ -401,23 +397,10 @@ CHECKS |= {
 }
 
 
-def all_checks(rank: int) -> dict[tuple[str, str], list[str]]:
-    found = {}
-    for strategy, (name, check) in itertools.product(STRATEGIES, CHECKS.items()):
-        found[strategy, name] = check(rank, strategy)
-        dist.barrier()
-    return found
-
-
-@cache
-def found() -> list[dict[tuple[str, str], list[str]]]:
-    return run_ranks(all_checks, RANKS)
-
-
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_weights_are_right_or_refused(strategy: str, check: str) -> None:
-    assert [of_rank[strategy, check] for of_rank in found()] == [[]] * RANKS
+    holds(__name__, strategy, check)
 
 
 def edited_under(rank: int) -> dict[str, list[str]]:
@@ -436,16 +419,6 @@ def test_edits_count_under_every_pair_of_strategies() -> None:
 
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """breaks: the mistake. patch: makes it. check: which has to find it, under which strategy."""
-
-    breaks: str
-    patch: Callable[[], Any]
-    check: str
-    strategy: str = ZERO3
 
 
 _give = parameter_access.give_access
@@ -532,29 +505,8 @@ MUTANTS = {
 }
 
 
-def mutated(rank: int) -> dict[str, tuple[list[str], float]]:
-    found = {}
-    for name, mutant in MUTANTS.items():
-        begin = time.perf_counter()
-        with mutant.patch():
-            try:
-                told = CHECKS[mutant.check](rank, mutant.strategy)
-            except Exception as error:
-                told = [f"{type(error).__name__}: {error}"]
-        found[name] = told, time.perf_counter() - begin
-        dist.barrier()
-    return found
-
-
-@cache
-def mutated_once() -> list[dict[str, tuple[list[str], float]]]:
-    return run_ranks(mutated, RANKS)
-
-
 @pytest.mark.parametrize(
     "name", each("The engine, by what programs do with weights", [(name, m.breaks) for name, m in MUTANTS.items()])
 )
 def test_a_wrong_engine_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    ranks = [of_rank[name] for of_rank in mutated_once()]
-    assert any(told for told, _ in ranks)
-    killed_in(max(seconds for _, seconds in ranks))
+    is_found(__name__, name, killed_in)

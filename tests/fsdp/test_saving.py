@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,11 +19,10 @@ from harness.fsdp import ShardedModel
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.state import access
 from harness.fsdp.state.row_shard import RowShard
+from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Model, Pair, data, loss_of, shard
 from tests.support.mutants import each
-from tests.support.spawn import run_ranks
 
-RANKS = 2
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
@@ -178,35 +175,21 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
 }
 
 
-def all_checks(rank: int) -> dict[tuple[str, str], list[str]]:
-    found = {}
-    for strategy in STRATEGIES:
-        for name, check in CHECKS.items():
-            found[strategy, name] = check(rank, strategy)
-            dist.barrier()
-    return found
-
-
-@cache
-def found() -> list[dict[tuple[str, str], list[str]]]:
-    return run_ranks(all_checks, RANKS)
-
-
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_state_is_saved_and_loaded_or_refused(strategy: str, check: str) -> None:
-    assert [of_rank[strategy, check] for of_rank in found()] == [[]] * RANKS
+    holds(__name__, strategy, check)
 
 
 _saved_tensors = access.saved_tensors
 
-MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
-    "own buffers": (
+MUTANTS = {
+    "own buffers": Mutant(
         "Buffers are saved as each rank has them",
         lambda: mock.patch.object(Communicator, "from_first", lambda self, value, purpose: value),
         "buffering",
     ),
-    "names once": (
+    "names once": Mutant(
         "A tied weight is saved under its first name alone",
         lambda: mock.patch.object(
             access,
@@ -215,12 +198,12 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
         ),
         "naming",
     ),
-    "pieces in a file": (
+    "pieces in a file": Mutant(
         "torch.save writes the rows that a rank has",
         lambda: mock.patch.object(RowShard, "_whole", lambda self, what: self._local_tensor),
         "filing",
     ),
-    "missing is missed": (
+    "missing is missed": Mutant(
         "A name that is missing is not told",
         lambda: mock.patch.object(access, "check_fit"),
         "strictness",
@@ -228,29 +211,8 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
 }
 
 
-def mutated(rank: int) -> dict[str, tuple[list[str], float]]:
-    found = {}
-    for name, (_, patch, check) in MUTANTS.items():
-        begin = time.perf_counter()
-        with patch():
-            try:
-                told = CHECKS[check](rank, "optim_grads_params")
-            except Exception as error:
-                told = [f"{type(error).__name__}: {error}"]
-        found[name] = told, time.perf_counter() - begin
-        dist.barrier()
-    return found
-
-
-@cache
-def mutated_once() -> list[dict[str, tuple[list[str], float]]]:
-    return run_ranks(mutated, RANKS)
-
-
 @pytest.mark.parametrize(
-    "name", each("The engine, by what programs save and load", [(name, m[0]) for name, m in MUTANTS.items()])
+    "name", each("The engine, by what programs save and load", [(name, m.breaks) for name, m in MUTANTS.items()])
 )
 def test_wrong_saving_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    ranks = [of_rank[name] for of_rank in mutated_once()]
-    assert any(told for told, _ in ranks)
-    killed_in(max(seconds for _, seconds in ranks))
+    is_found(__name__, name, killed_in)

@@ -10,13 +10,12 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from harness.fsdp import ShardedModel, fully_shard_model
@@ -24,11 +23,9 @@ from harness.fsdp import construction as building
 from harness.fsdp.guards.watchdog import Watches
 from harness.fsdp.runtime import hooks
 from harness.fsdp.wrapper import ModuleWrapper
+from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, data, loss_of, shard
 from tests.support.mutants import each
-from tests.support.spawn import run_ranks
-
-RANKS = 2
 
 
 class Configured(Model):
@@ -166,58 +163,44 @@ def _moving(model: ShardedModel) -> list[str]:
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {each.__name__: each for each in (deleting, keeping, naming)}
 
 
-def all_checks(rank: int) -> dict[tuple[str, str], list[str]]:
-    found = {}
-    for strategy in STRATEGIES:
-        for name, check in CHECKS.items():
-            found[strategy, name] = check(rank, strategy)
-            dist.barrier()
-    return found
-
-
-@cache
-def found() -> list[dict[tuple[str, str], list[str]]]:
-    return run_ranks(all_checks, RANKS)
-
-
 @pytest.mark.parametrize("check", CHECKS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_wrapper_is_as_its_module(strategy: str, check: str) -> None:
-    assert [of_rank[strategy, check] for of_rank in found()] == [[]] * RANKS
+    holds(__name__, strategy, check)
 
 
-MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
-    "hooks keep the engine": (
+MUTANTS = {
+    "hooks keep the engine": Mutant(
         "Hooks hold what they call, so that module and engine keep each other",
         lambda: mock.patch.object(hooks, "WeakHook", partial),
         "deleting",
     ),
-    "watchdog keeps the engine": (
+    "watchdog keeps the engine": Mutant(
         "The watching thread holds what it asks where the program is",
         lambda: mock.patch.object(building, "_where", lambda driver: driver.where),
         "deleting",
     ),
-    "thread goes on": (
+    "thread goes on": Mutant(
         "Nobody tells the watching thread that its model is gone",
         lambda: mock.patch.object(Watches, "close"),
         "deleting",
     ),
-    "engine dies with the wrapper": (
+    "engine dies with the wrapper": Mutant(
         "The module does not keep its engine",
         lambda: mock.patch("harness.fsdp.model.mark_sharded"),
         "keeping",
     ),
-    "names of the wrapper": (
+    "names of the wrapper": Mutant(
         "Parameters go by names that state_dict does not have",
         lambda: mock.patch.object(ModuleWrapper, "named_parameters", nn.Module.named_parameters),
         "naming",
     ),
-    "set on the wrapper": (
+    "set on the wrapper": Mutant(
         "What is set through the wrapper does not reach the module",
         lambda: mock.patch.object(ModuleWrapper, "__setattr__", nn.Module.__setattr__),
         "naming",
     ),
-    "moves": (
+    "moves": Mutant(
         "A cast of the model is accepted, and does nothing",
         lambda: mock.patch.object(ModuleWrapper, "_apply", lambda self, fn, recurse=True: self),
         "naming",
@@ -225,29 +208,8 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
 }
 
 
-def mutated(rank: int) -> dict[str, tuple[list[str], float]]:
-    found = {}
-    for name, (_, patch, check) in MUTANTS.items():
-        begin = time.perf_counter()
-        with patch():
-            try:
-                told = CHECKS[check](rank, "optim_grads_params")
-            except Exception as error:
-                told = [f"{type(error).__name__}: {error}"]
-        found[name] = told, time.perf_counter() - begin
-        dist.barrier()
-    return found
-
-
-@cache
-def mutated_once() -> list[dict[str, tuple[list[str], float]]]:
-    return run_ranks(mutated, RANKS)
-
-
 @pytest.mark.parametrize(
-    "name", each("The engine, by what programs do with its wrapper", [(name, m[0]) for name, m in MUTANTS.items()])
+    "name", each("The engine, by what programs do with its wrapper", [(name, m.breaks) for name, m in MUTANTS.items()])
 )
 def test_a_wrong_wrapper_is_found(name: str, killed_in: Callable[[float], None]) -> None:
-    ranks = [of_rank[name] for of_rank in mutated_once()]
-    assert any(told for told, _ in ranks)
-    killed_in(max(seconds for _, seconds in ranks))
+    is_found(__name__, name, killed_in)

@@ -45,7 +45,7 @@ from harness.fsdp.runtime.step import Forward, ForwardState, Step
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
 
 
 class HookDriver:
@@ -91,7 +91,7 @@ class HookDriver:
             for index, (name, param) in enumerate(bucket.params):
                 hook = WeakHook(self._gradient_arrived, unit, gradients, index, name)
                 self._handles.append(param.register_post_accumulate_grad_hook(hook))
-                param.get_main_grad = WeakHook(self._main_gradient, unit, gradients, index)  # type: ignore[attr-defined]
+                setattr(param, MAIN_GRADIENT, WeakHook(self._main_gradient, unit, gradients, index))
         before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
         after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
         left = WeakHook(self._forward_left, unit)
@@ -206,8 +206,7 @@ class HookDriver:
         if not inputs:
             unit.readiness.begin_call()
             return None
-        # torch leaves Function.apply unannotated
-        passed: tuple[Tensor, ...] = PassedInputs.apply(  # type: ignore[no-untyped-call]
+        passed: tuple[Tensor, ...] = PassedInputs.apply(  # type: ignore[no-untyped-call] # torch leaves it unannotated
             WeakHook(self._passed_inputs, unit), *inputs
         )
         unit.readiness.begin_call(passed[0].grad_fn)

@@ -202,7 +202,7 @@ class Gradients:
         param = self.params[index]
         if getattr(param, ADDED, False):
             put_grad(param, self._views[index])
-            param.grad_added_to_main_grad = False  # type: ignore[attr-defined]
+            setattr(param, ADDED, False)
         elif not self.concat:
             _adopt(param, self._views[index], fresh=index in self._unwritten)
         self._unwritten.discard(index)
@@ -330,6 +330,8 @@ class Gradients:
         return {"main_grads": main, "gradient_sums": sums, "padding": padding + self._main.nbytes - main}
 
 
+MAIN_GRADIENT = "get_main_grad"
+"""Attribute of a parameter by which a kernel of Megatron's protocol finds where to add its gradient."""
 ADDED = "grad_added_to_main_grad"
 """Attribute that a kernel of Megatron's protocol sets: it has added a weight's gradient to `get_main_grad()` itself,
 and what autograd gets of it is a stand-in without meaning."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cache, wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -96,6 +96,11 @@ def _class(own: type, access: Access) -> type:
     return type(own)(name, (base, own), {"__module__": __name__, "_own": own})
 
 
+def _param(guarded: _Guarded) -> nn.Parameter:
+    """The parameter whose class `guarded` has part in."""
+    return cast(nn.Parameter, guarded)
+
+
 class _Guarded:
     """A parameter whose gradient lies elsewhere than in `.grad`."""
 
@@ -105,7 +110,7 @@ class _Guarded:
     @property
     def grad(self) -> Tensor | None:
         """None where no gradient has come; raises where one has."""
-        held = grad_of(self)  # type: ignore[arg-type]
+        held = grad_of(_param(self))
         answer: GradientAnswer | None = getattr(self, GRADIENT, None)
         return held if answer is None else answer.read(held)
 
@@ -115,7 +120,7 @@ class _Guarded:
         if answer is not None:
             answer.assign(value)
         if answer is None or value is None:
-            put_grad(self, value)  # type: ignore[arg-type]
+            put_grad(_param(self), value)
 
 
 # -- whole, and nobody is computing ------------------------------------------------------------------------------------
@@ -127,8 +132,7 @@ class _Resting(_Guarded):
     @property
     def data(self) -> Tensor:
         """The values, which may be edited in place."""
-        values: Tensor = self.detach()  # type: ignore[attr-defined]
-        return values
+        return _param(self).detach()
 
     @data.setter
     def data(self, given: Tensor) -> None:
@@ -147,14 +151,14 @@ class _Resting(_Guarded):
         held.copy_(given)
 
     def __repr__(self) -> str:
-        shown = self.data.requires_grad_(self.requires_grad)  # type: ignore[attr-defined]
+        shown = self.data.requires_grad_(_param(self).requires_grad)
         return f"{type(self)._own.__name__} containing:\n{shown!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A parameter of its own class, which no engine knows."""
         own = type(self)._own
         if id(self) not in memo:
-            copied: Any = torch.Tensor._make_subclass(own, self.data.clone(), self.requires_grad)  # type: ignore[attr-defined]
+            copied: Any = torch.Tensor._make_subclass(own, self.data.clone(), _param(self).requires_grad)
             memo[id(self)] = copied
         return memo[id(self)]
 
@@ -215,7 +219,7 @@ class _Released(_Guarded):
         raise ReleasedWeightError(_refusal(_first_released([args, kwargs]), resolve_name(func) or func.__name__))
 
     def __repr__(self) -> str:
-        shape, dtype = tuple(self.shape), self.dtype  # type: ignore[attr-defined]
+        shape, dtype = tuple(_param(self).shape), _param(self).dtype
         return f"{type(self).__name__}({_called(self)}, shape {shape}, {dtype}, weights not gathered)"
 
     __str__ = __repr__

@@ -34,6 +34,10 @@ _BLOCK = 1 << 20
 """Elements widened at a time."""
 
 
+DECOUPLED = "decoupled_grad"
+"""Attribute in which an optimizer of Megatron's protocol finds a gradient of another dtype than the weight's."""
+
+
 class ShardedOptimizer:
     """Ties torch optimizers to the flat buffers of one model on one rank: one, or several over disjoint parameters.
 
@@ -181,7 +185,7 @@ class ShardedOptimizer:
         for flat in self._runs_of(optimizer):
             gradient = None if flat.is_unused and self._leaves_unused(flat) else flat.grad
             if self.decoupled:
-                flat.weight.decoupled_grad = gradient  # type: ignore[attr-defined]
+                setattr(flat.weight, DECOUPLED, gradient)
             else:
                 flat.weight.grad = None if gradient is None else gradient.to(flat.weight.dtype)
 
@@ -203,7 +207,7 @@ class ShardedOptimizer:
         for flat in self._runs_of(optimizer):
             flat.weight.grad = None
             if self.decoupled:
-                flat.weight.decoupled_grad = None  # type: ignore[attr-defined]
+                setattr(flat.weight, DECOUPLED, None)
 
     # -- several optimizers --------------------------------------------------------------------------------------
 

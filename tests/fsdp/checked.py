@@ -1,0 +1,84 @@
+"""Lists of checks that ranks make one after another in one visit, and mutants that one of the checks has to find.
+
+A module has `CHECKS`, by name: called with the rank and the strategy, each returns what it found wrong, a sentence
+each. And it has `MUTANTS`, by name.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.fsdp.pairs import STRATEGIES
+from tests.support.covering import once
+from tests.support.spawn import run_ranks
+
+RANKS, ZERO3 = 2, "optim_grads_params"
+BROKEN = ("AttributeError", "TypeError", "NameError")
+"""What a patch raises that no longer fits what it patches: no mutant."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """breaks: the mistake. patch: makes it. check: which has to find it, under which strategy."""
+
+    breaks: str
+    patch: Callable[[], Any]
+    check: str
+    strategy: str = ZERO3
+
+
+def check_all(rank: int, module: str) -> dict[tuple[str, str], list[str]]:
+    """What every check of a module finds under every strategy."""
+    found = {}
+    for strategy, (name, check) in itertools.product(STRATEGIES, import_module(module).CHECKS.items()):
+        found[strategy, name] = check(rank, strategy)
+        dist.barrier()
+    return found
+
+
+def check_mutants(rank: int, module: str) -> dict[str, tuple[list[str], float]]:
+    """What its check finds of each mutant of a module, or what it raises; and the seconds that took."""
+    found, there = {}, import_module(module)
+    for name, mutant in there.MUTANTS.items():
+        begin = time.perf_counter()
+        with mutant.patch():
+            try:
+                told = there.CHECKS[mutant.check](rank, mutant.strategy)
+            except Exception as error:
+                told = [f"{type(error).__name__}: {error}"]
+        found[name] = told, time.perf_counter() - begin
+        dist.barrier()
+    return found
+
+
+@once
+def checked(module: str) -> list[dict[tuple[str, str], list[str]]]:
+    """`check_all` of every rank."""
+    return run_ranks(check_all, RANKS, module)
+
+
+@once
+def mutated(module: str) -> list[dict[str, tuple[list[str], float]]]:
+    """`check_mutants` of every rank."""
+    return run_ranks(check_mutants, RANKS, module)
+
+
+def holds(module: str, strategy: str, check: str) -> None:
+    """Assert that a check finds nothing wrong on any rank."""
+    assert [of_rank[strategy, check] for of_rank in checked(module)] == [[]] * RANKS
+
+
+def is_found(module: str, name: str, killed_in: Callable[[float], None]) -> None:
+    """Assert that the check of a mutant finds it, by what it measures or by what the engine raises."""
+    ranks = [of_rank[name] for of_rank in mutated(module)]
+    told = [each for all_told, _ in ranks for each in all_told]
+    assert told, "it survives"
+    assert not any(each.startswith(BROKEN) for each in told), f"no mutant: {told}"
+    killed_in(max(seconds for _, seconds in ranks))
