@@ -10,7 +10,11 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.protocol import Ranks
+from harness.fsdp import watched
 from harness.probe.collectives import CollectiveMeter
+
+EXCHANGE = "the loop's own numbers"
+"""What a watchdog calls a wait here."""
 
 
 class StepReport(NamedTuple):
@@ -48,12 +52,14 @@ class Control:
             return lambda: [list(values)]
         mine = torch.tensor(values, dtype=torch.int64)
         theirs = [torch.empty_like(mine) for _ in range(self.ranks.world_size)]
+        group = self.group
         with self.meter.paused():
-            work = dist.all_gather(theirs, mine, group=self.group, async_op=True)
+            work = dist.all_gather(theirs, mine, group=group, async_op=True)
 
         def end() -> list[list[int]]:
             assert work is not None
-            work.wait()
+            with watched(EXCHANGE, group):
+                work.wait()
             return [row.tolist() for row in theirs]
 
         return end

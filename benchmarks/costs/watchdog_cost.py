@@ -54,9 +54,12 @@ class Counter:
 def engine_of(rank: int, strategy: str, mode: str) -> NativeEngine:
     """The guard benchmark's model under one mode."""
     config = config_of(strategy, guarded=False)
-    config.engine.watchdog_timeout_s = LIMIT_S if mode == "on" else None
+    config.engine.watchdog_timeout_s = LIMIT_S
     config.engine.check_collectives = mode == "checked"
-    return NativeEngine(LlamaWorkload(config), config, Ranks(rank, RANKS, rank, torch.device("cpu")))
+    engine = NativeEngine(LlamaWorkload(config), config, Ranks(rank, RANKS, rank, torch.device("cpu")))
+    if mode == "off":
+        engine.model._parts.watches.close()
+    return engine
 
 
 def measure(rank: int, strategy: str) -> dict[str, Any]:

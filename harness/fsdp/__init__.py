@@ -13,12 +13,14 @@ if TYPE_CHECKING:
     from harness.fsdp.api import fully_shard as fully_shard
     from harness.fsdp.api import fully_shard_model as fully_shard_model
     from harness.fsdp.api import fully_shard_optimizer as fully_shard_optimizer
+    from harness.fsdp.comm.events import watched as watched
     from harness.fsdp.comm.fixed_point import FixedPoint as FixedPoint
     from harness.fsdp.comm.mesh import Groups as Groups
     from harness.fsdp.comm.sharp_groups import SharpOwnership as SharpOwnership
     from harness.fsdp.comm.sharp_groups import ThreadBlocks as ThreadBlocks
     from harness.fsdp.comm.sharp_groups import axis_groups as axis_groups
     from harness.fsdp.comm.sharp_groups import communicator_options as communicator_options
+    from harness.fsdp.guards.hang_report import CollectiveError as CollectiveError
     from harness.fsdp.loss_scale import LossScale as LossScale
     from harness.fsdp.loss_scale import Outcome as Outcome
     from harness.fsdp.model import ShardedModel as ShardedModel
@@ -49,6 +51,7 @@ _EXPORTS = {
         "fully_shard_model",
         "fully_shard_optimizer",
     ),
+    "comm.events": ("watched",),
     "comm.fixed_point": ("FixedPoint",),
     "comm.mesh": ("Groups",),
     "comm.sharp_groups": (
@@ -57,6 +60,7 @@ _EXPORTS = {
         "axis_groups",
         "communicator_options",
     ),
+    "guards.hang_report": ("CollectiveError",),
     "loss_scale": (
         "LossScale",
         "Outcome",

@@ -11,7 +11,7 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.nonfinite import GradientGuard
-from harness.fsdp.guards.watchdog import Watches
+from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.gradient_sync import GradientSync

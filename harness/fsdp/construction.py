@@ -23,7 +23,7 @@ from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.components import Components
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
-from harness.fsdp.guards.watchdog import Watches, watch_groups
+from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.bucket_reduction import Reductions

@@ -126,12 +126,13 @@ class EngineOptions:
         Facts(
             range=Range(0, 10_000_000, "seconds", above=True),
             costs="A thread that looks twice a second, and a connection to the store.",
-            use="Always on a cluster: some seconds above the longest wait that is normal.",
+            use="Some seconds above the longest wait that is normal; a large number where none is too long.",
             same_bits=True,
         ),
     )
     """Seconds a wait for a collective may last before every rank raises one error that names ranks, units and
-    collectives; None waits as long as the backend does."""
+    collectives. None is 300 s, or nine tenths of the timeout given to init_process_group; under the harness four
+    fifths of launch.hang_timeout_s."""
     check_collectives: bool = option(
         False,
         Facts(

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-from harness.store.placement import Placement
+from harness.store.placement import STOP_SIGNALS, Placement
 
 TIMEOUT_S = 60.0
+TRIES, PAUSE_S = 3, 2.0
+"""How often a job asks to be put back, and the seconds between: a busy controller loses requests."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +54,31 @@ def requeue(place: Placement) -> bool:
 
     Only after the checkpoint is whole: SLURM kills the job's processes as soon as it has agreed.
     """
-    done = _scontrol("requeue", place.job)
-    if done.returncode != 0:
-        sys.stderr.write(f"scontrol requeue {place.job} failed ({done.stderr.strip()}); resume with: harness retry\n")
-    return done.returncode == 0
+    for _ in range(TRIES):
+        done = _scontrol("requeue", place.job)
+        if done.returncode == 0:
+            return True
+        time.sleep(PAUSE_S)
+    why = done.stderr.strip() or f"exit {done.returncode}"
+    sys.stderr.write(f"scontrol requeue {place.job} failed ({why}); resume with: harness retry\n")
+    return False
 
 
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["scontrol", *arguments]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        with _deaf_children():
+            return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
+
+
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Programs started here do not hear the stop signals: SLURM sends them to every process of a step, several times,
+    and one that does not listen dies of them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

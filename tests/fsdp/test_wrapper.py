@@ -20,7 +20,7 @@ from torch import nn
 
 from harness.fsdp import ShardedModel, fully_shard_model
 from harness.fsdp import construction as building
-from harness.fsdp.guards.watchdog import Watches
+from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime import hooks
 from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import Mutant, holds, is_found

@@ -100,6 +100,30 @@ def test_outside_slurm_nobody_is_asked():
     assert requeue.fate(Placement(0, 2, 0, "", "torchrun")) == Fate()
 
 
+SCONTROL = """#!{python}
+import os, pathlib, signal
+asked = pathlib.Path(__file__).with_name("asked")
+asked.write_text(asked.read_text() + "." if asked.exists() else ".")
+for number in (signal.SIGUSR2, signal.SIGTERM):
+    os.kill(os.getpid(), number)
+raise SystemExit(len(asked.read_text()) < {works_at})
+"""
+
+
+@pytest.mark.parametrize(("works_at", "asked", "taken"), [(1, 1, True), (3, 3, True), (9, 3, False)])
+def test_a_job_is_put_back_whatever_signals_its_scontrol_gets(tmp_path, monkeypatch, capsys, works_at, asked, taken):
+    """SLURM signals every process of a step, several times; and a busy controller may lose a request."""
+    program = tmp_path / "scontrol"
+    program.write_text(SCONTROL.format(python=sys.executable, works_at=works_at))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
+    assert requeue.requeue(Placement(0, 2, 0, "", "slurm", "3_0")) is taken
+    assert len((tmp_path / "asked").read_text()) == asked
+    told = capsys.readouterr().err
+    assert told == ("" if taken else "scontrol requeue 3_0 failed (exit 1); resume with: harness retry\n")
+
+
 def test_progress_never_blocks_training():
     reading, writing = os.pipe()
     pipe = ProgressPipe({"HARNESS_PROGRESS_FD": str(writing)})

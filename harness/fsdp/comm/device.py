@@ -109,7 +109,7 @@ class DeviceRuntime:
         if size == 1:
             return
         with suppress(RuntimeError):  # closed already
-            if self.has_streams:
+            if self.has_streams and "nccl" in dist.get_backend_config(group):
                 group._get_backend(self.device).abort()
                 return
             nothing = torch.empty(1, dtype=torch.uint8)

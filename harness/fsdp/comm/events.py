@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import torch.distributed as dist
+
 
 class Label(NamedTuple):
     """kind: all_gather, reduce_scatter, all_reduce, broadcast.
@@ -35,8 +37,11 @@ CONTROL = Label("control", "")
 class Watcher(Protocol):
     """Who must know of a wait before it is over."""
 
-    def enter(self, waited: tuple[Label, ...]) -> int:
-        """A wait for these collectives begins on this thread; returns a token for `leave`."""
+    def enter(self, waited: tuple[Label, ...], group: dist.ProcessGroup | None = None) -> int:
+        """A wait for these collectives begins on this thread; returns a token for `leave`.
+
+        group: what the host alone waits for, where that is no group of the engine's.
+        """
 
     def leave(self, token: int) -> None:
         """Called when the wait is over, also by an exception."""
@@ -141,7 +146,30 @@ def waiting(*waited: Label) -> Iterator[None]:
     label = current()
     of = waited or ((label,) if label is not None else ())
     began = time.perf_counter()
-    tokens = [(watcher, watcher.enter(of)) for watcher in _watchers]
+    try:
+        with _watched(of, None):
+            yield
+    finally:
+        for listener in _wait_listeners:
+            listener(time.perf_counter() - began)
+
+
+@contextmanager
+def watched(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """The body waits for ranks of `group` in an exchange of the program's own, of which the watchdogs of this process
+    are to know: a wait that lasts too long ends as one for the engine's collectives does, on every rank, and the error
+    says `what`. It is no exposed communication of the engine, and has no number among its collectives.
+
+    Raises:
+        CollectiveError: the exchange, or a collective of the engine, did not come about.
+    """
+    with _watched((Label("exchange of", what),), group):
+        yield
+
+
+@contextmanager
+def _watched(waited: tuple[Label, ...], group: dist.ProcessGroup | None) -> Iterator[None]:
+    tokens = [(watcher, watcher.enter(waited, group)) for watcher in _watchers]
     try:
         yield
     except Exception as error:
@@ -152,5 +180,3 @@ def waiting(*waited: Label) -> Iterator[None]:
     finally:
         for watcher, token in tokens:
             watcher.leave(token)
-        for listener in _wait_listeners:
-            listener(time.perf_counter() - began)

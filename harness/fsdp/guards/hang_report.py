@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from harness.fsdp.comm.events import Label
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not come about; the same message on every rank that could be told."""
+
 
 @dataclass
 class Position:
@@ -85,3 +91,8 @@ def ranks_text(ranks: Sequence[int]) -> str:
     """`rank 2`, or `ranks 0, 1`; of many, the first ones and how many more."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
+
+
+def text_of(label: Label) -> str:
+    """`all_gather blocks.0/float32`."""
+    return f"{label.kind} {label.bucket}"

@@ -2,72 +2,56 @@
 
 [Note: How a hang is told] Every rank numbers the collectives it announces through `harness.fsdp.comm.events` and notes
 what it waits for. A thread looks a few times a second; when a wait has lasted longer than the limit, or the backend has
-failed one, it raises an alarm in the process group's store. Every rank's thread sees the alarm, also where the program
-still computes, and answers with its position. One rank makes one message of all positions, each rank reads it, and only
-then are the groups aborted: waits on this rank and, through closed connections, on others fail, and what they raise is
-replaced by `CollectiveError` with that message. A rank that waits for nothing raises it at its next collective.
+failed one, it raises an alarm in the process group's store (`harness.fsdp.guards.alarm`). Every rank hears the alarm,
+also where the program still computes, and answers with its position. One rank makes one message of all positions, each
+rank reads it, and only then are the groups aborted: waits on this rank and, through closed connections, on others fail,
+and what they raise is replaced by `CollectiveError` with that message. A rank that waits for nothing raises it at its
+next collective.
+
+[Note: A store that is silent] The store lives in some process, often rank 0, which may be the one that has stopped. So
+the thread that looks at this rank's waits never asks the store itself: another one listens, a third one asks and is
+given a limit, after which the rank tells what it knows alone.
 
 [Note: Waits on a device] On CUDA a wait blocks a stream and not the host, so what `labels.waiting` announces is over at
 once. There an event is left behind it, and lasts as long as the stream has not come to it.
-
-[Note: Check before data moves] `CollectiveCheck` compares all ranks' next collective through the store, not through the
-group: NCCL would take mismatched calls for one collective and mix up their data.
 """
 
 from __future__ import annotations
 
-import json
+import atexit
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
 
 import torch.distributed as dist
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.events import Label
-from harness.fsdp.guards.hang_report import Position, by_value, ranks_text, tell
+from harness.fsdp.guards.alarm import PATIENCE_S, TICK_S, Alarm
+from harness.fsdp.guards.hang_report import CollectiveError, Position, tell, text_of
 
-TICK_S = 0.5
-"""Seconds between two looks, at most; a quarter of the limit where that is less."""
-ANSWER_S = 2.0
-"""Seconds that other ranks are given to tell where they are, beyond two looks."""
-READ_S = 2.0
-"""Seconds that other ranks are given to read the verdict before this one fails and perhaps ends."""
 HISTORY = 256
 """Collectives remembered, to find the first one in which ranks differ."""
-CHECK_LIMIT_S = 300.0
-"""Seconds `CollectiveCheck` waits for the others where no limit is set."""
-
-_ALARM, _COMPOSER, _VERDICT, _READERS = "alarm", "composer", "verdict", "readers"
-_WATCHDOGS: dict[str, Iterator[int]] = {}
-"""Numbers the users of each group's store in order of construction, which is the same on all its ranks."""
-
-
-class CollectiveError(RuntimeError):
-    """A collective did not come about; the same message on every rank that could be told."""
+EXIT_S = 1.0
+"""Seconds that the program's end waits for a thread; one that came back later would abort the interpreter."""
 
 
 @dataclass
 class _Wait:
-    """One wait of one thread; `reached` tells of a wait on a device whether it is over."""
+    """One wait of one thread; `reached` tells of a wait on a device whether it is over.
+
+    group: of an exchange of the program's own, which is aborted too.
+    """
 
     labels: tuple[Label, ...]
     since: float
+    group: dist.ProcessGroup | None = None
     reached: Event | None = None
-
-
-@dataclass
-class _Verdict:
-    """What all ranks raise, and how many of them answered."""
-
-    message: str
-    answered: int = 0
 
 
 @dataclass
@@ -121,19 +105,28 @@ class Watchdog:
         self._message: str | None = None
         self._closed = False
         self._wake = threading.Event()
+        self._heard = threading.Event()
         self._told = threading.Event()
         self._ends: list[Callable[[], None]] = []
+        self._threads: list[threading.Thread] = []
         if len(self.ranks) > 1:
-            self._store = store_of(groups[0], timeout_s=ANSWER_S + self.timeout_s)
+            self._alarm = Alarm(groups[0], timeout_s, self.tick_s)
             self._ends = [events.on_begin(self._begun), events.watch(self)]
-            threading.Thread(target=self._watch, name="fsdp-watchdog", daemon=True).start()
+            self._threads = [_start(self._watch, "fsdp-watchdog"), _start(self._listen, "fsdp-watchdog-store")]
+            atexit.register(self._leave)
 
     def close(self) -> None:
         """Stop watching; a second call does nothing."""
         self._closed = True
         self._wake.set()
+        atexit.unregister(self._leave)
         while self._ends:
             self._ends.pop()()
+
+    def _leave(self) -> None:
+        self.close()
+        for thread in self._threads:
+            thread.join(EXIT_S)
 
     # -- what the program's threads tell ---------------------------------------------------------------------------
 
@@ -141,21 +134,21 @@ class Watchdog:
         self._raise_if_over()
         self._log.add(label)
 
-    def enter(self, waited: tuple[Label, ...]) -> int:
-        """A wait begins.
+    def enter(self, waited: tuple[Label, ...], group: dist.ProcessGroup | None = None) -> int:
+        """A wait begins; `group` is that of an exchange of the program's own.
 
         Raises:
             CollectiveError: the alarm is over, and the groups are of no use.
         """
         self._raise_if_over()
         token = next(self._tokens)
-        self._waits[token] = _Wait(waited, time.monotonic())
+        self._waits[token] = _Wait(waited, time.monotonic(), group)
         return token
 
     def leave(self, token: int) -> None:
         """Note that a collective is over for the host; on a device it may just begin."""
         wait = self._waits.pop(token)
-        if self._runtime.has_streams:
+        if self._runtime.has_streams and wait.group is None:
             wait.reached = self._runtime.record()
             self._on_device.append(wait)
 
@@ -166,8 +159,7 @@ class Watchdog:
         if self._failure is None:
             self._failure = str(error).strip().splitlines()[0].split(". This is")[0]
         self._wake.set()
-        patience = 2 * self.tick_s + ANSWER_S + READ_S + 5.0
-        if not self._told.wait(patience) or self._message is None:
+        if not self._told.wait(2 * self.tick_s + PATIENCE_S + 3.0) or self._message is None:
             return error
         return CollectiveError(self._message)
 
@@ -175,23 +167,23 @@ class Watchdog:
         if self._message is not None:
             raise CollectiveError(self._message)
 
-    # -- the watching thread -----------------------------------------------------------------------------------------
+    # -- the threads -------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        while not self._closed:
-            try:
-                alarmed = self._is_alarmed()
-            except Exception:  # the store is gone: the run is over, or a wait will fail and say why
-                alarmed = self._failure is not None or self._overdue() is not None
-                if self._closed:
-                    return
-            if alarmed:
-                self._conclude()
-                return
+        while not self._closed and not self._is_alarmed():
             self._wake.wait(self.tick_s)
+        if not self._closed:
+            self._conclude()
 
     def _is_alarmed(self) -> bool:
-        return self._failure is not None or self._overdue() is not None or self._store.check([_ALARM])
+        return self._failure is not None or self._heard.is_set() or self._overdue() is not None
+
+    def _listen(self) -> None:
+        while not self._wake.wait(self.tick_s):
+            with suppress(Exception):  # the store is gone: the run is over, or a wait will fail and say why
+                if self._alarm.is_raised():
+                    self._heard.set()
+                    self._wake.set()
 
     def _overdue(self) -> _Wait | None:
         """The innermost wait that has lasted too long."""
@@ -210,10 +202,10 @@ class Watchdog:
         waits = self._all_waits()
         wait = self._overdue() or (waits[-1] if waits else None)
         log = self._log
-        history = [(number, _text(label)) for number, label in list(log.recent)]
+        history = [(number, text_of(label)) for number, label in list(log.recent)]
         return Position(
             where=self._where(),
-            waits=None if wait is None else (" and ".join(map(_text, wait.labels)) or "a collective begun before"),
+            waits=None if wait is None else (" and ".join(map(text_of, wait.labels)) or "a collective begun before"),
             number=None if wait is None else min((log.last.get(label, 0) for label in wait.labels), default=0),
             seconds=0.0 if wait is None else time.monotonic() - wait.since,
             history=history,
@@ -221,134 +213,34 @@ class Watchdog:
         )
 
     def _conclude(self) -> None:
-        position = self.position()
-        try:
-            verdict = self._agree(position)
-        except Exception as error:
-            alone = tell({self.rank: position}, [self.rank], self.timeout_s)
-            verdict = _Verdict(f"{alone}; other ranks could not be asked: {str(error).splitlines()[0]}")
-        self._message = verdict.message
-        for group in self._groups:
+        self._message = self._asked(self.position())
+        for group in (*self._groups, *(wait.group for wait in list(self._waits.values()) if wait.group is not None)):
             self._runtime.abort(group)
         self._told.set()
 
-    def _agree(self, position: Position) -> _Verdict:
-        store = self._store
-        store.set(_place(self.rank), json.dumps(asdict(position)))
-        store.set(_ALARM, "1")
-        if store.add(_COMPOSER, 1) == 1:
-            positions = self._collect()
-            message = tell(positions, self.ranks, self.timeout_s)
-            store.set(_VERDICT, json.dumps(asdict(_Verdict(message, len(positions)))))
-        store.wait([_VERDICT], timedelta(seconds=2 * self.tick_s + ANSWER_S + 2.0))
-        verdict = _Verdict(**json.loads(store.get(_VERDICT)))
-        readers = store.add(_READERS, 1)
-        deadline = time.monotonic() + READ_S
-        while readers < verdict.answered and time.monotonic() < deadline:
-            time.sleep(0.02)
-            readers = store.add(_READERS, 0)
-        return verdict
+    def _asked(self, position: Position) -> str:
+        """The message all ranks agree on; what this one knows alone where they could not be asked."""
+        answer: list[str] = []
+        reason = [f"the store of the process group does not answer within {PATIENCE_S:g} s: who keeps it has stopped"]
 
-    def _collect(self) -> dict[int, Position]:
-        """Positions of the ranks that answer in time."""
-        found: dict[int, Position] = {}
-        deadline = time.monotonic() + 2 * TICK_S + ANSWER_S
-        while True:
-            for rank in self.ranks:
-                if rank not in found and self._store.check([_place(rank)]):
-                    found[rank] = Position(**json.loads(self._store.get(_place(rank))))
-            if len(found) == len(self.ranks) or time.monotonic() > deadline:
-                return found
-            time.sleep(0.02)
+        def ask() -> None:
+            try:
+                answer.append(self._alarm.agree(position))
+            except Exception as error:
+                reason.append(str(error).splitlines()[0])
+
+        _start(ask, "fsdp-watchdog-asks").join(PATIENCE_S)
+        if answer:
+            return answer[0]
+        return (
+            f"{tell({self.rank: position}, [self.rank], self.timeout_s)}; other ranks could not be asked: {reason[-1]}"
+        )
 
 
-class CollectiveCheck:
-    """Compares every collective over all ranks before its data moves. Slow: each one then waits for all ranks.
-
-    Args:
-        group: has all ranks of the model.
-        timeout_s: seconds to wait for the others; None is `CHECK_LIMIT_S`.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None) -> None:
-        self.ranks = dist.get_process_group_ranks(group)
-        self.rank = dist.get_rank()
-        self._limit_s = CHECK_LIMIT_S if timeout_s is None else timeout_s
-        self._number = 0
-        self._ends: list[Callable[[], None]] = []
-        if len(self.ranks) > 1:
-            self._store = store_of(group, timeout_s=self._limit_s)
-            self._ends = [events.on_check(self._check)]
-
-    def close(self) -> None:
-        """Stop checking; a second call does nothing."""
-        while self._ends:
-            self._ends.pop()()
-
-    def _check(self, label: Label, data: Sequence[Any]) -> None:
-        self._number += 1
-        number, mine = self._number, f"{_text(label)} of {_contents(data)}"
-        self._store.set(f"{number}/{self.rank}", mine)
-        keys = {rank: f"{number}/{rank}" for rank in self.ranks}
-        try:
-            self._store.wait(list(keys.values()), timedelta(seconds=self._limit_s))
-        except (RuntimeError, dist.DistError) as error:
-            missing = [rank for rank, key in keys.items() if not self._store.check([key])]
-            raise CollectiveError(
-                f"check_collectives: collective {number} is {mine} on rank {self.rank}; {ranks_text(missing)} came to"
-                f" no collective {number} within {self._limit_s:g} s"
-            ) from error
-        texts = {rank: self._store.get(key).decode() for rank, key in keys.items()}
-        if len(set(texts.values())) > 1:
-            told = "; ".join(f"{text} on {ranks_text(ranks)}" for text, ranks in by_value(texts).items())
-            raise CollectiveError(
-                f"check_collectives: ranks are about to issue different collectives as number {number}: {told}. No data"
-                " of it has moved. All ranks must run the same modules in the same order"
-            )
-        # All have come here, so all have read what they compared before.
-        self._store.delete_key(f"{number - 1}/{self.rank}")
-
-
-class Watches:
-    """What watches one model's collectives; `close` ends it."""
-
-    def __init__(self, watching: Sequence[Watchdog | CollectiveCheck]) -> None:
-        self.watching = watching
-
-    def close(self) -> None:
-        """Stop watching; a second call does nothing."""
-        for each in self.watching:
-            each.close()
-
-
-def watch_groups(
-    groups: Sequence[dist.ProcessGroup],
-    runtime: DeviceRuntime,
-    timeout_s: float | None,
-    check: bool,
-    where: Callable[[], str],
-) -> Watches:
-    """Watch what is asked for; see `Watchdog` and `CollectiveCheck`. The first group has all ranks of the model.
-
-    Raises:
-        ValueError: the limit is not positive.
-    """
-    watching: list[Watchdog | CollectiveCheck] = []
-    if timeout_s is not None:
-        watching.append(Watchdog(groups, runtime, timeout_s, where))
-    if check:
-        watching.append(CollectiveCheck(groups[0], timeout_s))
-    return Watches(watching)
-
-
-def store_of(group: dist.ProcessGroup, timeout_s: float) -> Any:
-    """A store of all ranks of a group, with a connection of its own and keys that nobody else uses."""
-    index = next(_WATCHDOGS.setdefault(group.group_name, count()))
-    # A clone does not wait for what another thread asks of the store; torch's annotations leave it out.
-    store: Any = dist.distributed_c10d._get_process_group_store(group)
-    store = store.clone()
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return dist.distributed_c10d.PrefixStore(f"fsdp-watchdog/{index}", store)
+def _start(target: Callable[[], None], name: str) -> threading.Thread:
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread.start()
+    return thread
 
 
 def _is_of_backend(error: Exception) -> bool:
@@ -357,19 +249,3 @@ def _is_of_backend(error: Exception) -> bool:
         return True
     words = ("gloo", "NCCL", "pair closure", "Connection", "cannot be read any more", "imed out")
     return isinstance(error, RuntimeError) and any(word in str(error) for word in words)
-
-
-def _contents(data: Sequence[Any]) -> str:
-    """Lengths and dtypes of tensors, or of parts of them."""
-    tensors = [getattr(each, "tensor", each) for each in data]
-    kinds = dict.fromkeys(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
-    lengths = "+".join(str(tensor.numel()) for tensor in tensors)
-    return f"{lengths or 'unknown'} elements {', '.join(kinds)}".rstrip()
-
-
-def _text(label: Label) -> str:
-    return f"{label.kind} {label.bucket}"
-
-
-def _place(rank: int) -> str:
-    return f"position/{rank}"

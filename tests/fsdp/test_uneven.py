@@ -1,0 +1,169 @@
+"""Ranks that run different numbers of passes, or units in different orders: right, or one error on every rank that
+waits, in a bounded time, naming what each waits for. Other engines hang here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from harness.fsdp import ShardedModel, Strategy, fully_shard_optimizer
+from tests.support.spawn import run_ranks
+
+STRATEGIES = [strategy.name for strategy in Strategy]
+LIMIT_S = 1.0
+GENEROUS_S = 30.0
+STEPS = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+class Net(nn.Module):
+    """Blocks that are called in an order of choice, under a head that belongs to the root."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, 1)
+        self.order = [0, 1, 2]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+def data(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+@dataclass
+class Loop:
+    """One rank's training; its habits are what rank 1 does otherwise."""
+
+    rank: int
+    net: Net
+    model: ShardedModel
+
+    def loss(self, step: int) -> Tensor:
+        return self.model(data(self.rank, step)).square().mean()
+
+
+def one_more_backward(loop: Loop, step: int) -> None:
+    loop.loss(step + 50).backward()
+
+
+def one_more_forward(loop: Loop, step: int) -> None:
+    loop.loss(step + 50)
+
+
+def one_more_look(loop: Loop, step: int) -> None:
+    with torch.no_grad():
+        loop.loss(step + 50)
+
+
+def another_order(loop: Loop, step: int) -> None:
+    loop.net.order = [1, 0, 2]
+
+
+HABITS: dict[str, tuple[Callable[[Loop, int], None] | None, int]] = {
+    "one more backward": (one_more_backward, STEPS),
+    "one more forward": (one_more_forward, STEPS),
+    "one more look": (one_more_look, STEPS),
+    "another order": (another_order, STEPS),
+    "one more batch": (None, STEPS + 1),
+}
+"""What rank 1 does after each of its backwards, and how many steps it makes."""
+
+
+def train(rank: int, habit: str, strategy: str) -> str:
+    """Empty where all went well, and then both ranks have the same weights; else the error."""
+    act, steps = HABITS[habit]
+    group = dist.new_group([0, 1])
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    model = ShardedModel(net, group=group, unit_modules=[Block], strategy=strategy, watchdog_timeout_s=LIMIT_S)
+    loop, sharded = Loop(rank, net, model), fully_shard_optimizer(model, optimizer)
+    try:
+        for step in range(steps if rank == 1 else STEPS):
+            loop.loss(step).backward()
+            if rank == 1 and act is not None:
+                act(loop, step)
+            sharded.step()
+            sharded.zero_grad()
+        weights = {name: weight.clone() for name, weight in model.full_weights()}
+        model.close()
+    except Exception as error:
+        with suppress(RuntimeError):  # what was begun cannot end
+            model.close()
+        return f"{type(error).__name__}: {error}"
+    expected = alone(habit)
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+    return ""
+
+
+def alone(habit: str) -> dict[str, Tensor]:
+    """Weights of one process in plain torch that has both ranks' data."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    orders = [[0, 1, 2], [0, 1, 2]]
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for rank in range(2):
+            net.order = orders[rank]
+            (net(data(rank, step)).square().mean() / 2).backward()
+        if habit == "another order":
+            orders[1] = [1, 0, 2]
+        optimizer.step()
+    return dict(net.named_parameters())
+
+
+def of_all_strategies(rank: int, habit: str) -> tuple[dict[str, str], float]:
+    began = time.monotonic()
+    found = {}
+    for strategy in STRATEGIES:
+        found[strategy] = train(rank, habit, strategy)
+        dist.barrier()
+    return found, time.monotonic() - began
+
+
+RIGHT = {
+    "one more backward": (),
+    "one more forward": ("no_shard", "optim", "optim_grads"),
+    "one more look": ("no_shard", "optim", "optim_grads"),
+    "another order": ("no_shard", "optim", "optim_grads"),
+    "one more batch": (),
+}
+"""Strategies under which the habit needs nothing of other ranks."""
+
+
+@pytest.mark.parametrize("habit", HABITS)
+def test_uneven_ranks_are_right_or_told_who_waits_for_what(habit: str) -> None:
+    found = run_ranks(of_all_strategies, 2, habit)
+    assert max(seconds for _, seconds in found) < GENEROUS_S
+    for strategy in STRATEGIES:
+        told = [each[strategy] for each, _ in found]
+        if strategy in RIGHT[habit]:
+            assert told == ["", ""]
+            continue
+        waits = [each for each in told if each.startswith("CollectiveError")]
+        refused = [each for each in told if each.startswith("StepError: a second backward with synchronisation")]
+        assert len(waits) + len(refused) == sum(each != "" for each in told), told
+        assert len(set(waits)) == 1, told
+        assert "rank 0 waits since" in waits[0] or "rank 1 waits since" in waits[0]
+        assert "blocks." in waits[0] or "(root)" in waits[0]
