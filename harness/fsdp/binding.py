@@ -73,7 +73,7 @@ def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool =
         model._sharded_optimizer = sharded
     else:
         sharded.add(optimizer, steps_unused=steps_unused)
-    model._parts.gradients.usage.wanted = sharded.asks_for_unused
+    model._parts.gradients.usage.wanted |= sharded.asks_for_unused
     optimizer.register_step_pre_hook(partial(_before, model, sharded))
     optimizer.register_step_post_hook(partial(_after, model))
     optimizer.register_state_dict_pre_hook(refuse_state_dict)

@@ -19,6 +19,7 @@ from harness.fsdp.runtime.hooks import HookDriver
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step
+from harness.fsdp.runtime.trainability import Trainability
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.memory import BucketMemory
@@ -46,6 +47,7 @@ class Components:
     hooks: HookDriver
     weights: WeightInstaller
     gradients: GradientSync
+    trainability: Trainability
     watches: Watches
     whole: WholeWeights
 

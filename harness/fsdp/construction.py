@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
 from harness.fsdp.comm.reduction import make_reduction
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.components import Components
+from harness.fsdp.guards.agreement import check_agreed
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
 from harness.fsdp.guards.watches import Watches, watch_groups
@@ -35,13 +37,14 @@ from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
-from harness.fsdp.runtime.units import Unit, plan_units
+from harness.fsdp.runtime.trainability import WORDS, Trainability
+from harness.fsdp.runtime.units import Unit, is_expert, plan_units
 from harness.fsdp.runtime.usage import Group, Usage, make_usage
 from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.gradients import GradientPlan, Gradients
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.placement import Placements
-from harness.fsdp.vocabulary import Fallback, OuterStrategy, Strategy
+from harness.fsdp.vocabulary import Fallback, Numerics, OuterStrategy, Registration, Strategy
 
 
 @dataclass(frozen=True)
@@ -149,6 +152,7 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
     def context(key: BucketKey) -> BucketContext:
         return BucketContext(gradients, ground.meshes.of(expert=key.expert), request.strategy, request.outer_strategy)
 
+    _check_same_module(request.module, ground.meshes)
     if not request.has_values:
         initial = values_of_first_rank(request.module, ground.meshes)
     plans = plan_units(request.module, request.unit_classes, options.unit_min_elements)
@@ -159,6 +163,22 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
     return units
 
 
+def _check_same_module(module: nn.Module, meshes: Meshes) -> None:
+    """Raise RanksDisagree where ranks are about to shard other parameters, but for experts. *Collective.*"""
+    told = [
+        (name, f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)} {WORDS[p.requires_grad]}")
+        for name, p in module.named_parameters()
+        if not is_expert(p)
+    ]
+    check_agreed(
+        told,
+        meshes.dense.everyone,
+        "parameters of the module",
+        "ranks shard modules that are not alike",
+        "All ranks must build the same module, with the same requires_grad, before it is sharded",
+    )
+
+
 def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     options, meshes, runtime = request.options, ground.meshes, ground.runtime
     buckets = [bucket for unit in units for bucket in unit.buckets]
@@ -166,7 +186,8 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     guard = GradientGuard(trainable, meshes.dense.everyone) if options.report_nan_in_param_grad else None
     step = Step(_step_shape(request, ground))
     gather = GatherPipeline(units, runtime, options.prefetch, options.prefetch_limit_bytes)
-    reductions = {bucket.name: _reductions_of(bucket, request, ground) for bucket in trainable}
+    reductions_of = partial(_reductions_of, options.numerics, ground.integers)
+    reductions = {bucket.name: reductions_of(bucket) for bucket in trainable}
     reduce = ReducePipeline(
         units,
         reductions,
@@ -182,7 +203,14 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     watches = _watch(options, meshes, runtime, hooks)
     replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
     weights = WeightInstaller(buckets, gather, ground.user_buffers, replicas, step)
-    usage = _usage(request, meshes, trainable, reductions)
+    usage_of = partial(_usage, options.numerics, meshes)
+    gradients = GradientSync(
+        units, step, hooks, reduce, weights, guard, ground.integers, usage_of(trainable, reductions)
+    )
+    fixed = _laid_out_once(options)
+    trainability = Trainability(
+        units, meshes, request.policy, reductions_of, usage_of, hooks, weights, reduce, gradients, guard, fixed
+    )
     return Components(
         runtime=runtime,
         meshes=meshes,
@@ -196,7 +224,8 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
         reduce=reduce,
         hooks=hooks,
         weights=weights,
-        gradients=GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, usage),
+        gradients=gradients,
+        trainability=trainability,
         watches=watches,
         whole=WholeWeights(request.module, units, gather, hooks, weights, meshes),
     )
@@ -217,8 +246,8 @@ def _step_shape(request: Request, ground: Ground) -> StepShape:
     )
 
 
-def _reductions_of(bucket: Bucket, request: Request, ground: Ground) -> Reductions:
-    mesh, numerics, integers = bucket.context.mesh, request.options.numerics, ground.integers
+def _reductions_of(numerics: Numerics, integers: Integers | None, bucket: Bucket) -> Reductions:
+    mesh = bucket.context.mesh
     dtypes = bucket.dtypes if integers is None else bucket.dtypes.as_integers()
     apart = mesh.has_outer
     inner = make_reduction(mesh.inner, dtypes, numerics, integers, legs_apart=apart)
@@ -227,13 +256,22 @@ def _reductions_of(bucket: Bucket, request: Request, ground: Ground) -> Reductio
     return Reductions(inner, make_reduction(mesh.outer, dtypes, numerics, integers))
 
 
-def _usage(request: Request, meshes: Meshes, trainable: list[Bucket], reductions: dict[str, Reductions]) -> Usage:
+def _usage(numerics: Numerics, meshes: Meshes, trainable: list[Bucket], reductions: dict[str, Reductions]) -> Usage:
     def held_by(mesh: Mesh) -> list[Gradients]:
         return [b.gradients for b in trainable if b.context.mesh is mesh and b.gradients is not None]
 
     groups = [Group(mesh.everyone, held_by(mesh)) for mesh in meshes]
     each = [one for both in reductions.values() for one in (both.inner, both.outer) if one is not None]
-    return make_usage(groups, trainable, each, request.options.numerics)
+    return make_usage(groups, trainable, each, numerics)
+
+
+def _laid_out_once(options: Options) -> str:
+    """Why no bucket can get further storage once the model is built; "" where it can."""
+    if options.double_buffer:
+        return "under double_buffer=True, whose buffers are laid out once"
+    if options.nccl_ub is not Registration.none:
+        return f"under nccl_ub={options.nccl_ub.name}, whose buffers are registered once"
+    return ""
 
 
 def _watch(options: Options, meshes: Meshes, runtime: DeviceRuntime, hooks: HookDriver) -> Watches:

@@ -52,10 +52,14 @@ class GradientGuard:
 
     def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
         self.comm = comm
-        self._params = [(name, tuple(param.shape)) for bucket in buckets for name, param in bucket.params]
-        self._places = {name: place for place, (name, _) in enumerate(self._params)}
         self._microbatch = 0
         self._finding: Finding | None = None
+        self.watch(buckets)
+
+    def watch(self, buckets: Sequence[Bucket]) -> None:
+        """Look at these buckets from now on, in the same order on all ranks."""
+        self._params = [(name, tuple(param.shape)) for bucket in buckets for name, param in bucket.params]
+        self._places = {name: place for place, (name, _) in enumerate(self._params)}
 
     def begin_backward(self) -> None:
         """A microbatch's backward begins."""

@@ -53,7 +53,7 @@ class Answer:
         )
 
     def assign(self, value: Tensor | None) -> None:
-        """None forgets the gradient; once all parameters are set to None, all gradients are forgotten.
+        """None forgets the gradient; once all that are not frozen are set to None, all gradients are forgotten.
 
         Raises:
             GradientAccessError: a tensor is given.
@@ -65,9 +65,9 @@ class Answer:
             )
         if self.step.state in (StepState.IDLE, StepState.BACKWARD):
             return
-        self.step.dropped.add(self.name)
-        forget = self.forget()
-        if self.step.dropped == self.names and forget is not None:
+        dropped, frozen, forget = self.step.dropped, self.step.frozen, self.forget()
+        dropped.add(self.name)
+        if len(dropped) + len(frozen) >= len(self.names) and dropped | frozen >= self.names and forget is not None:
             forget()
 
 

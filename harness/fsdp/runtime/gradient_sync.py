@@ -14,6 +14,7 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Call, Step, StepState
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.usage import Usage
+from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 
 
@@ -50,8 +51,24 @@ class GradientSync:
         self.guard = guard
         self.integers = integers
         self.usage = usage
-        trained = [each for unit in units for bucket in unit.trainable for each in bucket.params]
-        answer_for(trained, step, self.forget)
+        self._answer()
+
+    def _answer(self) -> None:
+        """Let parameters that have gradients say so."""
+        trained = [each for unit in self.units for bucket in unit.trainable for each in bucket.params]
+        answer_for(trained, self.step, self.forget)
+
+    def take_in(self, usage: Usage, *, late: Sequence[Bucket]) -> None:
+        """Finish and forget gradients of further buckets, too, of which no backward of the step has brought any.
+
+        Args:
+            usage: of the gradients of all trained buckets.
+        """
+        self.usage.take_in(usage)
+        self._answer()
+        for bucket in late if self.step.has_gradients else ():
+            if bucket.gradients is not None:
+                bucket.gradients.begin_late()
 
     def finish(self) -> None:
         """Wait for the step's reductions and scale the gradients, once. Further calls do nothing. *Collective.*

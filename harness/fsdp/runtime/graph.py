@@ -81,3 +81,13 @@ def tensors_with_grad(output: Any) -> list[Tensor]:
         elif is_dataclass(value) and not isinstance(value, type):
             found += tensors_with_grad([getattr(value, each.name) for each in fields(value)])
     return found
+
+
+class BackwardEnd:
+    """What is called when a backward has ended. Only the autograd engine holds it, until then or until it raises."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self._then = then
+
+    def __call__(self) -> None:
+        self._then()

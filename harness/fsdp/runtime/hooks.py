@@ -22,7 +22,7 @@ are sweeps of their own, so that each token's units are fetched ahead; their end
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import (
     ABOVE_ALL,
+    BackwardEnd,
     PassedInputs,
     could_reach,
     direct_tensors,
@@ -41,11 +42,20 @@ from harness.fsdp.runtime.graph import (
 )
 from harness.fsdp.runtime.readiness import Call
 from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.refusals import (
+    refuse_backward,
+    refuse_dtensors,
+    refuse_late_gradient,
+    refuse_layout,
+    refuse_unfrozen,
+    unfrozen_too_late,
+)
 from harness.fsdp.runtime.step import Forward, ForwardState, Step
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
+from harness.fsdp.storage.parameter_access import by_engine, grad_of
 
 
 class HookDriver:
@@ -71,7 +81,7 @@ class HookDriver:
         self.step = step
         self.guard = guard
         self.forward = Forward(units[0].name)
-        self._end: Callable[[], _BackwardEnd | None] = lambda: None
+        self._end: Callable[[], BackwardEnd | None] = lambda: None
         """What the autograd engine holds as long as the backward that began last runs."""
         self._backward_of = units[0].name
         """The unit whose backward began last."""
@@ -82,16 +92,15 @@ class HookDriver:
         self._coming: list[tuple[int, Unit]] = []
         """Calls it is to come to, each with the number it began at: the next one last."""
         self._handles: list[Any] = []
-        self._params = {id(param) for unit in units for bucket in unit.trainable for _, param in bucket.params}
+        self._params: set[int] = set()
+        self.before_gradients: Callable[[], None] = lambda: None
+        """Called before every forward of the model with gradients."""
         for unit in units:
             self._install(unit)
 
     def _install(self, unit: Unit) -> None:
-        for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
-            for index, (name, param) in enumerate(bucket.params):
-                hook = WeakHook(self._gradient_arrived, unit, gradients, index, name)
-                self._handles.append(param.register_post_accumulate_grad_hook(hook))
-                setattr(param, MAIN_GRADIENT, WeakHook(self._main_gradient, unit, gradients, index))
+        for bucket in unit.trainable:
+            self._watch_gradients(unit, bucket)
         before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
         after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
         left = WeakHook(self._forward_left, unit)
@@ -99,6 +108,28 @@ class HookDriver:
             self._handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
             self._handles.append(module.register_forward_hook(after))
             self._handles.append(module.register_forward_hook(left, always_call=True))
+
+    def _watch_gradients(self, unit: Unit, bucket: Bucket) -> None:
+        gradients = bucket.gradients
+        assert gradients is not None
+        for index, (name, param) in enumerate(bucket.params):
+            self._params.add(id(param))
+            frozen = not param.requires_grad
+            param.requires_grad_()  # torch hangs hooks on no other
+            hook = WeakHook(self._gradient_arrived, unit, gradients, index, name)
+            self._handles.append(param.register_post_accumulate_grad_hook(hook))
+            setattr(param, MAIN_GRADIENT, WeakHook(self._main_gradient, unit, gradients, index))
+            param.requires_grad_(not frozen)
+
+    @by_engine
+    def take_in(self, buckets: Sequence[Bucket]) -> None:
+        """Further buckets get gradients. No backward may be running."""
+        taken = {id(bucket) for bucket in buckets}
+        for unit in self.units:
+            unit.readiness.params = [param for bucket in unit.trainable for _, param in bucket.params]
+            for bucket in unit.trainable:
+                if id(bucket) in taken:
+                    self._watch_gradients(unit, bucket)
 
     def remove(self) -> None:
         """Take all hooks off."""
@@ -137,6 +168,7 @@ class HookDriver:
         self.recover()
         if self.step.in_backward:
             return
+        refuse_dtensors(args, kwargs)
         if self.forward.in_model:  # see [Note: Methods as forwards]
             self.forward.depth += 1
             self.forward.with_gradients = torch.is_grad_enabled()
@@ -147,6 +179,8 @@ class HookDriver:
     def _begin_forward(self, *, with_gradients: bool) -> None:
         if self.forward.state is not ForwardState.IDLE:  # one that raised left weights unsharded
             self.gather.reshard_all()
+        if with_gradients:
+            self.before_gradients()
         for bucket in self._buckets():
             bucket.check_untouched()
             if not self.gather.holds:  # which takes edits itself, from all ranks at once
@@ -265,7 +299,7 @@ class HookDriver:
         self._coming = sorted(coming, key=lambda each: each[0])
         is_due = any(unit.readiness.is_due for unit in self.units)
         self.step.pre_backward(of_inputs=not is_due and could_reach(self._params))
-        end = _BackwardEnd(self._root_post_backward)
+        end = BackwardEnd(self._root_post_backward)
         self._end = weakref.ref(end)
         torch.autograd.Variable._execution_engine.queue_callback(end)
         if self.guard is not None:
@@ -282,20 +316,13 @@ class HookDriver:
 
     def _refuse_unsupported(self) -> None:
         """Raise for a backward that cannot be right; its step has failed, for it may have left a gradient already."""
-        running = self.forward.running
-        if not running and not torch.is_grad_enabled():
-            return
-        self.step.fail()
-        if running:
-            where = "the model" if self.units[0].name in running else ", ".join(sorted(running))
-            raise RuntimeError(
-                f"a backward (autograd.grad or backward) reached sharded units inside the forward of {where}; weights"
-                " that the rest of the forward needs would be released. Differentiate after the model's forward"
-            )
-        raise NotImplementedError(
-            "create_graph=True (differentiating a backward) is not built: weights are released when a unit's backward"
-            " ends, and its gradient leaves for the reduction; only create_graph=False is accepted"
-        )
+        late = unfrozen_too_late(self._buckets())
+        if late is not None:
+            self.step.fail()
+            refuse_unfrozen(late)
+        if self.forward.running or torch.is_grad_enabled():
+            self.step.fail()
+            refuse_backward(self.forward.running, self.units[0].name)
 
     def _pre_backward(self, unit: Unit, call: Call | None, newest: int, num_updates: int, gradient: Tensor) -> None:
         """The first gradient of a call's outputs is here.
@@ -364,13 +391,12 @@ class HookDriver:
 
     def _gradient_arrived(self, unit: Unit, gradients: Gradients, index: int, name: str, param: nn.Parameter) -> None:
         self._root_pre_backward()
+        if not param.requires_grad:  # frozen since the forward: torch calls, and has brought nothing
+            return
         if self.reduce.is_done_with(unit):
-            raise RuntimeError(
-                f"a gradient of {name} arrived after unit {unit.name} was reduced: it came from a"
-                " backward inside the backward that nothing announced; let the parameters that reentrant activation"
-                " checkpointing hides belong to the root (leave the class out of the unit list), or use_reentrant=False"
-            )
+            refuse_late_gradient(name, unit.name)
         self._refuse_sharded(unit, f"a gradient of {name}")
+        refuse_layout(name, grad_of(param))
         if not gradients.is_prepared:  # the first of this backward
             self.reduce.prepare(unit)
         gradients.adopt(index)
@@ -416,13 +442,3 @@ class HookDriver:
             unit.readiness.post_backward()
         self._rest()
         self.step.post_backward()
-
-
-class _BackwardEnd:
-    """What is called when a backward has ended. Only the autograd engine holds it, until then or until it raises."""
-
-    def __init__(self, then: Callable[[], None]) -> None:
-        self._then = then
-
-    def __call__(self) -> None:
-        self._then()

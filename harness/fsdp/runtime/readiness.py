@@ -62,11 +62,12 @@ class Readiness:
     """What one unit waits for.
 
     Args:
-        params: its parameters that get gradients.
+        params: its parameters that get gradients, unless they are frozen.
     """
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
+        self._num_trained = len(params)
         # identities on the inputs, as long as their graphs live, and the numbers at which their calls began
         self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._due_params: set[int] = set()
@@ -121,7 +122,9 @@ class Readiness:
     def pre_backward(self) -> None:
         """A backward begins: ask autograd what of this unit it will reach. Only inside a hook of that backward."""
         self._due_calls = {node for node in self._calls if _will_run(node)}
-        self._due_params = {id(param) for param in self.params if _will_run(get_gradient_edge(param).node)}
+        trained = [param for param in self.params if param.requires_grad]
+        self._num_trained = len(trained)
+        self._due_params = {id(param) for param in trained if is_due(param)}
         self._is_reached = bool(self._due_calls or self._due_params)
 
     def post_backward(self) -> None:
@@ -197,7 +200,12 @@ class Readiness:
             return False
         if self._is_reached:
             return not self._due_params and not self._due_calls
-        return len(self._arrived) == len(self.params)
+        return len(self._arrived) == self._num_trained
+
+
+def is_due(param: nn.Parameter) -> bool:
+    """Whether the backward that runs will bring a gradient to a parameter that is not frozen."""
+    return _will_run(get_gradient_edge(param).node)
 
 
 def _will_run(node: Any) -> bool:

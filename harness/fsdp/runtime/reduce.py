@@ -98,6 +98,11 @@ class ReducePipeline:
             ThreadPoolExecutor(1, thread_name_prefix="fsdp-fold") if beside and not runtime.has_streams else None
         )
 
+    def take_in(self, units: Sequence[Unit], reductions: dict[str, Reductions]) -> None:
+        """Reduce further buckets of the units, too. No backward may be running."""
+        self.order = [unit for unit in reversed(units) if unit.trainable]
+        self.reductions |= reductions
+
     def expect(self, unit: Unit) -> None:
         """A unit's backward begins: its gradients will come, in the dtype they are sent in."""
         for gradients in unit.gradients:

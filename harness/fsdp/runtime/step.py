@@ -181,6 +181,8 @@ class Step:
         """How often weights were installed, after an update or a load."""
         self.dropped: set[str] = set()
         """Parameters whose `.grad` the program has set to None since gradients were last forgotten."""
+        self.frozen: frozenset[str] = frozenset()
+        """Parameters that have storage for gradients and were frozen in the last forward with gradients."""
         self._adds = False
 
     @property
@@ -246,8 +248,9 @@ class Step:
         if not self.in_backward:  # one that runs is settled when it has raised
             self.fail()
         raise StepError(
-            "a backward through a forward that ran before the weights were updated (optimizer.step(), or a load) would"
-            " mix its activations with the new weights; run the forward again after the update"
+            "a backward through a forward that ran before the weights were updated (optimizer.step(), or a load), or"
+            " given other storage (what was frozen when it was sharded is trained now), would mix its activations with"
+            " the new weights; run the forward again after that"
         )
 
     def post_backward(self) -> None:

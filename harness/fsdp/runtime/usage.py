@@ -52,6 +52,10 @@ class Usage:
         self.wanted = False
         """Whether an optimizer asks. Else nothing is looked at or sent."""
 
+    def take_in(self, other: Usage) -> None:
+        """Go on with the groups of another one, and in its way."""
+        self.groups, self.why_counts = other.groups, other.why_counts
+
     def facts(self) -> dict[str, str]:
         """How ranks know of each other's gradients, for `ShardedModel.transport`."""
         if not self.wanted:
@@ -113,10 +117,9 @@ def make_usage(
     why = _why_counts(buckets, numerics)
     if not why and not keeps_negative_zero(reductions, groups[0].comm):
         why = "this backend's sums lose the sign of zero"
-    if not why:
-        for bucket in buckets:
-            if bucket.gradients is not None:
-                bucket.gradients.marks = Marks(bucket.cuts, bucket.dtypes, bucket.memory.device)
+    for bucket in buckets:
+        if bucket.gradients is not None:
+            bucket.gradients.marks = None if why else Marks(bucket.cuts, bucket.dtypes, bucket.memory.device)
     return Usage(groups, why)
 
 

@@ -9,10 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.fsdp.comm import events
-from harness.fsdp.comm.events import Label
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.placement import WHOLE
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.update.runs import FlatRun
 
@@ -37,15 +34,7 @@ def _full(
     buckets: Sequence[Bucket], shards_of: Callable[[Bucket], list[Tensor]], what: str
 ) -> Iterator[tuple[str, Tensor]]:
     for bucket in buckets:
-        shards = shards_of(bucket)
-        whole = torch.zeros(bucket.layout.bucket_numel, dtype=shards[0].dtype, device=bucket.memory.device)
-        inner = bucket.cuts.inner_shards(whole)
-        for own, shard in zip(bucket.cuts.own_shards(inner), shards, strict=True):
-            own.copy_(shard)
-        with events.waiting(Label("all_gather", f"{bucket.name} {what}")):
-            for pending in bucket.gather_shards(whole, inner, WHOLE, what):
-                pending.wait()
-        for name, view in bucket.named_slices(whole):
+        for name, view in bucket.named_slices(bucket.gather_whole(shards_of(bucket), what)):
             yield name, view.detach().to("cpu", copy=True)
 
 

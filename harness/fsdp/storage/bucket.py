@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.mesh import Mesh
@@ -71,7 +72,9 @@ class BucketContext:
 
 
 class Bucket:
-    """Parameters of one unit with one compute dtype, all trained or all frozen, all dense or all of experts.
+    """Parameters of one unit with one compute dtype, all dense or all of experts, all trained or all frozen
+    when they were sharded. What is trained may be frozen later: its gradients are absent then. What was frozen has
+    storage for weights alone, until `train`.
 
     Args:
         name: unit and key, used in labels and messages.
@@ -96,23 +99,41 @@ class Bucket:
         self._classes = [type(param) for _, param in params]
         self.context = context
         self.memory = context.plan.memory
+        for each, param in params:
+            setattr(param, HOME, (each, name.removesuffix(f"/{key.label}")))
+        self._versions: list[int] = []
+        self._build(initial)
+
+    def _build(self, initial: InitialValue | None) -> None:
+        """Make every buffer for what the bucket is now: trained or frozen, in these dtypes."""
+        params, context = self.params, self.context
         self.placements = context.placements(trainable=self.trainable)
         specs = [ParamSpec(each, tuple(param.shape)) for each, param in params]
-        self.cuts = Cuts.plan(specs, context.mesh.place, self.placements, dtypes.align_elements)
+        self.cuts = Cuts.plan(specs, context.mesh.place, self.placements, self.dtypes.align_elements)
         self.layout = self.cuts.layout
         self._build_weights()
         self.gradients: Gradients | None = None
         if self.trainable:
-            plan = context.plan
-            self.gradients = Gradients(name, [param for _, param in params], self.cuts, self.placements, dtypes, plan)
+            trained = [param for _, param in params]
+            self.gradients = Gradients(self.name, trained, self.cuts, self.placements, self.dtypes, context.plan)
         for slot, (each, param) in zip(self.layout.slots, params, strict=True):
             if initial is not None:
                 self.set_value(slot, initial(each, param.shape))
-            setattr(param, HOME, (each, name.removesuffix(f"/{key.label}")))
         self.point_at_weights()
-        self._versions: list[int] = []
         self.forget_edits()
         self.rest()
+
+    def train(self, dtypes: Dtypes) -> None:
+        """Make a trained bucket of a frozen one, of the same values and under the same name. *Collective.*
+
+        Where weights are not kept whole between uses, none may be gathered now.
+
+        Args:
+            dtypes: of trained parameters with its compute dtype.
+        """
+        values = dict(self.named_slices(self.compute if self.is_resident else self.gather_whole(self.main_shards)))
+        self.dtypes, self.trainable = dtypes, True
+        self._build(lambda name, _: values[name])
 
     @property
     def is_whole_everywhere(self) -> bool:
@@ -280,21 +301,40 @@ class Bucket:
                 found[-1].receive()
         return found
 
+    def gather_whole(self, shards: Sequence[Tensor], what: str = "weights") -> Tensor:
+        """What every rank's shards of main weights or gradients make together: shape [bucket]. *Collective.*
+
+        Args:
+            what: it is, for the label.
+        """
+        whole = torch.zeros(self.layout.bucket_numel, dtype=shards[0].dtype, device=self.memory.device)
+        inner = self.cuts.inner_shards(whole)
+        for own, shard in zip(self.cuts.own_shards(inner), shards, strict=True):
+            own.copy_(shard)
+        with events.waiting(Label("all_gather", f"{self.name} {what}")):
+            for pending in self.gather_shards(whole, inner, WHOLE, what):
+                pending.wait()
+        return whole
+
     def weight_parts(self) -> list[Part]:
         """The compute bucket cut for an all-gather of the inner axis."""
         return self.cuts.inner_parts(self.compute)
 
     @by_engine
     def check_untouched(self) -> None:
-        """Raise RuntimeError where somebody froze, unfroze, moved or cast a parameter after it was sharded."""
+        """Raise RuntimeError where somebody moved or cast a parameter after it was sharded."""
         for (name, param), view, nothing in zip(self.params, self._views, self._placeholders, strict=True):
-            if param.requires_grad != self.trainable:
-                change = f"requires_grad is {param.requires_grad} now, and was {self.trainable}"
-            elif param.dtype != view.dtype or param.data_ptr() not in (view.data_ptr(), nothing.data_ptr()):
-                change = "its data is no longer the engine's (cast, moved or replaced)"
-            else:
+            if param.dtype == view.dtype and param.data_ptr() in (view.data_ptr(), nothing.data_ptr()):
                 continue
-            raise RuntimeError(f"parameter {name} was changed after sharding: {change}; change it before sharding")
+            raise RuntimeError(
+                f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved or"
+                " replaced); change it before sharding"
+            )
+
+    @by_engine
+    def flags(self) -> list[bool]:
+        """`requires_grad` of each parameter, as the program has set it."""
+        return [param.requires_grad for _, param in self.params]
 
     @property
     def computes_with_main_weights(self) -> bool:

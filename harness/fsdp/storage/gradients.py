@@ -220,7 +220,7 @@ class Gradients:
 
     def settle(self) -> None:
         """Fill the places of parameters that no gradient came for: with zeros, or with what says so."""
-        self._fill_unwritten(0.0 if self.marks is None else ABSENT)
+        self._fill_unwritten(self._absent)
 
     def _fill_unwritten(self, value: float) -> None:
         if not self.concat:
@@ -255,7 +255,7 @@ class Gradients:
     def _concatenated(self) -> Tensor:
         """Gradients copied together: for as long as that takes they exist twice."""
         bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
-        bucket.fill_(0.0 if self.marks is None else ABSENT)
+        bucket.fill_(self._absent)
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             gradient = grad_of(param)
             if gradient is not None:
@@ -291,6 +291,17 @@ class Gradients:
     def has_sums(self) -> bool:
         """Whether the sums have storage: a shard of them has none from `forget` to the next `claim`."""
         return self.sums.untyped_storage().size() > 0
+
+    @property
+    def _absent(self) -> float:
+        """What stands for a gradient that never came."""
+        return 0.0 if self.marks is None else ABSENT
+
+    def begin_late(self) -> None:
+        """The step has begun without this bucket: no backward of it has brought a gradient so far."""
+        if not self.is_in_place:
+            self.claim()
+            self.sums.fill_(self._absent)
 
     def settle_sums(self) -> None:
         """Let the gradients of a step without a backward be zeros."""

@@ -65,8 +65,9 @@ class ShardedOptimizer:
         self.buckets = buckets
         self.numerics = numerics
         self.decoupled = decoupled
-        self.runs: list[FlatRun] = []
-        """What is stepped, bucket by bucket."""
+        self._runs: list[FlatRun] = []
+        self._stepped: set[int] = set()
+        """Buckets that have runs, by identity: those that are trained, once somebody has asked."""
         self.has_updated = False
         """Whether gradients were handed to an optimizer, on any rank."""
         self._groups: list[tuple[torch.optim.Optimizer, int]] = []
@@ -84,10 +85,9 @@ class ShardedOptimizer:
         names = self._names_of(optimizer.param_groups)
         optimizer.state.clear()  # at most what Adagrad makes when it is built; see below
         self._steps_unused += [optimizer] if steps_unused else []
-        for index, group in enumerate(optimizer.param_groups):
+        for index in range(len(optimizer.param_groups)):
             self._take(optimizer, index, [name for name, place in names.items() if place == index])
-            if isinstance(optimizer, torch.optim.Adagrad):
-                create_state_of(optimizer, group)
+        self._step_late()
 
     def add_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> None:
         """Give an optimizer that was taken in another group, of parameters of the model that none has.
@@ -101,9 +101,8 @@ class ShardedOptimizer:
         self._take(optimizer, len(optimizer.param_groups) - 1, list(names))
 
     def _names_of(self, groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Trained parameters by name, and which of `groups` each is in."""
+        """Parameters by name, and which of `groups` each is in."""
         names = {id(param): name for bucket in self.buckets for name, param in bucket.params}
-        frozen = {name for bucket in self.buckets if not bucket.trainable for name, _ in bucket.params}
         found: dict[str, int] = {}
         for index, group in enumerate(groups):
             for param in group["params"]:
@@ -115,25 +114,45 @@ class ShardedOptimizer:
                     )
                 if name in self._grouped:
                     raise ValueError(f"parameter {name} has an optimizer already; give it to one alone")
-                if name not in frozen:
-                    found[name] = index
+                found[name] = index
         return found
 
     def _take(self, optimizer: torch.optim.Optimizer, index: int, names: Sequence[str]) -> None:
-        """Let a group of an optimizer step runs in place of parameters."""
+        """Let a group of an optimizer step runs in place of parameters; of frozen ones, once they are trained."""
+        taken = [bucket for bucket in self.buckets if id(bucket) in self._stepped]
         place = len(self._groups)
         self._groups.append((optimizer, index))
         self._grouped |= dict.fromkeys(names, place)
-        of_group = dict.fromkeys(names, place)
-        runs = [run for bucket in self.buckets if bucket.trainable for run in _flat_runs(bucket, of_group)]
         group = optimizer.param_groups[index]
-        group["params"] = [flat.weight for flat in runs]
+        group["params"] = []
+        self._add_runs(taken, dict.fromkeys(names, place))
         exact = self.numerics is Numerics.exact
         if exact or (self.numerics.bitwise and not _all_fusable(self.buckets)):
             group.update({name: False for name in ("fused", "foreach") if name in group})
+
+    @property
+    def runs(self) -> list[FlatRun]:
+        """What is stepped, bucket by bucket: also what was frozen when it was sharded and is trained since."""
+        self._step_late()
+        return self._runs
+
+    def _step_late(self) -> None:
+        """Make runs of buckets that are trained and have none yet."""
+        late = [bucket for bucket in self.buckets if bucket.trainable and id(bucket) not in self._stepped]
+        if late:
+            self._stepped |= {id(bucket) for bucket in late}
+            self._add_runs(late, self._grouped)
+
+    def _add_runs(self, buckets: Sequence[Bucket], places: Mapping[str, int]) -> None:
+        """Step parameters of these buckets that have a place among the groups."""
+        runs = [run for bucket in buckets for run in _flat_runs(bucket, places)]
+        for flat in runs:
+            self.group_of(flat)["params"].append(flat.weight)
+            if isinstance(self.stepped_by(flat), torch.optim.Adagrad):
+                create_state_of(self.stepped_by(flat), {**self.group_of(flat), "params": [flat.weight]})
         order = {id(bucket): number for number, bucket in enumerate(self.buckets)}
-        self.runs = sorted(
-            [*self.runs, *runs], key=lambda flat: (order[id(flat.bucket)], flat.run.segment, flat.run.start)
+        self._runs = sorted(
+            [*self._runs, *runs], key=lambda flat: (order[id(flat.bucket)], flat.run.segment, flat.run.start)
         )
 
     # -- who steps what ------------------------------------------------------------------------------------------
@@ -180,10 +199,10 @@ class ShardedOptimizer:
         """
         self.has_updated = True
         for flat in self._runs_of(optimizer):
-            if self._leaves_unused(flat):
-                self._set_unused_apart(flat)
+            if left := self._left_alone(flat):
+                self.split(flat, partial(_is_in, left))
         for flat in self._runs_of(optimizer):
-            gradient = None if flat.is_unused and self._leaves_unused(flat) else flat.grad
+            gradient = None if flat.lies_in(self._left_alone(flat)) else flat.grad
             if self.decoupled:
                 setattr(flat.weight, DECOUPLED, gradient)
             else:
@@ -198,9 +217,15 @@ class ShardedOptimizer:
         """Whether any optimizer leaves parameters alone that got no gradient."""
         return len(self._steps_unused) < len(self.optimizers)
 
-    def _set_unused_apart(self, flat: FlatRun) -> None:
-        if flat.bucket.gradients is not None and flat.bucket.gradients.unused:
-            self.split(flat, partial(_is_in, flat.bucket.gradients.unused))
+    def _left_alone(self, flat: FlatRun) -> frozenset[int]:
+        """Parameters of a run's bucket that its optimizer leaves alone in this step: they got a gradient on no rank;
+        where it updates such, they are frozen as well."""
+        gradients = flat.bucket.gradients
+        unused = frozenset[int]() if gradients is None else gradients.unused
+        if not unused or self._leaves_unused(flat):
+            return unused
+        flags = flat.bucket.flags()
+        return frozenset(place for place in unused if not flags[place])
 
     def detach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take the gradients of an optimizer (None: of all) away again."""

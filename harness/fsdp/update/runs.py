@@ -61,13 +61,9 @@ class FlatRun:
         """Elements of parameters in it; the rest is padding."""
         return sum(local.numel for _, _, local in self.members)
 
-    @property
-    def is_unused(self) -> bool:
-        """Whether no rank had a gradient of any of its parameters in the step that was finished."""
-        gradients = self.bucket.gradients
-        if gradients is None or not gradients.unused or not self.members:
-            return False
-        return all(index in gradients.unused for index, _, _ in self.members)
+    def lies_in(self, places: frozenset[int]) -> bool:
+        """Whether it has parameters, all of them among these, by their places in the bucket."""
+        return bool(places and self.members) and all(index in places for index, _, _ in self.members)
 
     @property
     def has_gradients(self) -> bool:

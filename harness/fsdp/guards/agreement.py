@@ -1,0 +1,53 @@
+"""Whether all ranks were told the same: compared by one number a rank, and spelled out only where it differs."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.guards.hang_report import by_value, ranks_text
+
+Told = Sequence[tuple[str, str]]
+"""Names, and what is said of each."""
+
+
+class RanksDisagree(RuntimeError):
+    """Ranks were told different things; the same message on all of them."""
+
+
+def check_agreed(told: Told, comm: Communicator, purpose: str, wrong: str, fix: str) -> None:
+    """Compare what the ranks of a group say of parameters. *Collective.*
+
+    Args:
+        told: by this rank. purpose: for the label. wrong, fix: what to say around the first difference.
+
+    Raises:
+        RanksDisagree: on all ranks, with the first name that differs and who says what of it.
+    """
+    if comm.size == 1:
+        return
+    table = torch.zeros(comm.size, dtype=torch.int64, device=comm.runtime.device)
+    table[comm.rank] = zlib.crc32("\n".join(f"{name}\t{what}" for name, what in told).encode())
+    if len(set(comm.sum_scalars(table, purpose).tolist())) == 1:
+        return
+    everyones: list[Any] = [None] * comm.size
+    dist.all_gather_object(everyones, list(told), group=comm.group)
+    raise RanksDisagree(f"{wrong}: {difference(everyones)}. {fix}")
+
+
+def difference(everyones: Sequence[Told]) -> str:
+    """The first name of which not all ranks say the same, what they say, and how many more there are."""
+    said = [dict(each) for each in everyones]
+    names = dict.fromkeys(name for each in said for name in each)
+    differing = [name for name in names if len({each.get(name) for each in said}) > 1]
+    if not differing:
+        return "parameters come in another order"
+    sides = by_value({rank: each.get(differing[0], "not there") for rank, each in enumerate(said)})
+    text = ", ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in sides.items())
+    more = f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else ""
+    return f"parameter {differing[0]} is {text}{more}"

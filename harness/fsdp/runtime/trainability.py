@@ -1,0 +1,158 @@
+"""Which parameters are trained: `requires_grad`, which a program may change between forwards.
+
+[Note: Freezing] What was trained when it was sharded keeps its storage. While it is frozen, autograd brings it nothing:
+it is absent from the sums, and what is absent on all ranks the optimizer leaves alone (see [Note: Negative zero]). Its
+bucket is reduced all the same, so that no collective depends on the flags.
+
+[Note: Unfreezing] What was frozen when it was sharded has storage for weights alone. When the program lets a part of
+such a bucket be trained, the bucket gets the rest (main weights, gradients, runs of its optimizer) before the next
+forward with gradients. Weights move to other storage, so graphs of earlier forwards are refused then.
+
+[Note: All ranks freeze alike] Where flags are others than in the last forward with gradients, ranks compare them, one
+number a rank; where they are not, nothing is sent. A rank that changed flags and one that did not wait for each other:
+the label of the comparison says what was changed, for whoever tells of the hang.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.guards.agreement import check_agreed
+from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.runtime.bucket_reduction import Reductions
+from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.installation import WeightInstaller
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.units import Unit
+from harness.fsdp.runtime.usage import Usage
+from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.storage.bucket import Bucket
+
+WORDS = {True: "trained", False: "frozen"}
+
+
+class Trainability:
+    """Follows `requires_grad` of one model's parameters.
+
+    Args:
+        units: whose parameters these are.
+        meshes: whose ranks must agree.
+        policy: dtypes of what is trained.
+        reductions_of, usage_of: make what a bucket, and all trained ones, need besides storage.
+        hooks: ask before every forward with gradients. weights, reduce, gradients, guard: told of further buckets.
+        laid_out_once: why no bucket can get further storage; "" where it can.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        meshes: Meshes,
+        policy: MixedPrecisionPolicy,
+        reductions_of: Callable[[Bucket], Reductions],
+        usage_of: Callable[[list[Bucket], dict[str, Reductions]], Usage],
+        hooks: HookDriver,
+        weights: WeightInstaller,
+        reduce: ReducePipeline,
+        gradients: GradientSync,
+        guard: GradientGuard | None,
+        laid_out_once: str,
+    ) -> None:
+        self.units = units
+        self.meshes = meshes
+        self.policy = policy
+        self.reductions_of = reductions_of
+        self.usage_of = usage_of
+        self.hooks = hooks
+        self.weights = weights
+        self.reduce = reduce
+        self.gradients = gradients
+        self.guard = guard
+        self.laid_out_once = laid_out_once
+        self._buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._agreed = self._flags()
+        hooks.before_gradients = WeakHook(self.follow)
+
+    def follow(self) -> None:
+        """A forward with gradients begins: take up what the program has frozen and unfrozen since the last one.
+        *Collective* where that is anything.
+
+        Raises:
+            RanksDisagree: on all ranks: they have frozen different parameters.
+            RuntimeError: what is to be trained was frozen when it was sharded, and cannot get storage any more.
+        """
+        now = self._flags()
+        if now == self._agreed or not any(map(any, now)):
+            return
+        self._agree(now)
+        late = [b for b, flags in zip(self._buckets, now, strict=True) if any(flags) and not b.trainable]
+        if late:
+            self._train(late)
+        self._agreed = now
+        named = self._named(now, [bucket for bucket in self._buckets if bucket.trainable])
+        self.hooks.step.frozen = frozenset(name for name, trained in named if not trained)
+        self.gradients.usage.wanted |= bool(self.hooks.step.frozen)  # what is frozen nobody updates
+
+    def _flags(self) -> list[list[bool]]:
+        """By bucket."""
+        return [bucket.flags() for bucket in self._buckets]
+
+    def _named(self, flags: list[list[bool]], buckets: Sequence[Bucket]) -> list[tuple[str, bool]]:
+        """Names of the parameters of these buckets, with their flags among those of all."""
+        wanted = {id(bucket) for bucket in buckets}
+        return [
+            (name, flag)
+            for bucket, of_bucket in zip(self._buckets, flags, strict=True)
+            for (name, _), flag in zip(bucket.params, of_bucket, strict=True)
+            if id(bucket) in wanted
+        ]
+
+    def _agree(self, now: list[list[bool]]) -> None:
+        """Compare the flags of dense parameters; experts of one name are others on other ranks."""
+        dense = [bucket for bucket in self._buckets if not bucket.key.expert]
+        told, before = self._named(now, dense), self._named(self._agreed, dense)
+        changed = [name for (name, flag), (_, old) in zip(told, before, strict=True) if flag != old]
+        if not changed:
+            return
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        check_agreed(
+            [(name, WORDS[flag]) for name, flag in told],
+            self.meshes.dense.everyone,
+            f"requires_grad, which the program changed ({changed[0]} is {WORDS[dict(told)[changed[0]]]} now{more})",
+            "requires_grad differs between ranks",
+            "All ranks must freeze and unfreeze the same parameters before the same forward",
+        )
+
+    # -- from frozen to trained ------------------------------------------------------------------------------------
+
+    def _train(self, buckets: Sequence[Bucket]) -> None:
+        """Let buckets that were frozen when they were sharded be trained; see [Note: Unfreezing]. *Collective.*"""
+        for bucket in buckets:
+            self._refuse(bucket)
+        self.weights.wait()
+        self.weights.gather.reshard_all()
+        for bucket in buckets:
+            bucket.train(self.policy.resolve(bucket.key.dtype))
+        self.hooks.step.weights_installed()
+        trained = [bucket for bucket in self._buckets if bucket.trainable]
+        self.reduce.take_in(self.units, {bucket.name: self.reductions_of(bucket) for bucket in buckets})
+        self.gradients.take_in(self.usage_of(trained, self.reduce.reductions), late=buckets)
+        if self.guard is not None:
+            self.guard.watch(trained)
+        self.hooks.take_in(buckets)
+
+    def _refuse(self, bucket: Bucket) -> None:
+        why = self.laid_out_once
+        if bucket.key.expert:
+            why = "and experts (allreduce=False) are others on every rank, so that ranks cannot agree on it"
+        elif self.weights.gather.holds:
+            why = "inside gathered(), which holds its weights: run the first forward that trains it outside"
+        if why:
+            name = next(name for (name, _), flag in zip(bucket.params, bucket.flags(), strict=True) if flag)
+            raise RuntimeError(
+                f"parameter {name} was frozen when it was sharded and is to be trained now, {why}. What is trained at"
+                " any time may be frozen after sharding instead: shard with requires_grad=True, then call"
+                " requires_grad_(False)"
+            )

@@ -1,0 +1,351 @@
+"""Programs that freeze and unfreeze parameters between steps, on one process and sharded.
+
+A program is written once. One process sees all data. Decay and momentum move what has a gradient of zero, so that the
+weights tell what was updated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_model, fully_shard_optimizer
+from tests.fsdp.pairs import Pair, arguments_of
+from tests.support.covering import once
+
+WORLD, WIDTH, STEPS = 4, 6, 5
+OTHER = 7
+"""Columns of adapters: another row length, so that a bucket has several segments."""
+fp32, fp64, bf16 = torch.float32, torch.float64, torch.bfloat16
+
+
+class Part(nn.Module):
+    """A unit with an adapter that can be switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.down, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, OTHER), nn.Linear(OTHER, WIDTH)
+        self.adapts = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if self.adapts:
+            y = y + self.up(self.down(x))
+        out: Tensor = x + torch.tanh(y)
+        return out
+
+
+class Net(nn.Module):
+    """Three units and a root; the first two units are a generator, the last one and the head judge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.entry = nn.Linear(WIDTH, WIDTH)
+        self.parts = nn.ModuleList(Part() for _ in range(3))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, detached: bool = False) -> Tensor:
+        x = self.entry(x)
+        for place, part in enumerate(self.parts):
+            x = part(x.detach() if place == 2 and detached else x)
+        out: Tensor = self.head(x)
+        return out
+
+    @property
+    def maker(self) -> list[nn.Module]:
+        return [self.entry, *self.parts[:2]]
+
+    @property
+    def judge(self) -> list[nn.Module]:
+        return [self.parts[2], self.head]
+
+    @property
+    def adapters(self) -> list[nn.Module]:
+        return [module for part in self.parts for module in (part.down, part.up)]  # type: ignore[union-attr,misc]
+
+
+def set_trained(modules: Iterable[nn.Module], trained: bool) -> None:
+    for module in modules:
+        module.requires_grad_(trained)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """frozen: modules frozen before sharding. more: further arguments of `fully_shard_model`."""
+
+    pair: Pair
+    program: str
+    k: int = 1
+    dtype: torch.dtype = fp64
+    more: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        named = "-".join(f"{name}={value}" for name, value in self.more)
+        return f"{self.pair}-{self.program}-k{self.k}-{self.dtype}-{named}".replace("torch.", "")
+
+
+At = Callable[[int], None]
+
+
+def ignore(_: int) -> None:
+    """Do nothing."""
+
+
+class World:
+    """What a program gets: on one process (`trial` None) or on a rank."""
+
+    def __init__(self, freeze: Callable[[Net], None], k: int, rank: int | None, trial: Trial | None) -> None:
+        self.k, self.rank, self.count = k, rank, k * WORLD
+        self.dtype = fp64 if trial is None else trial.dtype
+        self.module = Net().to(self.dtype)
+        freeze(self.module)
+        self.model: nn.Module = self.module
+        self.weights: list[dict[str, Tensor]] = []
+        self.references: list[Tensor] = []
+        if trial is not None:
+            policy = None if trial.dtype is bf16 else MixedPrecisionPolicy(main_params_dtype=trial.dtype)
+            more = {"mixed_precision_policy": policy, **arguments_of(trial.pair, WORLD), **dict(trial.more)}
+            self.model = fully_shard_model(self.module, fsdp_unit_modules=[Part], **more)
+
+    def bind(self, optimizer: torch.optim.Optimizer, **more: Any) -> torch.optim.Optimizer:
+        if self.rank is None:
+            return optimizer
+        assert isinstance(self.model, ShardedModel)
+        return fully_shard_optimizer(self.model, optimizer, **more)
+
+    def backward(self, step: int, *, detached: bool = False, before: At = ignore, after: At = ignore) -> None:
+        """All microbatches of a step; `before` and `after` a forward are told which of its rank's it is."""
+        mine = range(self.count) if self.rank is None else range(self.rank * self.k, (self.rank + 1) * self.k)
+        for place, index in enumerate(mine):
+            before(place % self.k)
+            loss = self.model(data(step, index).to(self.dtype), detached).square().mean()
+            after(place % self.k)
+            last = self.rank is None or place == self.k - 1
+            scale = self.count if self.rank is None else self.k
+            if last:
+                (loss / scale).backward()
+            else:
+                assert isinstance(self.model, ShardedModel)
+                with self.model.no_sync():
+                    (loss / scale).backward()
+
+    def keep(self) -> None:
+        named = self.model.full_weights() if isinstance(self.model, ShardedModel) else self.module.named_parameters()
+        self.weights.append({name: weight.detach().clone() for name, weight in named})
+
+
+def data(step: int, index: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + index)
+    return torch.randn(3, WIDTH, generator=generator, dtype=fp64)
+
+
+def adamw(params: Any, **more: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.02, weight_decay=0.3, eps=1e-3, **more)
+
+
+def params_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    return [param for module in modules for param in module.parameters()]
+
+
+def step_with(world: World, optimizer: torch.optim.Optimizer, step: int, **more: Any) -> None:
+    optimizer.zero_grad()
+    world.backward(step, **more)
+    optimizer.step()
+    world.keep()
+
+
+# -- programs ----------------------------------------------------------------------------------------------------------
+
+
+def gan(world: World) -> None:
+    """The judge is frozen while the maker is trained, and the other way round."""
+    make = world.bind(adamw(params_of(world.module.maker)))
+    judge = world.bind(torch.optim.SGD(params_of(world.module.judge), lr=0.05, momentum=0.9, weight_decay=0.3))
+    for step in range(STEPS):
+        set_trained(world.module.judge, False)
+        step_with(world, make, step)
+        set_trained(world.module.judge, True)
+        set_trained(world.module.maker, False)
+        step_with(world, judge, step, detached=True)
+        set_trained(world.module.maker, True)
+
+
+def one_frozen_in_turn(world: World) -> None:
+    """One optimizer over all; each step another part of a unit is frozen, in odd steps all of a unit."""
+    optimizer = world.bind(adamw(world.module.parameters()))
+    for step in range(STEPS):
+        part = world.module.parts[step % 3]
+        frozen: nn.Module = part if step % 2 else part.down  # type: ignore[assignment]
+        frozen.requires_grad_(False)
+        step_with(world, optimizer, step)
+        frozen.requires_grad_(True)
+
+
+def frozen_for_good(world: World) -> None:
+    """Trained at first; momentum and decay must stop."""
+    optimizer = world.bind(torch.optim.SGD(world.module.parameters(), lr=0.05, momentum=0.9, weight_decay=0.3))
+    for step in range(STEPS):
+        if step == 2:
+            set_trained([world.module.entry, world.module.parts[1]], False)
+        step_with(world, optimizer, step)
+
+
+def freezing_after_the_forward(world: World) -> None:
+    """torch accumulates nothing for what is frozen when the backward comes to it; nor for what was in the forward."""
+    optimizer = world.bind(adamw(world.module.parameters()))
+    for step in range(STEPS):
+        step_with(world, optimizer, step, before=lambda _: early(world.module), after=lambda _: late(world.module))
+
+
+def early(module: Net) -> None:
+    module.requires_grad_(True)
+    module.parts[0].requires_grad_(False)
+
+
+def late(module: Net) -> None:
+    module.parts[0].requires_grad_(True)
+    module.parts[1].requires_grad_(False)
+    module.head.bias.requires_grad_(False)
+
+
+def freezing_between_microbatches(world: World) -> None:
+    """What came before a parameter was frozen counts."""
+    optimizer = world.bind(adamw(world.module.parameters()))
+
+    def switch(place: int) -> None:
+        world.module.parts[1].requires_grad_(place > 0)
+        world.module.parts[2].requires_grad_(place == 0)
+
+    for step in range(STEPS):
+        step_with(world, optimizer, step, before=switch)
+
+
+def unfreezing_between_microbatches(world: World) -> None:
+    """From the second microbatch of the third step on; a part that was trained from the start is frozen in it."""
+    optimizer = world.bind(adamw(world.module.parameters()))
+
+    def switch(step: int, place: int) -> None:
+        world.module.parts[1].requires_grad_(step > 2 or (step == 2 and place > 0))
+        world.module.head.requires_grad_(step != 2 or place == 0)
+
+    for step in range(STEPS):
+        step_with(world, optimizer, step, before=partial(switch, step))
+
+
+def adapters_alone(world: World) -> None:
+    """PEFT: reference passes with adapters off and flags switched, as disable_adapter() does."""
+    optimizer = world.bind(adamw([p for p in world.module.parameters() if p.requires_grad]))
+
+    def reference(step: int, gradients: bool) -> None:
+        for part in world.module.parts:
+            part.adapts = False  # type: ignore[assignment]
+        set_trained(world.module.adapters, False)
+        with torch.set_grad_enabled(gradients):
+            world.references.append(world.model(data(step, 0).to(world.dtype)).detach().clone())
+        set_trained(world.module.adapters, True)
+        for part in world.module.parts:
+            part.adapts = True  # type: ignore[assignment]
+
+    for step in range(STEPS):
+        reference(step, step % 2 == 0)
+        step_with(world, optimizer, step, after=lambda place, s=step: reference(s, s % 3 == 0) if not place else None)
+
+
+def unfreezing(world: World) -> None:
+    """From the head down; one optimizer over everything from the start."""
+    optimizer = world.bind(adamw(world.module.parameters()))
+    for step in range(STEPS):
+        if step in (2, 3):
+            world.module.parts[4 - step].requires_grad_(True)
+        if step == 4:
+            world.module.requires_grad_(True)
+        step_with(world, optimizer, step)
+
+
+def unfreezing_by_groups(world: World) -> None:
+    """Groups are added as layers are unfrozen; a part of a unit first."""
+    optimizer = world.bind(torch.optim.Adagrad(world.module.head.parameters(), lr=0.05, weight_decay=0.1))
+    for step in range(STEPS):
+        if step in (2, 4):
+            layer: nn.Module = world.module.parts[2].linear if step == 2 else world.module.entry  # type: ignore[assignment]
+            layer.requires_grad_(True)
+            optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.01})
+        step_with(world, optimizer, step)
+
+
+def unfreezing_and_freezing(world: World) -> None:
+    """Zero_grad comes last, and between forward and backward in the step that unfreezes."""
+    optimizer = world.bind(torch.optim.SGD(world.module.parameters(), lr=0.05, momentum=0.9, weight_decay=0.3))
+    for step in range(STEPS):
+        world.module.parts[1].requires_grad_(step in (1, 2, 4))
+        forget = once(optimizer.zero_grad)
+        world.backward(step, after=lambda _, s=step, forget=forget: forget() if s == 1 else None)
+        optimizer.step()
+        world.keep()
+        if step:
+            optimizer.zero_grad()
+
+
+def nothing(module: Net) -> None:
+    module.requires_grad_(True)
+
+
+def all_but_head(module: Net) -> None:
+    set_trained([module.entry, module.parts], False)
+
+
+def all_but_adapters(module: Net) -> None:
+    module.requires_grad_(False)
+    set_trained(module.adapters, True)
+
+
+PROGRAMS: dict[str, tuple[Callable[[World], None], Callable[[Net], None]]] = {
+    "gan": (gan, nothing),
+    "one frozen in turn": (one_frozen_in_turn, nothing),
+    "frozen for good": (frozen_for_good, nothing),
+    "freezing after the forward": (freezing_after_the_forward, nothing),
+    "freezing between microbatches": (freezing_between_microbatches, nothing),
+    "unfreezing between microbatches": (unfreezing_between_microbatches, all_but_head),
+    "adapters alone": (adapters_alone, all_but_adapters),
+    "unfreezing": (unfreezing, all_but_head),
+    "unfreezing by groups": (unfreezing_by_groups, all_but_head),
+    "unfreezing and freezing": (unfreezing_and_freezing, all_but_head),
+}
+
+
+def run_plain(program: str, k: int) -> World:
+    run, freeze = PROGRAMS[program]
+    world = World(freeze, k, None, None)
+    run(world)
+    return world
+
+
+def run_sharded(rank: int, trial: Trial) -> tuple[list[dict[str, Tensor]], list[Tensor]]:
+    run, freeze = PROGRAMS[trial.program]
+    world = World(freeze, trial.k, rank, trial)
+    run(world)
+    assert isinstance(world.model, ShardedModel)
+    world.model.close()
+    return world.weights, world.references
+
+
+def difference(found: list[dict[str, Tensor]], right: list[dict[str, Tensor]], tolerance: float) -> str:
+    """What is not as on one process, or nothing: values, and what each step moved."""
+    for step, (ours, theirs) in enumerate(zip(found, right, strict=True)):
+        off = {name: (ours[name] - weight).abs().max().item() for name, weight in theirs.items()}
+        worst = max(off, key=lambda name: off[name])
+        if not off[worst] <= tolerance:
+            return f"{worst} after step {step} off by {off[worst]:.1e}"
+    return "" if moved(found) == moved(right) else f"moved {moved(found)}, not {moved(right)}"
+
+
+def moved(weights: list[dict[str, Tensor]]) -> list[set[str]]:
+    pairs = itertools.pairwise(weights)
+    return [{name for name in old if not torch.equal(old[name], new[name])} for old, new in pairs]
