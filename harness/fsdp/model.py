@@ -210,12 +210,13 @@ class ShardedModel(ModuleWrapper):
         self._parts.weights.install()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, main and local. `set_to_none` makes no difference: storage is flat and stays.
+        """Forget gradients, main and local; storage is the same whatever `set_to_none` is. With False, a parameter that
+        had a gradient in the step has one of zeros, so that decay and momentum go on moving it where it gets none.
 
         Raises:
             StepError: a RuntimeError: inside a backward.
         """
-        self._parts.gradients.forget()
+        self._parts.gradients.forget(set_to_none=set_to_none)
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.forgotten = []
 

@@ -12,6 +12,7 @@ MODULES = (
     "tests.checkpoint.test_matrix",
     "tests.engines.test_mutants",
     "tests.fsdp.behaviours.test_behaviours",
+    "tests.fsdp.ordinary.test_ordinary",
     "tests.fsdp.test_clipping",
     "tests.fsdp.test_gradient_access",
     "tests.fsdp.test_hidden_tensors",

@@ -136,8 +136,12 @@ class GatherPipeline:
             self._reshard_all_but(self._kept)
 
     def pre_backward(self) -> None:
-        """A backward begins: sweep over the units in reverse order."""
-        self._begin([unit for unit in reversed(self.order) if not self._is(unit, WeightState.UNSHARDED)])
+        """A backward begins: sweep over the units in reverse order, after the root, where another forward has resharded
+        that since: whatever a rank uses first, the root's weights are wanted before or beside it."""
+        order = [unit for unit in self.order if unit.is_root] + [
+            unit for unit in reversed(self.order) if not unit.is_root
+        ]
+        self._begin([unit for unit in order if not self._is(unit, WeightState.UNSHARDED)])
 
     def post_backward(self) -> None:
         """A backward ends: units that it did not reach take their turn in the sweep; all are resharded."""

@@ -49,7 +49,7 @@ class Answer:
         raise GradientAccessError(
             f".grad of {self.name} is not its gradient, which lies in flat buffers: clip with model.clip_grad_norm_("
             "max_norm, norm_type), read model.grad_norm() or model.full_gradients(), forget with"
-            " optimizer.zero_grad() or model.zero_grad()"
+            " model.zero_grad(), or zero_grad() of an optimizer that fully_shard_optimizer(model, optimizer) has bound"
         )
 
     def assign(self, value: Tensor | None) -> None:

@@ -102,8 +102,12 @@ class GradientSync:
             self.step.fail()
             raise
 
-    def forget(self) -> None:
+    def forget(self, *, set_to_none: bool | None = True) -> None:
         """Forget all gradients of the step, whatever became of them: the next step begins.
+
+        Args:
+            set_to_none: False: parameters of which a finished gradient is forgotten have one of zeros from now on;
+                None: what was so before is so still.
 
         Raises:
             StepError: inside a backward.
@@ -112,6 +116,8 @@ class GradientSync:
         self.step.check(Call.zero_grad)
         self.reduce.discard()
         for gradients in self._gradients():
+            if set_to_none or (set_to_none is False and self.step.state is StepState.FINISHED):
+                gradients.keep_zeros(kept=not set_to_none)  # of an unfinished step, ranks do not know what others had
             gradients.forget()
         self.step.zero_grad()
         if self.integers is not None:

@@ -49,8 +49,8 @@ class Usage:
     def __init__(self, groups: Sequence[Group], why_counts: str) -> None:
         self.groups = groups
         self.why_counts = why_counts
-        self.wanted = False
-        """Whether an optimizer asks. Else nothing is looked at or sent."""
+        self.wanted = True
+        """Whether an optimizer asks, or may yet be bound and ask. Else nothing is looked at or sent."""
 
     def take_in(self, other: Usage) -> None:
         """Go on with the groups of another one, and in its way."""

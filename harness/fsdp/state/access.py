@@ -33,8 +33,8 @@ class StepGradients(Protocol):
     def finish(self) -> None:
         """Wait for the step's reductions and scale the gradients, once. *Collective.*"""
 
-    def forget(self) -> None:
-        """Forget all gradients of the step."""
+    def forget(self, *, set_to_none: bool | None = True) -> None:
+        """Forget all gradients of the step. set_to_none=None: what is zero and not none stays so."""
 
 
 class StateAccess:
@@ -168,7 +168,7 @@ class StateAccess:
 
     def _written(self) -> None:
         self.weights.install()
-        self.gradients.forget()
+        self.gradients.forget(set_to_none=None)
 
 
 def _required(optimizer: ShardedOptimizer | None) -> ShardedOptimizer:

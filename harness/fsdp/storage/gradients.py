@@ -107,6 +107,8 @@ class Gradients:
         self.unused: frozenset[int] = frozenset()
         """Parameters without a gradient on any rank, once a step's gradients are finished, as far as this rank has rows
         of them; by their place in the bucket."""
+        self._zeros: frozenset[int] = frozenset()
+        """Parameters whose last gradient was forgotten by making it zero, which is not none."""
         self._arrived: set[int] = set()
         """Parameters that this rank had a gradient of since the bucket was last handed over."""
         self._unwritten: set[int] = set()
@@ -275,8 +277,9 @@ class Gradients:
         return set(range(len(self.params))) - self.came
 
     def note_unused(self, unused: set[int]) -> None:
-        """Keep in mind which parameters got a gradient on no rank; what this rank holds of their sums becomes +0."""
-        self.unused = frozenset(unused)
+        """Keep in mind which parameters got a gradient on no rank, and have none of zeros from before; what this
+        rank holds of the sums of either becomes +0."""
+        self.unused = frozenset(unused) - self._zeros
         for index in unused:
             local = self.layout.local_slice(self.layout.slots[index], self.cuts.layout_rank)
             self.own_shards[local.segment][local.offset : local.offset + local.numel].zero_()
@@ -311,6 +314,11 @@ class Gradients:
             self.sums.zero_()
         if self._main is not None:  # which keeps the last step's until the next one is finished
             self._main.zero_()
+
+    def keep_zeros(self, *, kept: bool) -> None:
+        """Whether gradients of the finished step become zeros when they are forgotten, as `set_to_none=False` has it: a
+        parameter that gets none in a later step is then updated as torch updates one whose gradient is zero."""
+        self._zeros = self._zeros | (frozenset(range(len(self.params))) - self.unused) if kept else frozenset()
 
     def forget(self) -> None:
         """Forget all gradients; a shard of them gives its memory back."""

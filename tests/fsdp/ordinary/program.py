@@ -1,0 +1,161 @@
+"""A program as a point: a value on each axis. `draw(seed)` gives one; `COVERING` are few that hold every value."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields, replace
+from functools import cache
+
+from tests.fsdp.ordinary.pieces import CARRIES, KINDS
+from tests.fsdp.pairs import STRATEGIES
+from tests.support.covering import covering
+
+COUNT = 500
+OPTIMIZERS = {
+    "sgd": "SGD({}, lr=0.1)",
+    "momentum": "SGD({}, lr=0.05, momentum=0.9, weight_decay=0.1)",
+    "nesterov": "SGD({}, lr=0.05, momentum=0.9, nesterov=True)",
+    "adam": "Adam({}, lr=0.02, eps=1e-2, weight_decay=0.1)",
+    "amsgrad": "Adam({}, lr=0.02, eps=1e-2, amsgrad=True)",
+    "adamw": "AdamW({}, lr=0.02, eps=1e-2, weight_decay=0.3)",
+    "foreach": "AdamW({}, lr=0.02, eps=1e-2, weight_decay=0.3, foreach=True)",
+    "adagrad": "Adagrad({}, lr=0.05, eps=1e-2, initial_accumulator_value=0.1)",
+    "rmsprop": "RMSprop({}, lr=0.01, eps=1e-1, momentum=0.5, weight_decay=0.1)",
+    "nadam": "NAdam({}, lr=0.02, eps=1e-2)",
+    "subclass": "Renamed({}, lr=0.02, eps=1e-2)",
+    "lbfgs": "LBFGS({}, lr=0.1)",
+}
+ZEROS = {
+    "start": "{o}.zero_grad()",
+    "end": "{o}.zero_grad()",
+    "zeros": "{o}.zero_grad(set_to_none=False)",
+    "model": "{m}.zero_grad()",
+    "module": "{m}.module.zero_grad()",
+    "none": "for p in {m}.parameters():\n    p.grad = None",
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """A training; every field but the first is an axis, and its default what a first program would do."""
+
+    seed: int = -1
+    pieces: tuple[str, ...] = ("Mlp", "Attention")
+    carry: str = "tensor"
+    tied: bool = False
+    units: str = "pieces"
+    loop: str = "plain"
+    k: int = 1
+    accumulate: str = "no_sync"
+    zero: str = "end"
+    clip: str = "nothing"
+    between: str = "nothing"
+    aside: str = "nothing"
+    optimizer: str = "adamw"
+    given: str = "parameters"
+    freezing: str = "nothing"
+    order: str = "wrapped"
+    strategy: str = "optim_grads_params"
+    hybrid: str = ""
+    dtype: str = "fp64"
+
+    @property
+    def values(self) -> tuple[tuple[str, object], ...]:
+        """Value by axis; a kind of piece is an axis of two values."""
+        plain = tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name not in ("seed", "pieces"))
+        return plain + tuple((kind, kind in self.pieces) for kind in KINDS)
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients travel once a step over some axis, so that the engine must know a step's last backward."""
+        return bool(self.hybrid) or self.strategy in ("no_shard", "optim")
+
+
+AXES: dict[str, tuple[object, ...]] = {
+    "carry": tuple(CARRIES),
+    "tied": (False, True),
+    "units": ("pieces", "none", "linear"),
+    "loop": ("plain", "two_forwards", "two_losses", "closure", "gan", "two_optimizers", "in_turns"),
+    "k": (1, 2, 3),
+    "accumulate": ("no_sync", "each"),
+    "zero": tuple(ZEROS),
+    "clip": ("nothing", "ours", "infinity", "torch", "value"),
+    "between": ("nothing", "eval", "inference", "validation", "interrupted"),
+    "aside": (
+        "nothing", "scheduler", "rates", "ema", "gathered_ema", "penalty", "clamps", "reads", "saves",
+        "saves_optimizer", "copies", "adds_group", "scaler", "scaler_off", "saliency", "retries",
+    ),
+    "optimizer": tuple(OPTIMIZERS),
+    "given": ("parameters", "trained", "named", "groups"),
+    "freezing": ("nothing", "embedding", "norms", "biases_only", "first_piece", "later"),
+    "order": ("wrapped", "after", "explicit"),
+    "strategy": STRATEGIES,
+    "hybrid": ("", "no_shard", "optim"),
+    "dtype": ("fp64", "fp32", "bf16"),
+}  # fmt: skip
+OFTEN = {"loop": 0.5, "clip": 0.5, "between": 0.4, "aside": 0.4, "units": 0.6, "accumulate": 0.8, "freezing": 0.5,
+         "hybrid": 0.7, "dtype": 0.6, "k": 0.4, "carry": 0.3}  # fmt: skip
+"""How often an axis has its first value; elsewhere all values are as frequent. Else next to all would be refused."""
+
+
+@cache
+def draw(seed: int) -> Program:
+    """Program number `seed`."""
+    source = random.Random(6_151 * seed + 5)
+    chosen = {
+        axis: values[0] if source.random() < OFTEN.get(axis, 0.0) else source.choice(values)
+        for axis, values in AXES.items()
+    }
+    chosen["strategy"] = STRATEGIES[seed % len(STRATEGIES)]
+    pieces = tuple(source.choice(KINDS) for _ in range(source.randint(1, 3)))
+    return _consistent(Program(seed, pieces, **chosen))  # type: ignore[arg-type]
+
+
+def _consistent(program: Program) -> Program:
+    """Without what means nothing beside the rest."""
+    if program.loop in ("closure", "two_optimizers", "in_turns", "gan"):
+        keep = {"closure": ("start", "zeros")}.get(program.loop, ("start", "end"))
+        program = replace(program, zero=program.zero if program.zero in keep else "start")
+    if program.loop in ("two_optimizers", "in_turns", "gan"):
+        program = replace(program, given="parameters", clip="nothing")
+    if program.aside in ("adds_group", "scaler", "scaler_off") and program.loop != "plain":
+        program = replace(program, aside="nothing")
+    if program.optimizer == "lbfgs":  # takes one group, and a closure
+        program = replace(program, given="parameters", loop="closure", zero="start")
+        program = replace(program, aside="nothing" if program.aside in ("adds_group", "scheduler") else program.aside)
+    if program.aside == "adds_group":  # torch would keep, and clip by, gradients that no group's zero_grad forgets
+        program = replace(program, zero="model")
+    if program.k == 1:
+        program = replace(program, accumulate="no_sync")
+    return program
+
+
+@cache
+def covering_seeds() -> tuple[int, ...]:
+    """Few seeds that hold each value of each axis, under the strategy that releases weights and under one that keeps
+    them; and each loop and each hybrid under each strategy."""
+    return tuple(covering([held_by(draw(seed)) for seed in range(COUNT)], strength=1))
+
+
+def held_by(program: Program) -> list[tuple[object, ...]]:
+    """What a program shows: each of its values beside its strategy, or beside the kind of that."""
+    kind = program.strategy == "optim_grads_params"
+    beside = {"loop": program.strategy, "hybrid": program.strategy}
+    return [(beside.get(axis, kind), axis, value) for axis, value in program.values]
+
+
+def _named(**chosen: object) -> Program:
+    return Program(seed=0, **chosen)  # type: ignore[arg-type]
+
+
+FOUND = {
+    "a forward between forward and backward, where ranks use different units": _named(
+        pieces=("DroppedApart",), between="interrupted"
+    ),
+    "clipping before the first step binds the optimizer": _named(pieces=("InTurns",), order="after", clip="ours"),
+    "gradients forgotten as zeros": _named(
+        pieces=("DroppedApart",), zero="zeros", strategy="optim", optimizer="momentum"
+    ),
+    "zeros are kept through a load": _named(pieces=("InTurns",), zero="zeros", strategy="no_shard", aside="saves"),
+}
+"""Programs that this generator found to be wrong, or to hang, as short as they still were."""

@@ -1,0 +1,212 @@
+"""Programs drawn at random end right or in a refusal by name: never silently wrong, never hanging, ranks never part.
+
+A few that hold every value of every axis run in `make test`, 500 in `make test-all`. A failure
+prints its program. ORDINARY=17:18 runs number 17 alone, ORDINARY=2000 so many; both with `-m 'full or not full'`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import nn
+
+from harness.fsdp import construction
+from harness.fsdp.runtime.gather import GatherPipeline, WeightState
+from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.runtime.usage import Usage
+from harness.fsdp.storage import bucket
+from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.parameter_access import Access
+from tests.fsdp.checked import BROKEN
+from tests.fsdp.ordinary.judging import REFUSALS, Verdict, judge
+from tests.fsdp.ordinary.program import AXES, COUNT, FOUND, Program, covering_seeds, draw
+from tests.fsdp.ordinary.running import Outcome, Trained, attempt, reference
+from tests.fsdp.ordinary.source import text_of
+from tests.fsdp.ordinary.visits import run
+from tests.fsdp.pairs import STRATEGIES
+from tests.support.covering import BATCH, once
+from tests.support.mutants import each
+
+ASKED = os.environ.get("ORDINARY", str(COUNT))
+SEEDS = range(*map(int, ASKED.split(":"))) if ":" in ASKED else range(int(ASKED))
+FEW = [seed for seed in covering_seeds() if seed in SEEDS]
+PARAMS = [pytest.param(seed, marks=() if seed in FEW else pytest.mark.full) for seed in SEEDS]
+
+
+def attempt_and_reference(rank: int, program: Program) -> Any:
+    """A rank's outcome; and on the rank whose turn it is, one process's, which the other rank does not wait for."""
+    outcome = attempt(rank, program)
+    return outcome, reference(program) if isinstance(outcome, Trained) and rank == program.seed % 2 else None
+
+
+@once
+def verdicts(seeds: tuple[int, ...]) -> dict[int, Verdict]:
+    programs = [draw(seed) for seed in seeds]
+    return {p.seed: _verdict(p, ranks) for p, ranks in zip(programs, run(attempt_and_reference, programs), strict=True)}
+
+
+def _verdict(program: Program, ranks: list[Any]) -> Verdict:
+    outcomes: list[Outcome] = [each[0] if isinstance(each, tuple) else each for each in ranks]
+    right = [each[1] for each in ranks if isinstance(each, tuple) and each[1]]
+    return judge(program, outcomes, lambda: right[0])
+
+
+@cache
+def alike(seed: int) -> tuple[int, ...]:
+    """Seeds that run in one go with this one: all covering ones, or some of the others."""
+    seeds = FEW if seed in FEW else [each for each in SEEDS if each not in FEW]
+    begin = seeds.index(seed) // BATCH * BATCH
+    return tuple(seeds[begin : begin + BATCH])
+
+
+@pytest.mark.parametrize("seed", PARAMS)
+def test_a_program_ends_right_or_is_refused_by_name(seed: int) -> None:
+    found = verdicts(alike(seed))[seed]
+    repeat = f"ORDINARY={seed}:{seed + 1} python -m pytest {__file__} -m 'full or not full' -k ends_right"
+    assert found.kind in ("right", "refused"), f"{found.sentence}\n{text_of(draw(seed))}# {repeat}"
+
+
+# -- the programs are worth running ------------------------------------------------------------------------------------
+
+
+def test_few_programs_hold_every_value() -> None:
+    held = {value for program in map(draw, covering_seeds()) for value in program.values}
+    assert not {(axis, value) for axis, values in AXES.items() for value in values} - held
+    loops = {(p.strategy, p.loop) for p in map(draw, covering_seeds())}
+    assert loops == set(itertools.product(STRATEGIES, AXES["loop"]))
+
+
+def test_most_programs_are_right_and_each_refusal_is_met() -> None:
+    """Else the generator would show little, or a refusal would stand for nothing."""
+    found = Counter(f"{v.kind} {v.sentence}" for seed in FEW for v in [verdicts(alike(seed))[seed]])
+    if len(SEEDS) == COUNT:
+        assert found["right "] > 0.5 * sum(found.values()), found
+        assert {refusal.name for refusal in REFUSALS} <= {name.partition(" ")[2] for name in found}
+
+
+# -- what was found ----------------------------------------------------------------------------------------------------
+
+
+@once
+def found_again() -> dict[str, Verdict]:
+    ran = run(attempt_and_reference, list(FOUND.values()))
+    return {name: _verdict(program, ranks) for (name, program), ranks in zip(FOUND.items(), ran, strict=True)}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_was_wrong_once_is_right(name: str) -> None:
+    assert found_again()[name] == Verdict("right"), text_of(FOUND[name])
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+_bring, _forget = Gradients.bring, GradientSync.forget
+_make_usage, _give_access = construction.make_usage, bucket.give_access
+
+
+def _twice(self: Gradients, index: int) -> None:
+    _bring(self, index)
+    if self.layout.slots[index].spec.name == "embed.weight":
+        self._views[index].mul_(2)
+
+
+def _never_released(param: nn.Parameter, own: type, access: Access) -> None:
+    _give_access(param, own, Access.resting if access is Access.released else access)
+
+
+def _asks_late(*args: Any) -> Usage:
+    usage = _make_usage(*args)
+    usage.wanted = False
+    return usage
+
+
+def _forgets_all(self: GradientSync, *, set_to_none: bool | None = True) -> None:
+    _forget(self, set_to_none=set_to_none is not False)
+
+
+def _root_last(self: GatherPipeline) -> None:
+    self._begin([unit for unit in reversed(self.order) if not self._is(unit, WeightState.UNSHARDED)])
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """breaks: the mistake. patch: makes it. programs: of which one is to find it."""
+
+    breaks: str
+    patch: Callable[[], Any]
+    programs: list[Program]
+
+
+def few(shows: Callable[[Program], bool], most: int = 3) -> list[Program]:
+    """Some of the programs that always run."""
+    return [p for p in map(draw, covering_seeds()) if shows(p)][:most]
+
+
+def _trains_all(program: Program) -> bool:
+    return program.freezing == "nothing" and program.clip in ("nothing", "ours")
+
+
+MUTANTS = {
+    "tied counts twice": Mutant(
+        "The gradient of a weight with two names counts twice",
+        lambda: mock.patch.object(Gradients, "bring", _twice),
+        few(lambda p: p.tied and _trains_all(p)),
+    ),
+    "unused is stepped": Mutant(
+        "Decay and momentum move a parameter that got no gradient",
+        lambda: mock.patch.object(Usage, "find", return_value=0),
+        few(lambda p: "DroppedTogether" in p.pieces or "InTurns" in p.pieces),
+    ),
+    "reading is not refused": Mutant(
+        "A released weight may be read, and is whatever lies there",
+        lambda: mock.patch.object(bucket, "give_access", _never_released),
+        [Program(aside="penalty"), Program(aside="ema")],
+    ),
+    "asked too late": Mutant(
+        "Who got no gradient is not asked before an optimizer is bound, at its first step",
+        lambda: mock.patch.object(construction, "make_usage", _asks_late),
+        [FOUND["clipping before the first step binds the optimizer"]],
+    ),
+    "the root comes last": Mutant(
+        "A backward gathers the root after the units, where a forward in between has resharded it",
+        lambda: mock.patch.object(GatherPipeline, "pre_backward", _root_last),
+        [FOUND["a forward between forward and backward, where ranks use different units"]],
+    ),
+    "zeros are none": Mutant(
+        "A gradient of zeros, which zero_grad(set_to_none=False) leaves, counts as none",
+        lambda: mock.patch.object(Gradients, "keep_zeros"),
+        [FOUND["gradients forgotten as zeros"]],
+    ),
+    "a load forgets zeros": Mutant(
+        "Loading weights makes gradients of zeros none",
+        lambda: mock.patch.object(GradientSync, "forget", _forgets_all),
+        [FOUND["zeros are kept through a load"]],
+    ),
+}
+
+
+def attempt_mutant(rank: int, case: tuple[str, Program]) -> Any:
+    with MUTANTS[case[0]].patch():
+        return attempt_and_reference(rank, case[1])
+
+
+@once
+def mutated() -> dict[str, list[Verdict]]:
+    cases = [(name, program) for name, mutant in MUTANTS.items() for program in mutant.programs]
+    ran = list(zip(cases, run(attempt_mutant, cases, patience=5), strict=True))
+    return {name: [_verdict(p, ranks) for (n, p), ranks in ran if n == name] for name in MUTANTS}
+
+
+@pytest.mark.parametrize("name", each("Ordinary programs", ((n, m.breaks) for n, m in MUTANTS.items())))
+def test_a_planted_fault_is_found(name: str) -> None:
+    wrong = [verdict.sentence for verdict in mutated()[name] if verdict.kind == "wrong"]
+    assert wrong
+    assert not [told for told in wrong if any(broken in told for broken in BROKEN)], "no mutant"
