@@ -57,6 +57,11 @@ class Components:
         return self.meshes.dense.everyone
 
     @property
+    def is_closed(self) -> bool:
+        """Whether hooks were taken off, so that the module is the program's alone."""
+        return not self.hooks.is_installed
+
+    @property
     def buckets(self) -> list[Bucket]:
         """The buckets of all units, in model order."""
         return [bucket for unit in self.units for bucket in unit.buckets]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, Literal, TypedDict, get_args, get_type_hints
 
@@ -73,8 +73,13 @@ def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Mo
     """Unit classes, those given by dotted path imported.
 
     Raises:
-        ValueError: one is no importable path, or no module class.
+        ValueError: it is no list; or one is no importable path, or no module class.
     """
+    if isinstance(modules, str | type | nn.Module) or not isinstance(modules, Iterable):
+        raise ValueError(
+            f"fsdp_unit_modules={_shown(modules)} is no list: give one of classes or dotted paths, as"
+            " fsdp_unit_modules=[nn.TransformerEncoderLayer]"
+        )
     classes = []
     for each in modules:
         if isinstance(each, str):
@@ -84,9 +89,18 @@ def resolve_classes(modules: Sequence[type[nn.Module] | str]) -> list[type[nn.Mo
             except (ImportError, AttributeError, ValueError) as error:
                 raise ValueError(f"fsdp_unit_modules: {each!r} is no importable class path ({error})") from error
         if not (isinstance(each, type) and issubclass(each, nn.Module)):
-            raise ValueError(f"fsdp_unit_modules: {each!r} is no nn.Module class")
+            raise ValueError(
+                f"fsdp_unit_modules: {_shown(each)} is no nn.Module class; give classes, or dotted paths of them"
+            )
         classes.append(each)
     return classes
+
+
+def _shown(given: object) -> str:
+    """A value in a message: of modules, which are long, their class."""
+    if isinstance(given, nn.Module):
+        return f"a module of class {type(given).__name__}"
+    return given.__name__ if isinstance(given, type) else repr(given)
 
 
 def without_unbuilt(arguments: OtherKeywords) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from harness.fsdp.construction import Request, build
 from harness.fsdp.megatron_arguments import resolve_classes
 from harness.fsdp.options import OptionKeywords, Options
 from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.preconditions import check_request
 from harness.fsdp.runtime.gathered import Wanted
 from harness.fsdp.state.access import StateAccess
 from harness.fsdp.state.named import ShardedState
@@ -32,7 +33,7 @@ from harness.fsdp.storage.bucket import InitialValue
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.update import optimizer as optim
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
-from harness.fsdp.wrapper import FORWARD_METHODS, ModuleWrapper, is_sharded, mark_sharded, register_forward_method
+from harness.fsdp.wrapper import FORWARD_METHODS, ModuleWrapper, mark_sharded, register_forward_method
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
@@ -85,7 +86,8 @@ class ShardedModel(ModuleWrapper):
     ) -> None:
         super().__init__(module)
         self.options = Options.of(chosen, type(self).__name__, DIRECT)
-        _check(module, grad_divisor)
+        classes = resolve_classes(unit_modules or ())
+        check_request(module, classes, grad_divisor)
         self.strategy = Strategy.parse(strategy, "strategy")
         self.outer_strategy = OuterStrategy.parse(outer_strategy, "outer_strategy")
         reduces_each = not Placements.of(self.strategy, None).accumulates_locally
@@ -96,7 +98,7 @@ class ShardedModel(ModuleWrapper):
             module,
             groups or Groups(group),
             expert_groups,
-            resolve_classes(unit_modules or ()),
+            classes,
             self.strategy,
             self.outer_strategy,
             self.policy,
@@ -356,10 +358,3 @@ class ShardedModel(ModuleWrapper):
     def close(self) -> None:
         """Take hooks off and end threads. The module keeps whatever weights it holds."""
         self._parts.close()
-
-
-def _check(module: nn.Module, grad_divisor: float | None) -> None:
-    if grad_divisor is not None and not grad_divisor > 0:
-        raise ValueError(f"grad_divisor={grad_divisor} must be positive")
-    if is_sharded(module):
-        raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")

@@ -11,16 +11,23 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from harness.fsdp.state.access import refuse_state_dict
+from harness.fsdp.storage.parameter_access import HOME
 
 FORWARD_METHODS = ("generate",)
 """Methods that run a module's forward, or parts of it, known by name."""
 _MARK = "_sharded_by_harness"
+_PART = "_part_of_sharded"
+"""Attribute of every part of a sharded module: a weak reference to the engine, and its path."""
 
 
 class ModuleWrapper(nn.Module):
@@ -112,17 +119,64 @@ class ModuleWrapper(nn.Module):
         refuse_copy()
 
 
-def mark_sharded(module: nn.Module, engine: object) -> None:
+class Engine(Protocol):
+    """What a sharded module is kept by."""
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has let go of the module."""
+
+
+def mark_sharded(module: nn.Module, engine: Engine) -> None:
     """Remember that a module is sharded, and keep the engine as long as the module is kept.
 
-    From now on its parts refuse to hand out state, which would be pieces, and to be copied or pickled, as the engine's
-    hooks on them would be too.
+    From now on its parts refuse to hand out state, which would be pieces, to be copied or pickled, as the engine's
+    hooks on them would be too, and to get parameters that the engine does not know.
     """
+    _watch_registrations()
     module.__dict__[_MARK] = engine
-    for each in module.modules():
+    for path, each in module.named_modules():
         each.register_state_dict_pre_hook(refuse_state_dict)
         each.register_load_state_dict_pre_hook(refuse_state_dict)
         each.__dict__["__reduce_ex__"] = refuse_copy
+        each.__dict__[_PART] = weakref.ref(engine), path
+
+
+def part_of(module: nn.Module) -> Engine | None:
+    """The engine of the sharded model that a module is a part of, unless that was closed."""
+    reference, _ = module.__dict__.get(_PART, (None, ""))
+    engine: Engine | None = None if reference is None else reference()
+    return None if engine is None or engine.is_closed else engine
+
+
+_WATCHES: list[Any] = []
+"""Handles of the hooks, once they are there."""
+
+
+def _watch_registrations() -> None:
+    if not _WATCHES:
+        _WATCHES.append(register_module_parameter_registration_hook(_refuse_unknown))
+        _WATCHES.append(register_module_module_registration_hook(_refuse_unknown))
+
+
+def _refuse_unknown(module: nn.Module, name: str, given: Tensor | nn.Module | None) -> None:
+    """A module gets a parameter or a submodule; see `mark_sharded`.
+
+    Raises:
+        RuntimeError: it is a part of a sharded model that does not know the parameter.
+    """
+    if _PART not in module.__dict__ or part_of(module) is None or given is None:
+        return
+    params = given.parameters() if isinstance(given, nn.Module) else [given]
+    if all(hasattr(param, HOME) for param in params):
+        return
+    had = module._parameters.get(name) is not None or module._modules.get(name) is not None
+    _, path = module.__dict__[_PART]
+    raise RuntimeError(
+        f"{path}{'.' * bool(path)}{name} was {'replaced' if had else 'added'} after sharding: the engine would neither"
+        " train nor save the new parameters. Change the module before it is sharded; or write values into the"
+        " parameters it has, inside `with model.gathered():`"
+    )
 
 
 def register_forward_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:

@@ -131,6 +131,11 @@ class HookDriver:
                 if id(bucket) in taken:
                     self._watch_gradients(unit, bucket)
 
+    @property
+    def is_installed(self) -> bool:
+        """Whether hooks are on."""
+        return bool(self._handles)
+
     def remove(self) -> None:
         """Take all hooks off."""
         for handle in self._handles:

@@ -1,0 +1,78 @@
+"""What a module must be to be sharded: told before anything is changed, with what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from harness.fsdp.wrapper import is_sharded, part_of
+
+SPARSE = (nn.Embedding, nn.EmbeddingBag)
+"""Modules that make sparse gradients when they are asked to."""
+OTHER_ENGINES = ("torch.nn.parallel", "torch.distributed.fsdp")
+"""Where classes of torch's own engines are defined."""
+
+
+def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], grad_divisor: float | None) -> None:
+    """Refuse what cannot be sharded.
+
+    Raises:
+        ValueError: of the module, a part of it, its parameters, the unit classes or the divisor: what is wrong with it.
+    """
+    if grad_divisor is not None and not grad_divisor > 0:
+        raise ValueError(f"grad_divisor={grad_divisor} must be positive")
+    if is_sharded(module):
+        raise ValueError(f"{type(module).__name__} is sharded already; shard a module once")
+    for path, part in module.named_modules():
+        _check_part(path or "the module", part)
+    params = list(module.named_parameters())
+    if not params:
+        raise ValueError(f"{type(module).__name__} has no parameters to shard: shard the module that has them")
+    for name, param in params:
+        _check_param(name, param)
+    _check_units(module, unit_classes)
+
+
+def _check_part(path: str, part: nn.Module) -> None:
+    kind = type(part).__name__
+    if is_sharded(part) or part_of(part) is not None:
+        raise ValueError(
+            f"{path} ({kind}) is sharded already, by itself or as a part of another model: shard the outermost module"
+            " once, and name what is gathered together in fsdp_unit_modules"
+        )
+    if any(base.__module__.startswith(OTHER_ENGINES) for base in type(part).__mro__):
+        raise ValueError(
+            f"{path} ({kind}) is wrapped by another data-parallel engine, which would reduce gradients too: shard the"
+            " plain module"
+        )
+    if isinstance(part, SPARSE) and part.sparse:
+        raise ValueError(
+            f"{path} ({kind}) has sparse=True, and flat buffers hold dense gradients alone: build it with sparse=False"
+        )
+
+
+def _check_param(name: str, param: nn.Parameter) -> None:
+    if is_lazy(param):
+        raise ValueError(
+            f"parameter {name} has no shape yet ({type(param).__name__} of a lazy module): run one forward before"
+            " sharding, or build the module with its sizes"
+        )
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"parameter {name} is a DTensor ({param.placements}): another engine or a plan of tensor parallelism has"
+            " split it, and only plain tensors are sharded here. Shard the module before it is split, or without that"
+        )
+
+
+def _check_units(module: nn.Module, classes: Sequence[type[nn.Module]]) -> None:
+    """At least one class must match: a list may serve several models."""
+    if not classes or any(isinstance(part, tuple(classes)) for part in module.modules()):
+        return
+    there = sorted({type(part).__name__ for part in module.modules() if next(part.parameters(), None) is not None})
+    raise ValueError(
+        f"fsdp_unit_modules={[each.__name__ for each in classes]} matches no module of {type(module).__name__}, so that"
+        f" everything would be one unit; it has {', '.join(there)}. Name some of these, or give no list"
+    )
