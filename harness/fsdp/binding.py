@@ -95,7 +95,7 @@ def _before(
         )
     if given.get("closure") is not None:
         given["closure"] = partial(_same, _run(given["closure"]))
-    sharded.check_forgotten(optimizer)
+    sharded.check_forgotten(optimizer, model._parts.everyone)
     model._parts.weights.refuse_held()
     model.finish_grad_sync()
     if model.has_gradients:
@@ -121,7 +121,9 @@ def _after(model: Model, *_: Any) -> None:
 def _zero_grad(
     model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, set_to_none: bool = True
 ) -> None:
-    sharded.forget_for(optimizer)
+    if model.has_gradients:
+        sharded.forget_for(optimizer)
+    sharded.remember(optimizer)
     forgotten = list(sharded.forgotten)
     sharded.detach()
     model.zero_grad(set_to_none)

@@ -5,7 +5,8 @@ main weights. State starts untouched: no step is ever taken to create it.
 
 [Note: Disjoint] Several optimizers may have parts of one model, as the two of a GAN. Gradients of a model are reduced
 and forgotten together; so when one of them calls `zero_grad`, the others lose theirs. One that calls its own before its
-next step never notices, as it would have forgotten them itself; one that steps without doing so is told.
+next step never notices, as it would have forgotten them itself; one that steps without doing so is told, on all ranks
+if any rank had a gradient for it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +37,13 @@ _BLOCK = 1 << 20
 
 DECOUPLED = "decoupled_grad"
 """Attribute in which an optimizer of Megatron's protocol finds a gradient of another dtype than the weight's."""
+
+
+class Forgotten(NamedTuple):
+    """An optimizer, and whether this rank had a gradient of its parameters."""
+
+    optimizer: torch.optim.Optimizer
+    had: bool
 
 
 class ShardedOptimizer:
@@ -75,8 +83,8 @@ class ShardedOptimizer:
         self._grouped: dict[str, int] = {}
         """Place in that list by parameter."""
         self._steps_unused: list[torch.optim.Optimizer] = []
-        self.forgotten: list[torch.optim.Optimizer] = []
-        """Optimizers whose gradients another one's `zero_grad` forgot."""
+        self.forgotten: list[Forgotten] = []
+        """Optimizers whose gradients another one's `zero_grad` may have forgotten: the same on all ranks."""
         self.add(optimizer, steps_unused=steps_unused)
 
     def add(self, optimizer: torch.optim.Optimizer, *, steps_unused: bool = False) -> None:
@@ -237,22 +245,35 @@ class ShardedOptimizer:
     # -- several optimizers --------------------------------------------------------------------------------------
 
     def forget_for(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer forgets the model's gradients: note those others lose with its own. See [Note: Disjoint]."""
-        lose = [each for each in self.optimizers if each is not optimizer and self._has_gradients(each)]
-        kept = [each for each in self.forgotten if each is not optimizer and not any(each is other for other in lose)]
-        self.forgotten = kept + lose
+        """An optimizer forgets the gradients of a step that has begun: note those others may lose with its own."""
+        lose = [Forgotten(each, self._has_gradients(each)) for each in self.optimizers if each is not optimizer]
+        before = {id(each.optimizer): each.had for each in self.forgotten}
+        self.forgotten = [each._replace(had=each.had or before.get(id(each.optimizer), False)) for each in lose]
+
+    def remember(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has forgotten its gradients itself."""
+        self.forgotten = [each for each in self.forgotten if each.optimizer is not optimizer]
 
     def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(flat.has_gradients for flat in self._runs_of(optimizer))
 
-    def check_forgotten(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError where an optimizer would step without gradients that another one forgot."""
-        if any(each is optimizer for each in self.forgotten):
+    def check_forgotten(self, optimizer: torch.optim.Optimizer, everyone: Communicator) -> None:
+        """Refuse a step without gradients that another optimizer forgot. *Collective* where that may be.
+
+        Raises:
+            RuntimeError: on all ranks, if there were any on one.
+        """
+        found = next((each for each in self.forgotten if each.optimizer is optimizer), None)
+        if found is None:
+            return
+        had = torch.tensor([int(found.had)], dtype=torch.int64, device=everyone.runtime.device)
+        if int(everyone.sum_scalars(had, "gradients that were forgotten")):
             raise RuntimeError(
                 f"gradients that {type(optimizer).__name__} was to step with were forgotten by the zero_grad() of"
                 " another optimizer of this model: they are reduced together, and forgotten together. Call zero_grad()"
                 " of each optimizer before the backward it steps with, or shard each network by itself"
             )
+        self.remember(optimizer)
 
     # -- runs ----------------------------------------------------------------------------------------------------
 

@@ -78,7 +78,6 @@ REFUSALS = (
     Refusal("torch's loss scale", r"use harness\.fsdp\.LossScale\(model\)", lambda p: p.aside == "scaler"),
     Refusal("the optimizer's own state", r"sharded_state", lambda p: p.aside == "saves_optimizer"),
     Refusal("copies", r"cannot be copied or pickled", lambda p: p.aside == "copies"),
-    Refusal("freezing after sharding", r"requires_grad is", lambda p: p.freezing == "later"),
 )
 
 
