@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.fsdp.guards.hang_report import CollectiveError as CollectiveError
     from harness.fsdp.loss_scale import LossScale as LossScale
     from harness.fsdp.loss_scale import Outcome as Outcome
+    from harness.fsdp.megatron import MegatronModel as MegatronModel
     from harness.fsdp.model import ShardedModel as ShardedModel
     from harness.fsdp.options import OPTIONS as OPTIONS
     from harness.fsdp.options import OptionKeywords as OptionKeywords
@@ -65,6 +66,7 @@ _EXPORTS = {
         "LossScale",
         "Outcome",
     ),
+    "megatron": ("MegatronModel",),
     "model": ("ShardedModel",),
     "options": (
         "OPTIONS",

@@ -8,15 +8,22 @@ NotImplementedError by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar, Unpack
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp.binding import bind
-from harness.fsdp.megatron_arguments import OtherKeywords, ShardKeywords, groups_of, without_unbuilt
+from harness.fsdp.binding import bind, model_of
+from harness.fsdp.megatron import MegatronModel
+from harness.fsdp.megatron_arguments import (
+    OtherKeywords,
+    ShardKeywords,
+    check_tensor_axis,
+    groups_of,
+    without_unbuilt,
+)
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.storage.bucket import InitialValue
@@ -31,6 +38,7 @@ def fully_shard_model(
     device_mesh: DeviceMesh | None = None,
     dp_shard_dim: str | None = None,
     dp_outer_dim: str | None = None,
+    tp_dim: str | None = None,
     hybrid_fsdp_group: dist.ProcessGroup | None = None,
     expt_device_mesh: DeviceMesh | None = None,
     hybrid_fsdp_expt_group: dist.ProcessGroup | None = None,
@@ -46,9 +54,10 @@ def fully_shard_model(
     calculate_per_token_loss: bool = False,
     grad_divisor: float | None = None,
     fsdp_double_buffer: bool = False,
+    maxpool_double_buffer: bool = False,
     initial_value: InitialValue | None = None,
     **others: Unpack[OtherKeywords],
-) -> ShardedModel:
+) -> MegatronModel:
     """Shard a module over one or two dimensions of a device mesh (or over all ranks).
 
     Arguments are those of `ShardedModel` under megatron-fsdp's names; every option is a keyword too, described in
@@ -57,23 +66,26 @@ def fully_shard_model(
     `sync_model_each_microbatch` is what `set_model_auto_sync` sets.
 
     Raises:
-        NotImplementedError: an argument of megatron-fsdp that is not built asks for something.
+        NotImplementedError: an argument of megatron-fsdp that is not built asks for something, or `tp_dim` has ranks.
         TypeError: an argument neither engine knows; the message has the nearest names.
         ValueError: a value is wrong.
     """
     options = without_unbuilt(others)
-    options["double_buffer"] = fsdp_double_buffer or options.get("double_buffer", False)  # it goes by both names
+    double_buffer = fsdp_double_buffer or maxpool_double_buffer  # it goes by three names
+    options["double_buffer"] = double_buffer or options.get("double_buffer", False)
     if calculate_per_token_loss:
         if grad_divisor is not None:
             raise ValueError(f"calculate_per_token_loss=True divides by nothing; drop grad_divisor={grad_divisor}")
         grad_divisor = 1.0
+    for mesh in (device_mesh, expt_device_mesh) if expt_device_mesh is not None else (device_mesh,):
+        check_tensor_axis(mesh, tp_dim)
     groups = groups_of(device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, fsdp_group_ag)
     expert_groups = None
     if expt_device_mesh is not None:
         expert_groups = groups_of(
             expt_device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_expt_group, expt_fsdp_group_ag
         )
-    model = ShardedModel(
+    model = MegatronModel(
         module,
         groups=groups,
         expert_groups=expert_groups,
@@ -91,7 +103,19 @@ def fully_shard_model(
     return model
 
 
+@overload
 def fully_shard_optimizer(model: ShardedModel, optimizer: Opt, *, steps_unused: bool = False) -> Opt:
+    """An optimizer of this model, built before or after sharding."""
+
+
+@overload
+def fully_shard_optimizer(
+    optimizer: Opt, preproc_state_dict_for_dcp_ckpt: Literal[True] = True, *, steps_unused: bool = False
+) -> Opt:
+    """An optimizer over the parameters of a sharded model, as megatron-fsdp is given it."""
+
+
+def fully_shard_optimizer(*given: Any, steps_unused: bool = False, **named: Any) -> Any:
     """Let an optimizer built over the module's parameters, before or after sharding, update this rank's shards; returns
     the same object.
 
@@ -100,19 +124,48 @@ def fully_shard_optimizer(model: ShardedModel, optimizer: Opt, *, steps_unused: 
     disjoint parameters, each given here. Without this call the first `step` of an optimizer makes it (see [Note: Bound
     at the first step]).
 
+    `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights`, and
+    `optimizer.zero_grad` takes `zero_grad_buffer`: True, or False where the loop calls the model's method itself.
+    `optimizer.state_dict` and `load_state_dict` are described in `harness.fsdp.state.by_parameter`.
+
     Args:
+        model: may be left out, where the optimizer was built over the parameters of a sharded model.
+        preproc_state_dict_for_dcp_ckpt: True: state is always made for torch's distributed checkpoint.
         steps_unused: update a parameter that got a gradient on no rank in a step as if it had been zero: decay and
             momentum move it then, as under engines whose gradients are one buffer. Else it is left alone, as one whose
             `.grad` is None is by torch's optimizers.
 
     Raises:
         TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`.
+        ValueError: no model is given, and the parameters are of none, or of several.
     """
-    bind(model, optimizer, steps_unused=steps_unused)
+    model, optimizer = _model_and_optimizer(*given, **named)
+    bind(model_of(optimizer) if model is None else model, optimizer, steps_unused=steps_unused)
     return optimizer
 
 
-def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Unpack[ShardKeywords]) -> tuple[ShardedModel, Opt]:
+def _model_and_optimizer(*given: Any, **named: Any) -> tuple[ShardedModel | None, torch.optim.Optimizer]:
+    """The arguments of `fully_shard_optimizer`, in either order of calling it."""
+    read = _with_model if "model" in named or (given and isinstance(given[0], nn.Module)) else _without_model
+    return read(*given, **named)
+
+
+def _with_model(
+    model: ShardedModel, optimizer: torch.optim.Optimizer
+) -> tuple[ShardedModel | None, torch.optim.Optimizer]:
+    return model, optimizer
+
+
+def _without_model(
+    optimizer: torch.optim.Optimizer, preproc_state_dict_for_dcp_ckpt: bool = True
+) -> tuple[ShardedModel | None, torch.optim.Optimizer]:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"fully_shard_optimizer takes an optimizer, or a model and an optimizer, not {optimizer!r}")
+    without_unbuilt({"preproc_state_dict_for_dcp_ckpt": preproc_state_dict_for_dcp_ckpt})  # type: ignore[typeddict-item] # refused if it is not True
+    return None, optimizer
+
+
+def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Unpack[ShardKeywords]) -> tuple[MegatronModel, Opt]:
     """Shard a module and its optimizer for a plain loop; see `fully_shard_model` for the arguments.
 
     Raises:

@@ -118,6 +118,22 @@ ARGUMENTS = (
         peer="dp_outer_dim",
     ),
     Argument(
+        plain="tp_dim",
+        direct="",
+        does="The mesh's dimension of tensor parallelism, which must have one rank.",
+        costs="Nothing.",
+        use="None; a mesh made for megatron-fsdp has one.",
+        peer="tp_dim",
+    ),
+    Argument(
+        plain="maxpool_double_buffer",
+        direct="",
+        does="The same as `double_buffer`, whose two buffers hold units of any shape.",
+        costs="As `double_buffer`.",
+        use="None: `double_buffer`.",
+        peer="maxpool_double_buffer",
+    ),
+    Argument(
         plain="hybrid_fsdp_group",
         direct="groups",
         does="All ranks of both axes; made where it is not given.",

@@ -9,7 +9,7 @@ what that refuses is refused. A hook of torch's, before every `step` of any opti
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -20,11 +20,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.fsdp.components import Components
 from harness.fsdp.options import Options
-from harness.fsdp.state.access import refuse_state_dict
+from harness.fsdp.runtime.step import StepError, StepState
+from harness.fsdp.state import by_parameter
+from harness.fsdp.state.named import ShardedState
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import Numerics
 
+SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
+"""What `step` takes beside a closure, each True unless it is given: megatron-fsdp's names."""
 _OWNER = "_fsdp_model"
 """Attribute of a sharded parameter: a weak reference to its model."""
 
@@ -52,6 +56,12 @@ class Model(Protocol):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients."""
 
+    def sharded_state(self) -> ShardedState:
+        """Weights and optimizer state by name, over the engine's own memory."""
+
+    def adopt_state(self, state: ShardedState) -> None:
+        """Make what was written into it effective. *Collective.*"""
+
 
 def own(model: Model) -> None:
     """Let parameters know their model, so that an optimizer over them can be bound at its first step."""
@@ -76,9 +86,9 @@ def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool =
     model._parts.gradients.usage.wanted |= sharded.asks_for_unused
     optimizer.register_step_pre_hook(partial(_before, model, sharded))
     optimizer.register_step_post_hook(partial(_after, model))
-    optimizer.register_state_dict_pre_hook(refuse_state_dict)
-    optimizer.register_load_state_dict_pre_hook(refuse_state_dict)
     optimizer.zero_grad = partial(_zero_grad, model, sharded, optimizer)  # type: ignore[method-assign] # as above
+    optimizer.state_dict = partial(_state_dict, model, sharded, optimizer)  # type: ignore[method-assign] # as above
+    optimizer.load_state_dict = partial(_load_state_dict, model, sharded, optimizer)  # type: ignore[method-assign] # as above
     optimizer.add_param_group = partial(sharded.add_group, optimizer)  # type: ignore[method-assign] # as above
     setattr(optimizer, _ASKED_BY_SCALER, _NoScaler())
 
@@ -88,16 +98,20 @@ def _before(
 ) -> tuple[Any, dict[str, Any]]:
     """Finish the gradients and hand them over. A closure runs before that, once, and its loss stands in for it."""
     given = {**dict(zip(("closure",), args[1:], strict=False)), **kwargs}
+    syncs, installs = (given.pop(name, True) for name in (SYNC, INSTALL))
     unknown = [name for name, value in given.items() if name != "closure" and value is not None]
     if unknown or len(args) > 2:
         raise NotImplementedError(
-            f"step({', '.join(unknown) or '...'}) is not built: step() takes a closure, or nothing"
+            f"step({', '.join(unknown) or '...'}) is not built: step() takes a closure, {SYNC} and {INSTALL}"
         )
     if given.get("closure") is not None:
         given["closure"] = partial(_same, _run(given["closure"]))
     sharded.check_forgotten(optimizer, model._parts.everyone)
     model._parts.weights.refuse_held()
+    if not syncs:
+        _refuse_unfinished(model)
     model.finish_grad_sync()
+    model._parts.step.awaits_install |= not installs
     if model.has_gradients:
         sharded.attach(optimizer)
     else:  # the model has forgotten what the optimizer may still hold
@@ -114,13 +128,31 @@ def _same(value: Any) -> Any:
     return value
 
 
+def _refuse_unfinished(model: Model) -> None:
+    if model._parts.step.state not in (StepState.IDLE, StepState.FINISHED):
+        raise StepError(
+            f"step({SYNC}=False) before the gradients were finished: call model.finish_grad_sync() before it, or leave"
+            f" {SYNC}=True"
+        )
+
+
 def _after(model: Model, *_: Any) -> None:
-    model.install_weights()
+    if not model._parts.step.awaits_install:
+        model.install_weights()
 
 
 def _zero_grad(
-    model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, set_to_none: bool = True
+    model: Model,
+    sharded: ShardedOptimizer,
+    optimizer: torch.optim.Optimizer,
+    set_to_none: bool = True,
+    *,
+    zero_grad_buffer: bool = True,
 ) -> None:
+    """Take the gradients away from the optimizer, and with `zero_grad_buffer` forget those of the model."""
+    if not zero_grad_buffer:
+        sharded.detach(optimizer)
+        return
     if model.has_gradients:
         sharded.forget_for(optimizer)
     sharded.remember(optimizer)
@@ -128,6 +160,26 @@ def _zero_grad(
     sharded.detach()
     model.zero_grad(set_to_none)
     sharded.forgotten = forgotten
+
+
+def _state_dict(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """See `harness.fsdp.state.by_parameter`. *Collective.*"""
+    by_parameter.have_state(optimizer, to_load=False)
+    return by_parameter.state_dict_of(optimizer, sharded, model.sharded_state(), model._parts.everyone)
+
+
+def _load_state_dict(
+    model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
+) -> None:
+    """Take back what `_state_dict` gave, for any layout; forget gradients. *Collective.*
+
+    Raises:
+        StateMismatch: it does not fit; nothing was loaded.
+    """
+    by_parameter.have_state(optimizer, to_load=True)
+    held = model.sharded_state()
+    by_parameter.load_state_dict(optimizer, sharded, held, state_dict)
+    model.adopt_state(held)
 
 
 _ASKED_BY_SCALER = "_step_supports_amp_scaling"
@@ -168,15 +220,34 @@ def _watch_steps() -> None:
         _WATCHES.append(register_optimizer_step_pre_hook(_bind_at_first_step))
 
 
-def _bind_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Take in an optimizer over parameters of a sharded model. Its own hooks run after this one, in the same step."""
+def model_of(optimizer: torch.optim.Optimizer) -> Model:
+    """The sharded model whose parameters an optimizer has.
+
+    Raises:
+        ValueError: it has none of a sharded model, or of several.
+    """
     found = _owners(param for group in optimizer.param_groups for param in group["params"])
+    if not found:
+        raise ValueError(
+            f"no parameter of {type(optimizer).__name__} belongs to a sharded model: build it over the parameters of"
+            " what fully_shard_model returned, or call fully_shard_optimizer(model, optimizer)"
+        )
+    return _only(found, optimizer)
+
+
+def _only(found: list[Model], optimizer: torch.optim.Optimizer) -> Model:
     if len(found) > 1:
         raise ValueError(
             f"{type(optimizer).__name__} steps parameters of {len(found)} sharded models: build one for each of them"
         )
-    for model in found:
-        bind(model, optimizer)
+    return found[0]
+
+
+def _bind_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Take in an optimizer over parameters of a sharded model. Its own hooks run after this one, in the same step."""
+    found = _owners(param for group in optimizer.param_groups for param in group["params"])
+    if found:
+        bind(_only(found, optimizer), optimizer)
 
 
 def _owners(params: Iterable[Any]) -> list[Model]:

@@ -19,7 +19,6 @@ from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
-from harness.fsdp.comm.reduction import make_reduction
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.components import Components
 from harness.fsdp.guards.agreement import check_agreed
@@ -28,7 +27,6 @@ from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.gradient_sync import GradientSync
@@ -39,12 +37,12 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
 from harness.fsdp.runtime.units import Unit, is_expert, plan_units
-from harness.fsdp.runtime.usage import Group, Usage, make_usage
-from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, InitialValue
-from harness.fsdp.storage.gradients import GradientPlan, Gradients
+from harness.fsdp.storage.bucket import BucketContext, BucketKey, InitialValue
+from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.placement import Placements
-from harness.fsdp.vocabulary import Fallback, Numerics, OuterStrategy, Registration, Strategy
+from harness.fsdp.vocabulary import Fallback, OuterStrategy, Registration, Strategy
+from harness.fsdp.wiring import make_reductions, make_usage_of
 
 
 @dataclass(frozen=True)
@@ -186,7 +184,7 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     guard = GradientGuard(trainable, meshes.dense.everyone) if options.report_nan_in_param_grad else None
     step = Step(_step_shape(request, ground))
     gather = GatherPipeline(units, runtime, options.prefetch, options.prefetch_limit_bytes)
-    reductions_of = partial(_reductions_of, options.numerics, ground.integers)
+    reductions_of = partial(make_reductions, options.numerics, ground.integers)
     reductions = {bucket.name: reductions_of(bucket) for bucket in trainable}
     reduce = ReducePipeline(
         units,
@@ -203,7 +201,7 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     watches = _watch(options, meshes, runtime, hooks)
     replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
     weights = WeightInstaller(buckets, gather, ground.user_buffers, replicas, step)
-    usage_of = partial(_usage, options.numerics, meshes)
+    usage_of = partial(make_usage_of, options.numerics, meshes)
     gradients = GradientSync(
         units, step, hooks, reduce, weights, guard, ground.integers, usage_of(trainable, reductions)
     )
@@ -244,25 +242,6 @@ def _step_shape(request: Request, ground: Ground) -> StepShape:
         exact_terms=None if integers is None else integers.fixed.terms,
         num_ranks=ground.meshes.dense.everyone.size,
     )
-
-
-def _reductions_of(numerics: Numerics, integers: Integers | None, bucket: Bucket) -> Reductions:
-    mesh = bucket.context.mesh
-    dtypes = bucket.dtypes if integers is None else bucket.dtypes.as_integers()
-    apart = mesh.has_outer
-    inner = make_reduction(mesh.inner, dtypes, numerics, integers, legs_apart=apart)
-    if mesh.outer is None or not apart:
-        return Reductions(inner)
-    return Reductions(inner, make_reduction(mesh.outer, dtypes, numerics, integers))
-
-
-def _usage(numerics: Numerics, meshes: Meshes, trainable: list[Bucket], reductions: dict[str, Reductions]) -> Usage:
-    def held_by(mesh: Mesh) -> list[Gradients]:
-        return [b.gradients for b in trainable if b.context.mesh is mesh and b.gradients is not None]
-
-    groups = [Group(mesh.everyone, held_by(mesh)) for mesh in meshes]
-    each = [one for both in reductions.values() for one in (both.inner, both.outer) if one is not None]
-    return make_usage(groups, trainable, each, numerics)
 
 
 def _laid_out_once(options: Options) -> str:

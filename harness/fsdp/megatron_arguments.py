@@ -22,7 +22,6 @@ from harness.fsdp.vocabulary import OuterStrategy, Strategy
 class UnbuiltKeywords(TypedDict, total=False):
     """Arguments of megatron-fsdp that are not built; the type of each is the one value that asks for nothing."""
 
-    tp_dim: None
     overlap_grad_reduce: Literal[True]
     overlap_param_gather: Literal[True]
     preproc_state_dict_for_dcp_ckpt: Literal[True]
@@ -32,7 +31,6 @@ class UnbuiltKeywords(TypedDict, total=False):
     fsdp_db_use_persist_buf_on_alloc_fail: Literal[False]
     enable_fine_grained_param_gather: Literal[False]
     cuda_graph_mode: Literal[False]
-    maxpool_double_buffer: Literal[False]
 
 
 UNBUILT: dict[str, Any] = {
@@ -51,6 +49,7 @@ class ShardKeywords(OtherKeywords, total=False):
     device_mesh: DeviceMesh | None
     dp_shard_dim: str | None
     dp_outer_dim: str | None
+    tp_dim: str | None
     hybrid_fsdp_group: dist.ProcessGroup | None
     expt_device_mesh: DeviceMesh | None
     hybrid_fsdp_expt_group: dist.ProcessGroup | None
@@ -66,6 +65,7 @@ class ShardKeywords(OtherKeywords, total=False):
     calculate_per_token_loss: bool
     grad_divisor: float | None
     fsdp_double_buffer: bool
+    maxpool_double_buffer: bool
     initial_value: InitialValue | None
 
 
@@ -128,10 +128,11 @@ def groups_of(
     """The process groups of one or two dimensions of a mesh; the default group without a mesh.
 
     Args:
-        inner, outer: names of dimensions. everyone: of all ranks of both; made where it is None (*collective*).
+        inner, outer: names of dimensions, flattened ones among them. everyone: of all ranks of both; made where it is
+            None (*collective*).
 
     Raises:
-        ValueError: the mesh has no such dimension, or there is no mesh.
+        ValueError: the mesh has no such dimension, or there is no mesh; or `everyone` is missing beside flattened ones.
     """
     if mesh is None:
         for argument, name in (("dp_shard_dim", inner), ("dp_outer_dim", outer)):
@@ -140,20 +141,53 @@ def groups_of(
         if everyone is not None:
             raise ValueError("hybrid_fsdp_group needs device_mesh and dp_outer_dim beside it")
         return Groups(gather=gather)
-    shard = mesh.get_group() if inner is None and mesh.ndim == 1 else mesh.get_group(_dim(mesh, "dp_shard_dim", inner))
+    shard = mesh.get_group() if inner is None and mesh.ndim == 1 else _group(mesh, "dp_shard_dim", inner)
     if outer is None:
         if everyone is not None:
             raise ValueError("hybrid_fsdp_group was given without dp_outer_dim; give both, or neither")
         return Groups(shard, gather=gather)
-    replicas = mesh.get_group(_dim(mesh, "dp_outer_dim", outer))
-    if everyone is None:
-        flat = mesh[(outer, _dim(mesh, "dp_shard_dim", inner))]._flatten()
-        everyone = flat.get_group()
-    return Groups(shard, replicas, everyone, gather)
+    replicas = _group(mesh, "dp_outer_dim", outer)
+    return Groups(shard, replicas, everyone or _flattened(mesh, outer, inner), gather)
 
 
-def _dim(mesh: DeviceMesh, argument: str, name: str | None) -> str:
-    names = mesh.mesh_dim_names or ()
-    if name is None or name not in names:
-        raise ValueError(f"{argument}={name!r} is not a dimension of the device mesh; it has {', '.join(names)}")
-    return name
+def check_tensor_axis(mesh: DeviceMesh | None, name: str | None) -> None:
+    """Raise where `tp_dim` asks for tensor parallelism: an axis of one rank asks for nothing.
+
+    Raises:
+        NotImplementedError: the axis has several ranks.
+        ValueError: the mesh has no such dimension, or there is no mesh.
+    """
+    if name is None:
+        return
+    if mesh is None:
+        raise ValueError(f"tp_dim={name!r} names a mesh dimension, but device_mesh is None")
+    size = dist.get_world_size(_group(mesh, "tp_dim", name))
+    if size > 1:
+        raise NotImplementedError(
+            f"tp_dim={name!r} has {size} ranks: tensor parallelism is not built, only an axis of one rank is accepted."
+            " Shard over these ranks too, by a dimension flattened of both as dp_shard_dim"
+        )
+
+
+def _group(mesh: DeviceMesh, argument: str, name: str | None) -> dist.ProcessGroup:
+    """The ranks of a dimension of a mesh, or of one that was flattened of several."""
+    try:
+        if name is not None:
+            return mesh.get_group(name)
+    except (KeyError, RuntimeError):
+        pass
+    names = ", ".join(mesh.mesh_dim_names or ()) or "none that has a name"
+    raise ValueError(
+        f"{argument}={name!r} is not a dimension of the device mesh; it has {names}, and what _flatten made of these"
+    )
+
+
+def _flattened(mesh: DeviceMesh, outer: str, inner: str | None) -> dist.ProcessGroup:
+    """All ranks of two dimensions."""
+    names = (outer, inner)
+    if inner is None or not {*names} <= {*(mesh.mesh_dim_names or ())}:
+        raise ValueError(
+            f"dp_outer_dim={outer!r} and dp_shard_dim={inner!r}: where one of them is a flattened dimension, give"
+            " hybrid_fsdp_group too, the group of all ranks of both"
+        )
+    return mesh[(outer, inner)]._flatten().get_group()

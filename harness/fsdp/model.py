@@ -8,14 +8,13 @@ themselves.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Unpack
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Unpack
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.modules.module import _IncompatibleKeys
+from torch import nn
 
 from harness.fsdp.arguments import DIRECT
 from harness.fsdp.binding import own
@@ -26,20 +25,19 @@ from harness.fsdp.megatron_arguments import resolve_classes
 from harness.fsdp.options import OptionKeywords, Options
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import check_request
-from harness.fsdp.runtime.gathered import Wanted
 from harness.fsdp.state.access import StateAccess
-from harness.fsdp.state.named import ShardedState
+from harness.fsdp.stateful import StatefulModule
 from harness.fsdp.storage.bucket import InitialValue
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.update import optimizer as optim
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
-from harness.fsdp.wrapper import FORWARD_METHODS, ModuleWrapper, mark_sharded, register_forward_method
+from harness.fsdp.wrapper import FORWARD_METHODS, mark_sharded, register_forward_method
 
 if not hasattr(torch.Tensor, "grad_dtype"):
     raise ImportError(f"harness.fsdp needs torch 2.11 or newer (Tensor.grad_dtype); this is torch {torch.__version__}")
 
 
-class ShardedModel(ModuleWrapper):
+class ShardedModel(StatefulModule):
     """A module whose weights, gradients and optimizer state are split over the ranks of one or two axes.
 
     Args:
@@ -222,25 +220,6 @@ class ShardedModel(ModuleWrapper):
         if self._sharded_optimizer is not None:
             self._sharded_optimizer.forgotten = []
 
-    # -- whole weights ---------------------------------------------------------------------------------------------
-
-    def gathered(self, wanted: Wanted | Iterable[Wanted] | None = None) -> AbstractContextManager[None]:
-        """Have parameters whole in the body, in their compute dtype: to be read, and edited in place. *Collective.*
-
-        Edits count when the body ends, under every strategy; all ranks must make the same. Between uses whole weights
-        (`no_shard`, `optim`, `optim_grads`) may be read and edited outside as well. Takes the memory of the units they
-        lie in.
-
-        Args:
-            wanted: a module, a parameter, the name of either, or several of them; None is the whole model.
-
-        Raises:
-            ValueError: it is not the model's; or double_buffer has no room for so many units.
-            RuntimeError: inside the model's forward or backward; or a module or parameter was replaced in the body.
-            ReplicaDrift: ranks edited differently.
-        """
-        return self._parts.whole.gathered(wanted)
-
     def register_forward_methods(self, *names: str) -> None:
         """Let methods of the module besides `forward` run with weights that they find whole; "encoder.embed" is one of
         a submodule. `generate` is registered from the start.
@@ -252,108 +231,6 @@ class ShardedModel(ModuleWrapper):
         """
         for name in names:
             register_forward_method(self.module, name, self._parts.hooks.run_as_forward)
-
-    # -- its state -------------------------------------------------------------------------------------------------
-
-    def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
-        return self._state.full_weights()
-
-    def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
-        return self._state.full_gradients()
-
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override] # torch's has overloads for destinations
-        """Main weights as DTensors over the engine's own memory, and buffers that are saved as the first rank has them,
-        by all names torch gives them. *Collective.*
-
-        Raises:
-            NotImplementedError: ranks hold different experts under one name.
-        """
-        return self._state.state_dict()
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> _IncompatibleKeys:
-        """Take weights and buffers: whole tensors or DTensors, by the names of `state_dict`. Effective in the very next
-        forward. Gradients are forgotten. Returns names that one side lacks, as torch does. *Collective.*
-
-        Raises:
-            StateMismatch: a ValueError and a RuntimeError: with `strict` a name is missing or unexpected; or a shape
-                differs. Nothing was loaded.
-            ValueError: `assign`, which would replace the storage.
-        """
-        if assign:
-            raise ValueError("assign=True would replace flat storage that optimizer and collectives use: load in place")
-        return self._state.load_state_dict(state_dict, strict=strict)
-
-    def sharded_state(self) -> ShardedState:
-        """Weights and optimizer state by the module's own names, over the engine's own memory; for any layout.
-
-        What is written into it counts from `adopt_state` on. An optimizer that has not been stepped has no state yet:
-        `harness.fsdp.update.blank.create_state` makes it.
-
-        Raises:
-            NotImplementedError: ranks hold different experts under one name.
-        """
-        return self._state.sharded_state(self._sharded_optimizer)
-
-    def adopt_state(self, state: ShardedState) -> None:
-        """Make what was written into `sharded_state` effective in the very next forward; forget gradients.
-        *Collective.*
-
-        Raises:
-            ValueError: counters differ between parameters that are updated together.
-        """
-        self._state.adopt_state(state)
-
-    def local_state(self) -> dict[str, Tensor]:
-        """This rank's flat weights and optimizer state, for resuming on the same layout.
-
-        Raises:
-            RuntimeError: no optimizer is attached.
-        """
-        return self._state.local_state(self._sharded_optimizer)
-
-    def load_local_state(self, values: Mapping[str, Tensor]) -> None:
-        """Take `local_state` back, effective in the very next forward; forget gradients. *Collective.*
-
-        Raises:
-            ValueError: it does not fit; nothing was loaded.
-            RuntimeError: no optimizer is attached.
-        """
-        self._state.load_local_state(self._sharded_optimizer, values)
-
-    # -- what it keeps and counts ----------------------------------------------------------------------------------
-
-    def persistent_bytes(self) -> dict[str, int]:
-        """Bytes this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers; and
-        gradient_sums, where integers or another device keep these apart from the main gradients.
-
-        Between steps, from `zero_grad` to the next reduction, shards of main_grads are not there.
-        """
-        return self._parts.persistent_bytes(self.module, self._sharded_optimizer)
-
-    def transport(self) -> dict[str, str]:
-        """How data moves between ranks here, with the reason where the faster way was asked for and not found."""
-        return self._parts.transport()
-
-    def user_buffers(self) -> dict[str, str]:
-        """NCCL user buffers: requested, effective, and the reason where these differ."""
-        return self._parts.user_buffers.facts()
-
-    def counters(self) -> dict[str, int]:
-        """What this rank counted since the model was built or `reset_counters` was called, by name:
-
-        transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once.
-        gathered_units_peak: most units, the root apart, whose gathered weights took memory at once.
-        peer_read_bytes: bytes read straight from other ranks' memory; 0 where ranks exchange messages instead.
-        """
-        return self._parts.counters()
-
-    def reset_counters(self) -> None:
-        """Begin `counters` anew: peaks from what is alive now, totals from 0."""
-        self._parts.reset_counters()
 
     def close(self) -> None:
         """Take hooks off and end threads. The module keeps whatever weights it holds."""

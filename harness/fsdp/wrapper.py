@@ -15,6 +15,7 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -44,8 +45,9 @@ class ModuleWrapper(nn.Module):
         self.module = module
         self.__dict__["_non_persistent_buffers_set"] = module._non_persistent_buffers_set
 
+    @_disable_dynamo  # torch.compiler.disable, which would import the compiler here and now
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
+        """Run the module. `torch.compile` leaves it alone; parts compiled by themselves stay compiled."""
         return self.module(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

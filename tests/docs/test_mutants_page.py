@@ -16,6 +16,7 @@ MODULES = (
     "tests.fsdp.test_clipping",
     "tests.fsdp.test_gradient_access",
     "tests.fsdp.test_hidden_tensors",
+    "tests.fsdp.test_megatron",
     "tests.fsdp.test_mutants",
     "tests.fsdp.test_optimizers",
     "tests.fsdp.test_rank_dependent",

@@ -72,7 +72,7 @@ def test_the_keywords_of_fully_shard_are_the_arguments_of_fully_shard_model() ->
     types = typing.get_type_hints(fully_shard_model)
     assert {name: types[name] for name in own} == {name: typing.get_type_hints(ShardKeywords)[name] for name in own}
     assert set(OtherKeywords.__annotations__) == set(OPTIONS) | set(UnbuiltKeywords.__annotations__)
-    assert UNBUILT["tp_dim"] is None
+    assert UNBUILT["preproc_state_dict_for_dcp_ckpt"] is True
     assert UNBUILT["overlap_grad_reduce"] is True
     assert UNBUILT["disable_bucketing"] is False
 

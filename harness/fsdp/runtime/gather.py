@@ -229,6 +229,10 @@ class GatherPipeline:
                 self._reshard(unit)
         self.wait_for_others()
 
+    def settle(self) -> None:
+        """Have no gather under way: what was fetched ahead is dropped, and gathered again when it is used."""
+        self._reshard_all_but(self._kept)
+
     def wait_for_others(self) -> None:
         """Wait until other ranks have read this one's part of every gather, so that it may change."""
         with events.waiting(*(each.label for each in self._outgoing)):

@@ -67,7 +67,8 @@ class WholeWeights:
     def gathered(self, wanted: Wanted | Iterable[Wanted] | None) -> Iterator[None]:
         """See `harness.fsdp.model.ShardedModel.gathered`."""
         units = self._units_of(wanted)
-        self._refuse_inside()
+        self._refuse_inside("gathered()")
+        self.hooks.step.check_installed()
         self.weights.wait()
         held = self.gather.hold(units)
         buckets = [bucket for unit in units for bucket in unit.buckets]
@@ -83,6 +84,30 @@ class WholeWeights:
             self.gather.wait_for_others()
         if edited:
             self.weights.install()
+
+    def start(self) -> None:
+        """Begin what the next forward begins with. *Collective.* Raises as `settle`."""
+        self._refuse_inside("start_param_sync()")
+        self.hooks.step.check_installed()
+        self.weights.wait()
+        self.gather.pre_forward()
+        self._rest()
+
+    def settle(self) -> None:
+        """Wait for every gather that is under way; what was fetched ahead is dropped. *Collective.*
+
+        Raises:
+            RuntimeError: inside the model's forward or backward.
+        """
+        self._refuse_inside("synchronize_param_gather()")
+        self.weights.wait()
+        self.gather.settle()
+        self._rest()
+
+    def _rest(self) -> None:
+        for unit in self.units:
+            for bucket in unit.buckets:
+                bucket.rest()
 
     def _units_of(self, wanted: Wanted | Iterable[Wanted] | None) -> list[Unit]:
         """The units of what is wanted.
@@ -110,10 +135,10 @@ class WholeWeights:
             raise ValueError(f"gathered({wanted!r}): the model has no parameter or module of that name with parameters")
         return found
 
-    def _refuse_inside(self) -> None:
+    def _refuse_inside(self, call: str) -> None:
         self.hooks.recover()
         if self.hooks.forward.in_model or self.hooks.step.in_backward:
-            raise RuntimeError("gathered() inside the model's forward or backward: weights that run are whole already")
+            raise RuntimeError(f"{call} inside the model's forward or backward: weights that run are whole already")
 
     def _modules(self) -> list[tuple[str, int]]:
         """What the module is made of, by name and identity."""

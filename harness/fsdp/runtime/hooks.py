@@ -182,6 +182,7 @@ class HookDriver:
         self.gather.pre_forward()
 
     def _begin_forward(self, *, with_gradients: bool) -> None:
+        self.step.check_installed()
         if self.forward.state is not ForwardState.IDLE:  # one that raised left weights unsharded
             self.gather.reshard_all()
         if with_gradients:

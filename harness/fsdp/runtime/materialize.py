@@ -3,12 +3,13 @@
 [Note: Meta device] A model too large for one device is built on "meta", without memory. Its values come either from
 `initial_value`, by name, or from the modules' own `reset_parameters()`, run module by module in definition order, so
 that a random generator gives each the numbers it would have given an ordinary construction. Only one module's
-parameters are whole at any time.
+parameters are whole at any time. A module without `reset_parameters()` may have `_reset_parameters()`, as
+nn.MultiheadAttention has, which may set what lies in modules inside it: these are reset first, all of them together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -80,32 +81,58 @@ def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], mesh: Mesh, de
     A parameter of several modules keeps what the first of them gave it. Every rank takes the first one's values.
 
     Raises:
-        ValueError: a module with parameters or buffers has no `reset_parameters`.
+        ValueError: a module with parameters or buffers has neither `reset_parameters` nor `_reset_parameters`.
     """
     homes = {
         id(param): (bucket, slot)
         for bucket in buckets
         for slot, (_, param) in zip(bucket.layout.slots, bucket.params, strict=True)
     }
+    names = {id(part): path or "the module" for path, part in module.named_modules()}
     done: set[int] = set()
-    for path, part in module.named_modules():
-        own = [param for param in part._parameters.values() if param is not None]
-        hollow = [name for name, buffer in part._buffers.items() if buffer is not None and buffer.is_meta]
-        if not own and not hollow:
-            continue
-        reset = getattr(part, "reset_parameters", None)
-        if reset is None:
-            raise ValueError(
-                f"{path or 'the module'} ({type(part).__name__}) has parameters or buffers of its own and no"
-                " reset_parameters(); write one, or give `initial_value`"
-            )
-        for name in hollow:
-            part._buffers[name] = torch.empty_like(part._buffers[name], device=device)
-        _reset(reset, own, homes, done, mesh, device)
+    for turn in _turns(module, set()):
+        parts = [part for part in turn if _has_own(part)]
+        resets = [_reset_of(part, names[id(part)]) for part in parts]
+        for part in parts:
+            for name, buffer in part._buffers.items():
+                if buffer is not None and buffer.is_meta:
+                    part._buffers[name] = torch.empty_like(buffer, device=device)
+        own = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
+        _reset(resets, list(own.values()), homes, done, mesh, device)
+
+
+def _turns(part: nn.Module, seen: set[int]) -> Iterator[list[nn.Module]]:
+    """Modules that are reset together, in the order in which an ordinary construction resets them."""
+    if id(part) in seen:
+        return
+    seen.add(id(part))
+    if _has_own(part) and not hasattr(part, "reset_parameters") and hasattr(part, "_reset_parameters"):
+        yield [*(each for child in part.children() for turn in _turns(child, seen) for each in turn), part]
+        return
+    yield [part]
+    for child in part.children():
+        yield from _turns(child, seen)
+
+
+def _has_own(part: nn.Module) -> bool:
+    """Whether a module has something to reset: parameters of its own, or buffers without memory."""
+    hollow = any(buffer is not None and buffer.is_meta for buffer in part._buffers.values())
+    return hollow or any(param is not None for param in part._parameters.values())
+
+
+def _reset_of(part: nn.Module, name: str) -> Callable[[], None]:
+    for method in ("reset_parameters", "_reset_parameters"):
+        if hasattr(part, method):
+            found: Callable[[], None] = getattr(part, method)
+            return found
+    raise ValueError(
+        f"{name} ({type(part).__name__}) has parameters or buffers of its own and neither reset_parameters() nor"
+        " _reset_parameters(); write one, or give `initial_value`"
+    )
 
 
 def _reset(
-    reset: Callable[[], None],
+    resets: Sequence[Callable[[], None]],
     params: Sequence[nn.Parameter],
     homes: dict[int, tuple[Bucket, Slot]],
     done: set[int],
@@ -117,7 +144,8 @@ def _reset(
     held = [param.data for param in params]
     for param in params:
         param.data = torch.empty(param.shape, dtype=param.dtype, device=device)
-    reset()
+    for reset in resets:
+        reset()
     for param, before in zip(params, held, strict=True):
         value, param.data = param.data, before
         bucket, slot = homes[id(param)]

@@ -179,6 +179,8 @@ class Step:
         """Of the backward that runs, or ran last."""
         self.num_updates = 0
         """How often weights were installed, after an update or a load."""
+        self.awaits_install = False
+        """Whether weights were updated that are still to be installed."""
         self.dropped: set[str] = set()
         """Parameters whose `.grad` the program has set to None since gradients were last forgotten."""
         self.frozen: frozenset[str] = frozenset()
@@ -276,6 +278,15 @@ class Step:
     def weights_installed(self) -> None:
         """The weights have changed: graphs of earlier forwards are worth nothing any more."""
         self.num_updates += 1
+        self.awaits_install = False
+
+    def check_installed(self) -> None:
+        """Raise StepError where weights would be used that were updated and not installed."""
+        if self.awaits_install:
+            raise StepError(
+                "weights were updated by step(install_optimized_model_weights=False) and are not installed: call"
+                " model.install_optimized_model_weights() before they are used"
+            )
 
 
 class ForwardState(Enum):

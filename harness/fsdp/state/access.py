@@ -188,9 +188,9 @@ def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def refuse_state_dict(*_: Any) -> None:
-    """Raise NotImplementedError: a hook of modules and optimizers whose tensors are pieces."""
+    """Raise NotImplementedError: a hook of modules whose tensors are pieces."""
     raise NotImplementedError(
-        "what is sharded holds pieces, which a module or an optimizer by itself cannot name: take state_dict() or"
+        "what is sharded holds pieces, which a module inside the model cannot name: take state_dict() or"
         " sharded_state() of the ShardedModel, DTensors by the model's own names for any layout;"
         " full_weights() for whole tensors, or local_state() to resume on the same layout"
     )

@@ -78,7 +78,7 @@ class RowShard(DTensor):
         Raises:
             RuntimeError: it is a counter, and this rank has no row of its parameter.
         """
-        if self._group is None and self._local_tensor.numel() != self.shape.numel():
+        if self.is_counter_elsewhere:
             raise RuntimeError(
                 "a counter of which this rank has no copy: take it from a rank that has rows of the parameter"
             )
@@ -107,6 +107,11 @@ class RowShard(DTensor):
         if placements is None or not all(isinstance(each, Replicate) for each in placements):
             raise RuntimeError(_refusal("redistribute to anything but Replicate()"))
         return DTensor.from_local(self.full_tensor(), self._spec.mesh, placements, run_check=False)
+
+    @property
+    def is_counter_elsewhere(self) -> bool:
+        """Whether this rank has no copy of the counter that this stands for."""
+        return self._group is None and self._local_tensor.numel() != self.shape.numel()
 
     # -- as plain tensors --------------------------------------------------------------------------------------------
 

@@ -135,6 +135,12 @@ class Bucket:
         self.dtypes, self.trainable = dtypes, True
         self._build(lambda name, _: values[name])
 
+    def send_as(self, dtypes: Dtypes) -> None:
+        """Have gradients travel in another dtype from now on; all others are what they were."""
+        self.dtypes = dtypes
+        if self.gradients is not None:
+            self.gradients.send_as(dtypes)
+
     @property
     def is_whole_everywhere(self) -> bool:
         """Whether every rank of the model keeps all of its main weights."""
@@ -357,6 +363,11 @@ class Bucket:
     def adopt_edits(self) -> None:
         """Let edits of weights that are whole between uses count: main weights in storage of their own take them."""
         if self.is_resident and self.edited():
+            self.adopt_whole()
+
+    def adopt_whole(self) -> None:
+        """Let whole compute weights that were written to count, as edits do."""
+        if self.is_resident:
             self.take_over(self.differing())
             self.forget_edits()
 

@@ -238,6 +238,11 @@ class Gradients:
 
     # -- the reductions' side ------------------------------------------------------------------------------------
 
+    def send_as(self, dtypes: Dtypes) -> None:
+        """See `Bucket.send_as`; what says which parameters got none is chosen anew."""
+        self.dtypes = dtypes
+        self.marks = None
+
     def take(self) -> Tensor:
         """Hand over the unreduced gradients; parameters lose `.grad` unless that lies in the sums themselves."""
         if self.concat:

@@ -173,6 +173,11 @@ class ShardedOptimizer:
             found += [] if any(each is optimizer for each in found) else [optimizer]
         return found
 
+    def names_by_group(self, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+        """Names of the parameters each group of an optimizer was given, in its order, frozen ones among them."""
+        places = [place for place, (each, _) in enumerate(self._groups) if each is optimizer]
+        return [[name for name, other in self._grouped.items() if other == place] for place in places]
+
     def stepped_by(self, flat: FlatRun) -> torch.optim.Optimizer:
         """The optimizer of a run."""
         return self._groups[flat.run.group][0]
@@ -424,6 +429,11 @@ def clip_gradients(buckets: Sequence[Bucket], norm: float, max_norm: float) -> N
     """Scale the main gradients by min(1, max_norm / (norm + 1e-6)), as torch.nn.utils.clip_grad_norm_ does."""
     coefficient = max_norm / (norm + 1e-6)
     if coefficient < 1.0 or math.isnan(coefficient):
-        for bucket in buckets:
-            for shard in bucket.grad_shards:
-                shard.mul_(coefficient)
+        scale_gradients(buckets, coefficient)
+
+
+def scale_gradients(buckets: Sequence[Bucket], factor: float) -> None:
+    """Multiply the main gradients, which are finished, by a factor."""
+    for bucket in buckets:
+        for shard in bucket.grad_shards:
+            shard.mul_(factor)

@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 from torch import nn
 
-from harness.fsdp import construction
+from harness.fsdp import wiring
 from harness.fsdp.runtime.gather import GatherPipeline, WeightState
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.usage import Usage
@@ -109,7 +109,7 @@ def test_what_was_wrong_once_is_right(name: str) -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 _bring, _forget = Gradients.bring, GradientSync.forget
-_make_usage, _give_access = construction.make_usage, bucket.give_access
+_make_usage, _give_access = wiring.make_usage, bucket.give_access
 
 
 def _twice(self: Gradients, index: int) -> None:
@@ -172,7 +172,7 @@ MUTANTS = {
     ),
     "asked too late": Mutant(
         "Who got no gradient is not asked before an optimizer is bound, at its first step",
-        lambda: mock.patch.object(construction, "make_usage", _asks_late),
+        lambda: mock.patch.object(wiring, "make_usage", _asks_late),
         [FOUND["clipping before the first step binds the optimizer"]],
     ),
     "the root comes last": Mutant(

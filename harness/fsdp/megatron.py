@@ -1,0 +1,230 @@
+"""megatron-fsdp's names on the model: what a loop written for that engine calls, said in this one's terms.
+
+The arguments of the entries are read in `harness.fsdp.megatron_arguments`, those of `optimizer.step` and
+`optimizer.zero_grad` in `harness.fsdp.binding`. What has no meaning here raises, and says what to use in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from harness.fsdp.guards.replicas import held_by_several
+from harness.fsdp.model import ShardedModel
+from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.runtime.step import Call, StepError, StepState
+from harness.fsdp.update import optimizer as optim
+from harness.fsdp.vocabulary import Registration
+from harness.fsdp.wiring import set_wire, with_wire_of
+
+_PARAMS = "parameters stay the module's own, before and after a step: drop the call, or read model.named_parameters()"
+_RANKS = "the ranks are those of the device mesh that the model was given"
+ELSEWHERE = {
+    "param_and_grad_buffer": "read model.buckets, or model.persistent_bytes() for their bytes",
+    "dist_index": _RANKS,
+    "get_distributed_index": _RANKS,
+    "ddp_config": "read model.options, model.strategy and model.outer_strategy",
+    "mp_policy": "read model.policy",
+    "raw_param": _PARAMS,
+    "is_param_fsdp_distributed": _PARAMS,
+    "_replace_param_with_distributed_if_needed": _PARAMS,
+    "_replace_param_with_raw_if_needed": _PARAMS,
+    "microbatch_count": "a step begins with zero_grad(); is_last_microbatch says which backward ends it",
+    "all_gather_pipeline": "hooks gather; model.gathered() has weights whole outside the forward",
+    "all_gather_and_wait_parameters_ready": "hooks gather; model.gathered() has weights whole outside the forward",
+    "grad_reduce_pipeline": "backwards reduce; model.finish_grad_sync() waits",
+}
+"""What megatron-fsdp's model has besides, and what to use here."""
+
+
+class MegatronModel(ShardedModel):
+    """A `ShardedModel` that also has the methods of megatron-fsdp's `MegatronFSDP`, under their names.
+
+    `fully_shard` and `fully_shard_model` return it. All ranks call these methods, in the same order.
+    """
+
+    # -- which backward ends a step ------------------------------------------------------------------------------
+
+    @property
+    def is_last_microbatch(self) -> bool:
+        """Whether the backward that begins next ends the step's accumulation; may be set, as `set_model_auto_sync`
+        does."""
+        return self._parts.step.sync
+
+    @is_last_microbatch.setter
+    def is_last_microbatch(self, value: bool) -> None:
+        self.set_model_auto_sync(value)
+
+    model_auto_sync = is_last_microbatch
+    """Another name of `is_last_microbatch`: one switch says it here."""
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """See `ShardedModel.finish_grad_sync`.
+
+        Raises:
+            NotImplementedError: `force_all_reduce`: which collective reduces follows from the strategy.
+        """
+        if force_all_reduce:
+            raise NotImplementedError(
+                "finish_grad_sync(force_all_reduce=True): what reduces gradients follows from the strategy; whole sums"
+                " on every rank are zero_dp_strategy='no_shard', or model.full_gradients()"
+            )
+        super().finish_grad_sync()
+
+    def start_grad_sync(self, *_: Any) -> None:
+        """Nothing is left to start: a backward issues its reductions itself, unit by unit.
+
+        Raises:
+            StepError: a RuntimeError: a backward runs; or the last one ran inside `no_sync`, so that none was issued.
+        """
+        self._outside_backward(Call.finish_grad_sync)
+
+    def synchronize_gradient_reduce(self) -> None:
+        """Wait for the reductions that backwards have issued. Sums are scaled by `finish_grad_sync`, not yet.
+
+        Raises:
+            StepError: as `start_grad_sync`.
+        """
+        self._outside_backward(Call.finish_grad_sync)
+        self._parts.gradients.drain()
+
+    def _outside_backward(self, call: Call) -> None:
+        self._parts.hooks.recover()
+        self._parts.step.check(call)
+
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Finish the gradients and hand them to the optimizers, as `.grad` of the flat tensors in their groups;
+        `step` does so by itself.
+
+        Raises:
+            RuntimeError: no optimizer was given to `fully_shard_optimizer`.
+            StepError: as `finish_grad_sync`.
+        """
+        if self._sharded_optimizer is None:
+            raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(optimizer) first")
+        self.finish_grad_sync()
+        if self.has_gradients:
+            self._sharded_optimizer.attach()
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Finish the gradients and multiply them by a factor, the same on all ranks; without a backward there are none.
+
+        Raises:
+            StepError: as `finish_grad_sync`.
+        """
+        if not self.has_gradients:
+            return
+        self.finish_grad_sync()
+        optim.scale_gradients(self.buckets, float(scaling_factor))
+
+    def zero_grad_buffer(self) -> None:
+        """Forget gradients; see `zero_grad`."""
+        self.zero_grad()
+
+    # -- weights -------------------------------------------------------------------------------------------------
+
+    def install_optimized_model_weights(self) -> None:
+        """See `install_weights`: what `step(install_optimized_model_weights=False)` leaves to be done."""
+        self.install_weights()
+
+    def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Begin the gathers that the next forward begins with; it does so itself otherwise.
+
+        Args:
+            force_dispatch: what is done in any case.
+
+        Raises:
+            NotImplementedError: `force_sync`: it would have the whole model on every rank.
+            RuntimeError: inside the model's forward or backward.
+        """
+        if force_sync:
+            raise NotImplementedError(
+                "start_param_sync(force_sync=True) would leave the weights of all units whole on every rank: use `with"
+                " model.gathered():` to read or edit them; a forward gathers what it needs"
+            )
+        self._parts.whole.start()
+
+    def synchronize_param_gather(self) -> None:
+        """Wait until no gather of weights is under way, on this rank and on those that take from it.
+
+        What was fetched ahead is gathered again when it is used.
+
+        Raises:
+            RuntimeError: inside the model's forward or backward.
+        """
+        self._parts.whole.settle()
+
+    def broadcast_params(self) -> None:
+        """Let weights of which several ranks have a copy be what the first of these has, its edits included. Effective
+        in the next forward. What one rank alone has (its shard under `optim_grads_params`) stays.
+
+        Raises:
+            RuntimeError: inside `gathered`.
+        """
+        self._parts.weights.refuse_held()
+        self._parts.weights.wait()
+        for comm, replicas in held_by_several(self.buckets, self._parts.meshes):
+            for each in replicas:
+                each.tensor.copy_(comm.from_first(each.tensor, f"weights of {each.name}"))
+        for bucket in self.buckets:
+            bucket.adopt_whole()
+        self.install_weights()
+
+    # -- dtypes --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def mixed_precision_context(self, mixed_precision_policy: MixedPrecisionPolicy) -> Iterator[None]:
+        """Reduce in another `grad_comm_dtype` in the body, which is one step or several; see
+        `reset_mixed_precision_policy`. Gradients that are not finished when it ends are finished then."""
+        before = self.policy
+        self.reset_mixed_precision_policy(mixed_precision_policy)
+        try:
+            yield
+            if self.has_gradients:
+                self.finish_grad_sync()
+        except BaseException:
+            self._parts.hooks.recover()
+            if self.has_gradients:
+                self._parts.step.fail()
+            raise
+        finally:
+            self._set_policy(before)
+
+    def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
+        """Take another policy's `grad_comm_dtype`, between two steps; its other fields are the model's or defaults.
+
+        Raises:
+            NotImplementedError: another field is neither; or buffers of a fixed size were made for the dtype.
+            StepError: a RuntimeError: gradients are there that are not finished.
+            ValueError: the dtypes do not go together.
+        """
+        if self.options.double_buffer or self.options.nccl_ub is not Registration.none:
+            raise NotImplementedError(
+                "a change of grad_comm_dtype with double_buffer or nccl_ub, whose buffers were made for one: leave both"
+                " off, or give grad_comm_dtype to fully_shard_model"
+            )
+        self._parts.hooks.recover()
+        if self._parts.step.state not in (StepState.IDLE, StepState.FINISHED):
+            raise StepError(
+                f"a change of grad_comm_dtype in the middle of a step ({self._parts.step.state.value}): change it after"
+                " zero_grad(), before the step's first backward"
+            )
+        self._set_policy(with_wire_of(mixed_precision_policy, self.policy))
+
+    def _set_policy(self, policy: MixedPrecisionPolicy) -> None:
+        if policy != self.policy:
+            set_wire(self._parts, policy, self.numerics)
+            self.policy = policy
+
+    # -- what is elsewhere ---------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in ELSEWHERE:
+                raise AttributeError(f"{name} is megatron-fsdp's own, and not here: {ELSEWHERE[name]}") from None
+            raise

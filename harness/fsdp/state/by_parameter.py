@@ -1,0 +1,124 @@
+"""An optimizer's state as torch's `Optimizer.state_dict` has it: by the number of a parameter, for any layout.
+
+Numbers count the parameters that the optimizer was built over, group by group, frozen ones among them. Entries with a
+parameter's shape are `RowShard`s over the engine's own memory; counters are tensors of shape [], one a parameter, and
+every rank has all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.state.named import OPTIMIZER, ShardedState, StateMismatch, check_fit
+from harness.fsdp.state.row_shard import RowShard
+from harness.fsdp.update.blank import create_state
+from harness.fsdp.update.optimizer import ShardedOptimizer
+
+KERNELS = frozenset({"foreach", "fused"})
+"""Settings of a group that choose kernels: the engine may have chosen, and what is loaded does not choose again."""
+
+
+def have_state(optimizer: torch.optim.Optimizer, *, to_load: bool) -> None:
+    """Let an optimizer that has not been stepped have state, to be saved or (`to_load`) written over.
+
+    SGD's momentum with dampening has none before its first step, which begins it otherwise than with zeros.
+    """
+    if to_load or not any(group.get("dampening") for group in optimizer.param_groups):
+        create_state(optimizer)
+
+
+def state_dict_of(
+    optimizer: torch.optim.Optimizer, owner: ShardedOptimizer, held: ShardedState, everyone: Communicator
+) -> dict[str, Any]:
+    """`state`: entries by a parameter's number. `param_groups`: settings, and numbers of a group. *Collective.*"""
+    numbers = {name: number for number, name in enumerate(_names(optimizer, owner))}
+    counters = _counters(held, everyone)
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, entry, value in _entries(held):
+        if name in numbers:
+            state.setdefault(numbers[name], {})[entry] = counters.get((name, entry), value)
+    groups = []
+    for group, names in zip(optimizer.param_groups, owner.names_by_group(optimizer), strict=True):
+        settings = {key: value for key, value in group.items() if key != "params"}
+        groups.append(settings | {"params": [numbers[name] for name in names]})
+    return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def load_state_dict(
+    optimizer: torch.optim.Optimizer, owner: ShardedOptimizer, held: ShardedState, given: Mapping[str, Any]
+) -> None:
+    """Take what `state_dict_of` gave, or what torch's gives of the same parameters in one process. *Collective.*
+
+    Raises:
+        StateMismatch: it does not fit; nothing was loaded.
+    """
+    _check_groups(given["param_groups"], owner.names_by_group(optimizer))
+    names = list(_names(optimizer, owner))
+    wanted = {(name, entry): value for name, entry, value in _entries(held) if name in names}
+    found = {(names[number], entry): value for number, of in given["state"].items() for entry, value in of.items()}
+    found = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+    pairs = [(_key(key), target, found[key]) for key, target in wanted.items() if key in found]
+    missing = [_key(key) for key, target in wanted.items() if key not in found and _is_here(target)]
+    check_fit(pairs, missing, [_key(key) for key in found if key not in wanted])
+    for _, target, value in pairs:
+        _fill(target, value)
+    for group, settings in zip(optimizer.param_groups, given["param_groups"], strict=True):
+        group.update({k: deepcopy(v) for k, v in settings.items() if k != "params" and k not in KERNELS})
+
+
+def _counters(held: ShardedState, everyone: Communicator) -> dict[tuple[str, str], Tensor]:
+    """All counters, also of parameters of which this rank has no row. *Collective.*"""
+    known = {
+        (name, entry): value
+        for name, entry, value in _entries(held)
+        if not isinstance(value, RowShard) or value.is_counter_elsewhere
+    }
+    order = sorted(known)
+    here = [float(not isinstance(known[key], RowShard)) for key in order]
+    values = [0.0 if isinstance(known[key], RowShard) else float(known[key]) for key in order]
+    device = everyone.runtime.device
+    sums = everyone.sum_scalars(torch.tensor([values, here], dtype=torch.float64, device=device), "counters").cpu()
+    means = sums[0] / sums[1]  # of equal numbers: exact
+    return {key: means[place].to(known[key].dtype) for place, key in enumerate(order)}
+
+
+def _key(parameter_and_entry: tuple[str, str]) -> str:
+    return "/".join(parameter_and_entry)
+
+
+def _is_here(target: Tensor) -> bool:
+    """Whether this rank has some of it; of a counter, a copy."""
+    return not isinstance(target, RowShard) or target.held is not None
+
+
+def _fill(target: Tensor, value: Tensor) -> None:
+    if isinstance(target, RowShard):
+        target.fill_from(value)
+    else:
+        target.copy_(value)
+
+
+def _names(optimizer: torch.optim.Optimizer, owner: ShardedOptimizer) -> Iterator[str]:
+    return (name for names in owner.names_by_group(optimizer) for name in names)
+
+
+def _entries(held: ShardedState) -> Iterator[tuple[str, str, Tensor]]:
+    for key, value in held.tensors.items():
+        if key.startswith(OPTIMIZER):
+            name, _, entry = key.removeprefix(OPTIMIZER).rpartition("/")
+            yield name, entry, value
+
+
+def _check_groups(given: list[dict[str, Any]], names: list[list[str]]) -> None:
+    sizes, own = [len(group["params"]) for group in given], [len(each) for each in names]
+    if sizes != own:
+        raise StateMismatch(
+            f"state does not fit the optimizer, nothing was loaded: it has groups of {sizes} parameters, the"
+            f" optimizer's have {own}"
+        )
