@@ -8,6 +8,7 @@ what that refuses is refused. A hook of torch's, before every `step` of any opti
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from harness.fsdp.vocabulary import Numerics
 
 SYNC, INSTALL = "sync_grad_before_optimizer_step", "install_optimized_model_weights"
 """What `step` takes beside a closure, each True unless it is given: megatron-fsdp's names."""
+TORCH_HELPERS = "torch.distributed.checkpoint.state_dict"
 _OWNER = "_fsdp_model"
 """Attribute of a sharded parameter: a weak reference to its model."""
 
@@ -163,7 +165,17 @@ def _zero_grad(
 
 
 def _state_dict(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """See `harness.fsdp.state.by_parameter`. *Collective.*"""
+    """See `harness.fsdp.state.by_parameter`. *Collective.*
+
+    Raises:
+        NotImplementedError: torch's helpers ask, which look the tensors of the groups up among the module's parameters.
+    """
+    if sys._getframe(1).f_globals.get("__name__") == TORCH_HELPERS:
+        raise NotImplementedError(
+            "get_optimizer_state_dict() and get_state_dict() of torch name state by the parameters in the optimizer's"
+            " groups, which hold flat tensors of a sharded model: call optimizer.state_dict(), by a parameter's number,"
+            " or model.sharded_state(), by its name; torch.distributed.checkpoint saves and loads either"
+        )
     by_parameter.have_state(optimizer, to_load=False)
     return by_parameter.state_dict_of(optimizer, sharded, model.sharded_state(), model._parts.everyone)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.fsdp import MegatronModel, MixedPrecisionPolicy, api, fully_shard, fully_shard_model, fully_shard_optimizer
@@ -495,6 +496,7 @@ def refusing(rank: int, strategy: str) -> list[str]:
     told = said(lambda: model.finish_grad_sync(True), NotImplementedError, "force_all_reduce=True", "full_gradients()")
     told += said(lambda: model.start_param_sync(force_sync=True), NotImplementedError, "force_sync=True", "gathered()")
     told += said(lambda: optimizer.step(clip=1), NotImplementedError, "step(clip)", "sync_grad_before_optimizer_step")
+    told += said(lambda: get_optimizer_state_dict(model, optimizer), NotImplementedError, "call optimizer.state_dict()")
     for name in ELSEWHERE:
         told += said(lambda name=name: getattr(model, name), AttributeError, name, "megatron-fsdp's own")
         told += [f"{name} is there"] if hasattr(model, name) else []
@@ -609,6 +611,11 @@ MUTANTS = {
         "torch.compile traces the engine's hooks",
         lambda: mock.patch.object(ModuleWrapper, "forward", ModuleWrapper.forward.__wrapped__),
         "compiling",
+    ),
+    "helpers are not known": Mutant(
+        "torch's get_optimizer_state_dict fails on a name of its own",
+        lambda: mock.patch.object(binding_module, "TORCH_HELPERS", ""),
+        "refusing",
     ),
     "numbers of trained parameters": Mutant(
         "Frozen parameters are not counted, so that numbers are not torch's",
