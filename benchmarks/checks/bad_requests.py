@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -171,17 +171,92 @@ def poison_torch(folder: Path) -> None:
 
 def ask(request: BadRequest, folder: Path, full: Path | None) -> Outcome:
     """Make one request in an empty working folder; `folder` holds bad data and the poison."""
+
+    def run(cwd: str) -> tuple[int, str, str]:
+        command = [*RUN, *_words(request, folder, full)]
+        done = subprocess.run(command, cwd=cwd, env=_environment(folder), capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout, done.stderr
+
+    return _observed(run, folder)
+
+
+class Asker:
+    """A process that has imported `run.py`, and forks one for each request: what is asked of it costs no imports."""
+
+    def __init__(self, folder: Path, full: Path | None) -> None:
+        self._folder, self._full = folder, full
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", FORKING, str(ROOT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=_environment(folder),
+            text=True,
+        )
+
+    def ask(self, request: BadRequest) -> Outcome:
+        """Like `ask`."""
+
+        def run(cwd: str) -> tuple[int, str, str]:
+            assert self._process.stdin is not None
+            assert self._process.stdout is not None
+            told = self._folder / "out", self._folder / "err"
+            words = _words(request, self._folder, self._full)
+            self._process.stdin.write(json.dumps([cwd, *map(str, told), words]) + "\n")
+            self._process.stdin.flush()
+            code = int(self._process.stdout.readline())
+            return code, *(each.read_text() for each in told)
+
+        return _observed(run, self._folder)
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.communicate()
+
+
+FORKING = """
+import json, os, sys, traceback
+sys.path.insert(0, sys.argv[1])
+import run
+for line in sys.stdin:
+    folder, out, err, words = json.loads(line)
+    child = os.fork()
+    if child:
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    os.chdir(folder)
+    for number, path in enumerate((out, err), start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv[:] = [os.path.join(sys.argv[1], "run.py"), *words]
+    try:
+        code = run.main(words)
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(code or 0)
+"""
+
+
+def _words(request: BadRequest, folder: Path, full: Path | None) -> list[str]:
+    return [word.replace("{tmp}", str(folder)).replace("{full}", str(full)) for word in request.words]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
+    return os.environ | {"PYTHONPATH": str(folder / "poison"), "PATH": path}
+
+
+def _observed(run: Callable[[str], tuple[int, str, str]], folder: Path) -> Outcome:
     mark = folder / "torch-was-imported"
     mark.unlink(missing_ok=True)
-    path = os.pathsep.join(p for p in os.environ["PATH"].split(os.pathsep) if not (Path(p) / "sbatch").exists())
-    environment = os.environ | {"PYTHONPATH": str(folder / "poison"), "PATH": path}
-    words = [word.replace("{tmp}", str(folder)).replace("{full}", str(full)) for word in request.words]
     with tempfile.TemporaryDirectory() as cwd:
         started, used = time.perf_counter(), _children_cpu()
-        done = subprocess.run([*RUN, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
+        code, out, err = run(cwd)
         seconds, cpu = time.perf_counter() - started, _children_cpu() - used
         left = tuple(sorted(str(p.relative_to(cwd)) for p in Path(cwd).rglob("*")))
-    return Outcome(done.returncode, done.stdout, done.stderr, seconds, cpu, mark.exists(), left)
+    return Outcome(code, out, err, seconds, cpu, mark.exists(), left)
 
 
 def _children_cpu() -> float:

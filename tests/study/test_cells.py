@@ -48,11 +48,16 @@ def ask(hydra: Hydra, *words: str) -> Desired:
     return cells_of(hydra.config_loader, master, list(words))
 
 
+NARROWED = {"engine_step_time": "train.replicate=0,1", "engines": "dtype=fp32"}
+"""What `make test` asks of studies of hundreds of cells, which take ten seconds each: all their ways of sharding."""
+
+
 @cache
-def shipped(study: str) -> Desired:
-    """What `run.py -m study=STUDY` asks for; the largest one takes ten seconds."""
+def shipped(study: str, *, whole: bool = False) -> Desired:
+    """What `run.py -m study=STUDY` asks for."""
+    narrowed = () if whole or study not in NARROWED else (NARROWED[study],)
     with begun() as instance:
-        return ask(instance, f"study={study}")
+        return ask(instance, f"study={study}", *narrowed)
 
 
 OVERRIDES = [
@@ -74,9 +79,19 @@ def test_the_fast_way_gives_what_hydra_gives(hydra: Hydra) -> None:
     assert fast[len(OVERRIDES) :] == fast[: len(OVERRIDES)], "a cell leaves no trace in the next"
 
 
-@pytest.mark.parametrize("study", load_catalog().options["study"])
-def test_every_shipped_study_expands_and_has_its_controls(study: str) -> None:
-    wanted = shipped(study)
+def test_every_large_study_is_shipped() -> None:
+    assert set(NARROWED) <= set(load_catalog().options["study"])
+
+
+@pytest.mark.parametrize(
+    ("study", "whole"),
+    [
+        *((study, False) for study in load_catalog().options["study"]),
+        *(pytest.param(study, True, marks=pytest.mark.full) for study in NARROWED),
+    ],
+)
+def test_every_shipped_study_expands_and_has_its_controls(study: str, whole: bool) -> None:
+    wanted = shipped(study, whole=whole)
     assert {cell.study for cell in wanted.cells} == {study}
     signatures = [cell.signature for cell in wanted.cells]
     assert len(set(signatures)) == len(signatures)
@@ -209,13 +224,14 @@ def arm_of(c: Config) -> tuple[object, ...]:
     return c.model.name, c.engine.name, c.dtype.name, *split
 
 
-def test_the_study_of_step_time_is_whole_blocks_of_both_regimes() -> None:
-    wanted = shipped("engine_step_time")
+@pytest.mark.parametrize(("whole", "blocks"), [(False, 2), pytest.param(True, 5, marks=pytest.mark.full)])
+def test_the_study_of_step_time_is_whole_blocks_of_both_regimes(whole: bool, blocks: int) -> None:
+    wanted = shipped("engine_step_time", whole=whole)
     configs = [cell.typed for cell in wanted.cells]
     assert all(config.measure.mode is MeasureMode.bench for config in configs)
     assert [config.train.replicate for config in configs] == sorted(config.train.replicate for config in configs)
     arms = Counter(arm_of(c) for c in configs)
-    assert set(arms.values()) == {5}
+    assert set(arms.values()) == {blocks}
     assert len(arms) == 2 * 19 + 2 * 5 + 6
     assert {arm[1] for arm in arms} == set(EngineName) - {EngineName.single, EngineName.ext}
     assert len({c.train.steps for c in configs}) == 1
@@ -225,8 +241,8 @@ def test_the_study_of_step_time_is_whole_blocks_of_both_regimes() -> None:
     record = study_record(wanted.cells, wanted.controls)
     assert record["order_seed"] == 0
     assert [cell["signature"] for cell in record["cells"]] == [cell.signature for cell in wanted.cells]
-    blocks = {cell.signature: cell.typed.train.replicate for cell in wanted.cells}
-    assert all(blocks[arm] == blocks[control] for arm, control in wanted.controls.items()), "arms are paired by block"
+    block = {cell.signature: cell.typed.train.replicate for cell in wanted.cells}
+    assert all(block[arm] == block[control] for arm, control in wanted.controls.items()), "arms are paired by block"
 
 
 def test_a_set_of_timed_jobs_is_refused_and_one_is_not(hydra: Hydra) -> None:

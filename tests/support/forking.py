@@ -113,6 +113,8 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     for module in PRELOADED:
         import_module(module)
+    # More ranks than cores: who holds a lock of gloo's is not to lose its core to a thread that only spins for it.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     while True:
         try:
             request = connection.recv_bytes()
