@@ -8,7 +8,7 @@ STUDY := parity_pair
 # Workers of the tests: one more than the two cores of CI, as many tests wait.
 WORKERS ?= 3
 
-.PHONY: run test test-all lint types imports install peers clean
+.PHONY: run test test-all lint types imports install peers models clean
 
 run: install
 	$(BIN)/python run.py -m study=$(STUDY)
@@ -18,7 +18,7 @@ test: install peers lint types imports
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 # Every product of which `make test` runs a covering part; docs/suite.md has its record.
-test-all: install peers lint types imports
+test-all: install peers models lint types imports
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'full or not full'
 
 lint: install
@@ -39,6 +39,15 @@ peers: $(VENV)/.peers
 $(VENV)/.peers: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[peers]' wheel setuptools
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-build-isolation deepspeed==0.19.8
+	touch $@
+
+# Models of other libraries, for tests of `test-all`, which skip what cannot be imported. A torchvision of another build
+# than torch's breaks transformers too, and goes.
+models: $(VENV)/.models
+
+$(VENV)/.models: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[models]'
+	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 # torch first and pinned: a looser request would bring the CUDA build and its gigabytes.

@@ -16,6 +16,7 @@ HEAD = re.compile(r"# [^\n]+\n\n\*(?P<kind>Guide|Reference|Record)\. (?P<sentenc
 SOURCES = {
     "behaviours.md": "benchmarks/pages/behaviours.py",
     "checkpoints.md": "benchmarks/pages/checkpoints_prose.md",
+    "compatibility.md": "benchmarks/pages/compatibility_prose.md",
     "configuration.md": "harness/config/doc.py",
     "dtypes.md": "benchmarks/pages/dtype_table.py",
     "engine_knobs.md": "harness/config/engine_doc.py",

@@ -76,7 +76,6 @@ REFUSALS = (
     Refusal("edits of a unit's input", r"PassedInputs is a view and is being modified inplace", _edits),
     Refusal("whole-tensor optimizers", r"LBFGS is not known to update each element", lambda p: p.optimizer == "lbfgs"),
     Refusal("torch's loss scale", r"use harness\.fsdp\.LossScale\(model\)", lambda p: p.aside == "scaler"),
-    Refusal("the optimizer's own state", r"sharded_state", lambda p: p.aside == "saves_optimizer"),
     Refusal("copies", r"cannot be copied or pickled", lambda p: p.aside == "copies"),
 )
 

@@ -210,8 +210,8 @@ class Experts(Piece):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
         self.gate = nn.Linear(WIDTH, 3)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def change(self, h: Tensor, batch: Batch) -> Tensor:
         gates = self.gate(h).softmax(-1)

@@ -116,7 +116,7 @@ AFTER = {
     "copies": "if step == 1:\n    average = copy.deepcopy(model)",
     "adds_group": f"if step == 1:\n    optimizer.add_param_group({{'params': list({LATE}.parameters()), 'lr': 0.01}})",
     "saliency": "for batch in validation(step):\n"
-    "    x = torch.zeros((), dtype=model.norm.weight.dtype, requires_grad=True)\n"
+    "    x = torch.zeros((), requires_grad=True)\n"
     "    observe(torch.autograd.grad(loss_of(model(batch), batch) + x, x)[0], batch)",
 }
 EVALUATIONS = {
@@ -235,7 +235,7 @@ def _gan(program: Program) -> list[str]:
         "observe(loss, batch)",
         "(loss * batch.weight).backward()",
     ]
-    made = ["loss = loss_of(model(batch), batch) - critic(logits_of(model(batch)), batch).mean()"]
+    made = ["out = model(batch)", "loss = loss_of(out, batch) - critic(logits_of(out), batch).mean()"]
     made += ["observe(loss, batch)", "(loss * batch.weight).backward()"]
     return [
         "critic.zero_grad()",

@@ -1,0 +1,1 @@
+"""Models of other libraries, in tiny random configurations."""
