@@ -102,12 +102,20 @@ class Components:
             memory.bytes_read = 0
 
     def close(self) -> None:
-        """Take hooks off and end threads, once what is under way has landed."""
-        self.watches.close()
-        self.reduce.drain()
-        self.weights.wait()
-        self.hooks.remove()
-        self.reduce.close()
-        self.user_buffers.close()
-        for mesh in self.meshes:
-            mesh.close()
+        """Take hooks off and end threads, once what is under way has landed, here and on ranks that take it from here.
+
+        After an alarm of the watchdog nothing lands any more, and nothing is waited for.
+        """
+        try:
+            if not self.watches.is_over:
+                self.reduce.drain()
+                self.reduce.wait_until_sent()
+                self.gather.wait_for_others()
+                self.weights.wait()
+        finally:
+            self.watches.close()
+            self.hooks.remove()
+            self.reduce.close()
+            self.user_buffers.close()
+            for mesh in self.meshes:
+                mesh.close()

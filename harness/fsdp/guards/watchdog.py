@@ -123,6 +123,11 @@ class Watchdog:
         while self._ends:
             self._ends.pop()()
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the alarm is over: what was waited for will not come about."""
+        return self._message is not None
+
     def _leave(self) -> None:
         self.close()
         for thread in self._threads:

@@ -21,6 +21,11 @@ class Watches:
     def __init__(self, watching: Sequence[Watchdog | CollectiveCheck]) -> None:
         self.watching = watching
 
+    @property
+    def is_over(self) -> bool:
+        """Whether a watchdog has raised its alarm: the groups are of no use any more."""
+        return any(isinstance(each, Watchdog) and each.is_over for each in self.watching)
+
     def close(self) -> None:
         """Stop watching; a second call does nothing."""
         for each in self.watching:

@@ -172,13 +172,13 @@ class ReducePipeline:
             with suppress(Exception):
                 self._land()
         try:
-            self._wait_until_sent()
+            self.wait_until_sent()
         except RuntimeError:
             if not unfinished:
                 raise
         self._release()
 
-    def _wait_until_sent(self) -> None:
+    def wait_until_sent(self) -> None:
         """Wait until other ranks have taken what whole gradient buffers held for them, so that these may be reused."""
         sending, self._sending = self._sending, []
         with events.waiting():

@@ -1,0 +1,73 @@
+"""A rank that has closed its model may end: others have all they need of it, whatever was left half done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from harness.fsdp import fully_shard
+from harness.fsdp.runtime.reduce import ReducePipeline
+from tests.fsdp.checked import Mutant, holds, is_found
+from tests.support.mutants import each
+
+LATE_S = 0.3
+WIDTH = 300
+
+
+def left_early(rank: int, strategy: str, leave: Callable[[Any, Any], None], late: Callable[[Any, Any], None]) -> bool:
+    """The first rank leaves, and closes; the second comes late. Whether closing waited for it, on the first rank."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+    model, optimizer = fully_shard(
+        module,
+        torch.optim.AdamW(module.parameters()),
+        zero_dp_strategy=strategy,
+        fsdp_unit_modules=[nn.Linear],
+        eager_limit_bytes=0,
+    )
+    (late if rank else leave)(model, optimizer)
+    began = time.perf_counter()
+    model.close()
+    return rank != 0 or time.perf_counter() - began > LATE_S / 3
+
+
+def refused_step(rank: int, strategy: str) -> list[str]:
+    """A step that is refused before it finishes the gradients leaves reductions under way."""
+
+    def leave(model: Any, optimizer: Any, wait: float = 0.0) -> None:
+        model(torch.full((2, WIDTH), float(rank))).sum().backward()
+        time.sleep(wait)
+        try:
+            optimizer.step(grad_scaler=1)
+        except NotImplementedError:
+            return
+
+    found = left_early(rank, strategy, leave, lambda model, optimizer: leave(model, optimizer, LATE_S))
+    return [] if found else ["it closed while the other rank was still to take its gradients"]
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {"refused step": refused_step}
+MUTANTS = {
+    "sums are left behind": Mutant(
+        "A rank closes its model while others are still to take its gradients",
+        lambda: mock.patch.object(ReducePipeline, "wait_until_sent"),
+        "refused step",
+        "optim",
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_rank_that_closes_has_given_all(check: str) -> None:
+    holds(__name__, "optim", check)
+
+
+@pytest.mark.parametrize("name", each("The engine, by how it is closed", ((n, m.breaks) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
