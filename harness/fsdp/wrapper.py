@@ -126,7 +126,7 @@ class Engine(Protocol):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has let go of the module."""
+        """Whether the engine has let go of the module."""
 
 
 def mark_sharded(module: nn.Module, engine: Engine) -> None:

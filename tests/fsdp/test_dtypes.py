@@ -204,7 +204,8 @@ def reduced(rank: int, sums: list[Sum]) -> list[tuple[Tensor, dict[str, int]]]:
         meter = CollectiveMeter()
         model(torch.eye(COLUMNS)).backward(gradient_of(rank).T)
         model.finish_grad_sync()
-        sent = {row.kind: row.bytes for row in meter.take() if "reduce" in row.kind}
+        rows = [row for row in meter.take() if row.bucket != "used parameters"]  # fp16 carries no marks of use
+        sent = {row.kind: row.bytes for row in rows if "reduce" in row.kind}
         meter.close()
         found.append((dict(model.full_gradients())["weight"], sent))
         model.close()

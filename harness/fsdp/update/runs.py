@@ -62,7 +62,7 @@ class FlatRun:
         return sum(local.numel for _, _, local in self.members)
 
     def lies_in(self, places: frozenset[int]) -> bool:
-        """Whether it has parameters, all of them among these, by their places in the bucket."""
+        """Whether the run has parameters, all of them among `places` in the bucket."""
         return bool(places and self.members) and all(index in places for index, _, _ in self.members)
 
     @property
