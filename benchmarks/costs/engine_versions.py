@@ -1,6 +1,6 @@
 """Step time of the engine of another revision against the one that lies here. Writes data/engine_versions.json.
 
-    python benchmarks/costs/engine_versions.py                   against 9fd760c, in about 10 minutes on two idle cores
+    python benchmarks/costs/engine_versions.py                   against 9fd760c, in about 15 minutes on two idle cores
     python benchmarks/costs/engine_versions.py --base HEAD~3 --turns 12 --steps 40
 
 The base revision is exported by `git archive` into a temporary folder. Each side runs in two processes of its own over
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import platform
@@ -31,14 +32,17 @@ ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = ROOT / "benchmarks" / "data" / "engine_versions.json"
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 RANKS = 2
-WIDTH, DEPTH, BATCH = 384, 8, 32
-"""About 9.5 million parameters in fp32; 32 rows a rank."""
+BATCH = 32
+"""Rows a rank."""
+SHAPES = {"wide": (384, 8), "many": (16, 72)}
+"""Width and number of units: about 9.5 million parameters in 34 tensors, where a step is numbers, and 0.15 million
+in 290, where it is what the engine does for each tensor."""
 
 
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def serve(strategy: str, rank: int, port: int) -> None:
+def serve(shape: str, strategy: str, rank: int, port: int) -> None:
     """Step as often as each line of the standard input says, and answer with seconds a step as JSON."""
     import torch
     import torch.distributed as dist
@@ -54,11 +58,12 @@ def serve(strategy: str, rank: int, port: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
-    block = [nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(DEPTH)]
-    module = nn.Sequential(*block, nn.Linear(WIDTH, 16))
+    width, depth = SHAPES[shape]
+    block = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(depth)]
+    module = nn.Sequential(*block, nn.Linear(width, 16))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
-    x = torch.randn(BATCH, WIDTH)
+    x = torch.randn(BATCH, width)
 
     def step() -> float:
         began = time.perf_counter()
@@ -76,16 +81,16 @@ def serve(strategy: str, rank: int, port: int) -> None:
 
 
 class Side:
-    """The ranks of one version under one strategy; they wait until they are asked to step."""
+    """The ranks of one version with one model under one strategy; they wait until they are asked to step."""
 
-    def __init__(self, checkout: Path, strategy: str) -> None:
+    def __init__(self, checkout: Path, shape: str, strategy: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         environment = os.environ | {"PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1"}
         self.ranks = [
             subprocess.Popen(
-                [sys.executable, "-P", __file__, "--serve", strategy, str(rank), str(port)],
+                [sys.executable, "-P", __file__, "--serve", shape, strategy, str(rank), str(port)],
                 env=environment,
                 cwd=checkout,
                 stdin=subprocess.PIPE,
@@ -130,10 +135,11 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": middle, "p25": low, "p75": high}
 
 
-def compare(base: Path, strategy: str, turns: int, steps: int) -> dict[str, Any]:
+def compare(base: Path, shape: str, strategy: str, turns: int, steps: int) -> dict[str, Any]:
     """Milliseconds a step of both versions, and the ratio here / base, over all turns."""
     found: dict[str, list[list[float]]] = {"base": [], "here": []}
-    with contextlib.closing(Side(base, strategy)) as other, contextlib.closing(Side(ROOT, strategy)) as this:
+    made = Side(base, shape, strategy), Side(ROOT, shape, strategy)
+    with contextlib.closing(made[0]) as other, contextlib.closing(made[1]) as this:
         sides = {"base": other, "here": this}
         for side in sides.values():
             side.steps(3)
@@ -159,21 +165,22 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=20, help="turns of each version, 2 or more (default: 20)")
     parser.add_argument("--steps", type=int, default=30, help="steps in a turn (default: 30)")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="file to write (default: data/engine_versions.json)")
-    parser.add_argument("--serve", nargs=3, metavar=("STRATEGY", "RANK", "PORT"), help=argparse.SUPPRESS)
+    parser.add_argument("--serve", nargs=4, metavar=("SHAPE", "STRATEGY", "RANK", "PORT"), help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.serve:
-        return serve(chosen.serve[0], int(chosen.serve[1]), int(chosen.serve[2]))
+        shape, strategy, rank, port = chosen.serve
+        return serve(shape, strategy, int(rank), int(port))
     if chosen.turns < 2:
         parser.error(f"--turns={chosen.turns} must be 2 or more: quartiles need two ratios")
-    print(f"{'strategy':20} {'base ms':>9} {'here ms':>9} {'here / base':>24}")
-    rows = {}
+    print(f"{'shape':5} {'strategy':20} {'base ms':>9} {'here ms':>9} {'here / base':>24}")
+    rows: dict[str, dict[str, Any]] = {shape: {} for shape in SHAPES}
     with exported(chosen.base) as base:
-        for strategy in STRATEGIES:
-            row = rows[strategy] = compare(base, strategy, chosen.turns, chosen.steps)
+        for shape, strategy in itertools.product(SHAPES, STRATEGIES):
+            row = rows[shape][strategy] = compare(base, shape, strategy, chosen.turns, chosen.steps)
             ratio = row["ratio"]
             told = f"{ratio['median']:.3f} ({ratio['p25']:.3f}..{ratio['p75']:.3f})"
             times = f"{row['base_ms']['median']:9.2f} {row['here_ms']['median']:9.2f}"
-            print(f"{strategy:20} {times} {told:>24}", flush=True)
+            print(f"{shape:5} {strategy:20} {times} {told:>24}", flush=True)
     facts = {
         "base": revision_of(chosen.base),
         "here": revision_of("HEAD"),

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.fsdp import api, model
+from harness.fsdp import api, megatron
 from harness.fsdp.comm.reduction import PeerReduction
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
@@ -135,7 +135,7 @@ def _averaging(lab: Lab) -> str:
     return f"average_in_collective off by {error:.0e}"
 
 
-_ShardedModel = model.ShardedModel
+_MegatronModel = megatron.MegatronModel
 
 
 @behaviour(
@@ -144,7 +144,7 @@ _ShardedModel = model.ShardedModel
     Mutant(
         "it is accepted and ignored",
         lambda: mock.patch.object(
-            api, "ShardedModel", lambda *args, **kwargs: _ShardedModel(*args, **{**kwargs, "grad_divisor": None})
+            api, "MegatronModel", lambda *args, **kwargs: _MegatronModel(*args, **{**kwargs, "grad_divisor": None})
         ),
     ),
 )
