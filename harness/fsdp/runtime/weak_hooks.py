@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 
 class WeakHook:
@@ -22,10 +23,12 @@ class WeakHook:
         args: what it is called with, before what comes with a call.
     """
 
-    __slots__ = ("_args", "_method")
+    __slots__ = ("_args", "_function", "_owner")
 
     def __init__(self, method: Callable[..., Any], *args: Any) -> None:
-        self._method = weakref.WeakMethod(method)
+        bound = cast(MethodType, method)
+        self._owner = weakref.ref(bound.__self__)
+        self._function = bound.__func__
         self._args = tuple(_Weak(each) if getattr(each, "kept_by_engine", False) else each for each in args)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -34,13 +37,14 @@ class WeakHook:
         Raises:
             RuntimeError: the engine is gone.
         """
-        method = self._method()
-        if method is None:
+        owner = self._owner()
+        if owner is None:
             raise RuntimeError(
                 "the sharded model that this module or tensor belonged to is gone: keep the ShardedModel, or the module"
                 " that was sharded, as long as its parts and outputs are used"
             )
-        return method(*(each() if isinstance(each, _Weak) else each for each in self._args), *args, **kwargs)
+        first = [each() if type(each) is _Weak else each for each in self._args]
+        return self._function(owner, *first, *args, **kwargs)
 
 
 class _Weak(weakref.ref[Any]):

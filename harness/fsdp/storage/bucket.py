@@ -97,6 +97,7 @@ class Bucket:
         self.trainable = key.trainable
         self.params = params
         self._classes = [type(param) for _, param in params]
+        self._access = Access.free
         self.context = context
         self.memory = context.plan.memory
         for each, param in params:
@@ -272,8 +273,11 @@ class Bucket:
             self._give_access(Access.resting)
 
     def _give_access(self, access: Access) -> None:
+        if access is self._access:
+            return
         for (_, param), own in zip(self.params, self._classes, strict=True):
             give_access(param, own, access)
+        self._access = access
 
     def release_weights(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
