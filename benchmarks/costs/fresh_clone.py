@@ -119,7 +119,7 @@ def time_command(command: str, folder: Path, env: dict[str, str], report: Path) 
         "load_before": round(load, 2),
         "tests": len(tests),
         "slowest": sorted(tests, key=lambda test: -test[1])[:SLOWEST],
-        "end": done.stdout.splitlines()[-12:],
+        "end": done.stdout.replace(f"{folder}/", "").splitlines()[-12:],
     }
 
 
