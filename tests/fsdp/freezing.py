@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,7 +68,12 @@ class Net(nn.Module):
 
     @property
     def adapters(self) -> list[nn.Module]:
-        return [module for part in self.parts for module in (part.down, part.up)]  # type: ignore[union-attr,misc]
+        return [module for part in self.units for module in (part.down, part.up)]
+
+    @property
+    def units(self) -> list[Part]:
+        """`parts`, typed."""
+        return cast("list[Part]", list(self.parts))
 
 
 def set_trained(modules: Iterable[nn.Module], trained: bool) -> None:
@@ -181,8 +186,8 @@ def one_frozen_in_turn(world: World) -> None:
     """One optimizer over all; each step another part of a unit is frozen, in odd steps all of a unit."""
     optimizer = world.bind(adamw(world.module.parameters()))
     for step in range(STEPS):
-        part = world.module.parts[step % 3]
-        frozen: nn.Module = part if step % 2 else part.down  # type: ignore[assignment]
+        part = world.module.units[step % 3]
+        frozen: nn.Module = part if step % 2 else part.down
         frozen.requires_grad_(False)
         step_with(world, optimizer, step)
         frozen.requires_grad_(True)
@@ -244,14 +249,14 @@ def adapters_alone(world: World) -> None:
     optimizer = world.bind(adamw([p for p in world.module.parameters() if p.requires_grad]))
 
     def reference(step: int, gradients: bool) -> None:
-        for part in world.module.parts:
-            part.adapts = False  # type: ignore[assignment]
+        for part in world.module.units:
+            part.adapts = False
         set_trained(world.module.adapters, False)
         with torch.set_grad_enabled(gradients):
             world.references.append(world.model(data(step, 0).to(world.dtype)).detach().clone())
         set_trained(world.module.adapters, True)
-        for part in world.module.parts:
-            part.adapts = True  # type: ignore[assignment]
+        for part in world.module.units:
+            part.adapts = True
 
     for step in range(STEPS):
         reference(step, step % 2 == 0)
@@ -274,7 +279,7 @@ def unfreezing_by_groups(world: World) -> None:
     optimizer = world.bind(torch.optim.Adagrad(world.module.head.parameters(), lr=0.05, weight_decay=0.1))
     for step in range(STEPS):
         if step in (2, 4):
-            layer: nn.Module = world.module.parts[2].linear if step == 2 else world.module.entry  # type: ignore[assignment]
+            layer: nn.Module = world.module.units[2].linear if step == 2 else world.module.entry
             layer.requires_grad_(True)
             optimizer.add_param_group({"params": list(layer.parameters()), "lr": 0.01})
         step_with(world, optimizer, step)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 import pytest
 
@@ -122,6 +123,17 @@ def test_a_job_is_put_back_whatever_signals_its_scontrol_gets(tmp_path, monkeypa
     assert len((tmp_path / "asked").read_text()) == asked
     told = capsys.readouterr().err
     assert told == ("" if taken else "scontrol requeue 3_0 failed (exit 1); resume with: harness retry\n")
+
+
+def test_a_scontrol_that_hears_the_signals_dies_of_them(tmp_path, monkeypatch):
+    """The test above can fail: without the shield nothing is put back."""
+    program = tmp_path / "scontrol"
+    program.write_text(SCONTROL.format(python=sys.executable, works_at=1))
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
+    monkeypatch.setattr(requeue, "_deaf_children", nullcontext)
+    assert not requeue.requeue(Placement(0, 2, 0, "", "slurm", "3_0"))
 
 
 def test_progress_never_blocks_training():

@@ -108,7 +108,7 @@ def draw(seed: int) -> Program:
     }
     chosen["strategy"] = STRATEGIES[seed % len(STRATEGIES)]
     pieces = tuple(source.choice(KINDS) for _ in range(source.randint(1, 3)))
-    return _consistent(Program(seed, pieces, **chosen))  # type: ignore[arg-type]
+    return _consistent(Program(seed, pieces, **chosen))  # type: ignore[arg-type] # drawn by field name
 
 
 def _consistent(program: Program) -> Program:
@@ -145,7 +145,7 @@ def held_by(program: Program) -> list[tuple[object, ...]]:
 
 
 def _named(**chosen: object) -> Program:
-    return Program(seed=0, **chosen)  # type: ignore[arg-type]
+    return Program(seed=0, **chosen)  # type: ignore[arg-type] # drawn by field name
 
 
 FOUND = {
