@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from harness.fsdp.comm.sharp_groups import ThreadBlocks as ThreadBlocks
     from harness.fsdp.comm.sharp_groups import axis_groups as axis_groups
     from harness.fsdp.comm.sharp_groups import communicator_options as communicator_options
+    from harness.fsdp.fp8.linear import convert_linears as convert_linears
+    from harness.fsdp.fp8.linear import update_scales as update_scales
     from harness.fsdp.guards.hang_report import CollectiveError as CollectiveError
     from harness.fsdp.loss_scale import LossScale as LossScale
     from harness.fsdp.loss_scale import Outcome as Outcome
@@ -33,12 +35,17 @@ if TYPE_CHECKING:
     from harness.fsdp.state.row_shard import RowShard as RowShard
     from harness.fsdp.state.row_shard import local_of as local_of
     from harness.fsdp.storage.parameter_access import ReleasedWeightError as ReleasedWeightError
+    from harness.fsdp.tensor_parallel.parameters import cut_portion as cut_portion
+    from harness.fsdp.tensor_parallel.parameters import join_portions as join_portions
+    from harness.fsdp.tensor_parallel.parameters import portion_of as portion_of
+    from harness.fsdp.tensor_parallel.portion import Portion as Portion
     from harness.fsdp.update.blank import create_state as create_state
     from harness.fsdp.update.blank import entries_of as entries_of
-    from harness.fsdp.update.norm import sum_of_squares as sum_of_squares
     from harness.fsdp.update.optimizer import ShardedOptimizer as ShardedOptimizer
+    from harness.fsdp.update.squares import sum_of_squares as sum_of_squares
     from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
     from harness.fsdp.vocabulary import Fallback as Fallback
+    from harness.fsdp.vocabulary import Fp8 as Fp8
     from harness.fsdp.vocabulary import GradBuffer as GradBuffer
     from harness.fsdp.vocabulary import Numerics as Numerics
     from harness.fsdp.vocabulary import OuterStrategy as OuterStrategy
@@ -61,6 +68,10 @@ _EXPORTS = {
         "axis_groups",
         "communicator_options",
     ),
+    "fp8.linear": (
+        "convert_linears",
+        "update_scales",
+    ),
     "guards.hang_report": ("CollectiveError",),
     "loss_scale": (
         "LossScale",
@@ -82,15 +93,22 @@ _EXPORTS = {
         "local_of",
     ),
     "storage.parameter_access": ("ReleasedWeightError",),
+    "tensor_parallel.parameters": (
+        "cut_portion",
+        "join_portions",
+        "portion_of",
+    ),
+    "tensor_parallel.portion": ("Portion",),
     "update.blank": (
         "create_state",
         "entries_of",
     ),
-    "update.norm": ("sum_of_squares",),
+    "update.squares": ("sum_of_squares",),
     "update.optimizer": ("ShardedOptimizer",),
     "vocabulary": (
         "CtaPolicy",
         "Fallback",
+        "Fp8",
         "GradBuffer",
         "Numerics",
         "OuterStrategy",

@@ -8,6 +8,7 @@ NotImplementedError by name.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import torch
@@ -20,13 +21,13 @@ from harness.fsdp.megatron import MegatronModel
 from harness.fsdp.megatron_arguments import (
     OtherKeywords,
     ShardKeywords,
-    check_tensor_axis,
     groups_of,
+    tensor_axis,
     without_unbuilt,
 )
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import MixedPrecisionPolicy
-from harness.fsdp.storage.bucket import InitialValue
+from harness.fsdp.storage.bucket_context import InitialValue
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 Opt = TypeVar("Opt", bound=torch.optim.Optimizer)
@@ -63,10 +64,11 @@ def fully_shard_model(
     Arguments are those of `ShardedModel` under megatron-fsdp's names; every option is a keyword too, described in
     `harness.fsdp.options.Options`. `hybrid_fsdp_group`: all ranks of both dimensions, for which `device_mesh` may have
     a flattened one; it is made here if it is None. `calculate_per_token_loss` sums gradients without dividing them.
-    `sync_model_each_microbatch` is what `set_model_auto_sync` sets.
+    `tp_dim`: over which a plan has cut parameters before (see [Note: Under tensor parallelism]); one of one rank asks
+    for nothing. `sync_model_each_microbatch` is what `set_model_auto_sync` sets.
 
     Raises:
-        NotImplementedError: an argument of megatron-fsdp that is not built asks for something, or `tp_dim` has ranks.
+        NotImplementedError: an argument of megatron-fsdp that is not built asks for something.
         TypeError: an argument neither engine knows; the message has the nearest names.
         ValueError: a value is wrong.
     """
@@ -77,9 +79,10 @@ def fully_shard_model(
         if grad_divisor is not None:
             raise ValueError(f"calculate_per_token_loss=True divides by nothing; drop grad_divisor={grad_divisor}")
         grad_divisor = 1.0
-    for mesh in (device_mesh, expt_device_mesh) if expt_device_mesh is not None else (device_mesh,):
-        check_tensor_axis(mesh, tp_dim)
-    groups = groups_of(device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, fsdp_group_ag)
+    groups = replace(
+        groups_of(device_mesh, dp_shard_dim, dp_outer_dim, hybrid_fsdp_group, fsdp_group_ag),
+        tensor=tensor_axis(device_mesh, tp_dim),
+    )
     expert_groups = None
     if expt_device_mesh is not None:
         expert_groups = groups_of(

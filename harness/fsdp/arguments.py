@@ -119,10 +119,10 @@ ARGUMENTS = (
     ),
     Argument(
         plain="tp_dim",
-        direct="",
-        does="The mesh's dimension of tensor parallelism, which must have one rank.",
-        costs="Nothing.",
-        use="None; a mesh made for megatron-fsdp has one.",
+        direct="groups",
+        does="The dimension over which a plan (`parallelize_module`) has cut parameters before they are sharded.",
+        costs="The plan's own collectives in forward and backward; none of the engine's but of a few numbers.",
+        use="Where the model was cut; a dimension of one rank asks for nothing.",
         peer="tp_dim",
     ),
     Argument(

@@ -108,7 +108,8 @@ def _before(
         )
     if given.get("closure") is not None:
         given["closure"] = partial(_same, _run(given["closure"]))
-    sharded.check_forgotten(optimizer, model._parts.everyone)
+    sharded.lost.check(optimizer, model._parts.everyone)
+    sharded.lost = sharded.lost.without(optimizer)
     model._parts.weights.refuse_held()
     if not syncs:
         _refuse_unfinished(model)
@@ -155,13 +156,10 @@ def _zero_grad(
     if not zero_grad_buffer:
         sharded.detach(optimizer)
         return
-    if model.has_gradients:
-        sharded.forget_for(optimizer)
-    sharded.remember(optimizer)
-    forgotten = list(sharded.forgotten)
+    lost = sharded.lost_to(optimizer) if model.has_gradients else sharded.lost.without(optimizer)
     sharded.detach()
     model.zero_grad(set_to_none)
-    sharded.forgotten = forgotten
+    sharded.lost = lost
 
 
 def _state_dict(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

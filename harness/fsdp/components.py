@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.comm.user_buffers import UserBuffers
@@ -15,12 +15,12 @@ from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.gradient_sync import GradientSync
-from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.trainability import Trainability
-from harness.fsdp.runtime.units import Unit
+from harness.fsdp.runtime.units import Unit, buckets_of
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.update.optimizer import ShardedOptimizer
@@ -44,7 +44,7 @@ class Components:
     guard: GradientGuard | None
     gather: GatherPipeline
     reduce: ReducePipeline
-    hooks: HookDriver
+    hooks: Hooks
     weights: WeightInstaller
     gradients: GradientSync
     trainability: Trainability
@@ -52,9 +52,9 @@ class Components:
     whole: WholeWeights
 
     @property
-    def everyone(self) -> Communicator:
-        """All data-parallel ranks, of both axes."""
-        return self.meshes.dense.everyone
+    def everyone(self) -> Everyone:
+        """All ranks of the model, of every axis."""
+        return self.meshes.everyone
 
     @property
     def is_closed(self) -> bool:
@@ -64,7 +64,7 @@ class Components:
     @property
     def buckets(self) -> list[Bucket]:
         """The buckets of all units, in model order."""
-        return [bucket for unit in self.units for bucket in unit.buckets]
+        return list(buckets_of(self.units))
 
     def persistent_bytes(self, module: nn.Module, optimizer: ShardedOptimizer | None) -> dict[str, int]:
         """Bytes this rank keeps, by role; see `harness.fsdp.model.ShardedModel.persistent_bytes`."""

@@ -10,11 +10,13 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.gradient_format import Integers
@@ -23,6 +25,7 @@ from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.components import Components
 from harness.fsdp.guards.agreement import check_agreed
 from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.guards.plan import check_copies, check_plan
 from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
@@ -30,17 +33,21 @@ from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.gradient_sync import GradientSync
-from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
-from harness.fsdp.runtime.units import Unit, is_expert, plan_units
-from harness.fsdp.storage.bucket import BucketContext, BucketKey, InitialValue
+from harness.fsdp.runtime.units import Unit, buckets_of, is_expert, plan_units
+from harness.fsdp.runtime.weight_scales import WeightScales
+from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
+from harness.fsdp.storage.eight_bit import mark_weights
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.placement import Placements
+from harness.fsdp.storage.whereabouts import Whereabouts
+from harness.fsdp.tensor_parallel.parameters import axis_of
 from harness.fsdp.vocabulary import Fallback, OuterStrategy, Registration, Strategy
 from harness.fsdp.wiring import make_reductions, make_usage_of
 
@@ -64,6 +71,16 @@ class Request:
     initial_value: InitialValue | None
     init_on_meta: bool
     options: Options
+
+    @cached_property
+    def tensor_group(self) -> dist.ProcessGroup | None:
+        """Ranks of the tensor-parallel axis."""
+        return self.groups.tensor or axis_of(self.module.parameters())
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether there are other ranks on the tensor-parallel axis."""
+        return self.tensor_group is not None and dist.get_world_size(self.tensor_group) > 1
 
     @property
     def has_values(self) -> bool:
@@ -93,6 +110,8 @@ def build(request: Request) -> Components:
         ValueError: parameters have no values, groups do not form a grid, or a value does not fit the model.
         RuntimeError: user buffers could not be registered, and nothing else was allowed.
     """
+    check_plan(request.module, request.groups, request.tensor_group)
+    mark_weights(request.module, tensor_parallel=request.is_cut)
     leave_meta(request.module, request.device, has_values=request.has_values)
     ground = _ground(request)
     units = _units(request, ground)
@@ -134,7 +153,9 @@ def _meshes(request: Request, runtime: DeviceRuntime) -> Meshes:
     limit, separate = request.options.eager_limit_bytes, request.options.separate_gather_group
     dense = Mesh(request.groups, runtime, limit, separate)
     groups = request.expert_groups
-    return Meshes(dense, dense if groups is None else Mesh(groups, runtime, limit, separate))
+    experts = dense if groups is None else Mesh(groups, runtime, limit, separate)
+    tensor = request.tensor_group
+    return Meshes(dense, experts, None if tensor is None else Communicator(tensor, runtime, limit))
 
 
 def _units(request: Request, ground: Ground) -> list[Unit]:
@@ -148,16 +169,19 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
     )
 
     def context(key: BucketKey) -> BucketContext:
-        return BucketContext(gradients, ground.meshes.of(expert=key.expert), request.strategy, request.outer_strategy)
+        meshes = ground.meshes
+        return BucketContext(
+            gradients, meshes.of(expert=key.expert), request.strategy, request.outer_strategy, meshes.tensor
+        )
 
     _check_same_module(request.module, ground.meshes)
     if not request.has_values:
+        check_copies(request.module, ground.meshes.tensor)
         initial = values_of_first_rank(request.module, ground.meshes)
     plans = plan_units(request.module, request.unit_classes, options.unit_min_elements)
     units = build_units(plans, context, ground.memory, request.policy, initial)
     if initial is None:
-        buckets = [bucket for unit in units for bucket in unit.buckets]
-        reset_by_module(request.module, buckets, ground.meshes.dense, request.device)
+        reset_by_module(request.module, list(buckets_of(units)), ground.meshes.everyone, request.device)
     return units
 
 
@@ -179,9 +203,9 @@ def _check_same_module(module: nn.Module, meshes: Meshes) -> None:
 
 def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     options, meshes, runtime = request.options, ground.meshes, ground.runtime
-    buckets = [bucket for unit in units for bucket in unit.buckets]
+    buckets = list(buckets_of(units))
     trainable = [bucket for bucket in buckets if bucket.trainable]
-    guard = GradientGuard(trainable, meshes.dense.everyone) if options.report_nan_in_param_grad else None
+    guard = GradientGuard(trainable, meshes.everyone) if options.report_nan_in_param_grad else None
     step = Step(_step_shape(request, ground))
     gather = GatherPipeline(units, runtime, options.prefetch, options.prefetch_limit_bytes)
     reductions_of = partial(make_reductions, options.numerics, ground.integers)
@@ -197,14 +221,14 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
         guard=guard,
         before_wait=gather.pass_turn,
     )
-    hooks = HookDriver(units, gather, reduce, step, guard)
+    hooks = Hooks(units, gather, reduce, step, guard)
     watches = _watch(options, meshes, runtime, hooks)
     replicas = ReplicaCheck(lambda: held_by_several(buckets, meshes), options.check_replicas_every)
-    weights = WeightInstaller(buckets, gather, ground.user_buffers, replicas, step)
+    scales = WeightScales(request.module, buckets, meshes)
+    weights = WeightInstaller(buckets, gather, ground.user_buffers, replicas, step, scales)
     usage_of = partial(make_usage_of, options.numerics, meshes)
-    gradients = GradientSync(
-        units, step, hooks, reduce, weights, guard, ground.integers, usage_of(trainable, reductions)
-    )
+    usage, whereabouts = usage_of(trainable, reductions), Whereabouts(request.module)
+    gradients = GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, usage, whereabouts)
     fixed = _laid_out_once(options)
     trainability = Trainability(
         units, meshes, request.policy, reductions_of, usage_of, hooks, weights, reduce, gradients, guard, fixed
@@ -253,12 +277,13 @@ def _laid_out_once(options: Options) -> str:
     return ""
 
 
-def _watch(options: Options, meshes: Meshes, runtime: DeviceRuntime, hooks: HookDriver) -> Watches:
+def _watch(options: Options, meshes: Meshes, runtime: DeviceRuntime, hooks: Hooks) -> Watches:
     groups = [meshes.dense.everyone.group, *(comm.group for mesh in meshes for comm in mesh.communicators)]
+    groups += [] if meshes.tensor is None else [meshes.tensor.group]
     return watch_groups(groups, runtime, options.watchdog_timeout_s, options.check_collectives, _where(hooks))
 
 
-def _where(hooks: HookDriver) -> Callable[[], str]:
+def _where(hooks: Hooks) -> Callable[[], str]:
     """What tells a watching thread where the program is, and keeps nothing alive."""
     seen = weakref.ref(hooks)
 

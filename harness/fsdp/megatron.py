@@ -14,7 +14,8 @@ from harness.fsdp.guards.replicas import held_by_several
 from harness.fsdp.model import ShardedModel
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.step import Call, StepError, StepState
-from harness.fsdp.update import optimizer as optim
+from harness.fsdp.storage import edits
+from harness.fsdp.update import clipping
 from harness.fsdp.vocabulary import Registration
 from harness.fsdp.wiring import set_wire, with_wire_of
 
@@ -118,7 +119,7 @@ class MegatronModel(ShardedModel):
         if not self.has_gradients:
             return
         self.finish_grad_sync()
-        optim.scale_gradients(self.buckets, float(scaling_factor))
+        clipping.scale_gradients(self.buckets, float(scaling_factor))
 
     def zero_grad_buffer(self) -> None:
         """Forget gradients; see `zero_grad`."""
@@ -170,7 +171,7 @@ class MegatronModel(ShardedModel):
             for each in replicas:
                 each.tensor.copy_(comm.from_first(each.tensor, f"weights of {each.name}"))
         for bucket in self.buckets:
-            bucket.adopt_whole()
+            edits.adopt_whole(bucket)
         self.install_weights()
 
     # -- dtypes --------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from harness.fsdp.arguments import PLAIN
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.options import OPTIONS, OptionKeywords, refuse_unknown
 from harness.fsdp.policy import MixedPrecisionPolicy, refuse_renamed
-from harness.fsdp.storage.bucket import InitialValue
+from harness.fsdp.storage.bucket_context import InitialValue
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 
 
@@ -150,23 +150,17 @@ def groups_of(
     return Groups(shard, replicas, everyone or _flattened(mesh, outer, inner), gather)
 
 
-def check_tensor_axis(mesh: DeviceMesh | None, name: str | None) -> None:
-    """Raise where `tp_dim` asks for tensor parallelism: an axis of one rank asks for nothing.
+def tensor_axis(mesh: DeviceMesh | None, name: str | None) -> dist.ProcessGroup | None:
+    """The ranks of the tensor-parallel axis; None where none is named.
 
     Raises:
-        NotImplementedError: the axis has several ranks.
         ValueError: the mesh has no such dimension, or there is no mesh.
     """
     if name is None:
-        return
+        return None
     if mesh is None:
         raise ValueError(f"tp_dim={name!r} names a mesh dimension, but device_mesh is None")
-    size = dist.get_world_size(_group(mesh, "tp_dim", name))
-    if size > 1:
-        raise NotImplementedError(
-            f"tp_dim={name!r} has {size} ranks: tensor parallelism is not built, only an axis of one rank is accepted."
-            " Shard over these ranks too, by a dimension flattened of both as dp_shard_dim"
-        )
+    return _group(mesh, "tp_dim", name)
 
 
 def _group(mesh: DeviceMesh, argument: str, name: str | None) -> dist.ProcessGroup:

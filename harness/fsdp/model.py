@@ -27,9 +27,11 @@ from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.preconditions import check_request
 from harness.fsdp.state.access import StateAccess
 from harness.fsdp.stateful import StatefulModule
-from harness.fsdp.storage.bucket import InitialValue
+from harness.fsdp.storage.bucket_context import InitialValue
 from harness.fsdp.storage.placement import Placements
-from harness.fsdp.update import optimizer as optim
+from harness.fsdp.update import clipping, norms
+from harness.fsdp.update.lost_gradients import LostGradients
+from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.fsdp.wrapper import FORWARD_METHODS, mark_sharded, register_forward_method
 
@@ -112,7 +114,7 @@ class ShardedModel(StatefulModule):
         self._state = StateAccess(
             module, self.buckets, self._parts.weights, self._parts.gradients, self._parts.everyone
         )
-        self._sharded_optimizer: optim.ShardedOptimizer | None = None
+        self._sharded_optimizer: ShardedOptimizer | None = None
         mark_sharded(module, self._parts)
         self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
         own(self)
@@ -175,13 +177,13 @@ class ShardedModel(StatefulModule):
         """
         self.finish_grad_sync()
         if norm_type == 2.0:
-            return optim.gradient_norm(self.buckets, self._parts.everyone, self.numerics)
-        return optim.gradient_p_norm(self.buckets, self._parts.everyone, self.numerics, float(norm_type))
+            return norms.gradient_norm(self.buckets, self._parts.everyone, self.numerics)
+        return norms.gradient_p_norm(self.buckets, self._parts.everyone, self.numerics, float(norm_type))
 
     def weight_norm(self) -> float:
         """Euclidean norm of all main weights over all ranks, each parameter counted once. *Collective.*"""
         self._parts.weights.wait()
-        return optim.weight_norm(self.buckets, self._parts.everyone, self.numerics)
+        return norms.weight_norm(self.buckets, self._parts.everyone, self.numerics)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
         """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before. *Collective.*
@@ -196,7 +198,7 @@ class ShardedModel(StatefulModule):
                 f"the gradient's norm of order {norm_type} is {norm}: nothing was clipped. zero_grad() forgets the"
                 " step; report_nan_in_param_grad=True names the tensor; error_if_nonfinite=False scales by it anyway"
             )
-        optim.clip_gradients(self.buckets, norm, float(max_norm))
+        clipping.clip_gradients(self.buckets, norm, float(max_norm))
         return norm
 
     def install_weights(self) -> None:
@@ -207,7 +209,7 @@ class ShardedModel(StatefulModule):
         Raises:
             RuntimeError: compute weights were edited in place, which the main weights would overwrite.
         """
-        self._parts.weights.install()
+        self._parts.weights.install(step_ended=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, main and local; storage is the same whatever `set_to_none` is. With False, a parameter that
@@ -218,7 +220,7 @@ class ShardedModel(StatefulModule):
         """
         self._parts.gradients.forget(set_to_none=set_to_none)
         if self._sharded_optimizer is not None:
-            self._sharded_optimizer.forgotten = []
+            self._sharded_optimizer.lost = LostGradients()
 
     def register_forward_methods(self, *names: str) -> None:
         """Let methods of the module besides `forward` run with weights that they find whole; "encoder.embed" is one of
@@ -230,7 +232,7 @@ class ShardedModel(StatefulModule):
             ValueError: the module has no such method.
         """
         for name in names:
-            register_forward_method(self.module, name, self._parts.hooks.run_as_forward)
+            register_forward_method(self.module, name, self._parts.hooks.of_forward.run_as_forward)
 
     def close(self) -> None:
         """Take hooks off and end threads. The module keeps whatever weights it holds."""

@@ -127,6 +127,10 @@ class Dtypes:
                 f" {self.wire}). Set grad_accum_dtype={wide}, None for the same, {consent}"
             )
 
+    def in_8_bits(self) -> Dtypes:
+        """These dtypes with weights kept and gathered as e4m3; see `harness.fsdp.storage.eight_bit`."""
+        return replace(self, compute=torch.float8_e4m3fn)
+
     def as_integers(self) -> Dtypes:
         """These dtypes with gradients sent and summed as int64; see `harness.fsdp.comm.fixed_point`.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from harness.fsdp.wrapper import is_sharded, part_of
@@ -59,11 +58,6 @@ def _check_param(name: str, param: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {name} has no shape yet ({type(param).__name__} of a lazy module): run one forward before"
             " sharding, or build the module with its sizes"
-        )
-    if isinstance(param, DTensor):
-        raise ValueError(
-            f"parameter {name} is a DTensor ({param.placements}): another engine or a plan of tensor parallelism has"
-            " split it, and only plain tensors are sharded here. Shard the module before it is split, or without that"
         )
 
 

@@ -92,6 +92,15 @@ class Dtype(Enum):
         return member
 
 
+class Fp8(Choice):
+    """Where the scales of 8-bit matrix products come from."""
+
+    current = "current", "One scale a tensor, of its largest magnitude now."
+    delayed = "delayed", "One scale a tensor, of its largest magnitude in past steps."
+    block = "block", "A power of two for each 128 values of activations and gradients, each 128 x 128 of weights."
+    mx = "mx", "MXFP8: an 8-bit exponent for each 32 values."
+
+
 class Strategy(Numbered):
     """ZeRO stage by name: what is split over the ranks of the inner data-parallel axis."""
 

@@ -73,7 +73,9 @@ def set_wire(parts: Components, policy: MixedPrecisionPolicy, numerics: Numerics
         ValueError: the policy does not fit the model; nothing has changed.
     """
     trainable = [bucket for bucket in parts.buckets if bucket.trainable]
-    dtypes = {bucket.name: policy.resolve(bucket.key.dtype) for bucket in trainable}
+    dtypes = {
+        bucket.name: replace(policy.resolve(bucket.key.dtype), compute=bucket.dtypes.compute) for bucket in trainable
+    }
     integers = parts.gradients.integers
     for each in dtypes.values() if integers is not None else ():
         each.as_integers()

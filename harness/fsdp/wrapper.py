@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 
 from harness.fsdp.state.access import refuse_state_dict
 from harness.fsdp.storage.parameter_access import HOME
+from harness.fsdp.storage.whereabouts import refuse_unknown
 
 FORWARD_METHODS = ("generate",)
 """Methods that run a module's forward, or parts of it, known by name."""
@@ -174,11 +175,7 @@ def _refuse_unknown(module: nn.Module, name: str, given: Tensor | nn.Module | No
         return
     had = module._parameters.get(name) is not None or module._modules.get(name) is not None
     _, path = module.__dict__[_PART]
-    raise RuntimeError(
-        f"{path}{'.' * bool(path)}{name} was {'replaced' if had else 'added'} after sharding: the engine would neither"
-        " train nor save the new parameters. Change the module before it is sharded; or write values into the"
-        " parameters it has, inside `with model.gathered():`"
-    )
+    refuse_unknown(f"{path}{'.' * bool(path)}{name}", "replaced" if had else "added")
 
 
 def register_forward_method(module: nn.Module, name: str, run: Callable[..., Any]) -> None:

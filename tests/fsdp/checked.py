@@ -1,7 +1,7 @@
 """Lists of checks that ranks make one after another in one visit, and mutants that one of the checks has to find.
 
 A module has `CHECKS`, by name: called with the rank and the strategy, each returns what it found wrong, a sentence
-each. And it has `MUTANTS`, by name.
+each. It has `MUTANTS`, by name. And it may have `WORLD`, the number of ranks.
 """
 
 from __future__ import annotations
@@ -34,6 +34,11 @@ class Mutant:
     strategy: str = ZERO3
 
 
+def world_of(module: str) -> int:
+    """Ranks that make the checks of a module."""
+    return int(getattr(import_module(module), "WORLD", RANKS))
+
+
 def check_all(rank: int, module: str) -> dict[tuple[str, str], list[str]]:
     """What every check of a module finds under every strategy."""
     found = {}
@@ -61,18 +66,18 @@ def check_mutants(rank: int, module: str) -> dict[str, tuple[list[str], float]]:
 @once
 def checked(module: str) -> list[dict[tuple[str, str], list[str]]]:
     """`check_all` of every rank."""
-    return run_ranks(check_all, RANKS, module)
+    return run_ranks(check_all, world_of(module), module)
 
 
 @once
 def mutated(module: str) -> list[dict[str, tuple[list[str], float]]]:
     """`check_mutants` of every rank."""
-    return run_ranks(check_mutants, RANKS, module)
+    return run_ranks(check_mutants, world_of(module), module)
 
 
 def holds(module: str, strategy: str, check: str) -> None:
     """Assert that a check finds nothing wrong on any rank."""
-    assert [of_rank[strategy, check] for of_rank in checked(module)] == [[]] * RANKS
+    assert [of_rank[strategy, check] for of_rank in checked(module)] == [[]] * world_of(module)
 
 
 def is_found(module: str, name: str, killed_in: Callable[[float], None]) -> None:

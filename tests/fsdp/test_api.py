@@ -251,8 +251,14 @@ def test_a_backward_after_the_step_needs_zero_grad(strategy: str) -> None:
     wrapped, optimizer = fully_shard(model, sgd(model), zero_dp_strategy=strategy)
     wrapped(torch.ones(2, 6)).sum().backward()
     optimizer.step()
+    before = dict(wrapped.full_weights())
+    wrapped(torch.ones(2, 6)).sum().backward()
     with pytest.raises(RuntimeError, match="zero_grad"):
-        wrapped(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in wrapped.full_weights())
+    optimizer.zero_grad()
+    wrapped(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

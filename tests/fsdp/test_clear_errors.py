@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -18,10 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import prune
 
 from harness.fsdp import ReleasedWeightError, ShardedModel, fully_shard, fully_shard_model, preconditions, wrapper
-from harness.fsdp.runtime import hooks
+from harness.fsdp.runtime import backward_hooks, forward_hooks
+from harness.fsdp.runtime.graph import Passed
 from harness.fsdp.runtime.step import Step, StepError
+from harness.fsdp.state import access
+from harness.fsdp.storage.whereabouts import Whereabouts
+from harness.fsdp.tensor_parallel.parameters import UnknownPlan
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each
@@ -109,7 +115,7 @@ def part_of_a_sharded_one() -> nn.Module:
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse embedding": (made_sparse, r"0 \(Embedding\) has sparse=True.*sparse=False"),
-    "DTensors": (made_of_dtensors, r"parameter weight is a DTensor .*Shard\(dim=0\)"),
+    "DTensors": (made_of_dtensors, r"ranks \[0, 1\] are on the tensor-parallel axis and on the sharding one"),
     "no parameters": (lambda: nn.Sequential(nn.ReLU()), "Sequential has no parameters"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(6)), r"parameter 0.weight has no shape yet .*run one forward"),
     "a sharded child": (partly_sharded, r"second \(Block\) is sharded already.*outermost module once"),
@@ -131,7 +137,8 @@ def modules(_: int, strategy: str) -> list[str]:
     for make, says in MODULES.values():
         module = make()
         kinds = [type(param) for param in module.parameters()]
-        found += said(lambda m=module: fully_shard_model(m, zero_dp_strategy=strategy), ValueError, says)
+        kind = UnknownPlan if make is made_of_dtensors else ValueError
+        found += said(lambda m=module: fully_shard_model(m, zero_dp_strategy=strategy), kind, says)
         found += [] if [type(p) for p in module.parameters()] == kinds else [f"{says}: it was changed"]
     return found
 
@@ -279,7 +286,94 @@ def attention(rank: int, strategy: str) -> list[str]:
     return [name for name, p in plain.named_parameters() if not torch.allclose(weights[name], p, atol=1e-6)]
 
 
+def written_over(rank: int, strategy: str) -> list[str]:
+    """What code that writes into a module's own dictionaries does, as loaders and pruning do; taking out is none."""
+    model, optimizer = built(strategy)
+    module: Any = model.module
+    module.first.linear.bias = None
+    del module.second.linear.bias
+    module.second.linear.register_parameter("bias", None)
+    trained(model, optimizer, rank, 1)
+    held, kept = module.head._parameters, module.head.weight
+    held["weight"] = nn.Parameter(torch.ones(6, 6))
+    found = said(lambda: trained(model, optimizer, rank, 1), RuntimeError, "head.weight was replaced after sharding")
+    held["weight"] = kept
+    model.zero_grad()
+    trained(model, optimizer, rank, 1)
+    with suppress(ReleasedWeightError):  # where weights are whole, it looks at them
+        prune.random_unstructured(module.second.linear, "weight", amount=2)
+        says = "parameter second.linear.weight is called second.linear.weight_orig since it was sharded"
+        for reads in (model.state_dict, model.sharded_state, lambda: model.load_state_dict({}, strict=False)):
+            found += said(reads, RuntimeError, says)
+        found += said(lambda: trained(model, optimizer, rank, 1), RuntimeError, says)
+    model.close()
+    return found
+
+
+def transforms(rank: int, strategy: str) -> list[str]:
+    model, optimizer = built(strategy)
+    through = torch.func.grad(lambda x: model(x).square().mean())
+    found = said(lambda: through(data(rank)), RuntimeError, r"torch\.func transforms", r"torch\.autograd\.grad\(loss")
+    trained(model, optimizer, rank, 1)
+    model.close()
+    return found
+
+
+class Editing(nn.Module):
+    """A unit that edits what it gets, and computes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.linear = nn.Parameter(torch.full((6,), 1.2)), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(F.leaky_relu_(x.mul_(self.gain), 0.3))
+        return out
+
+
+class Edited(nn.Module):
+    """Its caller, who goes on with what was edited, and with a view of it from before.
+
+    Args:
+        gives: what the unit gets of h.
+    """
+
+    def __init__(self, gives: Callable[[Tensor], Tensor] = lambda h: h) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.editing, self.gives = nn.Linear(6, 6), Editing(), gives
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        part = h[:1]
+        out: Tensor = h * 0.5 + self.editing(self.gives(h)) + part
+        return out
+
+
+def edited_inputs(rank: int, strategy: str) -> list[str]:
+    """What a unit edits in place its caller has edited too, gradients included; or is told the unit."""
+    options: dict[str, Any] = {"zero_dp_strategy": strategy, "fsdp_unit_modules": [Editing]}
+    odd = fully_shard_model(Edited(lambda h: h.view(-1, 6)), **options)
+    found = said(lambda: odd(data(rank)), RuntimeError, "unit editing edited an input in place.*x = x.clone()")
+    odd.close()
+    module, plain = Edited(), Edited()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fully_shard(module, optimizer, **options)
+    right = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        right.zero_grad()
+        for of in range(2):
+            (plain(data(of)).square().mean() / 2).backward()
+        right.step()
+    weights = trained(model, optimizer, rank, 2)
+    model.close()
+    return found + [name for name, p in plain.named_parameters() if not torch.allclose(weights[name], p, atol=1e-6)]
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
+    "edited inputs": edited_inputs,
+    "written over": written_over,
+    "transforms": transforms,
     "modules": modules,
     "units": units,
     "replaced": replaced,
@@ -296,7 +390,7 @@ MUTANTS = {
         "modules",
     ),
     "parameters": Mutant(
-        "DTensors and parameters without a shape are sharded like others",
+        "Parameters without a shape are sharded like others",
         lambda: mock.patch.object(preconditions, "_check_param"),
         "modules",
     ),
@@ -309,6 +403,28 @@ MUTANTS = {
         "A parameter that took another one's place is used, and never trained",
         lambda: mock.patch.object(wrapper, "part_of", return_value=None),
         "replaced",
+    ),
+    "written over": Mutant(
+        "A parameter that was written over in its module's dictionary is used, and never trained",
+        lambda: mock.patch.object(Whereabouts, "check"),
+        "written over",
+    ),
+    "renamed": Mutant(
+        "State leaves out what goes by another name than when it was sharded",
+        lambda: mock.patch.object(access, "check_names"),
+        "written over",
+        "optim",
+    ),
+    "transforms": Mutant(
+        "torch's own words tell of a transform that cannot go through a unit",
+        lambda: mock.patch.object(forward_hooks, "refuse_transforms"),
+        "transforms",
+        "no_shard",
+    ),
+    "edited inputs": Mutant(
+        "What a unit edited in place is used by its caller without a gradient through the edit",
+        lambda: mock.patch.object(Passed, "take_edits", return_value=[]),
+        "edited inputs",
     ),
     "copies": Mutant(
         "A copy of the module shares hooks with the sharded one",
@@ -323,18 +439,18 @@ MUTANTS = {
     ),
     "inputs alone": Mutant(
         "A gradient of an input ends the step",
-        lambda: mock.patch.object(hooks, "could_reach", return_value=False),
+        lambda: mock.patch.object(backward_hooks, "could_reach", return_value=False),
         "inputs alone",
         "optim",
     ),
     "DTensor inputs": Mutant(
         "A DTensor input is found by whatever meets it first",
-        lambda: mock.patch.object(hooks, "refuse_dtensors"),
+        lambda: mock.patch.object(forward_hooks, "refuse_dtensors"),
         "strange tensors",
     ),
     "sparse gradients": Mutant(
         "A sparse gradient is found by whatever meets it first",
-        lambda: mock.patch.object(hooks, "refuse_layout"),
+        lambda: mock.patch.object(backward_hooks, "refuse_layout"),
         "strange tensors",
     ),
 }

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.update import optimizer as update
+from harness.fsdp.update import norms as norm
 from tests.fsdp.pairs import PAIRS, Pair, data, loss_of, plain_gradients, shard
 from tests.support.covering import once
 from tests.support.mutants import each
@@ -143,7 +143,7 @@ def _all_counted(shards_of: Any) -> tuple[list[Tensor], list[Tensor], bool]:
 MUTANTS: dict[str, tuple[str, Callable[[], Any], Pair, float]] = {
     "replicas count": (
         "What several ranks hold counts once for each in norms of any order",
-        lambda: mock.patch.object(update, "_dealt", _all_counted),
+        lambda: mock.patch.object(norm, "_dealt", _all_counted),
         Pair("optim", "no_shard"),
         3.0,
     ),
@@ -155,13 +155,13 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], Pair, float]] = {
     ),
     "signs count": (
         "The largest element is looked for, not the largest absolute value",
-        lambda: mock.patch.object(update, "_largest", _signed),
+        lambda: mock.patch.object(norm, "_largest", _signed),
         Pair("optim_grads_params", ""),
         math.inf,
     ),
 }
 
-_largest = update._largest
+_largest = norm._largest
 
 
 def _signed(shards: Any, everyone: Any) -> float:

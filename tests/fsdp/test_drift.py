@@ -16,7 +16,7 @@ from harness.fsdp import MixedPrecisionPolicy, fully_shard
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.guards.replicas import Replica, ReplicaCheck, ReplicaDrift, bit_hash, check_equal
-from harness.fsdp.update import optimizer as optim
+from harness.fsdp.runtime import installation
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.test_api import Block, make, sgd
 from tests.support.spawn import run_ranks
@@ -108,7 +108,7 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
     )
     bucket = wrapped.buckets[1]
     slot = bucket.layout.slots[1]
-    install = optim.install_weights
+    install = installation.install_weights
 
     def install_and_drift(*args: Any) -> Any:
         pending = install(*args)
@@ -119,7 +119,7 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
         return pending
 
     message = ""
-    with mock.patch.object(optim, "install_weights", install_and_drift):
+    with mock.patch.object(installation, "install_weights", install_and_drift):
         for update in range(1, 5):
             wrapped(torch.full((2, 6), 0.1 * (rank + update), dtype=case.compute)).sum().backward()
             try:

@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
-from harness.fsdp import MegatronModel, MixedPrecisionPolicy, api, fully_shard, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import (
+    MegatronModel,
+    MixedPrecisionPolicy,
+    construction,
+    fully_shard,
+    fully_shard_model,
+    fully_shard_optimizer,
+)
 from harness.fsdp import binding as binding_module
 from harness.fsdp.megatron import ELSEWHERE
 from harness.fsdp.runtime import materialize
@@ -24,9 +31,11 @@ from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.state import by_parameter
 from harness.fsdp.state.row_shard import RowShard
+from harness.fsdp.storage import edits
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.update import optimizer as update
+from harness.fsdp.tensor_parallel.parameters import UnknownPlan
+from harness.fsdp.update.groups import Groups
 from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Block, Model, close, data, loss_of, plain_gradients, same
@@ -443,7 +452,7 @@ def meshes(rank: int, strategy: str) -> list[str]:
         optimizer.step()
         told += differs(model, plainly(1))
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"tp_dim": "shard"}, NotImplementedError, "tp_dim='shard' has 2 ranks"),
+        ({"tp_dim": "shard"}, UnknownPlan, "are on the tensor-parallel axis and on the sharding one"),
         ({"tp_dim": "tensor"}, ValueError, "tp_dim='tensor' is not a dimension"),
         ({"dp_shard_dim": "cp_shard"}, ValueError, "it has outer, shard, cp, tp"),
         ({"dp_shard_dim": None}, ValueError, "dp_shard_dim=None"),
@@ -546,7 +555,7 @@ def forgets_all(model: Any, sharded: Any, optimizer: Any, *_: Any, **__: Any) ->
     model.zero_grad()
 
 
-_load, _send_as, _names_by_group = by_parameter.load_state_dict, Bucket.send_as, update.ShardedOptimizer.names_by_group
+_load, _send_as, _names_by_group = by_parameter.load_state_dict, Bucket.send_as, Groups.names_by_group
 MUTANTS = {
     "stale weights are computed with": Mutant(
         "A forward runs although the update was never installed",
@@ -561,7 +570,7 @@ MUTANTS = {
     ),
     "gradients are scaled in vain": Mutant(
         "scale_gradients changes nothing",
-        lambda: mock.patch("harness.fsdp.megatron.optim.scale_gradients"),
+        lambda: mock.patch("harness.fsdp.megatron.clipping.scale_gradients"),
         "scaling",
     ),
     "the buffer is zeroed, too": Mutant(
@@ -576,7 +585,7 @@ MUTANTS = {
     ),
     "main weights do not hear of it": Mutant(
         "broadcast_params changes compute weights, and main weights overwrite them",
-        lambda: mock.patch.object(Bucket, "adopt_whole"),
+        lambda: mock.patch.object(edits, "adopt_whole"),
         "broadcasting",
         "optim_grads",
     ),
@@ -602,9 +611,9 @@ MUTANTS = {
         "rewiring",
         "optim_grads",
     ),
-    "a tensor axis is passed over": Mutant(
-        "tp_dim of several ranks is accepted, and nothing is done about it",
-        lambda: mock.patch.object(api, "check_tensor_axis"),
+    "one axis is two": Mutant(
+        "Ranks may be on the tensor-parallel axis and on the sharding one at once",
+        lambda: mock.patch.object(construction, "check_plan"),
         "meshes",
     ),
     "the compiler sees hooks": Mutant(
@@ -619,7 +628,7 @@ MUTANTS = {
     ),
     "numbers of trained parameters": Mutant(
         "Frozen parameters are not counted, so that numbers are not torch's",
-        lambda: mock.patch.object(update.ShardedOptimizer, "names_by_group", trained_only),
+        lambda: mock.patch.object(Groups, "names_by_group", trained_only),
         "saving",
     ),
     "settings are kept": Mutant(
@@ -644,7 +653,7 @@ def sets_once(self: MegatronModel, policy: MixedPrecisionPolicy) -> None:
         _set_policy(self, policy)
 
 
-def trained_only(self: update.ShardedOptimizer, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def trained_only(self: Groups, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     trained = {name for bucket in self.buckets if bucket.trainable for name, _ in bucket.params}
     return [[name for name in names if name in trained] for names in _names_by_group(self, optimizer)]
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from harness.fsdp.comm import reduction
 from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.runtime import installation
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.update import optimizer
+from harness.fsdp.update import norms
 from tests.fsdp.test_oracle import CLIP, check
 from tests.fsdp.trial import Case, Record, run_case
 from tests.support.covering import once
@@ -27,7 +28,7 @@ from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 RANKS = 2
-_sum_in_order, _sum_of_squares = reduction._sum_in_order, optimizer.sum_of_squares
+_sum_in_order, _sum_of_squares = reduction._sum_in_order, norms.sum_of_squares
 _sum_scalars = Communicator.sum_scalars
 
 
@@ -98,13 +99,13 @@ MUTANTS = {
     ),
     "weights are not installed": Mutant(
         "The next forward computes with the weights from before the update",
-        lambda: mock.patch.object(optimizer, "install_weights", return_value=[]),
+        lambda: mock.patch.object(installation, "install_weights", return_value=[]),
         "gradient norm at step 2|update of",
         trained("optim"),  # no_shard in one dtype computes with its main weights
     ),
     "norm misses a piece": Mutant(
         "The gradient norm leaves out a rank's last piece",
-        lambda: mock.patch.object(optimizer, "sum_of_squares", all_but_the_last),
+        lambda: mock.patch.object(norms, "sum_of_squares", all_but_the_last),
         "gradient norm at step 1|update of",
         trained("optim", clip=CLIP),
     ),

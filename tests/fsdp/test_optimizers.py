@@ -22,6 +22,7 @@ from harness.fsdp import (
     fully_shard_optimizer,
 )
 from harness.fsdp.update import optimizer as update
+from harness.fsdp.update.groups import Groups
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import once
 from tests.support.mutants import each
@@ -377,7 +378,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
     ),
     "all step": (
         "An optimizer's step hands gradients to another one's parameters and forgets none of them",
-        lambda: mock.patch.object(update.ShardedOptimizer, "stepped_by", lambda self, flat: self.optimizers[0]),
+        lambda: mock.patch.object(Groups, "places_of", _all_of_the_first),
         "game",
     ),
     "state begins at zero": (
@@ -393,6 +394,10 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], str]] = {
 }
 
 _take = update.ShardedOptimizer._take
+
+
+def _all_of_the_first(self: Groups, optimizer: Optimizer | None) -> set[int]:
+    return set(self.places.values()) if optimizer in (None, self.optimizers[0]) else set()
 
 
 def _first_group_only(self: Any, optimizer: Optimizer, index: int, names: Any) -> None:

@@ -116,15 +116,22 @@ def test_the_bounds_notice_a_wrong_scale(fault: float) -> None:
         check(wrong)
 
 
-@once
-def ordered(world_size: int) -> dict[Case, Record]:
-    cases = [
-        Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 2)
-        for strategy, k, (optimizer, dtype) in itertools.product(
-            STRATEGIES, (1, 2), (("adamw", "fp32"), ("sgd", "fp32"), ("adamw", "bf16"), ("adamw", "bf16_comm"))
+Group = tuple[int, int, str, str]
+ORDERED: Cover[Group] = Cover(
+    (
+        (world_size, k, optimizer, dtype)
+        for world_size, k, (optimizer, dtype) in itertools.product(
+            (1, 2, 3, 4), (1, 2), (("adamw", "fp32"), ("sgd", "fp32"), ("adamw", "bf16"), ("adamw", "bf16_comm"))
         )
-    ]
-    return dict(zip(cases, run_ranks(run_cases, world_size, cases)[0], strict=True))
+    ),
+    key=lambda group: group[0],
+)
+"""World size, microbatches, optimizer and dtype that the strategies are compared under."""
+
+
+def ordered(group: Group, strategy: str) -> Case:
+    world_size, k, optimizer, dtype = group
+    return Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 2)
 
 
 def same_bits(a: Record, b: Record) -> bool:
@@ -135,23 +142,18 @@ def same_bits(a: Record, b: Record) -> bool:
     return tensors and a.losses == b.losses and a.norms == b.norms
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "dtype"), [("adamw", "fp32"), ("sgd", "fp32"), ("adamw", "bf16"), ("adamw", "bf16_comm")]
-)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ordered_is_bitwise_where_it_claims_to_be(world_size: int, optimizer: str, dtype: str) -> None:
-    def of(strategy: str, k: int) -> Record:
-        return ordered(world_size)[Case("native", strategy, world_size, k, 0, optimizer, CLIP, dtype, "ordered", 2)]
-
-    for strategy in STRATEGIES[1:]:
-        assert same_bits(of("no_shard", 1), of(strategy, 1)), f"k=1: no_shard and {strategy}"
-    assert same_bits(of("no_shard", 2), of("optim", 2)), "k=2: microbatches are summed before ranks"
-    assert same_bits(of("optim_grads", 2), of("optim_grads_params", 2)), "k=2: ranks are summed before microbatches"
+@pytest.mark.parametrize("group", ORDERED.params())
+def test_ordered_is_bitwise_where_it_claims_to_be(group: Group) -> None:
+    """With one microbatch all strategies sum alike; with two, those that sum microbatches at the same place."""
+    found = records(tuple(ordered(each, strategy) for each in ORDERED.batch(group) for strategy in STRATEGIES))
+    for alike in [STRATEGIES] if group[1] == 1 else [STRATEGIES[:2], STRATEGIES[2:]]:
+        first = found[ordered(group, alike[0])]
+        for strategy in alike[1:]:
+            assert same_bits(first, found[ordered(group, strategy)]), f"{alike[0]} and {strategy}"
 
 
 def test_the_two_groups_of_ordered_do_differ() -> None:
     """If they agreed, the test above could not tell one order of sums from the other."""
-    found = ordered(3)
-    case = Case("native", "no_shard", 3, 2, 0, "adamw", CLIP, "fp32", "ordered", 2)
-    other = Case("native", "optim_grads", 3, 2, 0, "adamw", CLIP, "fp32", "ordered", 2)
-    assert not same_bits(found[case], found[other])
+    group = (3, 2, "adamw", "fp32")
+    found = records(tuple(ordered(group, strategy) for strategy in ("no_shard", "optim_grads")))
+    assert not same_bits(*found.values())

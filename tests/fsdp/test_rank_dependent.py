@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp import Strategy, fully_shard_model
+from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.hooks import HookDriver
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit
 from tests.support.covering import Cover
@@ -111,7 +111,7 @@ def without_turns(self: ReducePipeline, unit: Unit) -> None:
         _make_room(self, unit)
 
 
-def wait_for_weights_first(self: HookDriver) -> None:
+def wait_for_weights_first(self: BackwardHooks) -> None:
     self.gather.post_backward()
     _root_post_backward(self)
 
@@ -124,7 +124,7 @@ def both(*patches: Any) -> Iterator[None]:
         yield
 
 
-_make_room, _root_post_backward = ReducePipeline._make_room, HookDriver._root_post_backward
+_make_room, _root_post_backward = ReducePipeline._make_room, BackwardHooks._root_post_backward
 MUTANTS: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "root gives no turn": (
         "The root waits for a reduction that others cannot come to without the weights of the unit this rank uses next",
@@ -137,7 +137,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[], Any]]] = {
     "weights before reductions": (
         "A backward ends with waiting for others to take weights, before it reduces what it did not use",
         "nothing shared",
-        lambda: mock.patch.object(HookDriver, "_root_post_backward", wait_for_weights_first),
+        lambda: mock.patch.object(BackwardHooks, "_root_post_backward", wait_for_weights_first),
     ),
 }
 

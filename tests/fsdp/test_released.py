@@ -5,22 +5,28 @@ from __future__ import annotations
 import copy
 import io
 import itertools
+import pickle
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, ReleasedWeightError, ShardedModel, fully_shard
+from harness.fsdp.comm.peer_memory import PeerMemory
+from harness.fsdp.runtime.forward_hooks import ForwardHooks
 from harness.fsdp.runtime.gathered import WholeWeights
-from harness.fsdp.runtime.hooks import HookDriver
 from harness.fsdp.runtime.step import Forward
-from harness.fsdp.storage import bucket, parameter_access
+from harness.fsdp.storage import edits, parameter_access, parameter_views
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import Access
+from harness.fsdp.storage.parameter_views import ParameterViews
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found
 from tests.fsdp.pairs import PAIRS, STRATEGIES, arguments_of
 from tests.support.mutants import each
@@ -163,6 +169,53 @@ def classes(rank: int, strategy: str) -> list[str]:
     handle.remove()
     seen = set().union(*(block.seen for block in model.module.blocks))
     return [] if seen == {nn.Parameter, Marked} and inside == {nn.Parameter} else [str(seen | inside)]
+
+
+def copied(rank: int, strategy: str) -> list[str]:
+    """A parameter at rest is copied and pickled as torch does it, into one that no engine knows; else refused."""
+    model, _ = built(strategy)
+    told = []
+    for name, param in model.named_parameters():
+        param.mine = "kept"  # type: ignore[attr-defined] # as programs mark parameters
+        for how, make in {"copy": copy.copy, "pickle": lambda p: pickle.loads(pickle.dumps(p))}.items():
+            try:
+                found = make(param)
+            except ReleasedWeightError:
+                told += [] if strategy == ZERO3 else [f"{how} of {name} is refused"]
+                continue
+            except TypeError as error:
+                told.append(f"{how} of {name}: {error}")
+                continue
+            alone = strategy != ZERO3 and type(found) is nn.Parameter and torch.equal(found, param)
+            told += [] if alone else [f"{how}: {name}"]
+            told += [] if set(vars(found)) == {"mine"} else [f"{how} of {name} has {sorted(vars(found))}"]
+    return told
+
+
+def in_turn(rank: int, strategy: str) -> list[str]:
+    """An edit right after step() waits for ranks that are still taking this rank's weights."""
+    model, optimizer = built(strategy, eager_limit_bytes=0)
+    model(tokens_of(rank)).square().mean().backward()
+    with slow_to_take(0.1) if rank == 1 else nullcontext(), torch.no_grad():
+        optimizer.step()
+        for param in model.parameters() if strategy != ZERO3 else ():
+            param.mul_(2)
+    with model.gathered():
+        mine = {name: param.detach().clone() for name, param in model.named_parameters()}
+    everyone: list[dict[str, Tensor]] = [{} for _ in range(RANKS)]
+    dist.all_gather_object(everyone, mine)
+    return [name for name, value in mine.items() if not all(torch.equal(value, each[name]) for each in everyone)]
+
+
+def slow_to_take(seconds: float) -> Any:
+    """Ranks that take others' weights take their time."""
+    taking = PeerMemory.read
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(seconds)
+        return taking(*args, **kwargs)
+
+    return mock.patch.object(PeerMemory, "read", read)
 
 
 def methods(rank: int, strategy: str) -> list[str]:
@@ -389,7 +442,7 @@ def _in_double_buffer(strategy: str) -> list[str]:
 
 
 CHECKS: dict[str, Callable[..., list[str]]] = {
-    each.__name__: each for each in (reading, describing, classes, methods, refusing, in_parts)
+    each.__name__: each for each in (reading, describing, classes, copied, in_turn, methods, refusing, in_parts)
 }
 CHECKS |= {
     f"{each.__name__} {kind}": lambda rank, strategy, each=each, narrow=narrow: each(rank, strategy, narrow)
@@ -421,23 +474,23 @@ def test_edits_count_under_every_pair_of_strategies() -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
-_give = parameter_access.give_access
+_class_for = parameter_access.class_for
 
 
-def never_released(param: nn.Parameter, own: type, access: Access) -> None:
-    _give(param, own, Access.resting if access is Access.released else access)
+def never_released(own: type, access: Access) -> type:
+    return _class_for(own, Access.resting if access is Access.released else access)
 
 
-def never_resting(param: nn.Parameter, own: type, access: Access) -> None:
-    _give(param, own, Access.free if access is Access.resting else access)
+def never_resting(own: type, access: Access) -> type:
+    return _class_for(own, Access.free if access is Access.resting else access)
 
 
-def always_resting(param: nn.Parameter, own: type, access: Access) -> None:
-    _give(param, own, Access.resting if access is Access.free else access)
+def always_resting(own: type, access: Access) -> type:
+    return _class_for(own, Access.resting if access is Access.free else access)
 
 
-def takes_all(self: Bucket, differing: list[Tensor]) -> None:
-    for seen, main in zip(self._own_compute() if differing else [], self.main_shards, strict=False):
+def takes_all(bucket: Bucket, differing: list[Tensor]) -> None:
+    for seen, main in zip(edits.own_compute_weights(bucket) if differing else [], bucket.main_shards, strict=False):
         main.detach().copy_(seen)
 
 
@@ -447,7 +500,7 @@ def of(where: Any, name: str, value: Any) -> Callable[[], Any]:
 
 MUTANTS = {
     "reads NaN": Mutant(
-        "A released weight can be read, and is NaN", of(bucket, "give_access", never_released), "reading"
+        "A released weight can be read, and is NaN", of(parameter_views, "class_for", never_released), "reading"
     ),
     "stand-ins are tensors": Mutant(
         "The `data` of a released weight can be read, and is NaN",
@@ -456,7 +509,7 @@ MUTANTS = {
     ),
     "own class lost": Mutant(
         "Weights that are computed with keep the class of those at rest",
-        of(bucket, "give_access", always_resting),
+        of(parameter_views, "class_for", always_resting),
         "classes",
     ),
     "root let go": Mutant(
@@ -466,7 +519,7 @@ MUTANTS = {
     ),
     "method as it is": Mutant(
         "A registered method runs without the root",
-        of(HookDriver, "run_as_forward", lambda self, method, *a, **k: method(*a, **k)),
+        of(ForwardHooks, "run_as_forward", lambda self, method, *a, **k: method(*a, **k)),
         "methods",
     ),
     "edits dropped": Mutant(
@@ -476,15 +529,15 @@ MUTANTS = {
     ),
     "low bits lost": Mutant(
         "Main weights become what the narrow compute weights say, edited or not",
-        of(Bucket, "take_over", takes_all),
+        of(edits, "take_over", takes_all),
         "edited bf16",
     ),
     "counted edits only": Mutant(
-        "Only edits that torch counts are looked for", of(Bucket, "differing", lambda self: []), "edited fp32"
+        "Only edits that torch counts are looked for", of(edits, "differing", lambda bucket: []), "edited fp32"
     ),
     "own part only": Mutant(
         "An edit of a part that another rank keeps is not looked for",
-        of(Bucket, "edited", lambda self: []),
+        of(ParameterViews, "edited", lambda self: []),
         "outside bf16",
         "optim",
     ),
@@ -493,8 +546,20 @@ MUTANTS = {
     ),
     "data leaves no trace": Mutant(
         "An edit through `data` of a whole narrow weight is lost",
-        of(bucket, "give_access", never_resting),
+        of(parameter_views, "class_for", never_resting),
         "outside bf16",
+        "optim",
+    ),
+    "edits do not wait": Mutant(
+        "An edit right after step() is made while another rank still takes what is edited",
+        of(parameter_access, "BEING_TAKEN", set()),
+        "in_turn",
+        "optim",
+    ),
+    "copies are the engine's": Mutant(
+        "A copied parameter keeps what the engine hung on the first one",
+        of(parameter_access, "_OURS", ("nothing",)),
+        "copied",
         "optim",
     ),
     "all units": Mutant(

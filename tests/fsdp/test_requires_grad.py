@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from harness.fsdp import ShardedModel, fully_shard_model, fully_shard_optimizer
-from harness.fsdp.runtime import hooks, trainability
+from harness.fsdp.runtime import backward_hooks, trainability
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.trainability import Trainability
 from harness.fsdp.storage.gradients import Gradients
@@ -224,7 +224,7 @@ def test_unfrozen_16_bit_weights_get_main_weights(strategy: str) -> None:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_arrived = hooks.HookDriver._gradient_arrived
+_arrived = backward_hooks.BackwardHooks._gradient_arrived
 
 
 def _forgets_values(self: Any, dtypes: Any) -> None:
@@ -243,7 +243,7 @@ ZERO2, ZERO3 = Pair("optim_grads", ""), Pair("optim_grads_params", "")
 MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
     "frozen ones bring zeros": (
         "A parameter that was frozen between forward and backward got a gradient of zero",
-        lambda: mock.patch.object(hooks.HookDriver, "_gradient_arrived", _takes_all),
+        lambda: mock.patch.object(backward_hooks.BackwardHooks, "_gradient_arrived", _takes_all),
         Trial(ZERO2, "freezing after the forward"),
     ),
     "unfrozen ones are never stepped": (
@@ -254,7 +254,8 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
     "unfreezing is not seen": (
         "What was frozen when it was sharded stays so",
         lambda: _together(
-            mock.patch.object(Trainability, "_train"), mock.patch.object(hooks, "unfrozen_too_late", return_value=None)
+            mock.patch.object(Trainability, "_train"),
+            mock.patch.object(backward_hooks, "unfrozen_too_late", return_value=None),
         ),
         Trial(ZERO2, "unfreezing"),
     ),
@@ -293,7 +294,7 @@ def _takes_all(self: Any, unit: Any, gradients: Any, index: int, name: str, para
 def _only_once(self: ShardedOptimizer) -> None:
     if not self._stepped:
         self._stepped = {id(bucket) for bucket in self.buckets}
-        self._add_runs([bucket for bucket in self.buckets if bucket.trainable], self._grouped)
+        self._add_runs([bucket for bucket in self.buckets if bucket.trainable], self.groups.places)
 
 
 def _fills(self: Gradients) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from harness.fsdp import Strategy, fully_shard
+from harness.fsdp.runtime import step
 from harness.fsdp.runtime.step import REFUSALS, TRANSITIONS, Call, Step, StepError, StepShape, StepState
 from tests.fsdp.test_api import Block, make
 from tests.fsdp.test_strange_programs import Boom, same_gradients
@@ -66,15 +68,29 @@ def test_every_state_can_be_reached_and_left_for_the_next_step() -> None:
 @pytest.mark.parametrize("sync", [True, False])
 @given(st.booleans(), st.booleans(), st.booleans())
 def test_plans_lead_where_the_table_goes(sync: bool, each: bool, once: bool, unsharded: bool) -> None:
-    step = Step(StepShape(reduces_each=each, reduces_once=once, accumulates=once or unsharded))
-    step.sync = sync
-    plan = step.pre_backward()
+    of = Step(StepShape(reduces_each=each, reduces_once=once, accumulates=once or unsharded))
+    of.sync = sync
+    plan = of.pre_backward()
     assert plan.leads_to in TRANSITIONS[StepState.BACKWARD][Call.post_backward]
-    assert (plan.last, plan.reduce_units, plan.adds) == (sync, sync or each, False)
-    step.post_backward()
-    assert step.state is plan.leads_to
-    if step.state is not StepState.REDUCED:
-        assert step.pre_backward().adds == plan.reduce_units
+    assert (plan.last, plan.reduce_units, plan.adds, plan.drops) == (sync, sync or each, False, False)
+    of.post_backward()
+    assert of.state is plan.leads_to
+    if of.state is not StepState.REDUCED:
+        assert of.pre_backward().adds == plan.reduce_units
+
+
+def test_what_comes_after_gradients_were_finished_is_dropped_until_they_are_forgotten() -> None:
+    of = Step(StepShape(reduces_each=True, reduces_once=False, accumulates=False))
+    of.pre_backward()
+    of.post_backward()
+    of.finished()
+    for _ in range(2):
+        assert of.pre_backward().drops
+        of.post_backward()
+        with pytest.raises(StepError, match="call zero_grad\\(\\) before the backward whose gradients are wanted"):
+            of.check(Call.finish_grad_sync)
+    of.zero_grad()
+    assert not of.pre_backward().drops
 
 
 # -- sequences of calls ------------------------------------------------------------------------------------------------
@@ -215,6 +231,7 @@ sequences = st.lists(st.sampled_from(CALLS), min_size=2, max_size=12)
 @example(calls=["forward", "backward_that_raises", "backward"])
 @example(calls=["microbatch", "gradients", "zero_grad"])
 @example(calls=["microbatch", "step", "load", "step"])
+@example(calls=["microbatch", "step", "microbatch_no_sync", "microbatch", "step", "zero_grad", "microbatch", "step"])
 def test_no_sequence_of_calls_is_silently_wrong(strategy: str, options: dict[str, Any], calls: list[str]) -> None:
     run_all(strategy, calls, **options)
 
@@ -231,9 +248,14 @@ HOLES = {
         ["microbatch", "microbatch"],
     ),
     "a backward after the gradients were finished": (
-        lambda: hole(StepState.FINISHED, Call.pre_backward, StepState.BACKWARD),
+        lambda: hole(StepState.STALE, Call.finish_grad_sync, StepState.FINISHED),
         "optim_grads",
         ["microbatch", "gradients", "microbatch"],
+    ),
+    "a backward after the gradients were finished, added to them": (
+        lambda: mock.patch.object(step, "STALE_PLAN", replace(step.STALE_PLAN, leads_to=StepState.FINISHED)),
+        "optim_grads_params",
+        ["microbatch", "step", "microbatch"],
     ),
     "gradients that were never reduced": (
         lambda: hole(StepState.ACCUMULATED, Call.finish_grad_sync, StepState.FINISHED),

@@ -206,8 +206,8 @@ def is_over_at_the_last_parameter() -> Iterator[None]:
 
     note = Readiness.note_gradient
 
-    def note_gradient(self: Readiness, param: Any) -> None:
-        note(self, param)
+    def note_gradient(self: Readiness, param: Any, number: int) -> None:
+        note(self, param, number)
 
     with (
         mock.patch.object(Readiness, "is_over", property(is_over)),

@@ -30,7 +30,7 @@ def forgotten(rank: int, strategy: str) -> list[str]:
     judges.zero_grad()
     sharded = world.model._sharded_optimizer
     try:
-        sharded.check_forgotten(makes, world.model._parts.everyone)  # type: ignore[union-attr,operator] # torch's __getattr__
+        sharded.lost.check(makes, world.model._parts.everyone)  # type: ignore[union-attr,operator] # torch's __getattr__
     except RuntimeError as error:
         told = [] if "forgotten by the zero_grad() of another optimizer" in str(error) else [str(error)]
     else:

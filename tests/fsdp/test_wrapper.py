@@ -21,7 +21,7 @@ from torch import nn
 from harness.fsdp import ShardedModel, fully_shard_model
 from harness.fsdp import construction as building
 from harness.fsdp.guards.watches import Watches
-from harness.fsdp.runtime import hooks
+from harness.fsdp.runtime import backward_hooks
 from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, data, loss_of, shard
@@ -55,7 +55,8 @@ def no_collector() -> Iterator[None]:
 
 def watched(model: ShardedModel) -> list[weakref.ref[Any]]:
     tensors = [t for bucket in model.buckets for t in (bucket.compute, *bucket.main_shards, *bucket.grad_shards)]
-    return [weakref.ref(each) for each in (model, model.module, model._parts.hooks, *tensors)]
+    hooks = model._parts.hooks
+    return [weakref.ref(each) for each in (model, model.module, hooks.of_forward, hooks.of_backward, *tensors)]
 
 
 def alive(seen: list[weakref.ref[Any]]) -> int:
@@ -172,7 +173,7 @@ def test_a_wrapper_is_as_its_module(strategy: str, check: str) -> None:
 MUTANTS = {
     "hooks keep the engine": Mutant(
         "Hooks hold what they call, so that module and engine keep each other",
-        lambda: mock.patch.object(hooks, "WeakHook", partial),
+        lambda: mock.patch.object(backward_hooks, "WeakHook", partial),
         "deleting",
     ),
     "watchdog keeps the engine": Mutant(

@@ -220,6 +220,13 @@ class Communicator:
                 self.group.allreduce([values]).wait()
         return values
 
+    def largest(self, values: Tensor, purpose: str) -> Tensor:
+        """Make each value, none of them NaN, the largest over the group, in place; returns them. *Collective.*"""
+        if self.size > 1:
+            with events.begin(Label("all_reduce", purpose), [values]), events.waiting():
+                dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return values
+
 
 @dataclass
 class Pending:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.crossed import Crossed, Everyone
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.peer_memory import PeerMemory
 from harness.fsdp.options import Options
@@ -32,6 +34,7 @@ class Groups:
     outer: dist.ProcessGroup | None = None
     everyone: dist.ProcessGroup | None = None
     gather: dist.ProcessGroup | None = None
+    tensor: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -137,10 +140,20 @@ def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True)
 class Meshes:
-    """The meshes of a model: of its dense parameters, and of its experts (the same where none is given)."""
+    """The meshes of a model: of its dense parameters, and of its experts (the same where none is given).
+
+    tensor: ranks of the tensor-parallel axis, which crosses them; None without one.
+    """
 
     dense: Mesh
     experts: Mesh
+    tensor: Communicator | None = None
+
+    @cached_property
+    def everyone(self) -> Everyone:
+        """All ranks of the model."""
+        data = self.dense.everyone
+        return data if self.tensor is None else Crossed(data, self.tensor)
 
     def __iter__(self) -> Iterator[Mesh]:
         """The meshes, each once."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.storage.bucket import Bucket
 
 MAX_TOLD = 8
@@ -47,10 +47,10 @@ class GradientGuard:
 
     Args:
         buckets: with gradients, in the same order on all ranks.
-        comm: the group whose ranks report to each other.
+        comm: the ranks that report to each other.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], comm: Communicator) -> None:
+    def __init__(self, buckets: Sequence[Bucket], comm: Everyone) -> None:
         self.comm = comm
         self._microbatch = 0
         self._finding: Finding | None = None
@@ -58,7 +58,7 @@ class GradientGuard:
 
     def watch(self, buckets: Sequence[Bucket]) -> None:
         """Look at these buckets from now on, in the same order on all ranks."""
-        self._params = [(name, tuple(param.shape)) for bucket in buckets for name, param in bucket.params]
+        self._params = [(slot.spec.name, slot.spec.shape) for bucket in buckets for slot in bucket.layout.slots]
         self._places = {name: place for place, (name, _) in enumerate(self._params)}
 
     def begin_backward(self) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -128,7 +129,8 @@ Held = list[tuple[Communicator, list[Replica]]]
 
 def held_by_several(buckets: Sequence[Bucket], meshes: Meshes) -> Held:
     """Weights of which several ranks have a copy: whole compute weights on all; main weights, and compute weights of an
-    inner shard, on the ranks of an axis that does not split them."""
+    inner shard, on the ranks of an axis that does not split them; and on those of a tensor-parallel axis what no plan
+    cuts."""
     found: Held = []
     for mesh in meshes:
         of_mesh = [bucket for bucket in buckets if bucket.context.mesh is mesh]
@@ -141,7 +143,15 @@ def held_by_several(buckets: Sequence[Bucket], meshes: Meshes) -> Held:
             shards = ((each.name, each.resting) for each in of_mesh if not each.is_resident)
             outside += [Replica(f"{name} inner shard", shard) for name, shard in shards if shard is not None]
             found.append((mesh.outer, outside))
+    if meshes.tensor is not None:
+        found.append((meshes.tensor, [each for bucket in buckets for each in _copies(bucket)]))
     return found
+
+
+def _copies(bucket: Bucket) -> list[Replica]:
+    """This rank's part of the main weights that no plan of tensor parallelism cuts."""
+    copied = [(name, part) for name, part in _own_parts(bucket) if bucket.portions[name].is_copied]
+    return [Replica(f"{bucket.name} main weights", part, partial(list, [(name, part)])) for name, part in copied]
 
 
 def _own(bucket: Bucket) -> Replica:

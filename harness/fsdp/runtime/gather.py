@@ -11,69 +11,11 @@ run the same modules in the same order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
 
 from harness.fsdp.comm import events
-from harness.fsdp.comm.communicator import Communicator, Pending, read_parts
-from harness.fsdp.comm.device import DeviceRuntime, Event
-from harness.fsdp.comm.events import Label
+from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.runtime.unit_weights import LateGather, UnitWeights, WeightState
 from harness.fsdp.runtime.units import Unit
-from harness.fsdp.storage.bucket import Bucket
-
-
-class LateGather:
-    """A gather of which this rank's part is laid out at once, and the others' read when the unit is wanted.
-
-    For ranks without a core to spare (see [Note: Spare cores]): no storage is taken before its time. Where weights are
-    computed with as they are stored, the others read the main weights themselves; laying these out costs nothing, so a
-    sweep lays out all of its units at once, and no rank waits for one that comes late to a unit. `has_copies` tells
-    where that is not so. Other ranks may use `Communicator.all_gather` meanwhile.
-    """
-
-    def __init__(self, bucket: Bucket, comm: Communicator, label: Label) -> None:
-        self._bucket, self.label = bucket, label
-        self._own = bucket.given()
-        self.has_copies = bucket.gives_copies
-        self._pending, self._laid = comm.lay_out(self._own, label)
-
-    def receive(self) -> None:
-        """Take storage for the whole bucket and fill it. Once."""
-        self._bucket.allocate_weights()
-        parts = self._bucket.weight_parts()
-        self._bucket.fill_own()
-        read_parts(self._laid, parts)
-
-    def wait(self) -> None:
-        """Block until the other ranks have this one's part. Repeatable."""
-        self._pending.wait()
-        self._own = []
-
-
-class WeightState(Enum):
-    """Where a unit's weights are."""
-
-    SHARDED = "each rank holds its part"
-    UNSHARDING = "a gather is under way: of the unit that is wanted, or of one that is prefetched"
-    UNSHARDED = "whole on every rank, until they are resharded"
-
-
-Gather = tuple[Pending | LateGather, Event]
-"""One bucket on its way, and when the cast of this rank's part is done."""
-
-
-@dataclass
-class UnitWeights:
-    """A unit's weights: where they are, and the gathers that bring them, which others may not have finished."""
-
-    state: WeightState = WeightState.SHARDED
-    gathers: list[Gather] = field(default_factory=list)
-
-    @property
-    def take_storage(self) -> bool:
-        """Whether weights on their way have memory already."""
-        on_way = self.gathers if self.state is WeightState.UNSHARDING else ()
-        return any(not isinstance(each, LateGather) or each.has_copies for each, _ in on_way)
 
 
 class GatherPipeline:
@@ -88,11 +30,10 @@ class GatherPipeline:
     def __init__(
         self, units: Sequence[Unit], runtime: DeviceRuntime, prefetch: int, limit_bytes: int | None = None
     ) -> None:
-        self.runtime = runtime
         self.prefetch = prefetch
         self.limit_bytes = limit_bytes
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
-        self._weights = {unit.name: UnitWeights() for unit in self.order}
+        self._weights = {unit.name: UnitWeights(unit, runtime) for unit in self.order}
         self._outgoing: list[LateGather] = []
         self._sweep: list[Unit] = []
         self._resting: list[Unit] = []
@@ -209,7 +150,7 @@ class GatherPipeline:
 
     def is_resident(self, unit: Unit) -> bool:
         """Whether a unit's weights are always here."""
-        return unit not in self.order
+        return unit.name not in self._weights
 
     def reshard(self, unit: Unit) -> None:
         """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
@@ -344,8 +285,7 @@ class GatherPipeline:
         weights = self._weights[unit.name]
         if weights.state is not WeightState.SHARDED:
             return
-        weights.gathers = [self._gather(bucket) for bucket in unit.buckets]
-        weights.state = WeightState.UNSHARDING
+        weights.unshard()
         self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
 
     def _num_alive(self) -> int:
@@ -353,44 +293,15 @@ class GatherPipeline:
         alive = [u for u in self.order if self._takes_storage(u) or self._is(u, WeightState.UNSHARDED)]
         return sum(not each.is_root for each in alive)
 
-    def _gather(self, bucket: Bucket) -> Gather:
-        label = Label("all_gather", bucket.name)
-        comm = bucket.context.mesh.gather
-        if comm.reads_when_wanted(bucket.gathered_bytes):
-            return LateGather(bucket, comm, label), self.runtime.record()
-        bucket.allocate_weights()
-        with self.runtime.stream("gather"):
-            bucket.fill_own()
-            pending = comm.all_gather(bucket.weight_parts(), label, ahead=True)
-            return pending, self.runtime.record()
-
     def _wait_for_unshard(self, unit: Unit) -> None:
-        weights = self._weights[unit.name]
-        weights.state = WeightState.SHARDED  # a gather that raises brings nothing
-        with events.waiting(*unit.labels("all_gather")):
-            for pending, cast in weights.gathers:
-                cast.wait()
-                pending.receive()
-        for bucket in unit.buckets:
-            bucket.point_at_weights()
-        weights.state = WeightState.UNSHARDED
+        self._weights[unit.name].wait()
 
     def _reshard(self, unit: Unit) -> None:
         if unit.name in self._held:
             self._dropped_while_held.add(unit.name)
             return
-        weights = self._weights[unit.name]
-        weights.state, gathers = WeightState.SHARDED, weights.gathers
-        weights.gathers = []
         self._kept = [each for each in self._kept if each is not unit]
-        with events.waiting(*unit.labels("all_gather")):
-            for pending, _ in gathers:
-                if isinstance(pending, LateGather):  # others take from the main weights, which stay
-                    self._outgoing.append(pending)
-                else:
-                    pending.wait()
-        for bucket in unit.buckets:
-            bucket.release_weights()
+        self._outgoing += self._weights[unit.name].reshard()
 
     def _learn_order(self) -> None:
         """Adopt the order in which units ran; units that did not run stay behind their present predecessor."""

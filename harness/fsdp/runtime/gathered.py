@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.replicas import Replica, ReplicaDrift, check_equal
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
-from harness.fsdp.runtime.units import Unit
+from harness.fsdp.runtime.units import Unit, buckets_of, rest
+from harness.fsdp.storage import edits
 from harness.fsdp.storage.bucket import Bucket
 
 Wanted = nn.Module | nn.Parameter | str
@@ -45,7 +46,7 @@ class WholeWeights:
         module: nn.Module,
         units: Sequence[Unit],
         gather: GatherPipeline,
-        hooks: HookDriver,
+        hooks: Hooks,
         weights: WeightInstaller,
         meshes: Meshes,
     ) -> None:
@@ -71,9 +72,8 @@ class WholeWeights:
         self.hooks.step.check_installed()
         self.weights.wait()
         held = self.gather.hold(units)
-        buckets = [bucket for unit in units for bucket in unit.buckets]
-        for bucket in buckets:
-            bucket.rest()
+        buckets = list(buckets_of(units))
+        rest(units)
         modules = self._modules()
         try:
             yield
@@ -91,7 +91,7 @@ class WholeWeights:
         self.hooks.step.check_installed()
         self.weights.wait()
         self.gather.pre_forward()
-        self._rest()
+        rest(self.units)
 
     def settle(self) -> None:
         """Wait for every gather that is under way; what was fetched ahead is dropped. *Collective.*
@@ -102,12 +102,7 @@ class WholeWeights:
         self._refuse_inside("synchronize_param_gather()")
         self.weights.wait()
         self.gather.settle()
-        self._rest()
-
-    def _rest(self) -> None:
-        for unit in self.units:
-            for bucket in unit.buckets:
-                bucket.rest()
+        rest(self.units)
 
     def _units_of(self, wanted: Wanted | Iterable[Wanted] | None) -> list[Unit]:
         """The units of what is wanted.
@@ -137,7 +132,7 @@ class WholeWeights:
 
     def _refuse_inside(self, call: str) -> None:
         self.hooks.recover()
-        if self.hooks.forward.in_model or self.hooks.step.in_backward:
+        if self.hooks.is_inside:
             raise RuntimeError(f"{call} inside the model's forward or backward: weights that run are whole already")
 
     def _modules(self) -> list[tuple[str, int]]:
@@ -161,8 +156,8 @@ class WholeWeights:
         Raises:
             ReplicaDrift: ranks edited differently; none is kept where weights are not whole between uses.
         """
-        differing = [bucket.differing() for bucket in buckets]
-        seen = any(bucket.edited() for bucket in buckets) or any(
+        differing = [edits.differing(bucket) for bucket in buckets]
+        seen = any(bucket.views.edited() for bucket in buckets) or any(
             bool(places.any()) for each in differing for places in each
         )
         everyone = self.meshes.dense.everyone
@@ -172,9 +167,9 @@ class WholeWeights:
             self._compare(buckets)
         finally:
             for bucket in buckets:
-                bucket.forget_edits()
+                bucket.views.forget_edits()
         for bucket, places in zip(buckets, differing, strict=True):
-            bucket.take_over(places)
+            edits.take_over(bucket, places)
         return True
 
     def _compare(self, buckets: Sequence[Bucket]) -> None:

@@ -8,7 +8,7 @@ from harness.fsdp.comm.fixed_point import beyond_message
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.gradient_answer import answer_for
-from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Call, Step, StepState
@@ -16,6 +16,7 @@ from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.whereabouts import Whereabouts
 
 
 class GradientSync:
@@ -30,18 +31,20 @@ class GradientSync:
         guard: reports gradients that are not finite; None reports none.
         integers: under numerics=exact, how gradients are written as integers; else None.
         usage: finds out which parameters got no gradient; its ranks agree on what they raise, too.
+        whereabouts: of the parameters, which must be the module's still when an update is due.
     """
 
     def __init__(
         self,
         units: Sequence[Unit],
         step: Step,
-        hooks: HookDriver,
+        hooks: Hooks,
         reduce: ReducePipeline,
         weights: WeightInstaller,
         guard: GradientGuard | None,
         integers: Integers | None,
         usage: Usage,
+        whereabouts: Whereabouts,
     ) -> None:
         self.units = units
         self.step = step
@@ -51,6 +54,7 @@ class GradientSync:
         self.guard = guard
         self.integers = integers
         self.usage = usage
+        self.whereabouts = whereabouts
         self._answer()
 
     def _answer(self) -> None:
@@ -77,6 +81,7 @@ class GradientSync:
             StepError: the last backward ran inside no_sync(), or raised; or this is called inside a backward.
             FloatingPointError: a gradient of any rank is not finite, and a guard looks for such.
             OverflowError: under numerics=exact, a gradient of any rank is beyond the range.
+            RuntimeError: a parameter was replaced in its module.
         """
         self.weights.wait()
         self.hooks.recover()
@@ -87,6 +92,7 @@ class GradientSync:
             for gradients in self._gradients():
                 gradients.settle_sums()
             return
+        self.whereabouts.check()
         self.drain()
         if self.guard is not None:
             self.guard.report()
@@ -116,7 +122,7 @@ class GradientSync:
         self.step.check(Call.zero_grad)
         self.reduce.discard()
         for gradients in self._gradients():
-            if set_to_none or (set_to_none is False and self.step.state is StepState.FINISHED):
+            if set_to_none or (set_to_none is False and self.step.state in (StepState.FINISHED, StepState.STALE)):
                 gradients.keep_zeros(kept=not set_to_none)  # of an unfinished step, ranks do not know what others had
             gradients.forget()
         self.step.zero_grad()

@@ -1,33 +1,79 @@
-"""What can be asked of autograd's graph, and the one node that the engine puts into it."""
+"""What can be asked of autograd's graph, and the nodes that the engine puts into it.
+
+[Note: Edited inputs] A unit computes with aliases of its inputs, whose history begins at the engine's node. They share
+storage and version counter, so an edit in place (`F.relu_(x)`) changes the caller's tensor too; its history must then
+go through the edit. Where autograd would have to follow the edit into other tensors (a view's base, an input that was
+passed twice), it cannot, and the edit is refused.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Set
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_flatten
+
+from harness.fsdp.runtime.refusals import refuse_edit
 
 ABOVE_ALL = 2**64 - 1
 """Above the number of every node; see [Note: Sequence numbers]."""
 
 
 class PassedInputs(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward says that the unit's backward has passed them."""
+    """Aliases of a unit's inputs; its backward says that the unit's backward has passed them."""
 
     @staticmethod
     def forward(ctx: Any, notify: Callable[[Any], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.notify = notify
         ctx.set_materialize_grads(False)  # an input without a gradient must not get a zero one
-        return inputs
+        return tuple(each.detach() for each in inputs)  # what is returned as it came could not be edited in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         ctx.notify(ctx)
         return (None, *gradients)
+
+
+class EditedInput(torch.autograd.Function):
+    """The caller's tensor takes over the history of its alias, which a unit has edited; see [Note: Edited inputs]."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, alias: Tensor) -> Tensor:
+        ctx.mark_dirty(own)
+        return own
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, gradient
+
+
+@dataclass(frozen=True)
+class Passed:
+    """A unit's inputs as its caller has them, the aliases it computes with, and the node these came from."""
+
+    own: Sequence[Tensor]
+    aliases: Sequence[Tensor]
+    node: Node | None
+
+    def take_edits(self, unit: str) -> list[Tensor]:
+        """Give edited inputs the history of their aliases; returns them.
+
+        Raises:
+            RuntimeError: autograd would have to follow the edit into other tensors.
+        """
+        pairs = [pair for pair in zip(self.own, self.aliases, strict=True) if pair[1].grad_fn is not self.node]
+        for own, alias in pairs:
+            places = [each for each in self.own if each.data_ptr() == own.data_ptr()]
+            if own.is_leaf or own._is_view() or len(places) > 1:
+                refuse_edit(unit)
+            with _unsafe_preserve_version_counter(own):
+                EditedInput.apply(own, alias)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        return [own for own, _ in pairs]
 
 
 def number_of(output: Tensor) -> int:

@@ -6,12 +6,27 @@ from collections.abc import Sequence
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Pending
+from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.user_buffers import UserBuffers
 from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import Step
+from harness.fsdp.runtime.weight_scales import WeightScales
+from harness.fsdp.storage import edits
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.update import optimizer as optim
+from harness.fsdp.storage.parameter_access import BEING_TAKEN
+
+
+def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
+    """After an update: bring main weights into compute weights that are kept (others are cast when gathered).
+
+    Returns what must be waited for before this rank changes them again: others may still take them from it.
+    """
+    pending = [each for bucket in buckets for each in bucket.install()]
+    with events.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.is_resident)):
+        for each in pending:
+            each.receive()
+    return pending
 
 
 class WeightInstaller:
@@ -23,6 +38,7 @@ class WeightInstaller:
         user_buffers: told after the first step, where registration waits for it.
         replicas: compares, every few updates, weights that several ranks hold.
         step: told that weights have changed.
+        scales: of FP8 weights, which follow from those.
     """
 
     def __init__(
@@ -32,17 +48,22 @@ class WeightInstaller:
         user_buffers: UserBuffers,
         replicas: ReplicaCheck,
         step: Step,
+        scales: WeightScales,
     ) -> None:
         self.buckets = buckets
         self.gather = gather
         self.user_buffers = user_buffers
         self.replicas = replicas
         self.step = step
+        self.scales = scales
         self.pending: list[Pending] = []
         """Gathers in which other ranks may still take this rank's weights."""
 
-    def install(self) -> None:
+    def install(self, *, step_ended: bool = False) -> None:
         """Bring main weights into the compute weights; unsharded ones are dropped. *Collective.*
+
+        Args:
+            step_ended: it was the optimizer that changed them, which ends a step of delayed scaling.
 
         Raises:
             RuntimeError: compute weights were edited in place, which the main weights would overwrite; or some are held
@@ -51,11 +72,14 @@ class WeightInstaller:
         """
         self.refuse_held()
         for bucket in self.buckets:
-            bucket.check_unedited()
+            edits.refuse_lost(bucket)
         self.gather.reshard_all()
         self.wait()
         self.step.weights_installed()
-        self.pending = optim.install_weights(self.buckets)
+        self.scales.refresh(step_ended=step_ended)
+        self.pending = install_weights(self.buckets)
+        if self.pending:
+            BEING_TAKEN.add(self)
         if self.user_buffers.due:
             self.wait()
             self.user_buffers.step_done()
@@ -72,9 +96,10 @@ class WeightInstaller:
     def wait(self) -> None:
         """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
         from now on."""
+        BEING_TAKEN.discard(self)
         with events.waiting():
             for each in self.pending:
                 each.wait()
         self.pending = []
         for bucket in self.buckets if not self.gather.holds else ():
-            bucket.adopt_edits()
+            edits.adopt(bucket)

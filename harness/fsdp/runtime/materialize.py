@@ -9,17 +9,21 @@ nn.MultiheadAttention has, which may set what lies in modules inside it: these a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.comm.mesh import Mesh, Meshes
-from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
+from harness.fsdp.comm.crossed import Everyone
+from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.units import Unit, UnitPlan, is_expert
-from harness.fsdp.storage.bucket import Bucket, BucketContext, BucketKey, InitialValue
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import BucketMemory, placeholder
+from harness.fsdp.tensor_parallel.parameters import real, values_here
 
 
 def build_units(
@@ -35,7 +39,7 @@ def build_units(
         with memory.unit(shares=not plan.is_root):
             buckets = []
             for key, members in plan.buckets.items():
-                dtypes = policy.resolve(key.dtype) if key.trainable else Dtypes.frozen(key.dtype)
+                dtypes = key.resolve(policy)
                 buckets.append(Bucket(f"{plan.name}/{key.label}", key, members, dtypes, contexts(key), initial))
         units.append(Unit(plan.name, plan.modules, buckets))
     return units
@@ -45,13 +49,13 @@ def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
     """What parameters hold on the first rank that has them; buffers are taken from there at once. *Collective.*"""
     params = dict(module.named_parameters())
     for name, buffer in module.named_buffers():
-        value = meshes.dense.everyone.from_first(buffer, f"initial {name}")
+        value = meshes.everyone.from_first(buffer, f"initial {name}")
         if not torch.equal(value, buffer.to(value.device)):
             buffer.copy_(value)
 
     def initial(name: str, shape: torch.Size) -> Tensor:
         everyone = meshes.of(expert=is_expert(params[name])).everyone
-        return everyone.from_first(params[name], f"initial {name}")
+        return everyone.from_first(values_here(params[name]), f"initial {name}")
 
     return initial
 
@@ -70,12 +74,12 @@ def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool) -> 
                 f"parameter {name} is on the meta device: give `device`, and `initial_value` or"
                 " init_model_with_meta_device=True"
             )
-        real = nn.Parameter(placeholder(param.shape, param.dtype, device), requires_grad=param.requires_grad)
-        real.__dict__.update(param.__dict__)  # marks such as `allreduce`
-        torch.utils.swap_tensors(param, real)
+        made = real(param, placeholder(values_here(param).shape, param.dtype, device))
+        made.__dict__.update(param.__dict__)  # marks such as `allreduce`
+        torch.utils.swap_tensors(param, made)
 
 
-def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], mesh: Mesh, device: torch.device) -> None:
+def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], everyone: Everyone, device: torch.device) -> None:
     """Let each module reset its own parameters, whole for that moment, and keep this rank's part. *Collective.*
 
     A parameter of several modules keeps what the first of them gave it. Every rank takes the first one's values.
@@ -97,8 +101,7 @@ def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], mesh: Mesh, de
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     part._buffers[name] = torch.empty_like(buffer, device=device)
-        own = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
-        _reset(resets, list(own.values()), homes, done, mesh, device)
+        _reset(parts, resets, homes, done, everyone, device)
 
 
 def _turns(part: nn.Module, seen: set[int]) -> Iterator[list[nn.Module]]:
@@ -132,27 +135,49 @@ def _reset_of(part: nn.Module, name: str) -> Callable[[], None]:
 
 
 def _reset(
+    parts: Sequence[nn.Module],
     resets: Sequence[Callable[[], None]],
-    params: Sequence[nn.Parameter],
     homes: dict[int, tuple[Bucket, Slot]],
     done: set[int],
-    mesh: Mesh,
+    everyone: Everyone,
     device: torch.device,
 ) -> None:
-    for bucket, _ in (homes[id(param)] for param in params):
+    own = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
+    for bucket, _ in (homes[each] for each in own):
         bucket.hand_over()
-    held = [param.data for param in params]
-    for param in params:
-        param.data = torch.empty(param.shape, dtype=param.dtype, device=device)
-    for reset in resets:
-        reset()
-    for param, before in zip(params, held, strict=True):
-        value, param.data = param.data, before
-        bucket, slot = homes[id(param)]
-        if id(param) not in done:
-            done.add(id(param))
-            bucket.set_value(slot, mesh.everyone.from_first(value, f"initial {slot.spec.name}"))
-    for bucket, _ in (homes[id(param)] for param in params):
+    kept = {key: homes[key][0].key.dtype for key in own}
+    with _whole(parts, own, kept, device) as whole:
+        for reset in resets:
+            reset()
+    for key, value in whole.items():
+        bucket, slot = homes[key]
+        if key not in done:
+            done.add(key)
+            bucket.set_value(slot, everyone.from_first(value, f"initial {slot.spec.name}"))
+    for bucket, _ in (homes[each] for each in own):
         bucket.point_at_weights()
         bucket.rest()
-        bucket.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to
+        bucket.views.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to
+
+
+@contextmanager
+def _whole(
+    parts: Sequence[nn.Module], own: Mapping[int, nn.Parameter], dtypes: Mapping[int, torch.dtype], device: torch.device
+) -> Iterator[dict[int, Tensor]]:
+    """Let modules hold whole, plain parameters in the body; what these hold then, by the parameter they stand for.
+
+    Also where tensor parallelism has cut a parameter: its numbers are then those of an ordinary construction. dtypes:
+    as the module gave them, which is not what is kept where that is 8 bits.
+    """
+    whole = {
+        key: nn.Parameter(torch.empty(param.shape, dtype=dtypes[key], device=device), param.requires_grad)
+        for key, param in own.items()
+    }
+    stood_for = [(part, name, param) for part in parts for name, param in part._parameters.items() if param is not None]
+    for part, name, param in stood_for:
+        part._parameters[name] = whole[id(param)]
+    try:
+        yield {key: stand_in.data for key, stand_in in whole.items()}
+    finally:
+        for part, name, param in stood_for:
+            part._parameters[name] = param

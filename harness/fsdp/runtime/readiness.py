@@ -28,7 +28,6 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
-from torch.autograd.graph import get_gradient_edge
 
 from harness.fsdp.storage.parameter_access import by_engine
 
@@ -108,11 +107,6 @@ class Readiness:
         """No hook stands on the outputs or the inputs of the call that runs, and a backward may come to it."""
         self._unseen.add(self.call.begin)
 
-    def enter_unseen(self, number: int) -> None:
-        """A gradient came, and nothing told of the call it came from: it may be any that the backward, which is at this
-        number, has not passed."""
-        self._entered |= {begin for begin in self._unseen if begin <= number}
-
     @property
     def call(self) -> Call:
         """The call that runs."""
@@ -124,7 +118,7 @@ class Readiness:
         self._due_calls = {node for node in self._calls if _will_run(node)}
         trained = [param for param in self.params if param.requires_grad]
         self._num_trained = len(trained)
-        self._due_params = {id(param) for param in trained if is_due(param)}
+        self._due_params = {id(param) for param in due_among(trained)}
         self._is_reached = bool(self._due_calls or self._due_params)
 
     def post_backward(self) -> None:
@@ -164,10 +158,13 @@ class Readiness:
         self._due_calls.discard(node)
         self._inside.discard(node)
 
-    def note_gradient(self, param: nn.Parameter) -> None:
-        """A parameter has its gradient."""
+    def note_gradient(self, param: nn.Parameter, number: int) -> None:
+        """A parameter has its gradient. Nothing may have told of the call it came from: then it may be any that the
+        backward, which is at this number, has not passed."""
         self._due_params.discard(id(param))
         self._arrived.add(id(param))
+        if self._unseen:
+            self._entered |= {begin for begin in self._unseen if begin <= number}
 
     def note_written(self, param: nn.Parameter) -> None:
         """A kernel adds the gradient of a parameter by itself, before the backward has passed the call it is in.
@@ -203,9 +200,12 @@ class Readiness:
         return len(self._arrived) == self._num_trained
 
 
-def is_due(param: nn.Parameter) -> bool:
-    """Whether the backward that runs will bring a gradient to a parameter that is not frozen."""
-    return _will_run(get_gradient_edge(param).node)
+def due_among(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Parameters, of some that are not frozen, to which the backward that runs will bring a gradient."""
+    with torch.enable_grad():  # as torch.autograd.graph.get_gradient_edge does for each by itself
+        views = [param.view_as(param).grad_fn for param in params]
+    edges = [view.next_functions[0] for view in views if view is not None]
+    return [param for param, (node, _) in zip(params, edges, strict=True) if _will_run(node)]
 
 
 def _will_run(node: Any) -> bool:

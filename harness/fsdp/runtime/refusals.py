@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from harness.fsdp.runtime.readiness import is_due
+from harness.fsdp.runtime.readiness import due_among
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import by_engine
 
@@ -22,6 +22,16 @@ def refuse_dtensors(args: Any, kwargs: Any) -> None:
                 f"an input of the sharded model is a DTensor (shape {tuple(value.shape)}, {value.placements}), and its"
                 " weights are plain tensors while it runs: give each rank its own rows, as x.to_local()"
             )
+
+
+def refuse_transforms() -> None:
+    """Raise RuntimeError inside `torch.func.grad`, `vmap` and their like."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            "torch.func transforms (grad, vjp, jacrev, vmap) cannot go through units of a sharded model, whose weights"
+            " are gathered in place and whose gradients leave by hooks of autograd: use loss.backward() or"
+            " torch.autograd.grad(loss, inputs), or transform a plain copy of the module made of full_weights()"
+        )
 
 
 def refuse_backward(running: Collection[str], root: str) -> NoReturn:
@@ -46,7 +56,7 @@ def refuse_backward(running: Collection[str], root: str) -> NoReturn:
 def unfrozen_too_late(buckets: Iterable[Bucket]) -> str | None:
     """A parameter without storage for gradients to which the backward that runs would bring one."""
     params = (each for bucket in buckets if not bucket.trainable for each in bucket.params)
-    return next((name for name, param in params if param.requires_grad and is_due(param)), None)
+    return next((name for name, param in params if param.requires_grad and due_among([param])), None)
 
 
 def refuse_unfrozen(name: str) -> NoReturn:
@@ -55,6 +65,24 @@ def refuse_unfrozen(name: str) -> NoReturn:
         f"parameter {name} was frozen when it was sharded, and requires_grad became True inside the model's forward (or"
         " a part of the model ran by itself): it has nowhere to put its gradient. Unfreeze before the model's forward;"
         " or shard with requires_grad=True and freeze afterwards"
+    )
+
+
+def refuse_edit(unit: str) -> NoReturn:
+    """Raise RuntimeError: a unit edited an input that others are views of, or that autograd lets nobody edit."""
+    raise RuntimeError(
+        f"unit {unit} edited an input in place that is a leaf, a view of another tensor, or was passed to it twice:"
+        " autograd could not follow that through the unit. Edit a copy, x = x.clone(), or use the operation that makes"
+        " a new tensor (relu for relu_, x + y for x.add_(y))"
+    )
+
+
+def refuse_sharded(what: str, unit: str) -> NoReturn:
+    """Raise RuntimeError: a gradient came from a unit whose weights were not whole."""
+    raise RuntimeError(
+        f"{what} came from unit {unit} while its weights were sharded, so it is wrong: a backward reached the"
+        " unit through a tensor that no hook could see (in an attribute, a closure, an object of another kind)."
+        " Return such tensors from the unit's forward: in tuples, lists, dicts, dataclasses, or what pytree knows"
     )
 
 

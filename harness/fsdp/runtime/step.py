@@ -12,12 +12,17 @@ nowhere is told: why, and which call is missing. Whatever raises leads to FAILED
 
 A backward that brings gradients to no parameter, as `torch.autograd.grad(loss, x)`, leads back to where it began.
 
+[Note: Stale gradients] After an update a program may differentiate through the model once more for the sake of others'
+gradients, as a generator's loss goes through the critic, and call zero_grad() of it afterwards: what comes to the
+model's own parameters then is dropped as it arrives and travels nowhere. Plain torch would add it to the finished ones;
+who reads or steps before zero_grad() is told, for sums that are reduced and scaled can take no more.
+
 A forward changes no gradient: it may run in every state, and has a small state of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from harness.fsdp.runtime.readiness import next_number
@@ -32,6 +37,7 @@ class StepState(Enum):
     SUMMED = "every backward so far is reduced into a shard, to which more may be added"
     REDUCED = "the reduction that comes once a step is made or on its way"
     FINISHED = "gradients are reduced and scaled: ready for the optimizer"
+    STALE = "a backward ran after gradients were finished, and what it brought was dropped"
     FAILED = "a backward or a reduction raised, so that gradients are incomplete"
 
 
@@ -51,7 +57,7 @@ TRANSITIONS: dict[StepState, dict[Call, tuple[StepState, ...]]] = {
         Call.zero_grad: (StepState.IDLE,),
     },
     StepState.BACKWARD: {
-        Call.post_backward: (StepState.ACCUMULATED, StepState.SUMMED, StepState.REDUCED),
+        Call.post_backward: (StepState.ACCUMULATED, StepState.SUMMED, StepState.REDUCED, StepState.STALE),
     },
     StepState.ACCUMULATED: {
         Call.pre_backward: (StepState.BACKWARD,),
@@ -67,7 +73,12 @@ TRANSITIONS: dict[StepState, dict[Call, tuple[StepState, ...]]] = {
         Call.zero_grad: (StepState.IDLE,),
     },
     StepState.FINISHED: {
+        Call.pre_backward: (StepState.BACKWARD,),
         Call.finish_grad_sync: (StepState.FINISHED,),
+        Call.zero_grad: (StepState.IDLE,),
+    },
+    StepState.STALE: {
+        Call.pre_backward: (StepState.BACKWARD,),
         Call.zero_grad: (StepState.IDLE,),
     },
     StepState.FAILED: {
@@ -92,9 +103,10 @@ REFUSALS: dict[tuple[StepState, Call], str] = {
         "a second backward with synchronisation would reduce already reduced gradients again; wrap all microbatches but"
         " the last in no_sync(), or call zero_grad() between them"
     ),
-    (StepState.FINISHED, Call.pre_backward): (
-        "a backward after this step's gradients were finished would add unscaled gradients to scaled ones; call"
-        " zero_grad() first, or wrap all microbatches but the last in no_sync()"
+    (StepState.STALE, Call.finish_grad_sync): (
+        "a backward ran after this step's gradients were finished (by optimizer.step(), clip_grad_norm_(), grad_norm()"
+        " or full_gradients()) and before zero_grad(); plain torch would add its gradients to the old ones, which are"
+        " reduced and scaled, so they were dropped: call zero_grad() before the backward whose gradients are wanted"
     ),
     (StepState.FAILED, Call.pre_backward): (
         "the last backward raised, or a reduction of it; its gradients are incomplete, and another backward would add"
@@ -119,12 +131,17 @@ class BackwardPlan:
     last: this backward ends the step's accumulation, so that what is reduced once a step is reduced in it.
     adds: an earlier backward of the step was reduced, so that sums are there to be added to; else they are copied.
     leads_to: the state of the step after it.
+    drops: what it brings to parameters is dropped as it arrives; see [Note: Stale gradients].
     """
 
     reduce_units: bool
     last: bool
     adds: bool
     leads_to: StepState
+    drops: bool = False
+
+
+STALE_PLAN = BackwardPlan(reduce_units=False, last=False, adds=False, leads_to=StepState.STALE, drops=True)
 
 
 @dataclass(frozen=True)
@@ -224,20 +241,23 @@ class Step:
             ValueError: see `StepShape.check_terms`.
         """
         if of_inputs:
-            self.plan = BackwardPlan(reduce_units=False, last=False, adds=self._adds, leads_to=self.state)
-            self.state = StepState.BACKWARD
-            return self.plan
+            return self._begin(replace(STALE_PLAN, adds=self._adds, leads_to=self.state, drops=False))
         try:
             self.check(Call.pre_backward)
+            if self.state in (StepState.FINISHED, StepState.STALE):
+                return self._begin(STALE_PLAN)
             self.shape.check_terms(self.num_backwards + 1)
         except Exception:
             self.fail()
             raise
-        self.plan = self.shape.plan(sync=self.sync, adds=self._adds)
-        self._adds |= self.plan.reduce_units
+        plan = self.shape.plan(sync=self.sync, adds=self._adds)
+        self._adds |= plan.reduce_units
         self.num_backwards += 1
-        self.state = StepState.BACKWARD
-        return self.plan
+        return self._begin(plan)
+
+    def _begin(self, plan: BackwardPlan) -> BackwardPlan:
+        self.plan, self.state = plan, StepState.BACKWARD
+        return plan
 
     def check_forward(self, num_updates: int) -> None:
         """Refuse a backward through a forward that ran when there had been `num_updates` updates, and fail the step.

@@ -23,10 +23,10 @@ from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.bucket_reduction import Reductions
 from harness.fsdp.runtime.gradient_sync import GradientSync
-from harness.fsdp.runtime.hooks import HookDriver
+from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.units import Unit
+from harness.fsdp.runtime.units import Unit, buckets_of
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.bucket import Bucket
@@ -53,7 +53,7 @@ class Trainability:
         policy: MixedPrecisionPolicy,
         reductions_of: Callable[[Bucket], Reductions],
         usage_of: Callable[[list[Bucket], dict[str, Reductions]], Usage],
-        hooks: HookDriver,
+        hooks: Hooks,
         weights: WeightInstaller,
         reduce: ReducePipeline,
         gradients: GradientSync,
@@ -71,9 +71,9 @@ class Trainability:
         self.gradients = gradients
         self.guard = guard
         self.laid_out_once = laid_out_once
-        self._buckets = [bucket for unit in units for bucket in unit.buckets]
+        self._buckets = list(buckets_of(units))
         self._agreed = self._flags()
-        hooks.before_gradients = WeakHook(self.follow)
+        hooks.of_forward.before_gradients = WeakHook(self.follow)
 
     def follow(self) -> None:
         """A forward with gradients begins: take up what the program has frozen and unfrozen since the last one.
@@ -97,7 +97,7 @@ class Trainability:
 
     def _flags(self) -> list[list[bool]]:
         """By bucket."""
-        return [bucket.flags() for bucket in self._buckets]
+        return [bucket.views.flags() for bucket in self._buckets]
 
     def _named(self, flags: list[list[bool]], buckets: Sequence[Bucket]) -> list[tuple[str, bool]]:
         """Names of the parameters of these buckets, with their flags among those of all."""
@@ -141,7 +141,7 @@ class Trainability:
         self.gradients.take_in(self.usage_of(trained, self.reduce.reductions), late=buckets)
         if self.guard is not None:
             self.guard.watch(trained)
-        self.hooks.take_in(buckets)
+        self.hooks.of_backward.take_in(buckets)
 
     def _refuse(self, bucket: Bucket) -> None:
         why = self.laid_out_once
@@ -150,7 +150,7 @@ class Trainability:
         elif self.weights.gather.holds:
             why = "inside gathered(), which holds its weights: run the first forward that trains it outside"
         if why:
-            name = next(name for (name, _), flag in zip(bucket.params, bucket.flags(), strict=True) if flag)
+            name = next(name for (name, _), flag in zip(bucket.params, bucket.views.flags(), strict=True) if flag)
             raise RuntimeError(
                 f"parameter {name} was frozen when it was sharded and is to be trained now, {why}. What is trained at"
                 " any time may be frozen after sharding instead: shard with requires_grad=True, then call"

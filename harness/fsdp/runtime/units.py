@@ -9,14 +9,16 @@ one bucket.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 
-from torch import nn
+from torch import Tensor, nn
 
 from harness.fsdp.comm.events import Label
 from harness.fsdp.runtime.readiness import Readiness
-from harness.fsdp.storage.bucket import Bucket, BucketKey
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.bucket_context import BucketKey
+from harness.fsdp.storage.eight_bit import is_marked
 from harness.fsdp.storage.gradients import Gradients
 
 ROOT = "(root)"
@@ -96,7 +98,18 @@ class Unit:
         return [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
 
 
-def is_expert(param: nn.Parameter) -> bool:
+def buckets_of(units: Iterable[Unit]) -> Iterator[Bucket]:
+    """The buckets of units, in their order."""
+    return (bucket for unit in units for bucket in unit.buckets)
+
+
+def rest(units: Iterable[Unit]) -> None:
+    """No forward and no backward runs any more; see `Bucket.rest`."""
+    for bucket in buckets_of(units):
+        bucket.rest()
+
+
+def is_expert(param: Tensor) -> bool:
     """Whether a parameter belongs to an expert, which other ranks do not have: `param.allreduce` is False.
 
     Megatron's mark: its gradient is not to be reduced over all data-parallel ranks, but over those of its expert.
@@ -120,7 +133,7 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
         if not param.dtype.is_floating_point:
             raise ValueError(f"parameter {name} has dtype {param.dtype}; only floating-point parameters can be sharded")
         home = next(iter(units)) if len(units) == 1 else id(module)
-        key = BucketKey(param.dtype, param.requires_grad, is_expert(param))
+        key = BucketKey(param.dtype, param.requires_grad, is_expert(param), is_marked(param))
         plans[home].buckets.setdefault(key, []).append((name, param))
     if not homes:
         raise ValueError(f"{type(module).__name__} has no parameters to shard")

@@ -9,11 +9,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
-from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.crossed import Everyone
+from harness.fsdp.fp8.linear import delayed_state
 from harness.fsdp.state import flat
 from harness.fsdp.state.named import ShardedState, ShardMap, check_fit
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.whereabouts import check_names
 from harness.fsdp.update.optimizer import ShardedOptimizer
+
+FP8 = "fp8/"
+"""Prefix of what delayed scaling knows."""
 
 
 class Weights(Protocol):
@@ -45,7 +50,7 @@ class StateAccess:
         buckets: all of the model's.
         weights: waited for before weights are handed out or written, told when they were written.
         gradients: finished before they are handed out, forgotten when weights were written.
-        everyone: all data-parallel ranks, the first of which has the buffers that count.
+        everyone: all ranks, the first of which has the buffers that count.
     """
 
     def __init__(
@@ -54,25 +59,35 @@ class StateAccess:
         buckets: Sequence[Bucket],
         weights: Weights,
         gradients: StepGradients,
-        everyone: Communicator,
+        everyone: Everyone,
     ) -> None:
         self.module = module
         self.buckets = buckets
         self.weights = weights
         self.gradients = gradients
         self.everyone = everyone
-        self._shards = ShardMap()
+        self._shards = ShardMap(buckets)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
-        self.weights.wait()
+        self._settle()
         return self._in_model_order(flat.full_weights(self.buckets), self.buckets)
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
         self.gradients.finish()
+        check_names(self.module)
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         return self._in_model_order(flat.full_gradients(self.buckets), trainable)
+
+    def _settle(self) -> None:
+        """Let weights, and their names, be what they are everywhere.
+
+        Raises:
+            RuntimeError: the module's parameters have other names by now.
+        """
+        self.weights.wait()
+        check_names(self.module)
 
     def _in_model_order(
         self, named: Iterator[tuple[str, Tensor]], buckets: Sequence[Bucket]
@@ -95,7 +110,7 @@ class StateAccess:
         Raises:
             NotImplementedError: ranks hold different experts under one name.
         """
-        self.weights.wait()
+        self._settle()
         held = self._shards.weights(self.buckets)
         first = {id(param): name for name, param in self.module.named_parameters()}
         of_rank_0: dict[int, Tensor] = {}
@@ -118,7 +133,7 @@ class StateAccess:
         Raises:
             StateMismatch: with `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded.
         """
-        self.weights.wait()
+        self._settle()
         first = {id(param): name for name, param in self.module.named_parameters()}
         own = dict(saved_tensors(self.module))
         told = {id(own[name]) for name in given if name in own}
@@ -138,8 +153,14 @@ class StateAccess:
 
     def sharded_state(self, optimizer: ShardedOptimizer | None) -> ShardedState:
         """Weights, and the state of an optimizer, by the module's own names, over the engine's own memory."""
-        self.weights.wait()
-        return self._shards.state(self.buckets, optimizer)
+        self._settle()
+        found = self._shards.state(self.buckets, optimizer)
+        found.tensors |= self._fp8_state()
+        return found
+
+    def _fp8_state(self) -> dict[str, Tensor]:
+        """What delayed scaling knows, the same on all ranks between steps; in place."""
+        return {FP8 + name: buffer for name, buffer in delayed_state(self.module).items()}
 
     def adopt_state(self, state: ShardedState) -> None:
         """Make what was written into `sharded_state` count from now on, and forget gradients. *Collective.*"""
@@ -153,7 +174,7 @@ class StateAccess:
             RuntimeError: there is no optimizer.
         """
         self.weights.wait()
-        return flat.local_state(self.buckets, _required(optimizer))
+        return flat.local_state(self.buckets, _required(optimizer)) | self._fp8_state()
 
     def load_local_state(self, optimizer: ShardedOptimizer | None, values: Mapping[str, Tensor]) -> None:
         """Take `local_state` back, and forget gradients. *Collective.*
@@ -163,7 +184,16 @@ class StateAccess:
             RuntimeError: there is no optimizer.
         """
         self.weights.wait()
-        flat.load_local_state(self.buckets, _required(optimizer), values)
+        scales = self._fp8_state()
+        check_fit(
+            [(name, buffer, values[name]) for name, buffer in scales.items() if name in values],
+            [name for name in scales if name not in values],
+            [name for name in values if name.startswith(FP8) and name not in scales],
+        )
+        rest = {name: value for name, value in values.items() if not name.startswith(FP8)}
+        flat.load_local_state(self.buckets, _required(optimizer), rest)
+        for name, buffer in scales.items():
+            buffer.copy_(values[name])
         self._written()
 
     def _written(self) -> None:

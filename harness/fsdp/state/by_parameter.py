@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.state.named import OPTIMIZER, ShardedState, StateMismatch, check_fit
 from harness.fsdp.state.row_shard import RowShard
 from harness.fsdp.update.blank import create_state
@@ -34,7 +34,7 @@ def have_state(optimizer: torch.optim.Optimizer, *, to_load: bool) -> None:
 
 
 def state_dict_of(
-    optimizer: torch.optim.Optimizer, owner: ShardedOptimizer, held: ShardedState, everyone: Communicator
+    optimizer: torch.optim.Optimizer, owner: ShardedOptimizer, held: ShardedState, everyone: Everyone
 ) -> dict[str, Any]:
     """`state`: entries by a parameter's number. `param_groups`: settings, and numbers of a group. *Collective.*"""
     numbers = {name: number for number, name in enumerate(_names(optimizer, owner))}
@@ -44,7 +44,7 @@ def state_dict_of(
         if name in numbers:
             state.setdefault(numbers[name], {})[entry] = counters.get((name, entry), value)
     groups = []
-    for group, names in zip(optimizer.param_groups, owner.names_by_group(optimizer), strict=True):
+    for group, names in zip(optimizer.param_groups, owner.groups.names_by_group(optimizer), strict=True):
         settings = {key: value for key, value in group.items() if key != "params"}
         groups.append(settings | {"params": [numbers[name] for name in names]})
     return {"state": dict(sorted(state.items())), "param_groups": groups}
@@ -58,7 +58,7 @@ def load_state_dict(
     Raises:
         StateMismatch: it does not fit; nothing was loaded.
     """
-    _check_groups(given["param_groups"], owner.names_by_group(optimizer))
+    _check_groups(given["param_groups"], owner.groups.names_by_group(optimizer))
     names = list(_names(optimizer, owner))
     wanted = {(name, entry): value for name, entry, value in _entries(held) if name in names}
     found = {(names[number], entry): value for number, of in given["state"].items() for entry, value in of.items()}
@@ -72,7 +72,7 @@ def load_state_dict(
         group.update({k: deepcopy(v) for k, v in settings.items() if k != "params" and k not in KERNELS})
 
 
-def _counters(held: ShardedState, everyone: Communicator) -> dict[tuple[str, str], Tensor]:
+def _counters(held: ShardedState, everyone: Everyone) -> dict[tuple[str, str], Tensor]:
     """All counters, also of parameters of which this rank has no row. *Collective.*"""
     known = {
         (name, entry): value
@@ -105,7 +105,7 @@ def _fill(target: Tensor, value: Tensor) -> None:
 
 
 def _names(optimizer: torch.optim.Optimizer, owner: ShardedOptimizer) -> Iterator[str]:
-    return (name for names in owner.names_by_group(optimizer) for name in names)
+    return (name for names in owner.groups.names_by_group(optimizer) for name in names)
 
 
 def _entries(held: ShardedState) -> Iterator[tuple[str, str, Tensor]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.tensor_parallel.parameters import join_portions
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.update.runs import FlatRun
 
@@ -34,8 +35,11 @@ def _full(
     buckets: Sequence[Bucket], shards_of: Callable[[Bucket], list[Tensor]], what: str
 ) -> Iterator[tuple[str, Tensor]]:
     for bucket in buckets:
-        for name, view in bucket.named_slices(bucket.gather_whole(shards_of(bucket), what)):
-            yield name, view.detach().to("cpu", copy=True)
+        tensor = bucket.context.tensor
+        group = None if tensor is None else tensor.group
+        slices = bucket.named_slices(bucket.gather_whole(shards_of(bucket), what))
+        for slot, (name, view) in zip(bucket.layout.slots, slices, strict=True):
+            yield name, join_portions(bucket.portion_of(slot), view.detach(), group).to("cpu", copy=True)
 
 
 def local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> dict[str, Tensor]:

@@ -3,7 +3,8 @@
 Keys are `weights/<parameter>` (main weights; of frozen parameters the compute weights) and
 `optimizer/<parameter>/<entry>`. Tensors with the parameter's shape are `RowShard`s over the engine's own memory;
 counters such as `step`, of which a flat run has one for all its parameters, are plain tensors of shape [], one a
-parameter, and belong to the caller until `adopt` takes them back.
+parameter, and belong to the caller until `adopt` takes them back. `fp8/<layer>.<buffer>` is what delayed scaling knows,
+whole on every rank and in place.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.state.row_shard import RowShard
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.bucket_context import BucketContext
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.placement import REPLICATE, SHARD, On
+from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.update.blank import COUNTERS, blank, entries_of
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.update.runs import FlatRun, is_moment
@@ -73,10 +77,15 @@ def _key(slot: Slot, entry: str) -> str:
 
 
 class ShardMap:
-    """Makes `RowShard`s of one model's buckets; a DeviceMesh is made once for each grid of ranks."""
+    """Makes `RowShard`s of one model's buckets; a DeviceMesh is made once for each grid of ranks.
 
-    def __init__(self) -> None:
+    *Collective* where there is a tensor-parallel axis: its ranks tell each other of their grids.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._meshes: dict[int, DeviceMesh] = {}
+        for context in (bucket.context for bucket in buckets if bucket.context.tensor is not None):
+            self._mesh(context)
 
     def state(self, buckets: Sequence[Bucket], optimizer: ShardedOptimizer | None) -> ShardedState:
         """Everything, by key.
@@ -138,12 +147,14 @@ class ShardMap:
         """No row of a moment, or (None) no copy of a counter: nothing to save here, and nothing to load."""
         if dtype is not None:
             return self._shard(bucket, slot, torch.empty(0, dtype=dtype, device=bucket.context.main_device), 0)
-        mesh = self._mesh(bucket.context.mesh)
-        return RowShard.of(torch.empty(0, dtype=COUNTER_DTYPE), (), [(0, 0)], 0, None, mesh, [REPLICATE] * mesh.ndim)
+        mesh = self._mesh(bucket.context)
+        nothing = torch.empty(0, dtype=COUNTER_DTYPE)
+        return RowShard.of(nothing, Portion(()), [(0, 0)], 0, None, mesh, [REPLICATE] * mesh.ndim)
 
     def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> RowShard:
         """A parameter's rows in `memory`, which begins that many elements into the rank's shard of the segment."""
         layout, cuts, mesh = bucket.layout, bucket.cuts, bucket.context.mesh
+        portion, tensor = bucket.portion_of(slot), bucket.context.tensor
         local = layout.local_slice(slot, cuts.layout_rank)
         flat = memory.detach()[local.offset - begins_at :][: local.numel] if local.numel else memory.detach()[:0]
         shape = torch.Size(slot.spec.shape)
@@ -153,12 +164,13 @@ class ShardMap:
         spans = [_rows(slot, layout.local_slice(slot, position)) for position in positions]
         place = 0 if group is None else dist.get_rank(group)
         lies = (cuts.own.outer, cuts.own.inner) if mesh.outer is not None else (cuts.own.inner,)
-        return RowShard.of(view, shape, spans, place, group, self._mesh(mesh), lies)
+        tensor_group = None if tensor is None else tensor.group
+        return RowShard.of(view, portion, spans, place, group, self._mesh(bucket.context), lies, tensor_group)
 
-    def _mesh(self, mesh: Mesh) -> DeviceMesh:
-        if id(mesh) not in self._meshes:
-            self._meshes[id(mesh)] = _device_mesh(mesh)
-        return self._meshes[id(mesh)]
+    def _mesh(self, context: BucketContext) -> DeviceMesh:
+        if id(context.mesh) not in self._meshes:
+            self._meshes[id(context.mesh)] = _device_mesh(context.mesh, context.tensor)
+        return self._meshes[id(context.mesh)]
 
 
 def refuse_split_experts(buckets: Sequence[Bucket]) -> None:
@@ -199,7 +211,7 @@ def _entries(optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:
             if value is not None:
                 found[entry] = value.dtype if is_moment(value, flat.weight) else None
     if not optimizer.runs or (optimizer.has_updated and not found):  # nothing to look at: what torch's own keep
-        for each in optimizer.optimizers:
+        for each in optimizer.groups.optimizers:
             for group in each.param_groups:
                 found |= {entry: None if entry in COUNTERS else COUNTER_DTYPE for entry in entries_of(each, group)}
     return found
@@ -279,10 +291,17 @@ def _grid(mesh: Mesh) -> list[list[int]]:
     return grid
 
 
-def _device_mesh(mesh: Mesh) -> DeviceMesh:
+def _device_mesh(mesh: Mesh, tensor: Communicator | None) -> DeviceMesh:
+    """The ranks that keep a tensor: outer, inner and tensor-parallel axis, those that there are. *Collective* over the
+    last one."""
     kind = mesh.inner.runtime.device.type
-    if mesh.outer is None:
+    axes = {"outer": mesh.outer, "inner": mesh.inner, "tensor": tensor}
+    groups = {name: comm.group for name, comm in axes.items() if comm is not None}
+    if list(groups) == ["inner"]:
         return DeviceMesh.from_group(mesh.inner.group, kind)
-    return DeviceMesh.from_group(
-        [mesh.outer.group, mesh.inner.group], kind, mesh=torch.tensor(_grid(mesh)), mesh_dim_names=("outer", "inner")
-    )
+    grid = torch.tensor(_grid(mesh) if mesh.outer is not None else dist.get_process_group_ranks(mesh.inner.group))
+    if tensor is not None:
+        grids: list[Any] = [None] * tensor.size
+        dist.all_gather_object(grids, grid, group=tensor.group)
+        grid = torch.stack(grids, dim=-1)
+    return DeviceMesh.from_group(list(groups.values()), kind, mesh=grid, mesh_dim_names=tuple(groups))

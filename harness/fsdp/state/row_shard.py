@@ -1,5 +1,7 @@
 """A DTensor whose rows lie as this engine's layout puts them: unevenly, and on some ranks not at all.
 
+Under tensor parallelism they are rows of this rank's portion of the parameter (see [Note: Under tensor parallelism]).
+
 [Note: DTensors that do not lie] torch's `Shard(0)` means the cut of `torch.chunk`; what is cut otherwise gathers
 wrongly without a word, because `full_tensor()` believes the placement. A `RowShard` knows its chunks: it tells
 distributed checkpoint (DCP) where its rows belong without asking other ranks, gathers by them, and refuses every
@@ -19,8 +21,11 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from harness.fsdp.storage.placement import Placement
+from harness.fsdp.tensor_parallel.parameters import cut_portion, join_portions
+from harness.fsdp.tensor_parallel.portion import Portion
 
 aten = torch.ops.aten
 ROW_BY_ROW = frozenset(
@@ -38,7 +43,7 @@ ROW_BY_ROW = frozenset(
 
 
 class RowShard(DTensor):
-    """This rank's rows of a tensor, shape [rows here, *rest]; `shape` is the whole tensor's.
+    """This rank's rows of its portion of a tensor, shape [rows here, *rest]; `shape` is the whole tensor's.
 
     Made by `RowShard.of`. Shares memory with what it was made of: DCP loads straight into it.
     """
@@ -46,31 +51,36 @@ class RowShard(DTensor):
     _rows: tuple[tuple[int, int], ...]
     _group: dist.ProcessGroup | None
     _place: int
+    _portion: Portion
+    _tensor_group: dist.ProcessGroup | None
 
     @staticmethod
     def of(
         local: Tensor,
-        shape: Sequence[int],
+        portion: Portion,
         rows: Sequence[tuple[int, int]],
         place: int,
         group: dist.ProcessGroup | None,
         mesh: DeviceMesh,
         lies: Sequence[Placement],
+        tensor_group: dist.ProcessGroup | None = None,
     ) -> RowShard:
         """Describe rows that lie here.
 
         Args:
-            local: this rank's rows, shape [rows, *shape[1:]]; of a scalar, shape [] where it lies, else [0].
-            shape: of the whole tensor.
+            local: this rank's rows, shape [rows, *portion.here[1:]]; of a scalar, shape [] where it lies, else [0].
+            portion: what this rank's tensor-parallel axis left of the tensor; the whole of it without such an axis.
             rows: begin and end of each rank's rows, by rank of `group`; of a scalar (0, 1) where it lies.
             place: this rank among them.
-            group: ranks whose rows make up the tensor; None where this rank has all of them.
-            mesh: ranks that keep the tensor. lies: its placement on each axis of the mesh.
+            group: ranks whose rows make up the portion; None where this rank has all of them.
+            mesh: ranks that keep the tensor, the tensor-parallel axis last.
+            lies: the portion's placement on each data-parallel axis of the mesh.
+            tensor_group: ranks whose portions make up the tensor; None without such an axis.
         """
-        whole = torch.Size(shape)
+        whole = torch.Size(portion.shape)
         meta = TensorMeta(whole, _strides(whole), local.dtype)
-        placements = tuple(Shard(0) if each is Placement.SHARD else Replicate() for each in lies)
-        return _wrap(local, DTensorSpec(mesh, placements, tensor_meta=meta), tuple(rows), group, place)
+        spec = DTensorSpec(mesh, _placements(portion, lies, mesh.ndim), tensor_meta=meta)
+        return _wrap(local, spec, tuple(rows), group, place, portion, tensor_group)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor, a copy on the device it lies on. *Collective* among the ranks that share it.
@@ -82,10 +92,15 @@ class RowShard(DTensor):
             raise RuntimeError(
                 "a counter of which this rank has no copy: take it from a rank that has rows of the parameter"
             )
-        if self._group is None:
-            return self._local_tensor.detach().clone()
+        portion = self._local_tensor.detach().clone() if self._group is None else self._whole_portion()
+        if not self._portion.is_whole:
+            portion = join_portions(self._portion, portion.to(self._spec.mesh.device_type), self._tensor_group)
+        return portion
+
+    def _whole_portion(self) -> Tensor:
+        """All rows of this rank's portion. *Collective* among the ranks that share it."""
         local = self._local_tensor.to(self._spec.mesh.device_type)  # offloaded state lies where nothing is gathered
-        tail = self.shape[1:]
+        tail = self._portion.here[1:]
         most = max(end - begin for begin, end in self._rows)
         padded = local.new_zeros((most, *tail))
         padded[: local.shape[0] if local.dim() else 1].copy_(local)
@@ -93,7 +108,7 @@ class RowShard(DTensor):
         dist.all_gather(found, padded, group=self._group)
         rows = [(begin, part[: end - begin]) for (begin, end), part in zip(self._rows, found, strict=True)]
         rows.sort(key=lambda each: each[0])
-        return torch.cat([part for _, part in rows]).reshape(self.shape)
+        return torch.cat([part for _, part in rows]).reshape(self._portion.here)
 
     def redistribute(
         self, device_mesh: DeviceMesh | None = None, placements: Sequence[Any] | None = None, **_: object
@@ -111,7 +126,7 @@ class RowShard(DTensor):
     @property
     def is_counter_elsewhere(self) -> bool:
         """Whether this rank has no copy of the counter that this stands for."""
-        return self._group is None and self._local_tensor.numel() != self.shape.numel()
+        return self._group is None and self._local_tensor.numel() != self._portion.numel
 
     # -- as plain tensors --------------------------------------------------------------------------------------------
 
@@ -143,10 +158,10 @@ class RowShard(DTensor):
 
     def fill_from(self, given: Tensor) -> None:
         """Copy this rank's rows of a whole tensor, of a DTensor (*collective*), or of a shard of the same layout."""
-        if isinstance(given, RowShard) and given._rows == self._rows and given._place == self._place:
+        if isinstance(given, RowShard) and given._lies == self._lies:
             self._local_tensor.copy_(given._local_tensor)
             return
-        whole = given.full_tensor() if isinstance(given, DTensor) else given
+        whole = cut_portion(self._portion, given.full_tensor() if isinstance(given, DTensor) else given)
         begin, end = self._rows[self._place]
         if begin < end:
             self._local_tensor.copy_(whole[begin:end] if self.shape else whole)
@@ -161,8 +176,15 @@ class RowShard(DTensor):
             return None
         if not self.shape:
             return ChunkStorageMetadata(torch.Size([]), torch.Size([]))
-        tail = self.shape[1:]
-        return ChunkStorageMetadata(torch.Size([begin] + [0] * len(tail)), torch.Size([end - begin, *tail]))
+        first, *rest = self._portion.offsets
+        return ChunkStorageMetadata(
+            torch.Size([first + begin, *rest]), torch.Size([end - begin, *self._portion.here[1:]])
+        )
+
+    @property
+    def _lies(self) -> tuple[object, ...]:
+        """What tells where its rows belong."""
+        return self._rows, self._place, self._portion
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """What DCP loads here."""
@@ -193,7 +215,7 @@ class RowShard(DTensor):
             RuntimeError: the operation would need to know where the other rows are.
         """
         shards = [each for each in args if isinstance(each, RowShard)]
-        if func not in ROW_BY_ROW or not shards or any(each._rows != shards[0]._rows for each in shards):
+        if func not in ROW_BY_ROW or not shards or any(each._lies != shards[0]._lies for each in shards):
             raise RuntimeError(_refusal(str(func)))
         plain = [each._local_tensor if isinstance(each, RowShard) else each for each in args]
         if func is aten.copy_.default and len(shards) != 2:
@@ -202,11 +224,13 @@ class RowShard(DTensor):
         first = shards[0]
         if result is plain[0]:
             return first
-        return _wrap(result, _spec_like(first, result.dtype), first._rows, first._group, first._place)
+        spec = _spec_like(first, result.dtype)
+        return _wrap(result, spec, first._rows, first._group, first._place, first._portion, first._tensor_group)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override] # torch leaves it untyped
         begin, end = self._rows[self._place]
-        return f"RowShard(rows {begin}:{end} of {tuple(self.shape)}, {self._local_tensor!r})"
+        of = "" if self._portion.is_whole else f" of portion {list(self._portion.offsets)} + {list(self._portion.here)}"
+        return f"RowShard(rows {begin}:{end}{of} of {tuple(self.shape)}, {self._local_tensor!r})"
 
 
 def _wrap(
@@ -215,10 +239,25 @@ def _wrap(
     rows: tuple[tuple[int, int], ...],
     group: dist.ProcessGroup | None,
     place: int,
+    portion: Portion,
+    tensor_group: dist.ProcessGroup | None,
 ) -> RowShard:
     made: Any = DTensor.__new__(RowShard, local, spec, requires_grad=False)
     made._rows, made._group, made._place = rows, group, place
+    made._portion, made._tensor_group = portion, tensor_group
     return cast(RowShard, made)
+
+
+def _placements(
+    portion: Portion, lies: Sequence[Placement], num_axes: int
+) -> tuple[Shard | Replicate | _StridedShard, ...]:
+    """torch's words for where a tensor lies: rows of a portion that is itself a cut of rows are strided."""
+    rows_are_cut = portion.dim == 0 and portion.size > 1
+    rows: Shard | _StridedShard = _StridedShard(0, split_factor=portion.size) if rows_are_cut else Shard(0)
+    found: list[Shard | Replicate | _StridedShard] = [rows if each is Placement.SHARD else Replicate() for each in lies]
+    if len(found) < num_axes:
+        found.append(Replicate() if portion.dim is None else Shard(portion.dim))
+    return tuple(found)
 
 
 def local_of(tensor: Tensor) -> Tensor:

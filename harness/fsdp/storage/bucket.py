@@ -8,8 +8,7 @@ compute dtype.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,58 +16,19 @@ from torch import Tensor, nn
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.events import OUTER, Label
-from harness.fsdp.comm.mesh import Mesh
 from harness.fsdp.comm.parts import Part
+from harness.fsdp.fp8.formats import as_bytes
 from harness.fsdp.policy import Dtypes
+from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.cuts import Cuts
-from harness.fsdp.storage.gradients import GradientPlan, Gradients, view_of
+from harness.fsdp.storage.eight_bit import EightBitWeights
+from harness.fsdp.storage.gradients import Gradients, view_of
 from harness.fsdp.storage.layout import ParamSpec, Slot
-from harness.fsdp.storage.memory import placeholder
-from harness.fsdp.storage.parameter_access import HOME, Access, by_engine, give_access
-from harness.fsdp.storage.placement import WHOLE, Axis, On, Placements, route
-from harness.fsdp.vocabulary import OuterStrategy, Strategy
-
-InitialValue = Callable[[str, torch.Size], Tensor]
-"""Full value of the parameter with this name; any dtype and device, shape as asked."""
-
-
-@dataclass(frozen=True)
-class BucketKey:
-    """What parameters of one bucket have in common."""
-
-    dtype: torch.dtype
-    trainable: bool
-    expert: bool = False
-
-    @property
-    def label(self) -> str:
-        """The bucket's name within its unit."""
-        marks = ("" if self.trainable else "/frozen") + ("/experts" if self.expert else "")
-        return str(self.dtype).removeprefix("torch.") + marks
-
-
-@dataclass(frozen=True)
-class BucketContext:
-    """What all buckets of one mesh share.
-
-    plan: how gradients wait. strategy: what the inner axis splits. outer: what the outer axis splits, if there is one.
-    """
-
-    plan: GradientPlan
-    mesh: Mesh
-    strategy: Strategy
-    outer: OuterStrategy = OuterStrategy.no_shard
-
-    def placements(self, *, trainable: bool) -> Placements:
-        """How the buffers of a bucket lie."""
-        if not trainable:
-            return Placements.of_frozen(self.strategy)
-        return Placements.of(self.strategy, self.outer if self.mesh.has_outer else None)
-
-    @property
-    def main_device(self) -> torch.device:
-        """Where main weights, main gradients and optimizer state lie."""
-        return self.plan.offload or self.plan.memory.device
+from harness.fsdp.storage.parameter_access import Access
+from harness.fsdp.storage.parameter_views import ParameterViews
+from harness.fsdp.storage.placement import WHOLE, Axis, On, route
+from harness.fsdp.tensor_parallel.parameters import cut_portion, portion_of
+from harness.fsdp.tensor_parallel.portion import Portion
 
 
 class Bucket:
@@ -96,20 +56,19 @@ class Bucket:
         self.dtypes = dtypes
         self.trainable = key.trainable
         self.params = params
-        self._classes = [type(param) for _, param in params]
-        self._access = Access.free
+        self.views = ParameterViews(params, unit=name.removesuffix(f"/{key.label}"))
         self.context = context
         self.memory = context.plan.memory
-        for each, param in params:
-            setattr(param, HOME, (each, name.removesuffix(f"/{key.label}")))
-        self._versions: list[int] = []
+        group = None if context.tensor is None else context.tensor.group
+        self.portions = {each: portion_of(each, param, group) for each, param in params}
+        """What of each parameter this rank has, by its name."""
         self._build(initial)
 
     def _build(self, initial: InitialValue | None) -> None:
         """Make every buffer for what the bucket is now: trained or frozen, in these dtypes."""
         params, context = self.params, self.context
         self.placements = context.placements(trainable=self.trainable)
-        specs = [ParamSpec(each, tuple(param.shape)) for each, param in params]
+        specs = [ParamSpec(each, portion.here) for each, portion in self.portions.items()]
         self.cuts = Cuts.plan(specs, context.mesh.place, self.placements, self.dtypes.align_elements)
         self.layout = self.cuts.layout
         self._build_weights()
@@ -117,11 +76,11 @@ class Bucket:
         if self.trainable:
             trained = [param for _, param in params]
             self.gradients = Gradients(self.name, trained, self.cuts, self.placements, self.dtypes, context.plan)
-        for slot, (each, param) in zip(self.layout.slots, params, strict=True):
+        for slot, (each, _) in zip(self.layout.slots, params, strict=True):
             if initial is not None:
-                self.set_value(slot, initial(each, param.shape))
+                self.set_value(slot, initial(each, torch.Size(self.portions[each].shape)))
         self.point_at_weights()
-        self.forget_edits()
+        self.views.forget_edits()
         self.rest()
 
     def train(self, dtypes: Dtypes) -> None:
@@ -145,7 +104,23 @@ class Bucket:
     @property
     def is_whole_everywhere(self) -> bool:
         """Whether every rank of the model keeps all of its main weights."""
-        return self.placements.main_weights == WHOLE and not self.key.expert
+        copied = all(portion.is_copied or portion.is_whole for portion in self.portions.values())
+        return self.placements.main_weights == WHOLE and not self.key.expert and copied
+
+    def portion_of(self, slot: Slot) -> Portion:
+        """What this rank has of a parameter under tensor parallelism."""
+        return self.portions[slot.spec.name]
+
+    def counted(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank counts of its shards where every element of the model counts once: nothing of what another
+        rank counts."""
+        if not self.cuts.is_counted_here:
+            return []
+        if all(portion.is_counted_here for portion in self.portions.values()):
+            return list(shards)
+        slots = (slot for slot in self.layout.slots if self.portion_of(slot).is_counted_here)
+        locals_ = (self.layout.local_slice(slot, self.cuts.layout_rank) for slot in slots)
+        return [shards[each.segment][each.offset : each.offset + each.numel] for each in locals_ if each.numel]
 
     # -- weights -------------------------------------------------------------------------------------------------
 
@@ -155,10 +130,9 @@ class Bucket:
         """Whether compute weights are whole between uses."""
         make = memory.persistent if self.is_resident else memory.transient
         self.compute = make(layout.bucket_numel, self.dtypes.compute)
-        self._make_views()
+        self.views.build(self._views(), memory.device)
         if not self.is_resident:
             memory.empty(self.compute)
-        self._placeholders = [placeholder(p.shape, self.dtypes.compute, memory.device) for _, p in self.params]
         self.resting: Tensor | None = None
         """Compute weights that are there between uses: all of them, or this inner shard's. None: there are none."""
         if placed.resting_weights_are_kept:
@@ -166,9 +140,8 @@ class Bucket:
             self.resting = self.compute if self.is_resident else memory.persistent(numel, self.dtypes.compute)
         self._build_main_weights()
 
-    def _make_views(self) -> None:
-        slots = self.layout.slots
-        self._views = [view_of(self.compute, self.layout.bucket_range(slot)[0], slot) for slot in slots]
+    def _views(self) -> list[Tensor]:
+        return [view for _, view in self.named_slices(self.compute)]
 
     def _build_main_weights(self) -> None:
         stored = self.dtypes.main if self.trainable else self.dtypes.compute
@@ -181,6 +154,10 @@ class Bucket:
             numel = self.cuts.numel(self.placements.main_weights)
             self.main_storage = torch.zeros(numel, dtype=stored, device=offload or self.memory.device)
             self.main_shards = self.cuts.split_own(self.main_storage)
+        self.eight_bit: EightBitWeights | None = None
+        """What makes compute weights of main weights, where these are kept in 8 bits."""
+        if self.key.fp8:
+            self.eight_bit = EightBitWeights(self.params, self.cuts, self.dtypes, self.memory.device)
 
     @property
     def resting_shards(self) -> list[Tensor]:
@@ -190,14 +167,18 @@ class Bucket:
         return self.cuts.inner_shards_of(self.resting, self.placements.resting_weights)
 
     def set_value(self, slot: Slot, value: Tensor) -> None:
-        """Put a parameter's full value into main and, where they are kept, compute weights."""
-        if tuple(value.shape) != slot.spec.shape:
-            raise ValueError(f"initial value of {slot.spec.name} has shape {tuple(value.shape)}, not {slot.spec.shape}")
-        flat = value.detach().reshape(-1)
+        """Put a parameter's full value, or this rank's portion of it, into main and, where they are kept, compute
+        weights."""
+        try:
+            flat = cut_portion(self.portions[slot.spec.name], value.detach()).reshape(-1)
+        except ValueError as error:
+            raise ValueError(f"initial value of {slot.spec.name}: {error}") from None
         local = self.layout.local_slice(slot, self.cuts.layout_rank)
         shard = self.main_shards[local.segment]
         shard[local.offset : local.offset + local.numel].copy_(flat[local.start : local.end])
         through = flat.to(self.main_shards[0].dtype)
+        if self.eight_bit is not None:
+            through = self.eight_bit.take(slot, through)
         if self.is_resident:
             begin, end = self.layout.bucket_range(slot)
             self.compute[begin:end].copy_(through)
@@ -209,8 +190,13 @@ class Bucket:
     def given(self) -> list[Tensor]:
         """What this rank gives to a gather of the weights, in the compute dtype, a segment each."""
         if self.resting is not None:
-            return self.resting_shards
-        return [shard.detach().to(self.compute.device, self.dtypes.compute) for shard in self.main_shards]
+            return [as_bytes(shard) for shard in self.resting_shards]
+        return [as_bytes(shard.detach().to(self.compute.device, self.dtypes.compute)) for shard in self.cast_shards]
+
+    @property
+    def cast_shards(self) -> list[Tensor]:
+        """What is copied into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
+        return self.main_shards if self.eight_bit is None else self.eight_bit.encode(self.main_shards)
 
     @property
     def gives_copies(self) -> bool:
@@ -220,7 +206,7 @@ class Bucket:
 
     def fill_own(self) -> None:
         """Put what this rank gives to a gather into its place of the whole compute weights."""
-        sources = self.main_shards if self.resting is None else self.resting_shards
+        sources = self.cast_shards if self.resting is None else self.resting_shards
         for target, shard in zip(self.cuts.inner_shards(self.compute), sources, strict=True):
             target.copy_(shard)
 
@@ -232,8 +218,10 @@ class Bucket:
         if self.resting is None or not self.trainable:
             return []
         if self.main_storage is not None:
-            for target, shard in zip(self.cuts.own_shards(self.resting_shards), self.main_shards, strict=True):
+            for target, shard in zip(self.cuts.own_shards(self.resting_shards), self.cast_shards, strict=True):
                 target.copy_(shard)
+        if not self.placements.install:
+            return []
         return self.gather_shards(self.compute, self.resting_shards, self.placements.resting_weights)
 
     @property
@@ -248,41 +236,30 @@ class Bucket:
     @property
     def is_whole(self) -> bool:
         """Whether whole compute weights are here now."""
-        return self.memory.is_filled(self.compute)
+        return self.is_resident or self.memory.is_filled(self.compute)
 
-    @by_engine
     def point_at_weights(self) -> None:
         """Let parameters be views of the compute bucket; or released, and one NaN, while it has no storage."""
-        is_whole = self.is_whole
-        for (_, param), view, nothing in zip(self.params, self._views, self._placeholders, strict=True):
-            Tensor.data.__set__(param, view if is_whole else nothing)  # type: ignore[attr-defined] # whatever its class
-        self._give_access(Access.free if is_whole else Access.released)
+        self.views.point(is_whole=self.is_whole)
 
     def use(self) -> None:
         """A forward or a backward runs: weights that are whole are in nobody's way."""
         if self.is_whole:
-            self._give_access(Access.free)
+            self.views.give(Access.free)
 
     def hand_over(self) -> None:
         """Let the program do with parameters what it wants, whatever they hold, until `point_at_weights`."""
-        self._give_access(Access.free)
+        self.views.give(Access.free)
 
     def rest(self) -> None:
         """No forward and no backward runs: edits of weights that are whole must leave a trace."""
         if self.is_whole:
-            self._give_access(Access.resting)
-
-    def _give_access(self, access: Access) -> None:
-        if access is self._access:
-            return
-        for (_, param), own in zip(self.params, self._classes, strict=True):
-            give_access(param, own, access)
-        self._access = access
+            self.views.give(Access.resting)
 
     def release_weights(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
         if not self.memory.fixed and self.memory.renew(self.compute):
-            self._make_views()
+            self.views.renew(self._views())
         self.memory.free(self.compute)
         self.point_at_weights()
 
@@ -305,9 +282,11 @@ class Bucket:
         found: list[Pending] = []
         for step in route(self.placements.main_weights, target):
             if step.axis is Axis.inner:
-                found.append(mesh.gather.all_gather(self.cuts.inner_parts(whole), Label("all_gather", name)))
+                parts = self.cuts.inner_parts(as_bytes(whole))
+                found.append(mesh.gather.all_gather(parts, Label("all_gather", name)))
             elif mesh.outer is not None:
-                found.append(mesh.outer.all_gather(self.cuts.outer_parts(inner), Label("all_gather", name + OUTER)))
+                parts = self.cuts.outer_parts([as_bytes(shard) for shard in inner])
+                found.append(mesh.outer.all_gather(parts, Label("all_gather", name + OUTER)))
                 found[-1].receive()
         return found
 
@@ -328,82 +307,12 @@ class Bucket:
 
     def weight_parts(self) -> list[Part]:
         """The compute bucket cut for an all-gather of the inner axis."""
-        return self.cuts.inner_parts(self.compute)
-
-    @by_engine
-    def check_untouched(self) -> None:
-        """Raise RuntimeError where somebody moved or cast a parameter after it was sharded."""
-        for (name, param), view, nothing in zip(self.params, self._views, self._placeholders, strict=True):
-            if param.dtype == view.dtype and param.data_ptr() in (view.data_ptr(), nothing.data_ptr()):
-                continue
-            raise RuntimeError(
-                f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved or"
-                " replaced); change it before sharding"
-            )
-
-    @by_engine
-    def flags(self) -> list[bool]:
-        """`requires_grad` of each parameter, as the program has set it."""
-        return [param.requires_grad for _, param in self.params]
+        return self.cuts.inner_parts(as_bytes(self.compute))
 
     @property
     def computes_with_main_weights(self) -> bool:
         """Whether main weights are (a part of) the whole compute weights, so that an edit of these is one of them."""
         return self.is_resident and self.main_storage is None
-
-    # -- edits by the program --------------------------------------------------------------------------------------
-
-    @by_engine
-    def forget_edits(self) -> None:
-        """Take parameters as they are now for unedited: the engine itself has written to them, or main weights know."""
-        self._versions = [param._version for _, param in self.params]
-
-    @by_engine
-    def edited(self) -> list[str]:
-        """Parameters edited in place since, by themselves or their `data`, as far as torch's counters tell."""
-        pairs = zip(self.params, self._versions, strict=True)
-        return [name for (name, param), version in pairs if param._version != version]
-
-    def adopt_edits(self) -> None:
-        """Let edits of weights that are whole between uses count: main weights in storage of their own take them."""
-        if self.is_resident and self.edited():
-            self.adopt_whole()
-
-    def adopt_whole(self) -> None:
-        """Let whole compute weights that were written to count, as edits do."""
-        if self.is_resident:
-            self.take_over(self.differing())
-            self.forget_edits()
-
-    def check_unedited(self) -> None:
-        """Raise RuntimeError where a parameter was edited in place and the next update or gather would lose it."""
-        edited = [] if self.computes_with_main_weights else self.edited()
-        if edited:
-            raise RuntimeError(
-                f"parameter {edited[0]} was edited in place after sharding, between a forward and the end of its step:"
-                f" its main weights ({self.dtypes.main}) do not know, and would overwrite it. Edit it inside"
-                " `with model.gathered():` before the forward, or after optimizer.step()"
-            )
-
-    def differing(self) -> list[Tensor]:
-        """Where this rank's compute weights are other bits than its main weights cast, bool, a tensor for each shard.
-
-        Only while compute weights are whole. None for main weights that are the compute weights.
-        """
-        if self.computes_with_main_weights:
-            return []
-        pairs = zip(self._own_compute(), self.main_shards, strict=True)
-        return [_bits(seen) != _bits(main.detach().to(seen.dtype)) for seen, main in pairs]
-
-    def take_over(self, differing: Sequence[Tensor]) -> None:
-        """Let main weights be what the compute weights are at these places; elsewhere they keep all their bits."""
-        for seen, main, places in zip(self._own_compute(), self.main_shards, differing, strict=False):
-            main.detach().copy_(torch.where(places, seen.to(main.dtype), main.detach()))
-
-    def _own_compute(self) -> list[Tensor]:
-        """This rank's part of whole compute weights, where its main weights lie."""
-        own = self.cuts.own_shards(self.cuts.inner_shards(self.compute))
-        return [shard.to(self.main_shards[0].device) for shard in own]
 
     @property
     def grad_shards(self) -> list[Tensor]:
@@ -432,8 +341,3 @@ class Bucket:
                 padding += (tensor.numel() - numel) * tensor.itemsize
         gradients = {} if self.gradients is None else self.gradients.bytes_kept()
         return roles | gradients | {"padding": padding + gradients.get("padding", 0)}
-
-
-def _bits(values: Tensor) -> Tensor:
-    """The bits of each element, as integers."""
-    return values.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[values.itemsize])

@@ -19,9 +19,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
@@ -30,6 +32,7 @@ from harness.fsdp.storage.marks import ABSENT, Marks
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
 from harness.fsdp.storage.placement import Placements
+from harness.fsdp.tensor_parallel.parameters import gradient_here
 from harness.fsdp.vocabulary import GradBuffer
 
 
@@ -147,9 +150,10 @@ class Gradients:
     @by_engine
     def expect(self) -> None:
         """Have autograd bring gradients in the dtype they wait in; storage is found when the first one arrives."""
+        arriving = self.arriving
         for param in self.params:
-            if grad_of(param) is None and param.grad_dtype != self.arriving:
-                param.grad_dtype = self.arriving
+            if grad_of(param) is None and param.grad_dtype != arriving:
+                param.grad_dtype = arriving
 
     @by_engine
     def prepare(self) -> None:
@@ -189,9 +193,9 @@ class Gradients:
         self._views = [view_of(bucket, self.layout.bucket_range(slot)[0], slot) for slot in self.layout.slots]
         self._unwritten = set(range(len(self.params)))
 
-    @by_engine
     def adopt(self, index: int) -> None:
-        """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket."""
+        """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket.
+        For functions that are marked `by_engine`."""
         self._note_arrival(index)
         self.bring(index)
 
@@ -266,7 +270,7 @@ class Gradients:
         for slot, param in zip(self.layout.slots, self.params, strict=True):
             gradient = grad_of(param)
             if gradient is not None:
-                view_of(bucket, self.layout.bucket_range(slot)[0], slot).copy_(gradient)
+                view_of(bucket, self.layout.bucket_range(slot)[0], slot).copy_(gradient_here(param, gradient))
         self._mark(bucket)
         self.drop()
         return bucket
@@ -328,7 +332,7 @@ class Gradients:
     def forget(self) -> None:
         """Forget all gradients; a shard of them gives its memory back."""
         if self.is_in_place:
-            self._view(self.sums)
+            self._unwritten = set(range(len(self.params)))
         elif self.accumulation is Accumulation.reduced:
             self.sums.untyped_storage().resize_(0)
         if self.bucket is not None and not self.is_in_place:
@@ -367,6 +371,7 @@ def view_of(bucket: Tensor, begin: int, slot: Slot) -> Tensor:
     return bucket.as_strided(slot.spec.shape, strides, bucket.storage_offset() + begin)
 
 
+@cache
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor, in elements."""
     strides, step = [], 1
@@ -379,12 +384,21 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
     """Let `view` be the gradient of a parameter; one that autograd put elsewhere is moved there (`fresh`) or added."""
     early = grad_of(param)
+    if isinstance(param, DTensor):  # it has no `.grad` but a DTensor: what came moves
+        early = None if early is None else gradient_here(param, early)
+        put_grad(param, None)
+        _move(early, view, fresh=fresh)
+        return
     if early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
         return
     if param.grad_dtype != view.dtype:
         put_grad(param, None)
         param.grad_dtype = view.dtype
     put_grad(param, view)
+    _move(early, view, fresh=fresh)
+
+
+def _move(early: Tensor | None, view: Tensor, *, fresh: bool) -> None:
     if fresh:
         view.zero_() if early is None else view.copy_(early.detach())
     elif early is not None:

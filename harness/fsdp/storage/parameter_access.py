@@ -7,10 +7,15 @@ is copied in, so that no edit is lost without a word. *Released*: this rank hold
 without its values (shape, dtype, gradient, hooks) is; whatever would read or write them raises, also through views.
 Only Python sees the class: autograd, hooks and kernels of torch work on a released parameter as on any other. Code of
 the engine that handles parameters is marked `by_engine` and sees none of it either.
+
+[Note: Edits right after an update] Where every rank updates a part of weights that are whole between uses, others take
+this rank's part while its program goes on from `step()`. An edit in that moment would reach ranks that make it
+themselves, and be made twice there. So whoever touches values of a resting parameter waits until all have taken theirs.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cache, wraps
@@ -18,6 +23,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 
 P = ParamSpec("P")
@@ -27,6 +33,8 @@ HOME = "_fsdp_home"
 """Attribute of a sharded parameter: its first name and its unit's, for messages."""
 
 
+_OURS = ("_fsdp_", "get_main_grad", "grad_added_to_main_grad")
+"""How attributes begin that the engine sets on parameters."""
 GRADIENT = "_fsdp_gradient"
 """Attribute of a trained parameter: what answers for its `.grad` while no forward and no backward runs."""
 
@@ -41,6 +49,17 @@ class GradientAnswer(Protocol):
         """What the program sets it to."""
 
 
+class Source(Protocol):
+    """Whose weights other ranks may still be taking."""
+
+    def wait(self) -> None:
+        """Wait until they have."""
+
+
+BEING_TAKEN: weakref.WeakSet[Source] = weakref.WeakSet()
+"""See [Note: Edits right after an update]; empty but for a moment after an update."""
+
+
 class Access(Enum):
     """What a parameter lets the program do; see [Note: The class of a parameter]."""
 
@@ -48,16 +67,16 @@ class Access(Enum):
     resting = "everything, and edits through `data` are counted"
     released = "what needs no values"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python
+
 
 class ReleasedWeightError(RuntimeError):
     """Something would read or write values of a weight of which this rank holds a part only."""
 
 
-def give_access(param: nn.Parameter, own: type, access: Access) -> None:
-    """Let a parameter, whose class was `own` before it was sharded, be used as far as `access` says."""
-    wanted = own if access is Access.free else _class(own, access)
-    if type(param) is not wanted:
-        param.__class__ = wanted
+def class_for(own: type, access: Access) -> type:
+    """The class of a parameter that may be used as far as `access` says; it was `own` before it was sharded."""
+    return own if access is Access.free else _class(own, access)
 
 
 _GRAD: Any = Tensor.grad
@@ -65,16 +84,15 @@ _GRAD: Any = Tensor.grad
 
 
 def grad_of(param: Tensor) -> Tensor | None:
-    """What torch has as a parameter's `.grad`, whatever its class answers."""
-    with torch._C.DisableTorchFunctionSubclass():
-        found: Tensor | None = _GRAD.__get__(param)
+    """What torch has as a parameter's `.grad`, whatever its class answers. For functions that are marked `by_engine`,
+    as it is asked for every parameter and often."""
+    found: Tensor | None = _GRAD.__get__(param)
     return found
 
 
 def put_grad(param: Tensor, value: Tensor | None) -> None:
-    """Set what torch has as a parameter's `.grad`, whatever its class answers."""
-    with torch._C.DisableTorchFunctionSubclass():
-        _GRAD.__set__(param, value)
+    """Set what torch has as a parameter's `.grad`, as `grad_of` reads it."""
+    _GRAD.__set__(param, value)
 
 
 def by_engine(function: Callable[P, R]) -> Callable[P, R]:
@@ -92,6 +110,8 @@ def by_engine(function: Callable[P, R]) -> Callable[P, R]:
 def _class(own: type, access: Access) -> type:
     """A subclass of a parameter's class."""
     base = _Released if access is Access.released else _Resting
+    if base is _Released and issubclass(own, DTensor):
+        base = _ReleasedPortion
     name = f"{access.name.capitalize()}{own.__name__}"
     return type(own)(name, (base, own), {"__module__": __name__, "_own": own})
 
@@ -108,6 +128,7 @@ class _Guarded:
     """The class it came with."""
 
     @property
+    @by_engine
     def grad(self) -> Tensor | None:
         """None where no gradient has come; raises where one has."""
         held = grad_of(_param(self))
@@ -115,6 +136,7 @@ class _Guarded:
         return held if answer is None else answer.read(held)
 
     @grad.setter
+    @by_engine
     def grad(self, value: Tensor | None) -> None:
         answer: GradientAnswer | None = getattr(self, GRADIENT, None)
         if answer is not None:
@@ -128,6 +150,19 @@ class _Guarded:
 
 class _Resting(_Guarded):
     """A parameter whose `data` shares its version counter."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What torch does, when it may be done; see [Note: Edits right after an update]."""
+        if any(issubclass(each, _Released) for each in types):
+            return NotImplemented  # theirs to refuse
+        with torch._C.DisableTorchFunctionSubclass():
+            if func not in _METADATA:
+                for source in list(BEING_TAKEN):
+                    source.wait()
+            return func(*args, **(kwargs or {}))
 
     @property
     def data(self) -> Tensor:
@@ -156,11 +191,21 @@ class _Resting(_Guarded):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A parameter of its own class, which no engine knows."""
-        own = type(self)._own
         if id(self) not in memo:
-            copied: Any = torch.Tensor._make_subclass(own, self.data.clone(), _param(self).requires_grad)
-            memo[id(self)] = copied
+            memo[id(self)] = _plain(self, self.data.clone())
         return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, and copied by `copy.copy`, as torch does it, with what the program keeps on it alone."""
+        plain = _plain(self, self.data)
+        vars(plain).update({name: value for name, value in vars(self).items() if not name.startswith(_OURS)})
+        return plain.__reduce_ex__(protocol)
+
+
+def _plain(guarded: _Guarded, values: Tensor) -> Any:
+    """A parameter that no engine knows."""
+    made: Any = torch.Tensor._make_subclass(type(guarded)._own, values, _param(guarded).requires_grad)
+    return made
 
 
 # -- released ----------------------------------------------------------------------------------------------------------
@@ -232,6 +277,15 @@ class _Released(_Guarded):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ReleasedWeightError(_refusal(self, "pickling (torch.save)"))
+
+
+class _ReleasedPortion(_Released):
+    """A DTensor of a plan of tensor parallelism whose values must not be used: it has more ways to them."""
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise ReleasedWeightError(_refusal(self, "a method of DTensor"))
+
+    to_local = full_tensor = redistribute = _refuse
 
 
 def _stand_in(released: Tensor) -> Tensor:

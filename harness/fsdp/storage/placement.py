@@ -32,6 +32,8 @@ class Placement(Enum):
     PARTIAL = "Partial"
     GATHERED = "Gathered"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and the tables are asked for every bucket of a step
+
     @property
     def at_rest(self) -> Placement:
         """Between uses: Shard in place of Gathered."""
@@ -46,6 +48,8 @@ class Axis(Enum):
 
     inner = "inner"
     outer = "outer"
+
+    __hash__ = object.__hash__
 
 
 class Buffer(Enum):

@@ -45,7 +45,8 @@ UNPROVEN = {
 """What no machine here can show."""
 
 WAITING = {
-    36: "counting tensor-parallel duplicates once waits for tensor parallelism.",
-    48: "FP8 weights wait for their issue.",
+    36: "tensor-parallel duplicates are counted once: tests/fsdp/tensor_parallel checks it.",
+    48: "shards that are gathered are the whole weight quantized: tests/fsdp/fp8 checks it; transposed copies of MXFP8"
+    " wait for their issue.",
 }
 """What waits for other work."""

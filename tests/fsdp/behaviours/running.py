@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import logging
-import multiprocessing
 import os
 import pickle
 import tempfile
@@ -14,7 +12,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from harness.probe import collectives
 from tests.fsdp.behaviours.catalog import BEHAVIOURS, SUBJECTS
 from tests.fsdp.behaviours.lab import Broken, Lab, first_line
 from tests.fsdp.behaviours.subject import NotOffered
+from tests.support.forking import fork_ranks
 
 HOLDS, FAILS, NOT_OFFERED, SILENT = "holds", "fails", "not offered", "no answer"
 
@@ -66,7 +64,7 @@ def run(trials: Sequence[Trial], ranks: int, timeout: float = 60.0) -> dict[Tria
     todo, tried = list(trials), set[Trial]()
     while todo:
         with tempfile.TemporaryDirectory() as folder:
-            _spawn(todo, ranks, folder, timeout)
+            fork_ranks(_rank, ranks, ranks, folder, list(todo), timeout, seconds=120 + 15 * len(todo))
             done = 0
             while done < len(todo) and (answers := _collect(Path(folder), done, ranks)):
                 found[todo[done]] = combined(answers)
@@ -93,32 +91,13 @@ def combined(answers: Sequence[Answer]) -> Answer:
     raise ValueError("no rank answered")
 
 
-def _spawn(trials: Sequence[Trial], ranks: int, folder: str, timeout: float) -> None:
-    """Start the ranks, each a new interpreter, and wait until they have ended or have had their time."""
-    context = multiprocessing.get_context("spawn")
-    started = [
-        context.Process(target=_rank, args=(rank, ranks, folder, list(trials), timeout)) for rank in range(ranks)
-    ]
-    for process in started:
-        process.start()
-    deadline = time.monotonic() + 120 + 15 * len(trials)
-    for process in started:
-        process.join(max(deadline - time.monotonic(), 0))
-    for process in started:
-        process.kill()
-        process.join()
-
-
 def _rank(rank: int, ranks: int, folder: str, trials: list[Trial], timeout: float) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
-    gc.collect()
-    gc.freeze()  # what is there already is no engine's: looking for tensors then takes milliseconds
     store = FileStore(f"{folder}/store", ranks)
     code = 1
     try:
-        import_module("torch._dynamo")  # else by the first optimizer: on a busy machine ranks part by a minute
         _meet(PrefixStore("begun", store), rank, ranks)
         for number, trial in enumerate(trials):
             answer = _answer(rank, ranks, trial, PrefixStore(str(number), store), timeout)

@@ -13,7 +13,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.step import TRANSITIONS, Call, StepState
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.update import optimizer
+from harness.fsdp.update import clipping as clip
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, relative
 from tests.fsdp.behaviours.models import Block, FusedBlock, FusedNet, Net, seeded
@@ -341,7 +341,7 @@ def _left_behind(subject: Subject) -> list[str]:
     ),
     Mutant(
         "the norm is right and nothing is clipped",
-        lambda: mock.patch.object(optimizer, "clip_gradients"),
+        lambda: mock.patch.object(clip, "clip_gradients"),
     ),
 )
 def clipping(lab: Lab) -> str:

@@ -16,13 +16,13 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from torch import nn
 
 from harness.fsdp import wiring
-from harness.fsdp.runtime.gather import GatherPipeline, WeightState
+from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gradient_sync import GradientSync
+from harness.fsdp.runtime.unit_weights import WeightState
 from harness.fsdp.runtime.usage import Usage
-from harness.fsdp.storage import bucket
+from harness.fsdp.storage import parameter_views
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.parameter_access import Access
 from tests.fsdp.checked import BROKEN
@@ -108,7 +108,7 @@ def test_what_was_wrong_once_is_right(name: str) -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 _bring, _forget = Gradients.bring, GradientSync.forget
-_make_usage, _give_access = wiring.make_usage, bucket.give_access
+_make_usage, _class_for = wiring.make_usage, parameter_views.class_for
 
 
 def _twice(self: Gradients, index: int) -> None:
@@ -117,8 +117,8 @@ def _twice(self: Gradients, index: int) -> None:
         self._views[index].mul_(2)
 
 
-def _never_released(param: nn.Parameter, own: type, access: Access) -> None:
-    _give_access(param, own, Access.resting if access is Access.released else access)
+def _never_released(own: type, access: Access) -> type:
+    return _class_for(own, Access.resting if access is Access.released else access)
 
 
 def _asks_late(*args: Any) -> Usage:
@@ -166,7 +166,7 @@ MUTANTS = {
     ),
     "reading is not refused": Mutant(
         "A released weight may be read, and is whatever lies there",
-        lambda: mock.patch.object(bucket, "give_access", _never_released),
+        lambda: mock.patch.object(parameter_views, "class_for", _never_released),
         [Program(aside="penalty"), Program(aside="ema")],
     ),
     "asked too late": Mutant(

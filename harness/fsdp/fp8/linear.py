@@ -1,0 +1,251 @@
+"""A linear layer whose three products multiply 8-bit numbers, and how ordinary ones become such.
+
+[Note: Three products] With x [tokens, in], w [out, in] and the gradient g [tokens, out] of y = x w^T, each product sums
+over the last dimension of both operands:
+
+    y  [tokens, out] = x        times w
+    dx [tokens, in]  = g        times w^T quantized for it
+    dw [out, in]     = g^T      times x^T, both quantized for it
+
+Results are rounded once, from fp32 to the dtype of x; bias is added before. What backward needs of x is kept in 8 bits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from harness.fsdp.fp8.delayed import LENGTH, Column, History, Reduce, update_all
+from harness.fsdp.fp8.formats import is_8_bit
+from harness.fsdp.fp8.matmul import multiply
+from harness.fsdp.fp8.quantize import Quantized, amax_grid, quantize
+from harness.fsdp.fp8.recipes import RECIPES, Operand, Recipe
+from harness.fsdp.vocabulary import Fp8
+
+HISTORY, SCALE = "fp8_amax_history", "fp8_scale"
+"""Buffers of a layer under delayed scaling."""
+Chosen = Callable[[str, nn.Linear], bool]
+"""Whether a linear layer, with its dotted name, is to multiply 8-bit numbers."""
+
+
+class Fp8Linear(nn.Linear):
+    """A linear layer of an FP8 recipe; made of an ordinary one by `convert_linears`.
+
+    Its weight is fp32, bf16 or fp16 and quantized at each use, or holds 8 bits already: then `weight_scale_inv` has the
+    reciprocals of its scales (fp32, one a tile), as whoever quantized it has put them there.
+    """
+
+    recipe: Recipe
+    margin: int
+    ends_with_engine: bool
+    """Whether an engine ends the steps of delayed scaling."""
+    fp8_amax_history: Tensor
+    fp8_scale: Tensor
+    weight_scale_inv: Tensor | None
+
+    def become(self, recipe: Recipe, history: int, margin: int) -> None:
+        """Get what a recipe needs, an ordinary layer's weight and bias being there."""
+        self.recipe, self.margin, self.weight_scale_inv = recipe, margin, None
+        self.ends_with_engine = False
+        if recipe.delayed:
+            device = self.weight.device
+            self.register_buffer(HISTORY, torch.zeros(history, len(Column), device=device))
+            self.register_buffer(SCALE, torch.ones(len(Column), device=device))
+
+    def reset_parameters(self) -> None:
+        """As an ordinary layer; delayed scaling begins anew."""
+        super().reset_parameters()
+        if SCALE in self._buffers:
+            self.fp8_amax_history.zero_()
+            self.fp8_scale.fill_(1.0)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Casts leave what delayed scaling knows in fp32, as `module.bfloat16()` would not."""
+        before = {name: self._buffers[name] for name in (HISTORY, SCALE) if name in self._buffers}
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        for name, held in before.items():
+            moved = self._buffers[name]
+            if held is not None and moved is not None and moved.dtype != held.dtype:
+                self._buffers[name] = held.to(moved.device)
+        return self
+
+    @property
+    def history(self) -> History | None:
+        """Amaxes and scales of delayed scaling; None under recipes without."""
+        if not self.recipe.delayed:
+            return None
+        recipe = self.recipe
+        formats = recipe.activations.format, recipe.weights.format, recipe.gradients.format
+        return History(self.fp8_amax_history, self.fp8_scale, formats, self.margin)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """x w^T + bias: shape [..., in] to [..., out], in the dtype of x (of autocast where that is on).
+
+        Raises:
+            TypeError: x is neither fp32 nor bf16 nor fp16.
+        """
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        rows = input.reshape(-1, self.in_features)
+        result: Tensor = _Product.apply(rows, self.weight, self.bias, self)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        return result.view(*input.shape[:-1], self.out_features)
+
+    def extra_repr(self) -> str:
+        """As of an ordinary layer, with the recipe."""
+        return f"{super().extra_repr()}, fp8={self.recipe.name.name}"
+
+    def weight_for(self, *, turned: bool) -> Quantized:
+        """The weight [out, in], or its transpose [in, out], quantized for a product over its last dimension.
+
+        Raises:
+            RuntimeError: it holds 8 bits without scales, or of the other direction.
+        """
+        operand = self.recipe.weights
+        if not is_8_bit(self.weight.dtype):
+            return self._quantize(Column.weights, self.weight, operand, turned=turned)
+        if self.weight_scale_inv is None or not operand.is_one_for_both:
+            raise RuntimeError(
+                f"the weight holds {self.weight.dtype} and nothing says its scales under fp8={self.recipe.name.name}:"
+                " weights are cast to 8 bits by the engine that shards them, never by module.to()"
+            )
+        held = Quantized(self.weight.detach(), self.weight_scale_inv, operand.tile)
+        return held.t if turned else held
+
+    def quantized(self, column: Column, values: Tensor) -> tuple[Quantized, Quantized]:
+        """Activations or gradients [rows, columns], and their transpose, each quantized for a product over its last
+        dimension."""
+        operand = self.recipe.activations if column is Column.activations else self.recipe.gradients
+        first = self._quantize(column, values, operand, turned=False)
+        if operand.is_one_for_both:
+            return first, first.t
+        return first, self._quantize(column, values, operand, turned=True)
+
+    def _quantize(self, column: Column, values: Tensor, operand: Operand, *, turned: bool) -> Quantized:
+        history, scale = self.history, None
+        if history is not None:
+            history.record(column, amax_grid(values, operand.tile))
+            scale = history.scale[column].clone().view(1, 1)
+        tile = operand.tile.turned if turned else operand.tile
+        found = quantize(values, operand.format, tile, self.recipe.scaling, scale)
+        return found.t if turned else found
+
+
+class _Product(torch.autograd.Function):
+    """See [Note: Three products]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear) -> Tensor:
+        """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x."""
+        for_y, for_dw = layer.quantized(Column.activations, x)
+        y = multiply(for_y, layer.weight_for(turned=False))
+        if bias is not None:
+            y = y + bias.float()
+        ctx.layer, ctx.tile, ctx.dtype = layer, for_dw.tile, x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(for_dw.payload, for_dw.scale_inv, weight)
+        return y.to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+        """grad [tokens, out]; gradients of x and weight in the dtype of x, of bias in its own."""
+        layer: Fp8Linear = ctx.layer
+        payload, scale_inv, _ = ctx.saved_tensors  # unpacking the weight tells where it changed since
+        for_dx, for_dw = layer.quantized(Column.gradients, grad)
+        dx = dw = db = None
+        if ctx.needs_input_grad[0]:
+            dx = multiply(for_dx, layer.weight_for(turned=True)).to(ctx.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = multiply(for_dw, Quantized(payload, scale_inv, ctx.tile)).to(ctx.dtype)
+        if ctx.needs_input_grad[2]:
+            db = grad.float().sum(dim=0).to(ctx.bias_dtype)
+        return dx, dw, db, None
+
+
+def layers_of(module: nn.Module) -> list[Fp8Linear]:
+    """The FP8 layers of a module, in definition order."""
+    return [each for each in module.modules() if isinstance(each, Fp8Linear)]
+
+
+def delayed_state(module: nn.Module) -> dict[str, Tensor]:
+    """What delayed scaling knows, by the names of a module's buffers: the buffers themselves. Whoever saves the weights
+    of such layers has to save these: neither follows from the weights."""
+    return {
+        f"{name}.{each}": layer.get_buffer(each)
+        for name, layer in module.named_modules()
+        if isinstance(layer, Fp8Linear) and layer.recipe.delayed
+        for each in (HISTORY, SCALE)
+    }
+
+
+def update_scales(layers: Sequence[Fp8Linear], reduce: Reduce | None = None) -> None:
+    """Close a step of delayed scaling; other recipes have nothing to close. Call it once, after optimizer.step().
+
+    Args:
+        layers: what `layers_of` finds, the same on all ranks.
+        reduce: takes the largest over all ranks that see other data, in place; None where there is but one.
+
+    Raises:
+        RuntimeError: they are a sharded model's, whose engine does it.
+    """
+    if any(each.ends_with_engine for each in layers):
+        raise RuntimeError("optimizer.step() of a sharded model ends the step of its FP8 layers: drop update_scales()")
+    update_all([history for each in layers if (history := each.history) is not None], reduce)
+
+
+def convert_linears(
+    module: nn.Module, recipe: Fp8 | str, chosen: Chosen | None = None, history: int = LENGTH, margin: int = 0
+) -> list[str]:
+    """Have linear layers multiply 8-bit numbers, in place; parameters stay what they are. Before sharding.
+
+    Args:
+        module: whose layers are changed.
+        recipe: see [Note: FP8].
+        chosen: which ones; None: all whose weight fits the recipe and belongs to no other module.
+        history: steps that delayed scaling looks back.
+        margin: powers of two that delayed scaling leaves free.
+
+    Returns:
+        Their names, in definition order.
+
+    Raises:
+        ValueError: no layer is left; or a chosen one has sizes that the recipe cannot tile, or a weight that another
+            module has too, which cannot read 8 bits.
+    """
+    found = RECIPES[Fp8.parse(recipe, "recipe")]
+    if history < 1:
+        raise ValueError(f"history={history}: delayed scaling looks back at least 1 step")
+    owners = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
+    names: list[str] = []
+    for name, layer in module.named_modules():
+        if type(layer) is not nn.Linear or (chosen is not None and not chosen(name, layer)):
+            continue
+        problem = _problem(layer, found, owners)
+        if problem and chosen is not None:
+            raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name.name}, but {problem}")
+        if not problem:
+            layer.__class__ = Fp8Linear
+            assert isinstance(layer, Fp8Linear)
+            layer.become(found, history, margin)
+            names.append(name)
+    if not names:
+        raise ValueError(
+            f"fp8={found.name.name} found no linear layer in {type(module).__name__}: a weight of its own with both"
+            f" sizes multiples of {found.multiple} is what it takes"
+        )
+    return names
+
+
+def _problem(layer: nn.Linear, recipe: Recipe, owners: Counter[int]) -> str:
+    """Why a layer cannot have a recipe; "" where it can."""
+    if not recipe.fits(tuple(layer.weight.shape)):
+        shape = list(layer.weight.shape)
+        return f"its weight has shape {shape}: both sizes must be multiples of {recipe.multiple}"
+    if owners[id(layer.weight)] > 1:
+        return "its weight belongs to another module too (tied), which cannot read 8 bits: leave it out"
+    return ""

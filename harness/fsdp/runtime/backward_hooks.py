@@ -1,0 +1,300 @@
+"""Hooks of a backward: on parameters, on the outputs of calls and on their inputs. They decide nothing but what has
+begun and what has ended.
+
+[Note: When a unit's backward ends] When everything has come that `harness.fsdp.runtime.readiness` says is due. What
+never comes (an undefined gradient, a call nobody differentiates) is settled when the whole backward ends, by a callback
+of the autograd engine.
+
+[Note: What the hooks cannot see] A unit may hand tensors on where no hook finds them: in an attribute, a closure, an
+object of its own. Its backward may then begin before a hook tells so. For this reason the next unit of the sweep is
+unsharded as soon as one is over, not only when a gradient comes to its outputs; a unit of which neither inputs nor
+outputs can be seen stays whole from its forward on; and what arrives from a unit whose weights were not whole is
+refused, because what came of it is wrong.
+
+[Note: Backwards inside a forward] `autograd.grad` or `backward` in the model's own forward would release weights that
+the rest of the forward needs, and reduce gradients of half a model. The engine refuses it, as it refuses create_graph:
+a second differentiation would need weights that are released by then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.graph import ABOVE_ALL, BackwardEnd, could_reach, number_of
+from harness.fsdp.runtime.readiness import Call
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.refusals import (
+    refuse_backward,
+    refuse_late_gradient,
+    refuse_layout,
+    refuse_sharded,
+    refuse_unfrozen,
+    unfrozen_too_late,
+)
+from harness.fsdp.runtime.step import Forward, Step
+from harness.fsdp.runtime.units import Unit, buckets_of, rest
+from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
+from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
+
+
+class BackwardHooks:
+    """Hangs hooks on the parameters of one model, and on what passes through it, and drives its two pipelines.
+
+    Args:
+        units: in forward order, the root first.
+        step: asked as each backward begins what it is to do; told when it ends.
+        forward: of the model; no backward may run inside it.
+        guard: told when a backward begins; None: nobody looks for gradients that are not finite.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        gather: GatherPipeline,
+        reduce: ReducePipeline,
+        step: Step,
+        forward: Forward,
+        guard: GradientGuard | None,
+    ) -> None:
+        self.units = units
+        self.gather = gather
+        self.reduce = reduce
+        self.step = step
+        self.forward = forward
+        self.guard = guard
+        self.reached = units[0].name
+        """The unit whose backward began last."""
+        self._task: int | None = None
+        """Autograd's number of the backward that began last, until it ends."""
+        self._end: Callable[[], BackwardEnd | None] = lambda: None
+        """What the autograd engine holds as long as the backward that began last runs."""
+        self._entered: set[Unit] = set()
+        """Units of which only the order of nodes tells when they are over; see [Note: Sequence numbers]."""
+        self._number = ABOVE_ALL
+        """What the backward has come to."""
+        self._coming: list[tuple[int, Unit]] = []
+        """Calls it is to come to, each with the number it began at: the next one last."""
+        self._params: set[int] = set()
+        self.handles: list[RemovableHandle] = []
+        for unit in units:
+            for bucket in unit.trainable:
+                self._watch_gradients(unit, bucket)
+
+    def _watch_gradients(self, unit: Unit, bucket: Bucket) -> None:
+        gradients = bucket.gradients
+        assert gradients is not None
+        for index, (name, param) in enumerate(bucket.params):
+            self._params.add(id(param))
+            frozen = not param.requires_grad
+            param.requires_grad_()  # torch hangs hooks on no other
+            hook = WeakHook(self._gradient_arrived, unit, gradients, index, name)
+            self.handles.append(param.register_post_accumulate_grad_hook(hook))
+            setattr(param, MAIN_GRADIENT, WeakHook(self._main_gradient, unit, gradients, index))
+            param.requires_grad_(not frozen)
+
+    @by_engine
+    def take_in(self, buckets: Sequence[Bucket]) -> None:
+        """Further buckets get gradients. No backward may be running."""
+        taken = {id(bucket) for bucket in buckets}
+        for unit in self.units:
+            unit.readiness.params = [param for bucket in unit.trainable for _, param in bucket.params]
+            for bucket in unit.trainable:
+                if id(bucket) in taken:
+                    self._watch_gradients(unit, bucket)
+
+    def recover(self) -> None:
+        """Settle a backward that raised: autograd then never tells that it ended, but drops what it was to call."""
+        runs = torch._C._current_graph_task_id() != -1 and self._end() is not None
+        if runs or not self.step.in_backward:
+            return
+        self._entered.clear()
+        self.gather.reshard_all()
+        self.reduce.post_backward(reduce=False)
+        self.reduce.discard()
+        for unit in self.units:
+            for gradients in unit.gradients:
+                gradients.discard()
+            unit.readiness.post_backward()
+        rest(self.units)
+        self.step.fail()
+
+    def watch_outputs(self, unit: Unit, leaves: list[Tensor], call: Call | None = None) -> None:
+        """Have autograd tell when the first gradient comes to one of these outputs of a call, or of the model."""
+        if leaves:
+            newest = max(number_of(each) for each in leaves)
+            hook = WeakHook(self._pre_backward, unit, call, newest, self.step.num_updates)
+            torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
+
+    def _root_pre_backward(self) -> None:
+        """The first thing that any hook of a backward does; further calls do nothing."""
+        if torch._C._current_graph_task_id() == self._task:
+            return
+        self.recover()
+        if self.step.in_backward:
+            return
+        self._refuse_unsupported()
+        self._number = ABOVE_ALL
+        for unit in self.units:
+            unit.readiness.pre_backward()
+        coming = ((begin, unit) for unit in self.units for begin in unit.readiness.due_numbers)
+        self._coming = sorted(coming, key=lambda each: each[0])
+        is_due = any(unit.readiness.is_due for unit in self.units)
+        self.step.pre_backward(of_inputs=not is_due and could_reach(self._params))
+        self._task = torch._C._current_graph_task_id()
+        end = BackwardEnd(self._root_post_backward)
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+        if self.guard is not None:
+            self.guard.begin_backward()
+        for bucket in buckets_of(self.units):
+            bucket.use()
+        self.gather.pre_backward()
+        self.gather.unshard(self.units[0])
+        self.reduce.expect(self.units[0])
+        for unit in self.units:
+            if unit.readiness.is_unused:
+                self._post_backward(unit)
+        self._unshard_next()
+
+    def _refuse_unsupported(self) -> None:
+        """Raise for a backward that cannot be right; its step has failed, for it may have left a gradient already."""
+        late = unfrozen_too_late(buckets_of(self.units))
+        if late is not None:
+            self.step.fail()
+            refuse_unfrozen(late)
+        if self.forward.running or torch.is_grad_enabled():
+            self.step.fail()
+            refuse_backward(self.forward.running, self.units[0].name)
+
+    def _pre_backward(self, unit: Unit, call: Call | None, newest: int, num_updates: int, gradient: Tensor) -> None:
+        """The first gradient of a call's outputs is here.
+
+        Args:
+            call: of the unit; None: the model's.
+            newest: highest number of the nodes that made the outputs.
+            num_updates: of the weights, when these were computed.
+        """
+        self.step.check_forward(num_updates)
+        self._root_pre_backward()
+        self._pass_to(newest)
+        self.reached = unit.name
+        if call is not None:
+            unit.readiness.enter(call)
+            self._note_entered(unit)
+        self.gather.unshard(unit)
+        if not self.reduce.is_done_with(unit):
+            self.reduce.expect(unit)
+
+    def _pass_to(self, number: int) -> None:
+        """Autograd has come to a node of this number: end the units which that passes."""
+        self._number = min(self._number, number)
+        for unit in list(self._entered):
+            unit.readiness.pass_to(number)
+            if not unit.readiness.is_entered:
+                self._entered.discard(unit)
+                self._call_passed(unit)
+
+    def _note_entered(self, unit: Unit) -> None:
+        if unit.readiness.is_entered:
+            self._entered.add(unit)
+
+    def _call_passed(self, unit: Unit) -> None:
+        self._end_if_over(unit)
+        if unit.readiness.is_resting and not self.reduce.is_done_with(unit):
+            self.gather.rest(unit)
+            self._unshard_next()
+
+    def _end_if_over(self, unit: Unit) -> None:
+        if unit.readiness.is_over and not unit.is_root:
+            self._post_backward(unit)
+            self._unshard_next()
+
+    def _unshard_next(self) -> None:
+        """Have the unit whole that the backward comes to next; see [Note: What the hooks cannot see]."""
+        while self._coming and self._coming[-1][0] > self._number:
+            self._coming.pop()
+        self.gather.unshard_next(self._coming[-1][1] if self._coming else None)
+
+    def _is_sharded(self, unit: Unit) -> bool:
+        """Whether the backward came through a unit whose weights were not whole."""
+        return not (self.gather.is_whole(unit) or unit.is_root or self.reduce.is_done_with(unit))
+
+    def inputs_passed(self, unit: Unit, node: Any) -> None:
+        self._root_pre_backward()
+        if self._is_sharded(unit):
+            refuse_sharded("a gradient of its inputs", unit.name)
+        unit.readiness.note_passed(node)
+        self._pass_to(node._sequence_nr())
+        self._call_passed(unit)
+
+    def _gradient_arrived(self, unit: Unit, gradients: Gradients, index: int, name: str, param: nn.Parameter) -> None:
+        self._root_pre_backward()
+        if not param.requires_grad:  # frozen since the forward: torch calls, and has brought nothing
+            return
+        if self.reduce.is_done_with(unit):
+            refuse_late_gradient(name, unit.name)
+        if self._is_sharded(unit):
+            refuse_sharded(f"a gradient of {name}", unit.name)
+        with torch._C.DisableTorchFunctionSubclass():  # as `by_engine`, for one parameter after the other
+            refuse_layout(name, grad_of(param))
+            if self.step.plan.drops:
+                put_grad(param, None)
+            else:
+                self._adopt(unit, gradients, index)
+        unit.readiness.note_gradient(param, self._number)
+        self._note_entered(unit)
+        self._end_if_over(unit)
+
+    def _adopt(self, unit: Unit, gradients: Gradients, index: int) -> None:
+        if not gradients.is_prepared:  # the first of this backward
+            self.reduce.prepare(unit)
+        gradients.adopt(index)
+
+    def _main_gradient(self, unit: Unit, gradients: Gradients, index: int) -> Tensor:
+        """What `param.get_main_grad()` gives to a kernel that adds a weight's gradient itself.
+
+        Flat storage in the parameter's shape and in the dtype its gradients wait in. The kernel adds to it, within the
+        backward, and gives autograd no gradient for that weight; or a stand-in, and says so by setting
+        `param.grad_added_to_main_grad` (TransformerEngine's way).
+
+        Raises:
+            NotImplementedError: under grad_buffer=concat there is no such place.
+        """
+        if gradients.concat:
+            raise NotImplementedError("get_main_grad needs grad_buffer=flat: under concat no flat gradient exists yet")
+        self._root_pre_backward()
+        if not gradients.is_prepared:
+            self.reduce.prepare(unit)
+        unit.readiness.note_written(gradients.params[index])
+        return gradients.written_by(index)
+
+    def _post_backward(self, unit: Unit) -> None:
+        """A unit needs its weights no more, and its gradients are complete; the root's end with the backward."""
+        if unit.is_root:
+            return
+        self.gather.reshard(unit)
+        if self.step.plan.reduce_units and unit.trainable and not self.reduce.is_done_with(unit):
+            self.reduce.mark_ready(unit)
+
+    def _root_post_backward(self) -> None:
+        """The whole backward has ended: the autograd engine calls back."""
+        self._task = None
+        self._entered.clear()
+        for unit in self.units:
+            self.gather.reshard(unit)
+        self.reduce.post_backward(reduce=self.step.plan.reduce_units)  # before waiting: [Note: Who waits for whom]
+        self.gather.post_backward()
+        for unit in self.units:
+            unit.readiness.post_backward()
+        rest(self.units)
+        self.step.post_backward()

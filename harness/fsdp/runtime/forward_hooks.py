@@ -1,0 +1,178 @@
+"""Hooks of a forward: before and after the modules of every unit.
+
+[Note: Methods as forwards] A method such as `generate` runs modules without, or many times over, the model's forward.
+`run_as_forward` makes it one forward of the model, through which the root stays whole. Forwards of the model inside it
+are sweeps of their own, so that each token's units are fetched ahead; their end releases units and not the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
+
+from harness.fsdp.runtime.backward_hooks import BackwardHooks
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.graph import Passed, PassedInputs, direct_tensors, replaced, tensors_with_grad
+from harness.fsdp.runtime.refusals import refuse_dtensors, refuse_transforms
+from harness.fsdp.runtime.step import Forward, ForwardState, Step
+from harness.fsdp.runtime.units import Unit, buckets_of, rest
+from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.storage import edits
+
+
+class ForwardHooks:
+    """Hangs hooks on the modules of one model: they have each unit's weights whole while it runs.
+
+    Args:
+        units: in forward order, the root first.
+        step: whether a backward runs, whose recomputations are no forwards.
+        forward: of the model; told what begins and ends.
+        backward: watches what goes into a call and what comes out of it.
+    """
+
+    def __init__(
+        self, units: Sequence[Unit], gather: GatherPipeline, step: Step, forward: Forward, backward: BackwardHooks
+    ) -> None:
+        self.units = units
+        self.gather = gather
+        self.step = step
+        self.forward = forward
+        self.backward = backward
+        self.before_gradients: Callable[[], None] = lambda: None
+        """Called before every forward of the model with gradients."""
+        self.handles: list[RemovableHandle] = []
+        params = (param for bucket in buckets_of(units) for _, param in bucket.params)
+        self._takes_dtensors = any(isinstance(param, DTensor) for param in params)
+        self._passed: dict[str, Passed] = {}
+        """Inputs of units in whose forward the program is."""
+        for unit in units:
+            self._install(unit)
+
+    def _install(self, unit: Unit) -> None:
+        before = WeakHook(self._root_pre_forward) if unit.is_root else WeakHook(self._pre_forward, unit)
+        after = WeakHook(self._root_post_forward) if unit.is_root else WeakHook(self._post_forward, unit)
+        left = WeakHook(self._forward_left, unit)
+        for module in unit.modules:
+            self.handles.append(module.register_forward_pre_hook(before, prepend=True, with_kwargs=True))
+            self.handles.append(module.register_forward_hook(after))
+            self.handles.append(module.register_forward_hook(left, always_call=True))
+
+    def _root_pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.backward.recover()
+        if self.step.in_backward:
+            return
+        if not self._takes_dtensors:
+            refuse_dtensors(args, kwargs)
+        if self.forward.in_model:  # see [Note: Methods as forwards]
+            self.forward.depth += 1
+            self.forward.with_gradients = torch.is_grad_enabled()
+        else:
+            self._begin_forward(with_gradients=torch.is_grad_enabled())
+        self.gather.pre_forward()
+
+    def _begin_forward(self, *, with_gradients: bool) -> None:
+        self.step.check_installed()
+        if self.forward.state is not ForwardState.IDLE:  # one that raised left weights unsharded
+            self.gather.reshard_all()
+        if with_gradients:
+            refuse_transforms()
+            self.before_gradients()
+        for bucket in buckets_of(self.units):
+            bucket.views.check_untouched()
+            if not self.gather.holds:  # which takes edits itself, from all ranks at once
+                edits.adopt(bucket)
+                edits.refuse_lost(bucket)
+            bucket.use()
+        self.forward.pre_forward(with_gradients=with_gradients)
+
+    def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> None:
+        if self.step.in_backward:
+            return
+        leaves = tensors_with_grad(output)
+        inside = self.forward.depth > 0
+        self.gather.post_forward(backward_follows=bool(leaves) or inside or self.forward.made_nodes)
+        if not inside:
+            self.forward.post_forward()
+        self.backward.watch_outputs(self.units[0], leaves)
+
+    def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the module that runs parts of it; see [Note: Methods as forwards]. *Collective.*"""
+        self.backward.recover()
+        if self.forward.in_model or self.step.in_backward:
+            return method(*args, **kwargs)
+        root = self.units[0]
+        self._begin_forward(with_gradients=False)  # units called right here are not hidden from autograd's graph
+        try:
+            self.gather.pre_forward()
+            output = method(*args, **kwargs)
+            self._root_post_forward(None, args, output)
+        finally:
+            self._forward_left(root, None, args, None)
+        return output
+
+    def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self.gather.unshard(unit)
+        with_gradients = torch.is_grad_enabled()
+        if self.step.in_backward:
+            if with_gradients:
+                unit.readiness.note_recomputation()
+            return None
+        self.forward.running.add(unit.name)
+        unit.readiness.note_call(hidden=self.forward.hides(with_gradients=with_gradients))
+        if with_gradients:
+            return self._watch_inputs(unit, args, kwargs)
+        unit.readiness.begin_call()
+        return None
+
+    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+        inputs = [*direct_tensors(args), *direct_tensors(tuple(kwargs.values()))]
+        if not inputs:
+            unit.readiness.begin_call()
+            return None
+        refuse_transforms()
+        passed: tuple[Tensor, ...] = PassedInputs.apply(  # type: ignore[no-untyped-call] # torch leaves it unannotated
+            WeakHook(self.backward.inputs_passed, unit), *inputs
+        )
+        node = passed[0].grad_fn
+        unit.readiness.begin_call(node)
+        self._passed[unit.name] = Passed(inputs, passed, node)
+        following = iter(passed)
+        return replaced(args, following), {key: replaced((v,), following)[0] for key, v in kwargs.items()}
+
+    def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
+        """A forward is over, also by an exception."""
+        if not self.step.in_backward:
+            self.forward.left(unit.name)
+            self._passed.pop(unit.name, None)
+            unit.readiness.end_call()
+            if unit.is_root and not self.forward.in_model:
+                rest(self.units)
+
+    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+        if self.step.in_backward:
+            return
+        leaves = tensors_with_grad(output)
+        if passed := self._passed.pop(unit.name, None):
+            leaves += passed.take_edits(unit.name)
+        self.backward.watch_outputs(unit, leaves, unit.readiness.call)
+        if not leaves and torch.is_grad_enabled() and unit.readiness.call.is_unseen:
+            self._keep_unseen(unit)
+        if module is unit.modules[-1] and (unit is not self.gather.last or not leaves):
+            self.gather.reshard_after_forward(unit)
+
+    def _keep_unseen(self, unit: Unit) -> None:
+        """What a unit took and gave lies where no hook finds it; see [Note: What the hooks cannot see]."""
+        unit.readiness.note_unseen()
+        if unit.shares_buffers and not self.gather.is_resident(unit):
+            raise RuntimeError(
+                f"unit {unit.name} takes and gives its tensors where no hook could see them (attributes, closures,"
+                " objects of other kinds): its weights must stay until the backward, and double_buffer=True has no room"
+                " for that. Pass tensors as arguments and results (in tuples, lists, dicts, dataclasses), or use"
+                " double_buffer=False; what needs no gradient belongs under torch.no_grad()"
+            )
+        self.gather.keep(unit)

@@ -1,0 +1,110 @@
+"""The gathered weights of one unit: where they are, and what brings them."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from harness.fsdp.comm import events
+from harness.fsdp.comm.communicator import Communicator, Pending, read_parts
+from harness.fsdp.comm.device import DeviceRuntime, Event
+from harness.fsdp.comm.events import Label
+from harness.fsdp.runtime.units import Unit
+from harness.fsdp.storage.bucket import Bucket
+
+
+class LateGather:
+    """A gather of which this rank's part is laid out at once, and the others' read when the unit is wanted.
+
+    For ranks without a core to spare (see [Note: Spare cores]): no storage is taken before its time. Where weights are
+    computed with as they are stored, the others read the main weights themselves; laying these out costs nothing, so a
+    sweep lays out all of its units at once, and no rank waits for one that comes late to a unit. `has_copies` tells
+    where that is not so. Other ranks may use `Communicator.all_gather` meanwhile.
+    """
+
+    def __init__(self, bucket: Bucket, comm: Communicator, label: Label) -> None:
+        self._bucket, self.label = bucket, label
+        self._own = bucket.given()
+        self.has_copies = bucket.gives_copies
+        self._pending, self._laid = comm.lay_out(self._own, label)
+
+    def receive(self) -> None:
+        """Take storage for the whole bucket and fill it. Once."""
+        self._bucket.allocate_weights()
+        parts = self._bucket.weight_parts()
+        self._bucket.fill_own()
+        read_parts(self._laid, parts)
+
+    def wait(self) -> None:
+        """Block until the other ranks have this one's part. Repeatable."""
+        self._pending.wait()
+        self._own = []
+
+
+class WeightState(Enum):
+    """Where a unit's weights are."""
+
+    SHARDED = "each rank holds its part"
+    UNSHARDING = "a gather is under way: of the unit that is wanted, or of one that is prefetched"
+    UNSHARDED = "whole on every rank, until they are resharded"
+
+
+Gather = tuple[Pending | LateGather, Event]
+"""One bucket on its way, and when the cast of this rank's part is done."""
+
+
+class UnitWeights:
+    """A unit's weights, and the gathers that bring them, which others may not have finished."""
+
+    def __init__(self, unit: Unit, runtime: DeviceRuntime) -> None:
+        self.unit = unit
+        self.runtime = runtime
+        self.state = WeightState.SHARDED
+        self._gathers: list[Gather] = []
+
+    @property
+    def take_storage(self) -> bool:
+        """Whether weights on their way have memory already."""
+        on_way = self._gathers if self.state is WeightState.UNSHARDING else ()
+        return any(not isinstance(each, LateGather) or each.has_copies for each, _ in on_way)
+
+    def unshard(self) -> None:
+        """Start gathering them, which are sharded. *Collective.*"""
+        self._gathers = [self._gather(bucket) for bucket in self.unit.buckets]
+        self.state = WeightState.UNSHARDING
+
+    def _gather(self, bucket: Bucket) -> Gather:
+        label = Label("all_gather", bucket.name)
+        comm = bucket.context.mesh.gather
+        if comm.reads_when_wanted(bucket.gathered_bytes):
+            return LateGather(bucket, comm, label), self.runtime.record()
+        bucket.allocate_weights()
+        with self.runtime.stream("gather"):
+            bucket.fill_own()
+            pending = comm.all_gather(bucket.weight_parts(), label, ahead=True)
+            return pending, self.runtime.record()
+
+    def wait(self) -> None:
+        """Have those that are on their way here, for whoever runs next."""
+        self.state = WeightState.SHARDED  # a gather that raises brings nothing
+        with events.waiting(*self.unit.labels("all_gather")):
+            for pending, cast in self._gathers:
+                cast.wait()
+                pending.receive()
+        for bucket in self.unit.buckets:
+            bucket.point_at_weights()
+        self.state = WeightState.UNSHARDED
+
+    def reshard(self) -> list[LateGather]:
+        """Drop what is whole. Returns the gathers in which others may still read this rank's main weights, which stay
+        where they are; all others have been waited for."""
+        self.state, gathers = WeightState.SHARDED, self._gathers
+        self._gathers, outgoing = [], []
+        with events.waiting(*self.unit.labels("all_gather")):
+            for pending, _ in gathers:
+                if isinstance(pending, LateGather):
+                    outgoing.append(pending)
+                else:
+                    pending.wait()
+        for bucket in self.unit.buckets:
+            bucket.release_weights()
+        return outgoing

@@ -1,0 +1,95 @@
+"""Parameters of one bucket as the program has them: views of whole weights, or released, and what was done to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp.storage.memory import placeholder
+from harness.fsdp.storage.parameter_access import HOME, Access, by_engine, class_for
+from harness.fsdp.tensor_parallel.parameters import handling_of
+
+
+class ParameterViews:
+    """What the parameters of one bucket point at, what they let the program do, and whether it edited them.
+
+    Args:
+        params: first names and parameters; their data is replaced.
+        unit: its name, for messages.
+    """
+
+    def __init__(self, params: Sequence[tuple[str, nn.Parameter]], unit: str) -> None:
+        self._params = params
+        self._own = [type(param) for _, param in params]
+        self._handlings = [handling_of(param) for _, param in params]
+        self._classes: dict[Access, list[type]] = {}
+        self._access = Access.free
+        self._views: list[Tensor] = []
+        """Of whole weights, with storage or without."""
+        self._placeholders: list[Tensor] = []
+        self._versions: list[int] = []
+        for name, param in params:
+            setattr(param, HOME, (name, unit))
+
+    def build(self, views: list[Tensor], device: torch.device) -> None:
+        """Whole weights lie here from now on; parameters are what they were until `point`."""
+        self.renew(views)
+        self._placeholders = [placeholder(view.shape, view.dtype, device) for view in views]
+
+    def renew(self, views: list[Tensor]) -> None:
+        """Whole weights have moved to these views; parameters are what they were until `point`."""
+        self._views = views
+
+    @by_engine
+    def point(self, *, is_whole: bool) -> None:
+        """Let parameters be views of the whole weights; or released, and one NaN."""
+        targets = self._views if is_whole else self._placeholders
+        for (_, param), handling, target in zip(self._params, self._handlings, targets, strict=True):
+            handling.point(param, target)
+        self.give(Access.free if is_whole else Access.released)
+
+    def give(self, access: Access) -> None:
+        """Let the program do with parameters what `access` says."""
+        if access is self._access:
+            return
+        if access not in self._classes:
+            self._classes[access] = [class_for(own, access) for own in self._own]
+        for (_, param), wanted in zip(self._params, self._classes[access], strict=True):
+            param.__class__ = wanted
+        self._access = access
+
+    @by_engine
+    def check_untouched(self) -> None:
+        """Raise RuntimeError where somebody moved or cast a parameter after it was sharded."""
+        each = zip(self._params, self._handlings, self._views, self._placeholders, strict=True)
+        for (name, param), handling, view, nothing in each:
+            values = handling.values(param)
+            if values.dtype == view.dtype and values.data_ptr() in (view.data_ptr(), nothing.data_ptr()):
+                continue
+            raise RuntimeError(
+                f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved or"
+                " replaced); change it before sharding"
+            )
+
+    @by_engine
+    def flags(self) -> list[bool]:
+        """`requires_grad` of each parameter, as the program has set it."""
+        return [param.requires_grad for _, param in self._params]
+
+    @by_engine
+    def forget_edits(self) -> None:
+        """Take parameters as they are now for unedited: the engine itself has written to them, or main weights know."""
+        self._versions = self._counts()
+
+    def _counts(self) -> list[int]:
+        return [handling.edits(param) for (_, param), handling in zip(self._params, self._handlings, strict=True)]
+
+    @by_engine
+    def edited(self) -> list[str]:
+        """Parameters edited in place since, by themselves or their `data`, as far as torch's counters tell."""
+        now = self._counts()
+        if now == self._versions:
+            return []
+        return [name for (name, _), was, count in zip(self._params, self._versions, now, strict=True) if was != count]

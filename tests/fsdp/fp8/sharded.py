@@ -1,0 +1,177 @@
+"""FP8 models under the engine, beside the same model in plain torch; run on ranks."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard
+from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, layers_of, update_scales
+from harness.fsdp.fp8.quantize import Quantized, quantize
+from harness.fsdp.vocabulary import Fp8
+
+WIDTH, HIDDEN, VOCABULARY, TOKENS = 128, 384, 32, 6
+"""384 rows over 2 or 4 ranks are cut inside tiles of 128."""
+MICROBATCHES = 2
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, HIDDEN)
+        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        with torch.no_grad():  # tiles are to have scales of their own
+            self.up.weight.mul_(torch.logspace(-2, 2, HIDDEN, base=2).unsqueeze(1))
+            self.down.weight.mul_(torch.logspace(-2, 2, HIDDEN, base=2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, seed: int = 3) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.entry = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.exit = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.entry(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.exit(x)
+
+
+class Case(NamedTuple):
+    """A recipe on a mesh: inner strategy, ranks of the outer axis (1: none) and what that splits."""
+
+    recipe: Fp8
+    inner: str
+    outer: int = 1
+    split: str = "no_shard"
+
+
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+MESHES = [(each, 1, "no_shard") for each in STRATEGIES] + list(
+    itertools.product(STRATEGIES, (2,), ("no_shard", "optim"))
+)
+
+
+def data(step: int, micro: int, rank: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
+    return torch.randint(0, VOCABULARY, (2, TOKENS + 5 * rank), generator=generator)
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    found: Tensor = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+    return found
+
+
+def converted(recipe: Fp8, seed: int = 3) -> Model:
+    model = Model(seed)
+    convert_linears(model, recipe, lambda name, layer: "blocks" in name, history=3, margin=1)
+    return model
+
+
+def shard(case: Case, model: nn.Module, **options: object) -> tuple[ShardedModel, torch.optim.Optimizer]:
+    world = dist.get_world_size()
+    arguments: dict[str, object] = {}
+    if case.outer > 1:
+        mesh = init_device_mesh("cpu", (case.outer, world // case.outer), mesh_dim_names=("outer", "inner"))
+        arguments = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
+        arguments["hybrid_fsdp_group"] = dist.group.WORLD
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    return fully_shard(
+        model,
+        optimizer,
+        fsdp_unit_modules=[Block],
+        zero_dp_strategy=case.inner,
+        outer_dp_sharding_strategy=case.split,
+        **{"mixed_precision_policy": MixedPrecisionPolicy(), **arguments, **options},
+    )
+
+
+def payloads(model: ShardedModel) -> dict[str, Quantized]:
+    """What each layer multiplies, by name; from weights gathered for the purpose. *Collective.*"""
+    with model.gathered():
+        return {
+            name: Quantized(held.payload.clone(), held.scale_inv.clone(), held.tile)
+            for name, layer in model.module.named_modules()
+            if isinstance(layer, Fp8Linear)
+            for held in [layer.weight_for(turned=False)]
+        }
+
+
+def of_whole(layer: Fp8Linear, weight: Tensor) -> Quantized:
+    """The whole weight quantized."""
+    operand = layer.recipe.weights
+    scale = None if layer.history is None else layer.history.scale[1].view(1, 1)
+    return quantize(weight, operand.format, operand.tile, layer.recipe.scaling, scale)
+
+
+def same(found: Quantized, expected: Quantized) -> bool:
+    payload = torch.equal(found.payload.view(torch.uint8), expected.payload.contiguous().view(torch.uint8))
+    return payload and torch.equal(found.scale_inv, expected.scale_inv)
+
+
+def follow(rank: int, case: Case, steps: int = 2, **options: object) -> list[str]:
+    """What is wrong with a training, step by step beside plain torch, which gets the engine's weights at each."""
+    world = dist.get_world_size()
+    reference = converted(case.recipe)
+    model, optimizer = shard(case, copy.deepcopy(reference), **options)
+    told: list[str] = []
+    for step in range(steps):
+        with torch.no_grad():
+            for name, value in model.full_weights():
+                reference.get_parameter(name).copy_(value)
+        told += _step(model, reference, rank, world, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        update_scales(layers_of(reference), lambda amaxes: dist.all_reduce(amaxes, dist.ReduceOp.MAX))
+        told += [f"step {step}: {each}" for each in _unlike(model, reference)]
+    model.close()
+    return told
+
+
+def _step(model: ShardedModel, reference: nn.Module, rank: int, world: int, step: int) -> list[str]:
+    told = []
+    for micro in range(MICROBATCHES):
+        expected_loss = loss_of(reference, data(step, micro, rank))
+        (expected_loss / MICROBATCHES).backward()
+        with nullcontext() if micro == MICROBATCHES - 1 else model.no_sync():
+            own = loss_of(model, data(step, micro, rank))
+            (own / MICROBATCHES).backward()
+        told += [] if torch.equal(own, expected_loss) else [f"step {step}: loss {own} is not {expected_loss}"]
+    for name, value in model.full_gradients():
+        expected = reference.get_parameter(name).grad
+        assert expected is not None
+        dist.all_reduce(expected)
+        expected /= world
+        error = float((value - expected).abs().max() / expected.abs().max())
+        told += [f"step {step}: gradient of {name} is off by {error}"] if error > 1e-5 else []
+    return told
+
+
+def _unlike(model: ShardedModel, reference: nn.Module) -> list[str]:
+    """Which layers do not multiply their whole weight quantized, or have other scales than plain torch."""
+    told, weights = [], dict(model.full_weights())
+    for name, held in payloads(model).items():
+        layer, other = model.module.get_submodule(name), reference.get_submodule(name)
+        assert isinstance(layer, Fp8Linear)
+        assert isinstance(other, Fp8Linear)
+        told += [] if same(held, of_whole(layer, weights[f"{name}.weight"])) else [f"{name} is not quantized whole"]
+        mine, theirs = layer.history, other.history
+        if mine is not None and theirs is not None:
+            told += [] if torch.equal(mine.scale, theirs.scale) else [f"{name}: {mine.scale} is not {theirs.scale}"]
+            told += [] if torch.equal(mine.amax[1:], theirs.amax[1:]) else [f"{name}: other history"]
+    return told

@@ -1,0 +1,290 @@
+"""FP8 weights in the engine's buckets: beside plain torch, on the wire, and in and out of what is saved."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel
+from harness.fsdp.fp8.linear import layers_of, update_scales
+from harness.fsdp.runtime.weight_scales import PURPOSE
+from harness.fsdp.vocabulary import Fp8
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.fp8.sharded import (
+    MESHES,
+    STRATEGIES,
+    Case,
+    Model,
+    converted,
+    data,
+    follow,
+    loss_of,
+    of_whole,
+    payloads,
+    same,
+    shard,
+)
+from tests.support.spawn import run_ranks
+
+HELD = (Fp8.current, Fp8.delayed, Fp8.block)
+ZERO_3 = "optim_grads_params"
+FOLLOWED = (
+    Case(Fp8.current, "optim"),
+    Case(Fp8.block, "optim_grads"),
+    Case(Fp8.delayed, ZERO_3),
+    Case(Fp8.block, ZERO_3, 2),
+    Case(Fp8.current, ZERO_3, 2, "optim"),
+    Case(Fp8.delayed, "no_shard", 2, "optim"),
+)
+PRODUCT = tuple(Case(recipe, *mesh) for recipe in Fp8 for mesh in MESHES)
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"fsdp_double_buffer": True, "grad_buffer": "concat"},
+    {"offload_optimizer": True, "eager_limit_bytes": 0},
+)
+"""Of the engine: where buckets come from, where main weights lie, whether ranks read each other's memory."""
+
+
+def _follow_all(rank: int, cases: tuple[Case, ...]) -> dict[Case, list[str]]:
+    return {case: follow(rank, case) for case in cases}
+
+
+@pytest.mark.parametrize("cases", [FOLLOWED, pytest.param(PRODUCT, marks=pytest.mark.full)], ids=["cover", "product"])
+def test_training_follows_plain_torch_under_every_strategy(cases: tuple[Case, ...]) -> None:
+    """Losses to the bit, gradients to rounding, payloads and scales to the bit, after each of two steps."""
+    for told in run_ranks(_follow_all, 4, cases):
+        assert {case: wrong for case, wrong in told.items() if wrong} == {}
+
+
+def _train(model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, step: int) -> Tensor:
+    loss = loss_of(model, data(step, 0, rank))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+Traffic = tuple[dict[tuple[str, str], tuple[int, int]], dict[str, int]]
+
+
+def _traffic(rank: int, case: Case) -> Traffic:
+    """Count and bytes by kind and bucket, in the second step; elements of each bucket."""
+    model, optimizer = shard(case, converted(case.recipe).bfloat16())
+    _train(model, optimizer, rank, 0)
+    meter = CollectiveMeter()
+    _train(model, optimizer, rank, 1)
+    rows = meter.take()
+    meter.close()
+    moved = {bucket.name: bucket.layout.comm_numel for bucket in model.buckets}
+    model.close()
+    return {(row.kind, row.bucket): (row.count, row.bytes) for row in rows}, moved
+
+
+# -- odd values, edits, state ------------------------------------------------------------------------------------------
+
+
+def _unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
+    """Layers that do not multiply their whole weight quantized."""
+    held = payloads(model)
+    layers: Any = {name: model.module.get_submodule(name) for name in held}
+    return [name for name in held if not same(held[name], of_whole(layers[name], weights[f"{name}.weight"]))]
+
+
+def _odd(rank: int, case: Case) -> list[str]:
+    """A weight with a tile of zeros, one of NaN and an infinity: quantized in shards as it is whole."""
+    model, _ = shard(case, converted(case.recipe))
+    weights = dict(model.full_weights())
+    weights["blocks.0.up.weight"][:128] = 0.0
+    weights["blocks.0.up.weight"][128:256] = torch.nan
+    weights["blocks.1.down.weight"][:, 128:256] = 0.0
+    weights["blocks.1.down.weight"][5, 300] = torch.inf
+    model.load_state_dict({**model.state_dict(), **weights})
+    told = _unlike(model, weights)
+    model.close()
+    return told
+
+
+def _edit(rank: int, strategy: str) -> str:
+    """What an edit in place is told."""
+    model, _ = shard(Case(Fp8.current, strategy), converted(Fp8.current))
+    try:
+        with model.gathered():
+            model.module.get_parameter("blocks.0.up.weight").view(torch.uint8).add_(1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        model.close()
+    return ""
+
+
+def going_on(rank: int, one: Case, two: Case) -> list[str]:
+    """State of one layout in another, and in the same: equal payloads, scales, and next step."""
+    saved, optimizer = shard(one, converted(one.recipe))
+    for step in range(2):
+        _train(saved, optimizer, rank, step)
+    held, tensors = payloads(saved), saved.sharded_state().tensors
+    whole = {name: _whole(value) for name, value in tensors.items() if value.dim()}  # counters count steps
+    local = {name: value.clone() for name, value in saved.local_state().items()}
+    after = _train(saved, optimizer, rank, 3)
+    loaded, other = shard(two, converted(two.recipe, seed=9))
+    _train(loaded, other, rank, 7)
+    state = loaded.sharded_state()
+    for name, value in state.tensors.items():
+        _fill(value, whole[name] if value.dim() else torch.tensor(2.0))
+    loaded.adopt_state(state)
+    told = [f"{name} after adopt_state" for name, each in payloads(loaded).items() if not same(each, held[name])]
+    told += [] if torch.equal(_train(loaded, other, rank, 3), after) else ["another layout takes another step"]
+    saved.load_local_state(local)
+    told += [f"{name} after load_local_state" for name, each in payloads(saved).items() if not same(each, held[name])]
+    told += [] if torch.equal(_train(saved, optimizer, rank, 3), after) else ["resuming is another step"]
+    fp8 = [name for name in local if name.startswith("fp8/")]
+    try:
+        saved.load_local_state({name: value for name, value in local.items() if name not in fp8})
+    except ValueError as error:
+        told += [] if fp8 and f"missing {fp8[0]}" in str(error) else [str(error)]
+    else:
+        told += ["a state without scales was taken"] if fp8 else []
+    saved.close()
+    loaded.close()
+    return told
+
+
+def _whole(value: Any) -> Tensor:
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole.clone()
+
+
+def _fill(value: Any, given: Tensor) -> None:
+    if not hasattr(value, "fill_from"):
+        value.copy_(given)
+    elif value.dim():
+        value.fill_from(given)
+
+
+def _meta(rank: int, case: Case) -> list[str]:
+    """Built without memory and reset module by module: weights as of a plain model, and these quantized."""
+    with torch.device("meta"):
+        hollow = converted(case.recipe)
+    torch.manual_seed(11)
+    model, optimizer = shard(case, hollow, device=torch.device("cpu"), init_model_with_meta_device=True)
+    plain, weights = Model(), dict(model.full_weights())
+    torch.manual_seed(11)
+    for module in plain.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    told = [name for name, value in plain.named_parameters() if not torch.equal(value, weights[name])]
+    told += _unlike(model, weights)
+    _train(model, optimizer, rank, 0)
+    model.close()
+    return told
+
+
+def _frozen(rank: int) -> list[str]:
+    """Buckets of a model of which one FP8 layer is frozen; replicas are compared."""
+    built = converted(Fp8.delayed)
+    built.get_parameter("blocks.0.up.weight").requires_grad_(False)
+    model, optimizer = shard(Case(Fp8.delayed, "optim"), built, check_replicas_every=1)
+    _train(model, optimizer, rank, 0)
+    with pytest.raises(RuntimeError, match=r"ends the step of its FP8 layers: drop update_scales\(\)"):
+        update_scales(layers_of(model.module))
+    found = sorted(bucket.key.label for bucket in model.buckets)
+    model.close()
+    return found
+
+
+def _exact(rank: int, case: Case) -> str:
+    """The bits of all weights after two steps whose sums are integers."""
+    model, optimizer = shard(case, converted(case.recipe), numerics="exact")
+    for step in range(2):
+        _train(model, optimizer, rank, step)
+    bits = b"".join(value.numpy().tobytes() for _, value in model.full_weights())
+    model.close()
+    return hashlib.sha256(bits).hexdigest()
+
+
+def _refused(rank: int) -> list[str]:
+    cast = converted(Fp8.current)
+    cast.get_submodule("blocks.0.up").to(torch.float8_e4m3fn)
+    wide = MixedPrecisionPolicy(main_params_dtype=torch.float64)
+    told = []
+    for model, options in ((converted(Fp8.current), {"mixed_precision_policy": wide}), (cast, {})):
+        try:
+            shard(Case(Fp8.current, "optim"), model, **options)
+        except ValueError as error:
+            told.append(str(error))
+    return told
+
+
+def _various(rank: int) -> dict[str, Any]:
+    counted = [Case(Fp8.current, "no_shard"), Case(Fp8.current, "optim"), Case(Fp8.delayed, ZERO_3)]
+    return {
+        "traffic": [_traffic(rank, case) for case in counted],
+        "odd": [_odd(rank, Case(recipe, each)) for recipe, each in zip(HELD, STRATEGIES[1:], strict=True)],
+        "edits": [_edit(rank, each) for each in ("no_shard", ZERO_3)],
+        "state": [
+            going_on(rank, Case(Fp8.delayed, ZERO_3), Case(Fp8.delayed, "optim")),
+            going_on(rank, Case(Fp8.block, "no_shard"), Case(Fp8.block, ZERO_3)),
+        ],
+        "meta": [_meta(rank, Case(recipe, ZERO_3)) for recipe in (Fp8.delayed, Fp8.block)],
+        "frozen": _frozen(rank),
+        "exact": [_exact(rank, Case(Fp8.delayed, each)) for each in ("no_shard", "optim_grads", ZERO_3)],
+        "options": [follow(rank, Case(Fp8.block, ZERO_3), 1, **each) for each in OPTIONS],
+        "refused": _refused(rank),
+    }
+
+
+@pytest.fixture(scope="module")
+def various() -> list[dict[str, Any]]:
+    """One visit of two ranks; what each has to tell."""
+    return run_ranks(_various, 2)
+
+
+def test_a_gather_moves_one_byte_a_parameter_and_one_collective_makes_scales(various: list[dict[str, Any]]) -> None:
+    whole, optim, params = various[0]["traffic"]
+    assert not any(PURPOSE in each for each in whole[0]), "weights that no rank cuts need no amax of others"
+    for (rows, moved), gathers in ((optim, 1), (params, 2)):
+        for name, width in (("blocks.0/bfloat16/fp8", 1), ("blocks.0/bfloat16", 2)):
+            assert rows["all_gather", name] == (gathers, gathers * moved[name] * width // 2), name
+    layers, columns = 4, 3
+    assert optim[0]["all_reduce", PURPOSE] == (1, 4 * layers), "an amax a weight"
+    assert params[0]["all_reduce", PURPOSE] == (1, 4 * (layers + layers * columns)), "and what layers have seen"
+
+
+def test_odd_weights_are_quantized_in_shards_as_whole(various: list[dict[str, Any]]) -> None:
+    assert [each["odd"] for each in various] == [[[], [], []]] * 2
+
+
+def test_state_is_exact_in_the_same_layout_and_in_another(various: list[dict[str, Any]]) -> None:
+    """Off by zero under delayed scaling: weights that are loaded end no step."""
+    assert [each["state"] for each in various] == [[[], []]] * 2
+
+
+def test_models_without_memory_are_reset_before_they_are_quantized(various: list[dict[str, Any]]) -> None:
+    assert [each["meta"] for each in various] == [[[], []]] * 2
+
+
+def test_exact_has_one_hash_under_every_strategy(various: list[dict[str, Any]]) -> None:
+    assert len({found for each in various for found in each["exact"]}) == 1
+
+
+def test_options_change_nothing_of_8_bits(various: list[dict[str, Any]]) -> None:
+    assert [each["options"] for each in various] == [[[]] * len(OPTIONS)] * 2
+
+
+def test_frozen_weights_stay_in_the_compute_dtype(various: list[dict[str, Any]]) -> None:
+    labels = ["float32", "float32", "float32", "float32/fp8", "float32/fp8", "float32/frozen"]
+    assert [each["frozen"] for each in various] == [labels] * 2
+
+
+def test_what_8_bits_cannot_hold_is_refused(various: list[dict[str, Any]]) -> None:
+    for told in various:
+        assert all("was edited in place: it is kept in 8 bits" in each for each in told["edits"]), told["edits"]
+        wide, cast = told["refused"]
+        assert "main_params_dtype=torch.float64 cannot be quantized to 8 bits" in wide
+        assert "is torch.float8_e4m3fn before sharding" in cast

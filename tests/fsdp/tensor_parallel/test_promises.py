@@ -1,0 +1,423 @@
+"""What the engine promises of parameters that a plan of tensor parallelism has cut, and mutants of each promise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from harness.fsdp import (
+    LossScale,
+    MixedPrecisionPolicy,
+    ReleasedWeightError,
+    ShardedModel,
+    construction,
+    fully_shard,
+    fully_shard_model,
+)
+from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.fp8.linear import convert_linears
+from harness.fsdp.guards import replicas
+from harness.fsdp.guards.replicas import ReplicaDrift
+from harness.fsdp.runtime import materialize
+from harness.fsdp.storage import gradients, parameter_access
+from harness.fsdp.tensor_parallel.parameters import DTensors, Plain, UnknownPlan
+from harness.fsdp.tensor_parallel.portion import Portion
+from tests.fsdp.checked import Mutant, holds, is_found
+from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of
+from tests.fsdp.tensor_parallel.training import Case, alone, mesh_of, rows_of, sharded, train
+from tests.support.mutants import each
+
+WORLD = 4
+SEQUENCE = Shape(layers=1, sequence_parallel=True)
+PLAIN = Shape(layers=1)
+
+
+def asked(strategy: str, shape: Shape = SEQUENCE, **more: Any) -> Case:
+    return Case(2, 2, strategy=strategy, shape=shape, **more)
+
+
+def rows(case: Case, mesh: DeviceMesh, step: int = 0) -> Tensor:
+    return rows_of(case, step, 0, mesh.get_local_rank("inner"))
+
+
+def said(action: Callable[[], Any], kind: type[Exception], *parts: str) -> list[str]:
+    """What is wrong with the error of an action."""
+    try:
+        action()
+    except Exception as error:
+        if not isinstance(error, kind):
+            return [f"{type(error).__name__} instead of {kind.__name__}: {error}"]
+        return [f"{part!r} is not in: {error}" for part in parts if not re.search(part, str(error))]
+    return [f"nothing was said of {parts}"]
+
+
+def differs(found: dict[str, Tensor], wanted: dict[str, Tensor], close: float = 0.0) -> list[str]:
+    return [name for name, value in found.items() if not float((value - wanted[name]).detach().abs().max()) <= close]
+
+
+# -- right -------------------------------------------------------------------------------------------------------------
+
+
+def training(rank: int, strategy: str) -> list[str]:
+    """Gradients, norms and weights of two steps are those of one process."""
+    case = asked(strategy, clip=0.05, steps=2, optimizer="sgd")
+    found, wanted = train(rank, case), alone(case)
+    told = differs(found.gradients, wanted.gradients, 1e-14) + differs(found.weights, wanted.weights, 1e-13)
+    pairs = zip(found.norms, wanted.norms, strict=True)
+    return told + [f"norm {norm}, not {other}" for norm, other in pairs if abs(norm / other - 1) > 1e-13]
+
+
+def norms(_: int, strategy: str) -> list[str]:
+    """Every order of norm counts each element once."""
+    case = asked(strategy)
+    mesh = mesh_of(case)
+    model, _optimizer = sharded(case, mesh)
+    loss_of(model, rows(case, mesh)).backward()
+    whole = torch.cat([value.flatten() for _, value in model.full_gradients()])
+    weights = torch.cat([value.flatten() for _, value in model.full_weights()])
+    pairs = [(model.grad_norm(p), float(torch.linalg.vector_norm(whole, p))) for p in (1.0, 2.0, 3.0, float("inf"))]
+    pairs.append((model.weight_norm(), float(weights.norm())))
+    model.close()
+    return [f"{found} is not {wanted}" for found, wanted in pairs if abs(found / wanted - 1) > 1e-12]
+
+
+def meta(_: int, strategy: str) -> list[str]:
+    """A model that was cut on the meta device is reset to the numbers of an ordinary construction."""
+    mesh = mesh_of(asked(strategy))
+    torch.manual_seed(3)
+    plain = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6))
+    wanted = {name: param.detach().clone() for name, param in plain.named_parameters()}
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6))
+    halves(module, mesh["tp"])
+    torch.manual_seed(3)
+    model = fully_shard_model(
+        module, device_mesh=mesh, dp_shard_dim="inner", tp_dim="tp", zero_dp_strategy=strategy,
+        device=torch.device("cpu"), init_model_with_meta_device=True,
+    )  # fmt: skip
+    told = differs(dict(model.full_weights()), wanted)
+    model.close()
+    return told
+
+
+def halves(module: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Cut the first matrix by rows and the second by columns."""
+    for part, dim in zip(module, (0, 1), strict=False):
+        part.weight = nn.Parameter(distribute_tensor(part.weight, mesh, [Shard(dim)]))
+
+
+def frozen(rank: int, strategy: str) -> list[str]:
+    """What was frozen when it was sharded, cut or copied, trains once it is unfrozen."""
+    case = asked(strategy, PLAIN, steps=2)
+    mesh = mesh_of(case)
+    module = cut(built(PLAIN), PLAIN, mesh["tp"])
+    names = ("blocks.0.up.weight", "blocks.0.norm1.bias")
+    module.requires_grad_(False)
+    module.head.requires_grad_(True)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, _ = fully_shard(
+        module, optimizer, device_mesh=mesh, dp_shard_dim="inner", tp_dim="tp", fsdp_unit_modules=[Block],
+        zero_dp_strategy=strategy, mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
+    )  # fmt: skip
+    plain = built(PLAIN).requires_grad_(False)
+    plain.head.requires_grad_(True)
+    stepped = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(2):
+        for name in names if step else ():
+            model.get_parameter(name).requires_grad_(True)
+            plain.get_parameter(name).requires_grad_(True)
+        loss_of(model, rows(case, mesh, step)).backward()
+        torch.stack([loss_of(plain, rows_of(case, step, 0, place)) for place in range(2)]).mean().backward()
+        for each_one in (optimizer, stepped):
+            each_one.step()
+            each_one.zero_grad()
+    told = differs(dict(model.full_weights()), dict(plain.named_parameters()), 1e-13)
+    model.close()
+    return told
+
+
+def marks(rank: int, strategy: str) -> list[str]:
+    """Plain tensors that a module cut by itself are known by Megatron's marks, in state and norm."""
+    case = asked(strategy)
+    mesh = mesh_of(case)
+    place, size = mesh.get_local_rank("tp"), 2
+    torch.manual_seed(5)
+    wide = torch.randn(6, 4, dtype=torch.float64)
+    module = nn.Linear(4, 3, bias=True, dtype=torch.float64)
+    with torch.no_grad():
+        module.weight.copy_(wide.chunk(size)[place])
+        module.bias.copy_(torch.arange(6.0, dtype=torch.float64).chunk(size)[place])
+    for param in module.parameters():
+        vars(param).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+    model = fully_shard_model(
+        module, device_mesh=mesh, dp_shard_dim="inner", tp_dim="tp", zero_dp_strategy=strategy,
+        mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
+    )  # fmt: skip
+    told = differs(dict(model.full_weights()), {"weight": wide, "bias": torch.arange(6.0, dtype=torch.float64)})
+    wanted = torch.cat([wide.flatten(), torch.arange(6.0)]).norm()
+    told += [] if abs(model.weight_norm() / float(wanted) - 1) < 1e-12 else ["the weights' norm"]
+    model.close()
+    return told
+
+
+# -- seen --------------------------------------------------------------------------------------------------------------
+
+
+def access(rank: int, strategy: str) -> list[str]:
+    """Released portions cannot be read; inside gathered() they can, and edits of them count."""
+    case = asked(strategy, PLAIN)
+    mesh = mesh_of(case)
+    model, _ = sharded(case, mesh)
+    loss_of(model, rows(case, mesh)).backward()
+    model.zero_grad()
+    weight: Any = model.get_parameter("blocks.0.up.weight")
+    before = dict(model.full_weights())
+    told: list[str] = []
+    if strategy == "optim_grads_params":
+        for read in (lambda: weight + 1, weight.to_local, weight.full_tensor, weight.redistribute, weight.sum):
+            told += said(read, ReleasedWeightError, "parameter blocks.0.up.weight of unit blocks.0")
+    with model.gathered(), torch.no_grad():
+        begin, end = portion_of(weight)
+        whole = before["blocks.0.up.weight"]
+        told += [] if torch.equal(weight.to_local(), whole[begin:end]) else ["the portion that was read"]
+        weight.mul_(2)
+        model.get_parameter("blocks.0.down.weight").to_local().add_(1)
+        model.get_parameter("norm.weight").mul_(3)
+    wanted = before | {
+        "blocks.0.up.weight": before["blocks.0.up.weight"] * 2,
+        "blocks.0.down.weight": before["blocks.0.down.weight"] + 1,
+        "norm.weight": before["norm.weight"] * 3,
+    }
+    told += differs(dict(model.full_weights()), wanted)
+    model.close()
+    return told
+
+
+def edits(_: int, strategy: str) -> list[str]:
+    """Whole weights that were edited through their local tensor between steps are what the next forward begins with."""
+    if strategy == "optim_grads_params":
+        return []
+    case = asked(strategy, PLAIN, dtype=torch.bfloat16, options=(("mixed_precision_policy", MixedPrecisionPolicy()),))
+    mesh = mesh_of(case)
+    model, _ = sharded(case, mesh)
+    before = dict(model.full_weights())["blocks.0.up.weight"]
+    with torch.no_grad():
+        model.get_parameter("blocks.0.up.weight").to_local().mul_(2)
+    loss_of(model, rows(case, mesh)).backward()
+    told = differs({"edited": dict(model.full_weights())["blocks.0.up.weight"]}, {"edited": before * 2})
+    model.close()
+    return told
+
+
+def portion_of(weight: DTensor) -> tuple[int, int]:
+    place, rows_here = weight.device_mesh.get_local_rank(), weight.shape[0] // 2
+    return place * rows_here, (place + 1) * rows_here
+
+
+def drift(rank: int, strategy: str) -> list[str]:
+    """What every tensor-parallel rank has whole is watched over them."""
+    case = asked(strategy, PLAIN, options=(("check_replicas_every", 1),))
+    mesh = mesh_of(case)
+    model, optimizer = sharded(case, mesh)
+    loss_of(model, rows(case, mesh)).backward()
+    model.finish_grad_sync()
+    with torch.no_grad():
+        if mesh.get_local_rank("tp"):
+            for bucket in model.buckets:
+                for shard in bucket.main_shards:
+                    shard.add_(1e-6)
+    told = said(optimizer.step, ReplicaDrift, "replicas differ after update 1")
+    model.close()
+    return told
+
+
+def not_finite(rank: int, strategy: str) -> list[str]:
+    """A gradient that is not finite on one tensor-parallel rank stops them all."""
+    case = asked(strategy, PLAIN, options=(("report_nan_in_param_grad", True),))
+    mesh = mesh_of(case)
+    model, optimizer = sharded(case, mesh)
+    with poisoned(model, here=rank == 1):
+        loss_of(model, rows(case, mesh)).backward()
+    told = said(optimizer.step, FloatingPointError, "blocks.0.up.weight on rank 1")
+    model.zero_grad()
+    scale = LossScale(model, init=4.0)
+    with poisoned(model, here=rank == 1):
+        scale.scale(loss_of(model, rows(case, mesh))).backward()
+    told += [] if scale.step(optimizer).skipped else ["an update with an overflow on one rank"]
+    model.close()
+    return told
+
+
+@contextmanager
+def poisoned(model: ShardedModel, *, here: bool) -> Iterator[None]:
+    """Put a NaN into this rank's portion of a gradient."""
+    weight = model.get_parameter("blocks.0.up.weight")
+
+    def spoil(gradient: Tensor) -> Tensor:
+        assert isinstance(gradient, DTensor)
+        local = gradient.to_local().clone()
+        local[0, 0] = float("nan")
+        return DTensor.from_local(local, gradient.device_mesh, gradient.placements, run_check=False)
+
+    handle = weight.register_hook(spoil) if here else None
+    yield
+    if handle is not None:
+        handle.remove()
+
+
+# -- refused -----------------------------------------------------------------------------------------------------------
+
+
+def plans(rank: int, strategy: str) -> list[str]:
+    """What no axis of tensor parallelism explains is refused before anything changes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    names: dict[str, Any] = {"device_mesh": mesh, "dp_shard_dim": "dp", "zero_dp_strategy": strategy}
+
+    def of(placements: list[Any], over: DeviceMesh) -> nn.Module:
+        module = nn.Linear(8, 8)
+        module.weight = nn.Parameter(distribute_tensor(module.weight, over, placements))
+        return module
+
+    torch.manual_seed(rank)
+    differing = nn.Linear(8, 8)
+    torch.manual_seed(7)
+    told = said(lambda: fully_shard_model(of([Shard(0)] * 2, mesh), **names), UnknownPlan, "on 2 mesh dimensions")
+    told += said(
+        lambda: fully_shard_model(of([Shard(0)], mesh["dp"]), tp_dim="tp", **names), UnknownPlan,
+        r"parameter weight is a DTensor .* over ranks \[\d, \d\], but the tensor-parallel axis",
+    )  # fmt: skip
+    told += said(
+        lambda: fully_shard_model(of([Shard(0)], mesh["tp"]), zero_dp_strategy=strategy), UnknownPlan,
+        "tensor-parallel axis and on the sharding one", "mesh_dim_names",
+    )  # fmt: skip
+    eight = nn.Sequential(nn.Linear(16, 16))
+    convert_linears(eight, "current")
+    halves(eight, mesh["tp"])
+    told += said(lambda: fully_shard_model(eight, tp_dim="tp", **names), NotImplementedError, "FP8 layers")
+    told += said(lambda: fully_shard_model(differing, tp_dim="tp", **names), UnknownPlan, "weight", "seed them alike")
+    return told
+
+
+CHECKS = {
+    "training": training,
+    "norms": norms,
+    "meta": meta,
+    "frozen": frozen,
+    "marks": marks,
+    "access": access,
+    "edits": edits,
+    "drift": drift,
+    "not finite": not_finite,
+    "plans": plans,
+}
+
+
+def as_it_is(_: nn.Parameter, gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def backwards(portion: Portion, value: Tensor, group: Any) -> Tensor:
+    if portion.is_whole or group is None:
+        return value
+    parts: list[Any] = [None] * portion.size
+    dist.all_gather_object(parts, value, group=group)
+    assert portion.dim is not None
+    return torch.cat(parts[::-1], portion.dim)
+
+
+MUTANTS = {
+    "copies count twice": Mutant(
+        "What every tensor-parallel rank has whole is counted by each of them in norms",
+        lambda: mock.patch.object(Portion, "is_counted_here", True),
+        "norms",
+    ),
+    "cut weights count once": Mutant(
+        "Of what is cut, one tensor-parallel rank's portion alone is counted in norms",
+        lambda: mock.patch.object(Portion, "is_counted_here", property(lambda self: self.rank == 0)),
+        "norms",
+    ),
+    "a term for the sum": Mutant(
+        "The gradient of a norm under sequence parallelism is this rank's term of it",
+        lambda: mock.patch.object(gradients, "gradient_here", as_it_is),
+        "training",
+    ),
+    "portions in another order": Mutant(
+        "Portions are put together in another order than they were cut",
+        lambda: mock.patch("harness.fsdp.state.flat.join_portions", backwards),
+        "training",
+    ),
+    "own numbers": Mutant(
+        "A module on the meta device resets each portion by itself",
+        lambda: mock.patch.object(materialize, "_whole", each_by_itself),
+        "meta",
+    ),
+    "marks are ignored": Mutant(
+        "What a module cut by itself counts as a copy on every rank",
+        lambda: mock.patch("harness.fsdp.tensor_parallel.parameters.partition_dim", return_value=None),
+        "marks",
+    ),
+    "a way to NaN": Mutant(
+        "A released DTensor gives its local tensor",
+        lambda: mock.patch.multiple(
+            parameter_access._ReleasedPortion,
+            to_local=DTensor.to_local,
+            full_tensor=DTensor.full_tensor,
+            redistribute=DTensor.redistribute,
+        ),
+        "access",
+    ),
+    "edits of a portion": Mutant(
+        "Edits of the tensor inside a DTensor are not seen",
+        lambda: mock.patch.object(DTensors, "edits", Plain.edits),
+        "edits",
+        "optim",
+    ),
+    "unwatched copies": Mutant(
+        "Nobody compares what tensor-parallel ranks have whole",
+        lambda: mock.patch.object(replicas, "_copies", return_value=[]),
+        "drift",
+    ),
+    "told on one axis": Mutant(
+        "Ranks of the tensor-parallel axis do not hear what one of them finds",
+        lambda: mock.patch.object(Meshes, "everyone", property(lambda self: self.dense.everyone)),
+        "not finite",
+    ),
+    "copies that differ": Mutant(
+        "Tensor-parallel ranks may begin with other values of what is not cut",
+        lambda: mock.patch.object(construction, "check_copies"),
+        "plans",
+    ),
+}
+
+
+@contextmanager
+def each_by_itself(*given: Any) -> Iterator[dict[int, Tensor]]:
+    with materialize_whole(*given) as whole:
+        yield whole
+    for value in whole.values():
+        value.copy_(torch.cat([value.chunk(2)[0]] * 2) if value.dim() > 1 else value)
+
+
+materialize_whole = materialize._whole
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_holds(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+@pytest.mark.parametrize("name", each("The engine, by tensor parallelism", ((n, m.breaks) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)

@@ -1,0 +1,175 @@
+"""State of portions: saved from every layout and loaded by every other, FSDP2's among them, to the bit."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.distributed.tensor import DTensor
+
+from harness.fsdp import RowShard, create_state
+from harness.fsdp.tensor_parallel.portion import Portion
+from tests.fsdp.tensor_parallel.models import Block, Decoder, Shape, built, cut, loss_of
+from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded
+from tests.support.covering import once
+from tests.support.mutants import kills
+from tests.support.spawn import run_ranks
+
+SHAPE = Shape(layers=1)
+LAYOUTS = {
+    "DP 2 x TP 2": Case(2, 2, shape=SHAPE),
+    "DP 2 x TP 2, whole": Case(2, 2, strategy="no_shard", shape=SHAPE),
+    "HFSDP 2 x 1 x TP 2": Case(1, 2, outer=2, outer_strategy="optim", shape=SHAPE),
+    "TP 4": Case(1, 4, shape=SHAPE),
+    "DP 4": Case(4, 1, shape=SHAPE),
+}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def wholes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All but counters of which this rank has no copy."""
+    here = {k: v for k, v in tensors.items() if not (isinstance(v, RowShard) and v.is_counter_elsewhere)}
+    return {key: whole(value).clone() for key, value in here.items()}
+
+
+def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    return [key for key, value in found.items() if key in wanted and not torch.equal(value, wanted[key])]
+
+
+def stepped(case: Case) -> tuple[Any, Any]:
+    mesh = mesh_of(case)
+    model, optimizer = sharded(case, mesh)
+    place = mesh.get_local_rank("outer") * case.inner + mesh.get_local_rank("inner")
+    for step in range(2):
+        loss_of(model, rows_of(case, step, 0, place)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def exchange(rank: int, folder: Path) -> dict[str, list[str]]:
+    """Of each pair of layouts, what was loaded wrong; of each layout, what is put together wrong."""
+    found, saved = {}, {}
+    for name, case in LAYOUTS.items():
+        model, optimizer = stepped(case)
+        held = model.sharded_state()
+        dcp.save({"state": held.tensors}, checkpoint_id=str(folder / name))
+        saved[name] = wholes(held.tensors)
+        weights = {f"weights/{key}": value for key, value in model.full_weights()}
+        by_number = optimizer.state_dict()
+        found[name] = differing(saved[name], weights)
+        optimizer.load_state_dict(by_number)
+        model.close()
+    for source, target in itertools.permutations(LAYOUTS, 2):
+        model, optimizer = sharded(LAYOUTS[target], mesh_of(LAYOUTS[target]))
+        create_state(optimizer)
+        held = model.sharded_state()
+        dcp.load({"state": held.tensors}, checkpoint_id=str(folder / source))
+        model.adopt_state(held)
+        found[f"{source} to {target}"] = differing(wholes(model.sharded_state().tensors), saved[source])
+        model.close()
+    return found
+
+
+@once
+def exchanged(folder: Path) -> list[dict[str, list[str]]]:
+    return run_ranks(exchange, 4, folder)
+
+
+def test_every_layout_loads_what_every_other_saved(tmp_path_factory: pytest.TempPathFactory) -> None:
+    for of_rank in exchanged(tmp_path_factory.mktemp("saved")):
+        assert {pair: wrong for pair, wrong in of_rank.items() if wrong} == {}
+
+
+EVEN = Case(2, 2, shape=Shape(vocab=36, layers=1))
+
+
+def in_another_order(rank: int, folder: Path) -> list[str]:
+    """Saved as if the first tensor-parallel rank had the last rows, and loaded without tensor parallelism."""
+    model, _ = stepped(EVEN)
+    wanted = dict(model.full_weights())
+    own = Portion.offsets
+    swapped = property(lambda self: own.fget(replace(self, rank=self.size - 1 - self.rank)))
+    with mock.patch.object(Portion, "offsets", swapped):
+        dcp.save(model.state_dict(), checkpoint_id=str(folder))
+    model.close()
+    model, _ = sharded(Case(4, 1, shape=EVEN.shape), mesh_of(LAYOUTS["DP 4"]))
+    held = model.state_dict()
+    dcp.load(held, checkpoint_id=str(folder))
+    model.load_state_dict(held)
+    return differing(dict(model.full_weights()), wanted)
+
+
+@kills("The engine, by tensor parallelism", "portions change places", "Strided shards are saved in another order")
+def test_a_mutant_is_found_where_portions_change_places(tmp_path: Path) -> None:
+    assert all(run_ranks(in_another_order, 4, tmp_path))
+
+
+# -- with FSDP2 --------------------------------------------------------------------------------------------------------
+
+
+def peer_of(mesh: DeviceMesh) -> Decoder:
+    peer = built(SHAPE, seed=1)
+    peer.scale = torch.nn.Parameter(peer.scale.detach().reshape(1))  # it splits no scalar
+    cut(peer, SHAPE, mesh["tp"])
+    for block in (part for part in peer.modules() if isinstance(part, Block)):
+        fsdp2(block, mesh=mesh["inner"])
+    fsdp2(peer, mesh=mesh["inner"])
+    return peer
+
+
+def without_scale(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "scale"}
+
+
+def both_ways(rank: int, folder: Path) -> list[str]:
+    """FSDP2's weights into ours, through files and without; then ours, trained on, into FSDP2's."""
+    case = LAYOUTS["DP 2 x TP 2"]
+    model, _ = stepped(case)
+    peer = peer_of(mesh_of(case))
+    theirs = {name: whole(value) for name, value in without_scale(peer.state_dict()).items()}
+    dcp.save(without_scale(peer.state_dict()), checkpoint_id=str(folder / "theirs"))
+    held = without_scale(model.state_dict())
+    ours = {name: whole(value).clone() for name, value in held.items()}
+    dcp.save(held, checkpoint_id=str(folder / "ours"))
+    dcp.load(held, checkpoint_id=str(folder / "theirs"))
+    model.load_state_dict(held, strict=False)
+    told = differing(dict(model.full_weights()), theirs)
+    state = without_scale(peer.state_dict())
+    dcp.load(state, checkpoint_id=str(folder / "ours"))
+    told += differing({name: whole(value) for name, value in state.items()}, ours)
+    model.load_state_dict(without_scale(peer.state_dict()), strict=False)
+    return told + differing(dict(model.full_weights()), ours)
+
+
+def test_weights_go_to_fsdp2_over_the_same_plan_and_back(tmp_path: Path) -> None:
+    assert run_ranks(both_ways, 4, tmp_path) == [[]] * 4
+
+
+# -- portions ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 64, 1000])
+@pytest.mark.parametrize("size", [1, 2, 3, 8, 1024])
+def test_a_portion_is_what_torch_chunk_gives(length: int, size: int) -> None:
+    rows = torch.arange(length * 2).reshape(length, 2)
+    chunks = list(rows.chunk(size))
+    for dim, whole_one in ((0, rows), (1, rows.T)):
+        found = [Portion(tuple(whole_one.shape), dim, rank, size) for rank in range(size)]
+        spans = [each.span() for each in found]
+        assert [end - begin for begin, end in spans if end > begin] == [len(part) for part in chunks if len(part)]
+        assert all(found[0].span(rank) == span for rank, span in enumerate(spans))
+        assert sum(each.numel for each in found) == whole_one.numel()
+        assert all(each.offsets[1 - dim] == 0 and each.offsets[dim] == each.span()[0] for each in found)
