@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.schema import Config
 from harness.fsdp import SharpOwnership
@@ -35,6 +36,13 @@ class Ranks:
     device: torch.device
     sharp: SharpOwnership | None = None
     """Gives InfiniBand SHARP to one communicator; engines that create the one of sharp.group use it first."""
+    tp: int = 1
+    """Neighbouring ranks that share every microbatch: the tensor-parallel axis."""
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those with data of their own."""
+        return self.rank // self.tp
 
 
 class Seen(NamedTuple):
@@ -82,6 +90,9 @@ class Workload(Protocol):
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Make the module with uninitialised parameters; device "meta" allocates nothing, not even buffers."""
 
+    def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
+        """Cut a module that was built, in place, over the ranks of a tensor-parallel axis; names stay. *Collective.*"""
+
     def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
         """Full initial value of the parameter with this name: fp32, CPU, a function of name and train.seed alone."""
 
@@ -107,7 +118,7 @@ class Engine(ABC):
         """Run one microbatch; `last` marks the step's last one on this rank. *Collective.*
 
         Returns the unscaled mean loss (detached scalar, fp32 or wider). The caller never scales a loss: the gradient of
-        a step is the mean over the M = world_size * k global microbatches.
+        a step is the mean over the M global microbatches of all ranks.
         """
 
     @abstractmethod

@@ -162,6 +162,14 @@ class Head(nn.Module):
         return x_BSD if self.output is None else self.output(x_BSD)
 
 
+class TiedOutput(nn.Module):
+    """Logits of the normed stream by the embedding's matrix, which stays the embedding's."""
+
+    def forward(self, x_BSD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Logits [B, S, V]."""
+        return F.linear(x_BSD, weight_VD)
+
+
 class Llama(nn.Module):
     """Tokens to logits.
 
@@ -180,6 +188,7 @@ class Llama(nn.Module):
         self.embedding = Embedding(config.vocab_size, config.dim, device=device, dtype=dtype)
         self.blocks = nn.ModuleList(self.block_class(config, device, dtype) for _ in range(config.num_layers))
         self.head = Head(config, device, dtype)
+        self.tied_output = TiedOutput() if config.tie_embeddings else None
         table_dtype = torch.promote_types(dtype, torch.float32)
         cos_SE, sin_SE = rotary_tables(config, table_dtype, device)
         self.register_buffer("cos_SE", cos_SE, persistent=False)
@@ -201,4 +210,4 @@ class Llama(nn.Module):
         for block in self.blocks:
             x_BSD = block(x_BSD, cos_SE, sin_SE)
         out: Tensor = self.head(x_BSD)
-        return F.linear(out, self.embedding.weight) if self.config.tie_embeddings else out
+        return out if self.tied_output is None else self.tied_output(out, self.embedding.weight)

@@ -9,10 +9,11 @@ from abc import ABC, abstractmethod
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.derived import may_leave_unused
 from harness.config.schema import Config
-from harness.models import llama
+from harness.models import llama, llama_plan
 
 RESIDUAL_PROJECTIONS = ("attention.wo.weight", "w_down.weight")
 """Suffixes of the matrices that write into the residual stream; they start smaller, by 1 / sqrt(2 * num_layers)."""
@@ -31,6 +32,14 @@ class TokenWorkload(ABC):
     @abstractmethod
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The module with uninitialised parameters of `dtype`; "meta" allocates nothing."""
+
+    def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
+        """Cut a built module in place over the ranks of a tensor-parallel axis. *Collective.*
+
+        Raises:
+            NotImplementedError: the family declares no plan; a rule refuses mesh.tp for it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares no plan of tensor parallelism")
 
     @abstractmethod
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
@@ -82,6 +91,13 @@ class LlamaWorkload(TokenWorkload):
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """The decoder with uninitialised parameters of `dtype`; "meta" allocates nothing."""
         return self.decoder(self.model_config, device, dtype)
+
+    def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
+        """As `harness.models.llama_plan` says."""
+        if type(model) is not llama.Llama:
+            super().cut(model, axis, sequence_parallel=sequence_parallel)
+        assert isinstance(model, llama.Llama)
+        llama_plan.cut(model, axis, sequence_parallel=sequence_parallel)
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
         """Compute the rotary tables of a decoder built on meta, in the dtype they were declared with."""

@@ -70,6 +70,7 @@ class DdpEngine(ReplicatedEngine):
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
             self.replica = DistributedDataParallel(
                 self.model,
+                process_group=None if self.grid is None else self.grid.get_group("dp_shard"),
                 device_ids=[ranks.device.index] if ranks.device.type == "cuda" else None,
                 broadcast_buffers=False,  # the rotary tables are computed alike on every rank
                 init_sync=False,  # and so are the weights, from their names
@@ -87,6 +88,7 @@ class DdpEngine(ReplicatedEngine):
             optimizer_class=type(whole),
             parameters_as_bucket_view=True,
             overlap_with_ddp=False,
+            process_group=None if self.grid is None else self.grid.get_group("dp_shard"),
             lr=whole.defaults["lr"],
         )
         return sharded, sharded.optim

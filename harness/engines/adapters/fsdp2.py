@@ -32,14 +32,17 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
-from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, refuse_scalars, units_of
+from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, refuse_scalars, units_of
 from harness.engines.protocol import Ranks, State, Workload
+from harness.fsdp import cut_portion, portion_of
 
 
 class Fsdp2Engine(ShardedEngine):
@@ -56,7 +59,8 @@ class Fsdp2Engine(ShardedEngine):
         workload.materialise_buffers(model, ranks.device)
         refuse_scalars("fsdp2", model)
         shapes = {name: param.shape for name, param in model.named_parameters()}
-        mesh = data_parallel_mesh(config, ranks)
+        mesh, tensor = self._meshes(model)
+        portions = {name: portion_of(name, param, tensor) for name, param in model.named_parameters()}
         policy = MixedPrecisionPolicy(
             param_dtype=self.compute_dtype,
             reduce_dtype=self.wire_dtype,
@@ -85,17 +89,29 @@ class Fsdp2Engine(ShardedEngine):
         give_memory(model, ranks.device)
         weights = dict(model.named_parameters())
         for name, weight in weights.items():
-            self._fill(weight, workload.initial_weight(name, shapes[name]))
+            self._fill(weight, cut_portion(portions[name], workload.initial_weight(name, shapes[name])))
         shard_group = mesh.get_group("dp_shard")
         fused = config.optimizer.name is not OptimizerName.sgd  # DTensor has no rule for aten._fused_sgd_
-        self._finish(weights, shapes, shard_group if shard_group.size() > 1 else None, fused=fused)
+        group = shard_group if shard_group.size() > 1 else None
+        self._finish(weights, shapes, group, fused=fused, portions=portions, tensor=tensor)
+
+    def _meshes(self, model: nn.Module) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
+        """The data-parallel mesh, and the ranks among which the model is cut, as it is then. *Collective.*"""
+        config = self.config
+        if config.mesh.tp == 1:
+            return data_parallel_mesh(config, self.ranks), None
+        grid = grid_mesh(config, self.ranks)
+        self.workload.cut(model, grid["tp"], sequence_parallel=config.mesh.sequence_parallel)
+        data = grid["dp_shard"] if config.mesh.dp_outer == 1 else grid["dp_outer", "dp_shard"]
+        return data, grid.get_group("tp")
 
     @torch.no_grad()
     def _fill(self, weight: nn.Parameter, value: Tensor) -> None:
-        """Copy this rank's rows of the full initial value [shape of the weight]; nothing is sent."""
+        """Copy this rank's rows of the initial value [shape of the weight's portion], cut as torch.chunk cuts."""
         assert isinstance(weight, DTensor)
-        rows = distribute_tensor(value.to(self.ranks.device), self.mesh, weight.placements, src_data_rank=None)
-        weight.to_local().copy_(rows.to_local())
+        local = weight.to_local()
+        begin = self.mesh.get_local_rank("dp_shard") * -(-value.shape[0] // self.mesh["dp_shard"].size())
+        local.copy_(value[begin : begin + local.shape[0]])
 
     def _piece(self, tensor: Tensor) -> Tensor:
         # Asked for each time: torch replaces the local tensor once, in the first forward, to pad it.

@@ -8,10 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.config.derived import engine_options, global_microbatches, loss_scale
 from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig
 from harness.engines import optim
+from harness.engines.base.sharded import grid_mesh
 from harness.engines.protocol import Engine, Microbatch, Ranks, Scaled, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import (
@@ -38,9 +40,14 @@ class NativeEngine(Engine):
         dtype = config.dtype
         module = workload.build("meta", TORCH_DTYPES[dtype.compute])
         workload.materialise_buffers(module, ranks.device)
+        groups = _groups(config, ranks)
+        if config.mesh.tp > 1:
+            mesh = grid_mesh(config, ranks)
+            workload.cut(module, mesh["tp"], sequence_parallel=config.mesh.sequence_parallel)
+            groups = _groups_of(mesh)
         self.model = ShardedModel(
             module,
-            groups=_groups(config, ranks),
+            groups=groups,
             unit_modules=workload.unit_classes,
             strategy=config.sharding.strategy,
             outer_strategy=config.sharding.outer,
@@ -54,11 +61,11 @@ class NativeEngine(Engine):
         scale = loss_scale(config)
         self.loss_scale = None if scale is None else _loss_scale(self.model, scale, dtype.loss_scale_growth_steps)
         self._scaled: Scaled | None = None
-        groups: dict[bool, list[Tensor]] = {True: [], False: []}
+        by_decay: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in module.named_parameters():
-            groups[workload.decays(name, param.shape)].append(param)
+            by_decay[workload.decays(name, param.shape)].append(param)
         optimizer = optim.make_optimizer(
-            config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=True
+            config.optimizer, [optim.Group(params, decays) for decays, params in by_decay.items()], fused=True
         )
         # what no microbatch used is updated like all else under every engine here: peers cannot tell the difference
         self.optimizer = fully_shard_optimizer(self.model, optimizer, steps_unused=True)
@@ -136,8 +143,11 @@ class NativeEngine(Engine):
         """Persistent bytes by role; main weights that are the compute weights are counted once, as compute weights."""
         return self.model.persistent_bytes()
 
-    def seen(self) -> Seen:
-        """The user's module; its losses are unscaled, but for the loss scale of the step."""
+    def seen(self) -> Seen | None:
+        """The user's module; its losses are unscaled, but for the loss scale of the step. None under tensor
+        parallelism, where no rank has whole weights or gradients to show."""
+        if self.config.mesh.tp > 1:
+            return None
         factor = 1 if self.loss_scale is None else int(self.loss_scale.value)
         return Seen(
             self.model.module, factor * global_microbatches(self.config), TORCH_DTYPES[self.config.dtype.compute]
@@ -179,6 +189,14 @@ def _groups(config: Config, ranks: Ranks) -> Groups:
     owner = "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp"
     inner, outer = axis_groups(config.mesh.dp_outer, ranks.sharp, owner)
     return Groups(inner, outer, dist.group.WORLD)
+
+
+def _groups_of(mesh: DeviceMesh) -> Groups:
+    """Groups of a mesh of three axes. *Collective.*"""
+    inner, outer, tensor = (mesh.get_group(name) for name in ("dp_shard", "dp_outer", "tp"))
+    if dist.get_world_size(outer) == 1:
+        return Groups(inner, tensor=tensor)
+    return Groups(inner, outer, mesh["dp_outer", "dp_shard"]._flatten("dp").get_group(), tensor=tensor)
 
 
 def _loss_scale(model: ShardedModel, fixed: float, growth_steps: int) -> LossScale:

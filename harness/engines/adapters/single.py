@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -24,14 +24,19 @@ class SingleEngine(ReplicatedEngine):
         Raises:
             ValueError: there is more than one rank.
         """
-        if ranks.world_size != 1:
-            raise ValueError(f"engine=single is one process, mesh.world_size={ranks.world_size}: set mesh.world_size=1")
+        if ranks.world_size != config.mesh.tp:
+            raise ValueError(
+                f"engine=single has one process's data, mesh.world_size={ranks.world_size}: set mesh.world_size=1, or"
+                " as many as mesh.tp"
+            )
         super().__init__(workload, config, ranks, fused=False)
         self.num_microbatches = 0
         self.sums = IntegerSums(config, self.trained) if config.numerics.mode is Numerics.exact else None
 
-    def seen(self) -> Seen:
+    def seen(self) -> Seen | None:
         """The user's module; its losses are unscaled."""
+        if super().seen() is None:
+            return None
         return Seen(self.model, global_microbatches(self.config), self.compute_dtype)
 
     def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
@@ -64,10 +69,12 @@ class SingleEngine(ReplicatedEngine):
         for _, gradient in self._gradients():
             gradient.div_(self.num_microbatches)
 
-    def _norm(self, tensors: Sequence[Tensor]) -> float:
+    def _norm(self, tensors: Mapping[str, Tensor]) -> float:
         if self.sums is None:
             return super()._norm(tensors)
-        return order_free_norm.norm_from_counters(order_free_norm.square_counters(tensors, self.ranks.device))
+        counted = [tensor for name, tensor in tensors.items() if self.planned.is_counted(name)]
+        counters = self.planned.total(order_free_norm.square_counters(counted, self.ranks.device))
+        return order_free_norm.norm_from_counters(counters)
 
 
 class IntegerSums:

@@ -7,16 +7,19 @@ parameters; autograd brings their gradients back, each cast to the main dtype be
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
 from harness.engines import optim
+from harness.engines.base.planned import shadow_weights, take_plan
+from harness.engines.base.sharded import grid_mesh
 from harness.engines.protocol import Engine, Ranks, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import create_state
+from harness.fsdp import create_state, cut_portion, sum_of_squares
 
 
 class ReplicatedEngine(Engine):
@@ -40,23 +43,30 @@ class ReplicatedEngine(Engine):
         self.main_dtype = TORCH_DTYPES[config.dtype.main_params]
         self.compute_dtype = TORCH_DTYPES[config.dtype.compute]
         self.model = workload.build(ranks.device, self.main_dtype)
+        self.grid = grid_mesh(config, ranks) if config.mesh.tp > 1 else None
+        """Ranks by axis, where tensor parallelism is one."""
+        if self.grid is not None:
+            workload.cut(self.model, self.grid["tp"], sequence_parallel=config.mesh.sequence_parallel)
+        self.planned = take_plan(self.model, None if self.grid is None else self.grid["tp"])
+        shapes = {name: torch.Size(portion.shape) for name, portion in self.planned.portions.items()}
         self.weights: dict[str, nn.Parameter] = dict(self.model.named_parameters())
         with torch.no_grad():
             for name, weight in self.weights.items():
-                weight.copy_(workload.initial_weight(name, weight.shape))
-        if self.compute_dtype is not self.main_dtype:
-            shadow_weights(self.model, self.compute_dtype)
+                whole = workload.initial_weight(name, shapes[name])
+                weight.copy_(cut_portion(self.planned.portions[name], whole))
+        if self.compute_dtype is not self.main_dtype or self.grid is not None:
+            shadow_weights(self.model, self.compute_dtype, self.planned.specs)
         self.names: dict[Tensor, str] = {weight: name for name, weight in self.weights.items()}
         self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
         self.reduced = False
         """Whether the step's last microbatch has been run."""
         groups = {True: list[Tensor](), False: list[Tensor]()}
         for name, weight in self.trained.items():
-            groups[workload.decays(name, weight.shape)].append(weight)
-        whole = optim.make_optimizer(
+            groups[workload.decays(name, shapes[name])].append(weight)
+        made = optim.make_optimizer(
             config.optimizer, [optim.Group(params, decays) for decays, params in groups.items()], fused=fused
         )
-        self.optimizer, self.local_optimizer = self._place_optimizer(whole)
+        self.optimizer, self.local_optimizer = self._place_optimizer(made)
         create_state(self.local_optimizer)
 
     def _place_optimizer(self, whole: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
@@ -65,11 +75,11 @@ class ReplicatedEngine(Engine):
 
     def step(self, lr: float) -> float:
         """Clip, update, drop the gradients; returns the norm before clipping."""
-        gradients = [gradient for _, gradient in self._gradients()]
+        gradients = dict(self._gradients())
         norm = self._norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
         if coefficient != 1.0:
-            for gradient in gradients:
+            for gradient in gradients.values():
                 gradient.mul_(coefficient)
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
@@ -80,23 +90,27 @@ class ReplicatedEngine(Engine):
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Copies of the averaged gradients on the CPU."""
         for name, gradient in self._gradients():
-            yield name, gradient.detach().to("cpu", copy=True)
+            yield name, self.planned.whole(name, gradient).to("cpu", copy=True)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Copies of the main weights on the CPU."""
         for name, weight in self.weights.items():
-            yield name, weight.detach().to("cpu", copy=True)
+            yield name, self.planned.whole(name, weight).to("cpu", copy=True)
 
     def weight_norm(self) -> float:
         """Norm of the main weights, where they lie."""
-        return self._norm(list(self.weights.values()))
+        return self._norm(self.weights)
 
-    def _norm(self, tensors: Sequence[Tensor]) -> float:
-        """Euclidean norm over all elements."""
-        return optim.global_norm(tensors)
+    def _norm(self, tensors: Mapping[str, Tensor]) -> float:
+        """Euclidean norm over all elements of the whole model."""
+        counted = [tensor for name, tensor in tensors.items() if self.planned.is_counted(name)]
+        return math.sqrt(self.planned.total(sum_of_squares(counted, self.ranks.device)).item())
 
-    def seen(self) -> Seen:
-        """The user's module; its losses are scaled by 1 / k, which leaves the division by the ranks."""
+    def seen(self) -> Seen | None:
+        """The user's module; its losses are scaled by 1 / k, which leaves the division by the ranks. None under tensor
+        parallelism, where no rank has whole weights to show."""
+        if self.grid is not None:
+            return None
         return Seen(self.model, self.ranks.world_size, self.compute_dtype)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -106,8 +120,11 @@ class ReplicatedEngine(Engine):
         return state | {f"optimizer/{key}": value for key, value in moments.items()}
 
     def state(self) -> State:
-        """The state itself: whole tensors; moments only where this rank updates them."""
-        return State(self.state_dict(), lambda: None)
+        """The state itself: whole tensors, of portions DTensors; moments only where this rank updates them."""
+        held = {f"weights/{name}": self.planned.described(name, w.detach()) for name, w in self.weights.items()}
+        moments = optim.optimizer_state(self.local_optimizer, self.names)
+        named = ((key, key.rpartition("/")[0], value) for key, value in moments.items())
+        return State(held | {f"optimizer/{k}": self.planned.described(n, v) for k, n, v in named}, lambda: None)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back main weights and optimizer state; all or nothing."""
@@ -139,21 +156,3 @@ class ReplicatedEngine(Engine):
             if weight.grad is None:
                 weight.grad = torch.zeros_like(weight)
             yield name, weight.grad
-
-
-def shadow_weights(model: nn.Module, dtype: torch.dtype) -> None:
-    """Before every forward of `model`, put a cast copy of each parameter where its module looks it up.
-
-    An instance attribute is found before a registered parameter, so `module.weight` is the copy while
-    `named_parameters()` still gives the parameter. The copies stay until the next forward: a recomputation in the
-    backward must see the same ones.
-    """
-    slots = [
-        (module, name, param) for module in model.modules() for name, param in module.named_parameters(recurse=False)
-    ]
-
-    def cast(_module: nn.Module, _args: object) -> None:
-        for module, name, param in slots:
-            module.__dict__[name] = param.to(dtype)
-
-    model.register_forward_pre_hook(cast)

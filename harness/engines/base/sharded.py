@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -25,7 +25,7 @@ from harness.config.schema import Config
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import create_state
+from harness.fsdp import Portion, create_state, join_portions
 
 
 class ShardedEngine(Engine):
@@ -54,6 +54,8 @@ class ShardedEngine(Engine):
         group: dist.ProcessGroup | None,
         *,
         fused: bool,
+        portions: Mapping[str, Portion] | None = None,
+        tensor: dist.ProcessGroup | None = None,
     ) -> None:
         """Make the optimizer, and learn how much of each weight lies where.
 
@@ -62,7 +64,11 @@ class ShardedEngine(Engine):
             shapes: full shapes, by the same names.
             group: the ranks that share one copy of the model.
             fused: step all tensors of a group in one kernel; else by torch's multi-tensor (foreach) operations.
+            portions: what tensor parallelism left of each on this rank, of which its pieces are; None: all of it.
+            tensor: the ranks that have the other portions; None without tensor parallelism.
         """
+        self.portions = portions or {name: Portion(tuple(shape)) for name, shape in shapes.items()}
+        self.tensor = tensor
         self.weights, self.shapes, self.group = dict(weights), dict(shapes), group
         self.names: dict[Tensor, str] = {weight: name for name, weight in weights.items()}
         self.trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
@@ -108,11 +114,11 @@ class ShardedEngine(Engine):
 
     def step(self, lr: float) -> float:
         """Clip, update, drop the gradients; returns the norm before clipping."""
-        gradients = [self._piece(gradient) for gradient in self._gradients().values()]
+        gradients = {name: self._piece(gradient) for name, gradient in self._gradients().items()}
         norm = self._norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
         if coefficient != 1.0:
-            for gradient in gradients:
+            for gradient in gradients.values():
                 gradient.mul_(coefficient)
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
@@ -132,7 +138,7 @@ class ShardedEngine(Engine):
 
     def weight_norm(self) -> float:
         """Norm of the main weights, where their pieces lie."""
-        return self._norm([self._piece(weight) for weight in self.weights.values()])
+        return self._norm({name: self._piece(weight) for name, weight in self.weights.items()})
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's pieces of weights and optimizer state, by parameter name; not copied."""
@@ -181,11 +187,13 @@ class ShardedEngine(Engine):
         return found
 
     @torch.no_grad()
-    def _norm(self, pieces: Iterable[Tensor]) -> float:
-        squares = [torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in pieces]
-        total = torch.stack(squares).sum()
-        if self.group is not None:
-            dist.all_reduce(total, group=self.group)
+    def _norm(self, pieces: Mapping[str, Tensor]) -> float:
+        counted = [piece for name, piece in pieces.items() if self.portions[name].is_counted_here]
+        squares = [torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in counted]
+        total = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=self.ranks.device)]).sum()
+        for group in (self.group, self.tensor):
+            if group is not None:
+                dist.all_reduce(total, group=group)
         return math.sqrt(total.item())
 
     def _exchange_extents(self) -> dict[str, list[int]]:
@@ -202,8 +210,8 @@ class ShardedEngine(Engine):
         dist.all_gather(rows, mine, group=self.group)
         table = torch.stack(rows).T.tolist()
         for name, extents in zip(self.weights, table, strict=True):
-            if sum(extents) != self.shapes[name].numel():
-                raise RuntimeError(f"{name} has {self.shapes[name].numel()} elements, its pieces {extents}")
+            if sum(extents) != self.portions[name].numel:
+                raise RuntimeError(f"{name} has {self.portions[name].numel} elements here, its pieces {extents}")
         return dict(zip(self.weights, table, strict=True))
 
     @torch.no_grad()
@@ -212,15 +220,19 @@ class ShardedEngine(Engine):
 
         Not DTensor.full_tensor(): one way for both engines, which does not depend on how placements are interpreted.
         """
+        whole = self._gather_portion(name, piece).reshape(self.portions[name].here)
+        return join_portions(self.portions[name], whole, self.tensor).to("cpu", copy=True)
+
+    def _gather_portion(self, name: str, piece: Tensor) -> Tensor:
         extents = self.extents[name]
         if self.group is None:
-            return piece.detach().to("cpu", copy=True).reshape(self.shapes[name])
+            return piece.detach()
         padded = piece.new_zeros(max(extents))
         padded[: piece.numel()] = piece.flatten()
         rows = [torch.empty_like(padded) for _ in extents]
         dist.all_gather(rows, padded, group=self.group)
         parts = [row[:numel] for row, numel in zip(rows, extents, strict=True)]
-        return torch.cat(parts).to("cpu").reshape(self.shapes[name])
+        return torch.cat(parts)
 
 
 def data_parallel_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
@@ -230,6 +242,13 @@ def data_parallel_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
         return init_device_mesh(ranks.device.type, (ranks.world_size,), mesh_dim_names=("dp_shard",))
     inner = ranks.world_size // outer
     return init_device_mesh(ranks.device.type, (outer, inner), mesh_dim_names=("dp_outer", "dp_shard"))
+
+
+def grid_mesh(config: Config, ranks: Ranks) -> DeviceMesh:
+    """Three axes, `dp_outer` x `dp_shard` x `tp`: tensor-parallel ranks are neighbours. *Collective.*"""
+    outer, tp = config.mesh.dp_outer, config.mesh.tp
+    shape = (outer, ranks.world_size // tp // outer, tp)
+    return init_device_mesh(ranks.device.type, shape, mesh_dim_names=("dp_outer", "dp_shard", "tp"))
 
 
 def units_of(model: nn.Module, classes: Sequence[type[nn.Module]]) -> list[nn.Module]:

@@ -1,0 +1,101 @@
+"""A plan of tensor parallelism under engines that know plain parameters alone.
+
+Each rank's portion becomes an ordinary parameter of the module, under its name; before every forward a DTensor made of
+it, cast where the compute dtype is another one, shadows it. Autograd brings gradients back through that, plain, a term
+of a sum summed over the axis. So gradients, optimizer and DDP see ordinary tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from harness.fsdp import Portion, join_portions, portion_of
+
+Slots = list[tuple[nn.Module, str, nn.Parameter]]
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What this rank has of each weight, by name; all of it without a plan.
+
+    group: ranks of the tensor-parallel axis; None without one. specs: how the cut model has a weight as a DTensor.
+    """
+
+    portions: Mapping[str, Portion]
+    group: dist.ProcessGroup | None = None
+    specs: Mapping[str, DTensorSpec] = field(default_factory=dict)
+
+    def whole(self, name: str, value: Tensor) -> Tensor:
+        """A tensor of a weight's shape, of every rank's portion. *Collective* over the axis."""
+        return join_portions(self.portions[name], value.detach(), self.group)
+
+    def described(self, name: str, value: Tensor) -> Tensor:
+        """A portion as a DTensor over its own memory, which says where it belongs; what is no DTensor, as it is."""
+        spec = self.specs.get(name)
+        if spec is None or tuple(value.shape) != self.portions[name].here:
+            return value
+        return _described(value, spec)
+
+    def is_counted(self, name: str) -> bool:
+        """Whether this rank counts a weight's elements where each counts once."""
+        return self.portions[name].is_counted_here
+
+    def total(self, counters: Tensor) -> Tensor:
+        """Sum over the ranks of the axis, in place. *Collective.*"""
+        if self.group is not None:
+            dist.all_reduce(counters, group=self.group)
+        return counters
+
+
+def take_plan(model: nn.Module, axis: DeviceMesh | None) -> Planned:
+    """Make ordinary parameters of what a plan over `axis` has cut; of nothing, where that is None."""
+    if axis is None:
+        return Planned({name: Portion(tuple(param.shape)) for name, param in model.named_parameters()})
+    group = axis.get_group()
+    portions = {name: portion_of(name, param, group) for name, param in model.named_parameters()}
+    specs = {name: param._spec for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    made: dict[int, nn.Parameter] = {}
+    for module, name, param in slots_of(model):
+        if isinstance(param, DTensor):
+            plain = nn.Parameter(param.to_local().detach(), requires_grad=param.requires_grad)
+            module._parameters[name] = made.setdefault(id(param), plain)
+    return Planned(portions, group, specs)
+
+
+def slots_of(model: nn.Module) -> Slots:
+    """Every place where a module looks a parameter of its own up."""
+    return [(module, name, p) for module in model.modules() for name, p in module.named_parameters(recurse=False)]
+
+
+def shadow_weights(model: nn.Module, dtype: torch.dtype, specs: Mapping[str, DTensorSpec] | None = None) -> None:
+    """Before every forward of `model`, put a copy of each parameter, in a dtype, where its module looks it up; as a
+    DTensor where `specs` has one of its name.
+
+    An instance attribute is found before a registered parameter, so `module.weight` is the copy while
+    `named_parameters()` still gives the parameter. The copies stay until the next forward: a recomputation in the
+    backward must see the same ones.
+    """
+    of = {id(param): (specs or {}).get(name) for name, param in model.named_parameters()}
+    slots = slots_of(model)
+
+    def shadow(_module: nn.Module, _args: object) -> None:
+        for module, name, param in slots:
+            cast, spec = param.to(dtype), of[id(param)]
+            module.__dict__[name] = cast if spec is None else _described(cast, spec)
+
+    model.register_forward_pre_hook(shadow)
+
+
+def _described(value: Tensor, spec: DTensorSpec) -> Tensor:
+    made: Tensor = DTensor.from_local(
+        value, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride
+    )
+    return made
