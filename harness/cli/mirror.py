@@ -1,0 +1,65 @@
+"""Weights & Biases: `sync STUDY|RUN`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from argparse import ArgumentParser, Namespace
+
+from harness.cli.runs import say_next
+from harness.cli.verb import Verb
+from harness.config.errors import refuse
+from harness.config.mirror import has_key, mirror_mode, server
+from harness.config.schema import WandbMode
+from harness.launch.control import runs_of
+from harness.launch.slurm.scheduler import probe
+from harness.store.rundir import Store
+
+
+def offline_argument(parser: ArgumentParser) -> None:
+    """`--offline`, for verbs that send."""
+    parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead of sending them")
+
+
+def mode_of(arguments: Namespace, verb: str) -> WandbMode:
+    """Where a verb sends to.
+
+    Raises:
+        BadRequest: the package or a key is missing, or `WANDB_MODE` is no mode that sends.
+    """
+    try:
+        mode = mirror_mode(WandbMode.offline if arguments.offline else WandbMode.online, os.environ)
+        import wandb  # noqa: F401
+    except ValueError as error:
+        raise refuse(verb, str(error), fix="unset WANDB_MODE") from None
+    except ImportError:
+        raise refuse(verb, "the package wandb is not installed", fix="pip install '.[wandb]'") from None
+    if mode is WandbMode.disabled:
+        raise refuse(verb, "WANDB_MODE=disabled sends nothing", fix="unset WANDB_MODE")
+    if mode is WandbMode.online and not has_key(os.environ):
+        where = f"neither WANDB_API_KEY nor ~/.netrc holds a key for {server(os.environ)}"
+        raise refuse(verb, where, fix="wandb login, or --offline")
+    return mode
+
+
+def _sync_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("ref", metavar="STUDY|RUN", help="all of a study, or a path, a prefix of a signature or @last")
+    offline_argument(parser)
+
+
+def _sync(arguments: Namespace) -> int:
+    from harness.mirror.sync import sync
+
+    mode = mode_of(arguments, f"sync {arguments.ref}")
+    store = Store(arguments.root)
+    sync(runs_of(store, arguments.ref), mode, probe(), lambda line: print(line, flush=True))
+    if mode is WandbMode.offline:
+        print(f"next: wandb sync {shlex.quote(arguments.root)}/*/*/wandb/offline-run-*")
+    else:
+        say_next(arguments, "watch")
+    return 0
+
+
+SYNC = Verb(
+    "sync", "stored runs into wandb: one run for each, whole, with its distance to the control", _sync_arguments, _sync
+)

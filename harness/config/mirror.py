@@ -1,0 +1,72 @@
+"""Where the wandb mirror goes: what is asked, what the environment makes of it, and whether a server would know us.
+
+Nothing here imports wandb: a request is judged before that second is spent.
+"""
+
+from __future__ import annotations
+
+import configparser
+import netrc
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from harness.config.schema import WandbMode
+
+VARIABLE = "WANDB_MODE"
+WORDS = {
+    "online": WandbMode.online,
+    "run": WandbMode.online,
+    "offline": WandbMode.offline,
+    "dryrun": WandbMode.offline,
+    "disabled": WandbMode.disabled,
+}
+"""What wandb itself takes in `WANDB_MODE`, less `shared`, under which several processes would write one run."""
+SERVER = "https://api.wandb.ai"
+
+
+def mirror_mode(asked: WandbMode, environment: Mapping[str, str]) -> WandbMode:
+    """The mode that holds: where a mirror is asked for, `WANDB_MODE` decides which; it never asks for one.
+
+    Raises:
+        ValueError: the variable holds none of `WORDS`; the message lists them.
+    """
+    word = environment.get(VARIABLE, "").strip().lower()
+    if asked is WandbMode.disabled or not word:
+        return asked
+    if word not in WORDS:
+        raise ValueError(f"{VARIABLE}={word} is none of {', '.join(WORDS)}")
+    return WORDS[word]
+
+
+def server(environment: Mapping[str, str]) -> str:
+    """Address of the server: `WANDB_BASE_URL`, the user's settings file, or wandb's own."""
+    return (environment.get("WANDB_BASE_URL") or _setting("base_url", environment) or SERVER).rstrip("/")
+
+
+def has_key(environment: Mapping[str, str]) -> bool:
+    """Whether wandb would find a key without asking a person: environment, netrc file, settings file."""
+    named = any(environment.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+    return named or _in_netrc(environment) or bool(_setting("api_key", environment))
+
+
+def _in_netrc(environment: Mapping[str, str]) -> bool:
+    files = [environment["NETRC"]] if environment.get("NETRC") else ["~/.netrc", "~/_netrc"]
+    for path in (Path(file).expanduser() for file in files):
+        try:
+            if netrc.netrc(path).hosts.get(urlsplit(server(environment)).netloc):
+                return True
+        except (OSError, netrc.NetrcParseError):
+            continue
+    return False
+
+
+def _setting(name: str, environment: Mapping[str, str]) -> str:
+    """A value of the user's settings file; empty where there is none."""
+    folder = Path(environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    parser = configparser.ConfigParser(interpolation=None)
+    try:
+        parser.read(folder / "settings", encoding="utf-8")
+    except (OSError, configparser.Error, UnicodeDecodeError):
+        return ""
+    return parser.get("default", name, fallback="")

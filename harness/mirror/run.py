@@ -1,0 +1,177 @@
+"""One run of the store as one run of wandb."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from harness.config.schema import WandbMode
+from harness.store import provenance
+from harness.store.fields import mirrored
+from harness.store.metrics import iter_metrics
+from harness.store.rundir import RunDir, read_summary
+from harness.store.study import read_study
+
+MAX_ID = 64
+"""Longest run id the server takes."""
+
+LOGIN_TIMEOUT_S = 30
+"""How long wandb may try to reach its server before the mirror gives up."""
+
+SUMMARIES = {
+    "train/loss": "min,last",
+    "train/grad_norm": "last",
+    "train/step_time_s": "mean",
+    "train/time/exposed_comm_s": "mean",
+    "train/memory/allocated": "max",
+    "train/memory/peak_tensor_bytes": "max",
+    "train/memory/rss": "max",
+}
+"""What wandb keeps of a metric besides its curve; its last value otherwise."""
+
+ORIGIN = ("sources_digest", "versions", "git", "cpu_model", "device", "hosts")
+"""What of provenance goes into the run's config."""
+
+
+class MirrorRun:
+    """An open run of wandb. Offline, a new file takes the place of those that earlier attempts wrote."""
+
+    def __init__(self, run: RunDir, mode: WandbMode, *, live: bool) -> None:
+        """Open, or online take up, the run with this signature's id.
+
+        Args:
+            run: whose mirror it is.
+            mode: offline or online.
+            live: whether the run trains now, so that the machine's load says something about it.
+        """
+        import wandb
+
+        self._run_dir, self._mode = run, mode
+        config = run.config()
+        self._run = wandb.init(
+            **identity(run, config),
+            entity=config["wandb"]["entity"],
+            project=config["wandb"]["project"],
+            mode=mode.value,
+            resume="allow",
+            dir=str(run.path),
+            settings=quiet_settings(stats=live),
+        )
+        for prefix in ("train", "parity"):
+            self._run.define_metric(f"{prefix}/*", step_metric="train/step")
+        for metric, summary in SUMMARIES.items():
+            self._run.define_metric(metric, step_metric="train/step", summary=summary)
+
+    def log(self, record: Mapping[str, Any], more: Mapping[str, float] | None = None) -> None:
+        """Send the mirrored metrics of one line, nested ones as `train/time/data_s`, and `more` under its own names."""
+        values = {f"train/{path}": value for path, value in mirrored(record).items()}
+        self._run.log({**values, **(more or {})}, step=record["step"])
+
+    def finish(self, more: Mapping[str, Any] | None = None) -> None:
+        """Send the results, and end as the run did: finished, preempted or failed."""
+        results = outcome(self._run_dir)
+        self._run.summary.update({**results, **(more or {})})
+        if results["result/state"] == "preempted":
+            self._run.mark_preempting()
+        own = Path(self._run.dir).parent
+        self._run.finish(exit_code=int(results["result/state"] != "done"))
+        if self._mode is WandbMode.offline:
+            _drop_others(self._run_dir.path / "wandb", own)
+
+
+def quiet_settings(*, stats: bool) -> Any:
+    """Settings that print nothing, look at no code, and wait a bounded time for the server."""
+    import wandb
+
+    return wandb.Settings(
+        console="off",
+        silent=True,
+        disable_git=True,
+        save_code=False,
+        init_timeout=LOGIN_TIMEOUT_S,
+        x_disable_stats=not stats,
+    )
+
+
+def _drop_others(folder: Path, own: Path) -> None:
+    """`wandb sync` of the folder must find one file: this one, which holds the whole record."""
+    for other in folder.glob("offline-run-*"):
+        if other.resolve() != own.resolve():
+            shutil.rmtree(other, ignore_errors=True)
+
+
+def identity(run: RunDir, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Names a run has on the server: id, name, group, job type, tags, notes, config."""
+    study = config["study"]
+    return {
+        "id": mirror_id(study["name"], run.signature()),
+        "name": run.path.name,
+        "group": study["name"],
+        "job_type": job_type(run),
+        "tags": tags(config),
+        "notes": config.get("notes") or study.get("question") or None,
+        "config": {**config, "provenance": _origin(run)},
+    }
+
+
+def mirror_id(study: str, signature: str) -> str:
+    """`<study>-<signature>` in 64 characters: a long study name loses its end, the signature its second half."""
+    return f"{study[: MAX_ID - 33]}-{signature}"[:MAX_ID]
+
+
+def job_type(run: RunDir) -> str:
+    """`control` or `arm` in a study that has a control, else `train`."""
+    record = read_study(run.path.parents[1], run.path.parent.name)
+    controls = {cell["directory"]: cell["control"] for cell in (record or {"cells": []})["cells"]}
+    if run.path.name not in controls or not any(controls.values()):
+        return "train"
+    return "arm" if controls[run.path.name] else "control"
+
+
+def tags(config: Mapping[str, Any]) -> list[str]:
+    """What people filter by: engine, strategy, dtype policy, and switches that are not at rest."""
+    found = [config["engine"]["name"], config["sharding"]["strategy"], config["dtype"]["name"]]
+    if config["mesh"]["dp_outer"] > 1:
+        found.append("hfsdp" if config["sharding"]["outer"] == "optim" else "hsdp")
+    for group, key, rest in (
+        ("numerics", "mode", "fast"),
+        ("nccl_ub", "mode", "none"),
+        ("sharp", "group", "none"),
+        ("fault", "name", "none"),
+    ):
+        if config[group][key] != rest:
+            found.append(f"{group}={config[group][key]}")
+    return found
+
+
+def _origin(run: RunDir) -> dict[str, Any]:
+    facts = provenance.read(run.path)
+    return {key: facts[key] for key in ORIGIN if key in facts}
+
+
+def outcome(run: RunDir) -> dict[str, Any]:
+    """What a table of runs needs of a run that has ended: state, loss, memory, bytes, time.
+
+    Returns:
+        `result/state` is `done`, `preempted` or `unfinished`; bytes are rank 0's, `result/sent_bytes` of the last step.
+        What was not recorded is left out.
+    """
+    last: dict[str, Any] = {}
+    peak = 0
+    for last in iter_metrics(run.metrics):
+        memory = last["memory"]
+        peak = max(peak, memory["allocated"] or memory["rss"] or 0)
+    summary = read_summary(run) or {}
+    ended = bool(summary) and summary["step"] == last.get("step", 0)
+    found = {
+        "result/state": summary["status"] if ended else "unfinished",
+        "result/final_loss": last.get("loss"),
+        "result/peak_bytes": peak or None,
+        "result/sent_bytes": sum(kind["bytes"] for kind in last.get("comm", {}).values()),
+        "result/accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
+        "result/step_time_s": (summary.get("step_time_s") or {}).get("median"),
+        "result/wall_s": summary.get("wall_s"),
+    }
+    return {key: value for key, value in found.items() if value is not None}

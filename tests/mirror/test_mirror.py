@@ -1,0 +1,179 @@
+"""The wandb mirror: the real package's file holds the record to the last bit; a mirror that fails is told."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.mirror import has_key, mirror_mode
+from harness.config.schema import WandbMode
+from harness.mirror.follow import follow
+from harness.mirror.run import mirror_id
+from harness.store import status
+from harness.store.fields import METRICS, as_line, mirrored
+from harness.store.files import write_json
+from harness.store.metrics import MetricsWriter, cut_back, read_metrics
+from harness.store.rundir import RunDir
+from harness.store.status import State, Status
+from harness.train.mirror import Mirror
+from tests.support import wandb_file
+from tests.support.factory import freeze, small_config, train
+
+KEY = "0123456789abcdef" * 5
+"""Of the length of a key."""
+HARD = (float("nan"), float("inf"), -float("inf"), 5e-324, 1.7976931348623157e308, 0.1 + 0.2)
+"""All but -0.0, which wandb writes as 0."""
+
+
+def line(step: int, draw: random.Random) -> dict[str, Any]:
+    """A record whose numbers are hard to copy."""
+    values: dict[str, Any] = {each.path: draw.uniform(-1, 1) * 10 ** draw.randint(-300, 300) for each in METRICS}
+    values = {path: value for path, value in values.items() if "*" not in path}
+    values |= {"step": step, "loss": HARD[step % len(HARD)], "param_norm": None, "data_digest": "ab" * 8}
+    values |= {"skipped": step % 2 == 0, "tokens": 2**53 - step, "memory/allocated": None, "memory/rss": 2**40 + step}
+    return as_line(values | {"comm": {"all_gather": {"count": step, "bytes": 8 * step}}})
+
+
+def write(run: RunDir, first: int, last: int, seed: int) -> None:
+    with MetricsWriter(run.metrics) as writer:
+        for step in range(first, last + 1):
+            writer.write(line(step, random.Random(100 * seed + step)))
+
+
+def summarise(run: RunDir, state: str, step: int) -> None:
+    summary = {"status": state, "step": step, "step_time_s": {"median": 0.5}, "accounted_bytes": {"main_weights": 64}}
+    write_json(run.summary, summary)
+
+
+def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None:
+    """The second attempt goes back two steps, as from a checkpoint; the third begins where the second ended."""
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    freeze(small_config(wandb__mode=WandbMode.offline), run.path)
+    for seed, (back_to, last, state) in enumerate([(0, 5, "preempted"), (3, 8, "preempted"), (8, 15, "done")]):
+        if back_to:
+            cut_back(run.metrics, back_to)
+        write(run, back_to + 1, last, seed)
+        summarise(run, state, last)
+        follow(run, WandbMode.offline, lambda _: True)
+    found = wandb_file.records(wandb_file.only_file(run.path))
+    rows = [{key: value for key, value in row.items() if key[0] != "_"} for row in wandb_file.history(found)]
+    expected = [
+        {f"train/{path}": each for path, each in mirrored(record).items()} for record in read_metrics(run.metrics)
+    ]
+    assert [sorted(row) for row in rows] == [sorted(row) for row in expected]
+    for row, wanted in zip(rows, expected, strict=True):
+        assert {key: float(row[key]).hex() for key in row} == {key: float(wanted[key]).hex() for key in wanted}
+    opened, summary = wandb_file.run_of(found), wandb_file.summary(found)
+    assert opened.run_id == mirror_id("adhoc", run.signature())
+    assert (opened.run_group, opened.job_type, list(opened.tags)) == ("adhoc", "train", ["single", "no_shard", "fp32"])
+    assert (summary["result/state"], summary["result/peak_bytes"], summary["result/sent_bytes"]) == (
+        "done",
+        2**40 + 15,
+        120,
+    )
+    stepped = [record.metric for record in found if record.WhichOneof("record_type") == "metric"]
+    assert "train/*" in {each.glob_name for each in stepped}
+
+
+def test_a_run_mirrors_itself_and_leaves_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+    monkeypatch.setenv("WANDB_MODE", "offline")  # decides: `online` is asked for below
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    config = small_config(train__steps=2, wandb__mode=WandbMode.online)
+    freeze(config, run.path)
+    train(config, run.path)
+    rows = wandb_file.history(wandb_file.records(wandb_file.only_file(run.path)))
+    assert [row["train/loss"] for row in rows] == [record["loss"] for record in read_metrics(run.metrics)]
+    assert not [path for path in run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        ("raise ConnectionError('no route\\nto host')", "ConnectionError: no route to host"),
+        ("", "has no attribute 'init'"),
+    ],
+)
+def test_a_mirror_that_fails_is_told_and_training_goes_on(
+    broken: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, package = RunDir(tmp_path / "adhoc" / "arm-01234567"), tmp_path / "wandb.py"
+    package.write_text(
+        "class Settings:\n    def __init__(self, **_): pass\n" + (broken and f"def init(**_): {broken}\n")
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    config = small_config(wandb__mode=WandbMode.offline)
+    freeze(config, run.path)
+    status.write(run.path, Status(State.running, "started", 0))
+    assert train(config, run.path).status == "done"
+    said = capsys.readouterr().out
+    assert said.count("wandb mirror: ") == 1
+    assert told in said
+    present = status.read(run.path)
+    assert present is not None
+    assert told in present.mirror
+    assert "python -m harness sync" in present.mirror
+
+
+def test_a_mirror_that_hangs_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "wandb.py").write_text("import time; time.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr("harness.train.mirror.HURRY_S", 0.1)
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    config = small_config(wandb__mode=WandbMode.offline)
+    freeze(config, run.path)
+    mirror = Mirror.open(config, run.path, print)
+    mirror.check()
+    mirror.close(hurry=True)
+    mirror.close()
+    assert capsys.readouterr().out.count("not everything was sent within 0 s") == 1
+
+
+def test_disabled_starts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.train.mirror._start", lambda *_: pytest.fail("a process was started"))
+    mirror = Mirror.open(small_config(), tmp_path, pytest.fail)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    muted = Mirror.open(small_config(wandb__mode=WandbMode.online), tmp_path, pytest.fail)
+    for each in (mirror, muted):
+        each.check()
+        each.close()
+
+
+@pytest.mark.parametrize("study", ["a", "x" * 31, "x" * 200])
+def test_ids_fit_and_keep_runs_apart(study: str) -> None:
+    ids = {mirror_id(study, signature) for signature in ("a" * 64, "a" * 31 + "b" + "a" * 32)}
+    assert len(ids) == 2
+    assert all(len(identity) <= 64 for identity in ids)
+
+
+@pytest.mark.parametrize(
+    ("asked", "word", "expected"),
+    [
+        ("online", "", "online"),
+        ("online", "offline", "offline"),
+        ("online", "dryrun", "offline"),
+        ("offline", "online", "online"),
+        ("offline", "DISABLED", "disabled"),
+        ("disabled", "online", "disabled"),
+    ],
+)
+def test_the_variable_decides_where_a_mirror_is_asked_for(asked: str, word: str, expected: str) -> None:
+    assert mirror_mode(WandbMode[asked], {"WANDB_MODE": word}) is WandbMode[expected]
+
+
+def test_a_key_is_found_where_wandb_finds_it(tmp_path: Path) -> None:
+    nowhere = {"NETRC": str(tmp_path / "netrc"), "WANDB_CONFIG_DIR": str(tmp_path)}
+    assert not has_key(nowhere)
+    assert has_key(nowhere | {"WANDB_API_KEY": KEY})
+    (tmp_path / "netrc").write_text(f"machine wandb.example:8080\n  login user\n  password {KEY}\n")
+    assert not has_key(nowhere)
+    assert has_key(nowhere | {"WANDB_BASE_URL": "http://wandb.example:8080"})
+    (tmp_path / "settings").write_text("[default]\nbase_url = http://wandb.example:8080\n")
+    assert has_key(nowhere)
+    (tmp_path / "settings").write_text(f"[default]\napi_key = {KEY}\n")
+    assert has_key(nowhere)
