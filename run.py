@@ -7,9 +7,13 @@ and publishes the run, the others wait for it. Nothing here imports torch before
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun that must end
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
 
@@ -17,7 +21,7 @@ import hydra
 from omegaconf import DictConfig
 
 from harness.cli.arguments import Arguments, read_arguments
-from harness.cli.failure import EXIT_BAD_REQUEST, REQUEST_ERRORS, explained
+from harness.cli.failure import REQUEST_ERRORS, exit_code, explained, listen_to_interrupts
 from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose_cell, register
 from harness.config.errors import refuse
@@ -32,11 +36,15 @@ def main(argv: list[str]) -> int:
     place = placement(os.environ)
     is_rank = place.launcher == "torchrun" or place.world_size > 1
     try:
+        listen_to_interrupts()
         return as_rank(argv, place) if is_rank else request(read_arguments(argv), lambda cell: carry_out([cell]))
+    except BrokenPipeError:  # `run.py launch.dry_run=true | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except REQUEST_ERRORS as error:
         if place.rank == 0:
             print(explained(error), file=sys.stderr)
-        return EXIT_BAD_REQUEST
+        return exit_code(error)
     except KeyboardInterrupt:
         return 130
 
@@ -76,7 +84,7 @@ def as_rank(argv: list[str], place: Placement) -> int:
     try:
         return request(arguments, lambda cell: open_and_work(cell, host, place))
     except Exception as error:
-        host.publish(Answer(exit_code=EXIT_BAD_REQUEST if isinstance(error, REQUEST_ERRORS) else 1))
+        host.publish(Answer(exit_code=exit_code(error) if isinstance(error, REQUEST_ERRORS) else 1))
         host.linger()
         raise
 

@@ -32,6 +32,20 @@ SETTINGS = {
 }
 """Columns of `runs` that come from the frozen configuration."""
 
+RUN_COLUMNS = (
+    "run",
+    "path",
+    "state",
+    *SETTINGS,
+    "microbatches",
+    "final_loss",
+    "accounted_bytes",
+    "step_time_s",
+    "sources",
+    "cpu_model",
+    "torch",
+)
+
 STEP_COLUMNS = (
     "run",
     "step",
@@ -58,7 +72,7 @@ def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
         `accounted_bytes` (persistent, of rank 0), `step_time_s` (median), `sources` (digest of the code), `cpu_model`,
         `torch`. A run that did not end has no summary's columns.
     """
-    return pd.DataFrame([_run_row(run) for run in Store(root).runs(study)])
+    return pd.DataFrame([_run_row(run) for run in Store(root).runs(study)], columns=list(RUN_COLUMNS))
 
 
 def _run_row(run: RunDir) -> dict[str, Any]:

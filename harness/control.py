@@ -23,7 +23,7 @@ class StepReport(NamedTuple):
     losses: list[float]
     """Mean loss of each global microbatch, in global order, fp64."""
     digests: list[int]
-    """Each rank's data digest, unsigned 64-bit."""
+    """Data digest of each rank with data of its own, unsigned 64-bit."""
     stop: bool
     """Whether any rank was asked to stop."""
 
@@ -74,9 +74,10 @@ class Control:
 
         def end() -> StepReport:
             rows = gathered()
+            told = rows[:: self.ranks.tp]  # tensor-parallel ranks say the same of the same data
             return StepReport(
-                losses=[_float(bits) for row in rows for bits in row[:-2]],
-                digests=[row[-2] & ((1 << 64) - 1) for row in rows],
+                losses=[_float(bits) for row in told for bits in row[:-2]],
+                digests=[row[-2] & ((1 << 64) - 1) for row in told],
                 stop=any(row[-1] for row in rows),
             )
 

@@ -18,6 +18,7 @@
 #
 #     python run.py -m study=parity_pair
 #     STORE=runs STUDY=parity_pair python analysis/notebooks/loss_parity.py
+#     STORE=$PWD/runs STUDY=parity_pair jupytext --to ipynb --execute analysis/notebooks/loss_parity.py
 
 # %%
 import os
@@ -26,6 +27,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from analysis import load, plot, stats
+from harness.config.errors import BadRequest
 from harness.parity import loss_bounds, study_text, verdict
 
 STORE = os.environ.get("STORE", "runs")
@@ -48,8 +50,12 @@ print(runs.drop(columns=["path", "sources", "cpu_model"]).to_string(index=False)
 # more than rounding explains; `docs/verdicts.md` derives how much that is.
 
 # %%
-study = verdict(STORE, STUDY, sources=SOURCES)
-print(study_text(study))
+try:
+    study = verdict(STORE, STUDY, sources=SOURCES)
+    print(study_text(study))
+except BadRequest as unfinished:
+    study = None
+    print(unfinished)
 
 # %% [markdown]
 # ## The curves
@@ -57,11 +63,13 @@ print(study_text(study))
 # They lie on top of each other, which proves little: the loss of a run whose gradients are all doubled lies there too.
 
 # %%
-judged = [arm for arm in study.arms if arm.tier != "T0"]
+judged = [arm for arm in study.arms if arm.tier != "T0"] if study else []
 names = dict(zip(runs["path"], runs["run"], strict=True))
 steps = load.steps(dict.fromkeys(path for arm in judged for path in (arm.control, arm.arm)))
 figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-plot.losses(steps, left).legend(fontsize=6)
+plot.losses(steps, left)
+if judged:
+    left.legend(fontsize=6)
 
 # %% [markdown]
 # ## How far apart, and how far rounding may drive them

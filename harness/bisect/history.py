@@ -39,16 +39,14 @@ def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
         tell: is given progress.
 
     Raises:
-        BadRequest: there is no such revision, both are one, or one of them does not compose the request; then nothing
-            was run.
+        BadRequest: there is no such revision, or one of them does not compose the request; then nothing was run.
         KeyboardInterrupt: we were asked to stop.
     """
     request.check()
     repository = Repository.own(request.root)
     control, arm = (repository.version(revision) for revision in (old, new))
     if control.tree == arm.tree:
-        fix = f"{WORKTREE} for what is not committed; train.replicate=1 for an A/A pair of one version"
-        raise refuse(f"{control.label} and {arm.label}", "hold the same files: one version", fix=fix)
+        return Compared(_one_version(request, repository, control, arm), Path(arm.word), Path(control.word))
     _warn_of_dirt(repository, (control, arm), tell)
     snapshots = [Snapshot(repository, version) for version in (control, arm)]
     for snapshot in snapshots:
@@ -56,6 +54,21 @@ def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
     runs = [_run(snapshot, request, tell) for snapshot in snapshots]
     verdict = _judge(request, arm, runs[1], control, runs[0])
     return Compared(replace(verdict, commands=_commands(request, verdict, control, arm)), runs[1], runs[0])
+
+
+def _one_version(request: Request, repository: Repository, control: Version, arm: Version) -> Verdict:
+    """Two names for the same files, as in a clone nobody has changed yet, are EQUAL; nothing is run."""
+    before = repository.parents(control)[:1]
+    return Verdict(
+        Outcome.EQUAL,
+        f"EQUAL: {arm.label} and {control.label} hold the same files; there is one version of the code, and nothing"
+        " was run.",
+        arm.word,
+        control.word,
+        tier="T1",
+        admissible="T1: the files are the same",
+        commands=tuple(request.command("compare", "--code", each, arm.word) for each in before),
+    )
 
 
 def _warn_of_dirt(repository: Repository, versions: Sequence[Version], tell: Tell) -> None:

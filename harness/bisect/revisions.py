@@ -107,16 +107,22 @@ class Repository:
         """
         if revision == WORKTREE:
             return self._worktree()
-        try:
-            commit = self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
-        except GitError:
+        commit = self._commit(revision) or self._commit(f"origin/{revision}")  # a clone has its own branch alone
+        if not commit:
             names = self._git("for-each-ref", "--format=%(refname:short)", "--sort=-committerdate", "refs/heads")
             heads = names.split()
             branches = ", ".join(heads[:LISTED]) + (", ..." if len(heads) > LISTED else "")
             choices = f"a commit, a tag, or a branch ({branches or 'none'}); {WORKTREE} for the files as they are"
             fix = "git log --oneline; git fetch --unshallow where a clone has no history"
-            raise refuse(repr(revision), "is no commit of this repository", choices=choices, fix=fix) from None
+            raise refuse(repr(revision), "is no commit of this repository", choices=choices, fix=fix)
         return self._described(revision, commit)
+
+    def _commit(self, revision: str) -> str:
+        """The commit a revision names; empty where it names none."""
+        try:
+            return self._git("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}").strip()
+        except GitError:
+            return ""
 
     def _described(self, asked: str, commit: str) -> Version:
         line = self._git("rev-list", "--max-count=1", f"--format={FIELDS}", commit).splitlines()[-1]

@@ -6,8 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
 from harness.checkpoint import folder as folders
@@ -15,8 +17,11 @@ from harness.checkpoint import foreign
 from harness.checkpoint.manifest import Damaged
 from harness.config.compose import load_config
 from harness.config.schema import Dtype
+from harness.store.errors import StoreError
 from harness.store.rundir import RunDir
 
+REFUSED = (Damaged, foreign.Unfit, StoreError, OSError, CheckpointException, SafetensorError, UnpicklingError)
+"""What files that are not what they should be raise."""
 PICKLE = "warning: DCP's .metadata is a pickle: {}"
 
 
@@ -28,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
             print(_export(arguments))
         else:
             print(_import(arguments))
-    except (Damaged, foreign.Unfit, OSError, CheckpointException) as error:
+    except REFUSED as error:
         print(f"bad request:\n  {error}", file=sys.stderr)
         return 2
     return 0

@@ -29,6 +29,8 @@ from harness.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
 from harness.checkpoint.snapshot import LoadPlanner, SavePlanner
 from harness.checkpoint.storage import whole_tensor
 from harness.config.schema import Config, ModelFamily
+from harness.store.reading import read_json
+from harness.store.shapes import Each
 
 WEIGHTS = "weights/"
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
@@ -156,7 +158,7 @@ def import_hugging_face(source: Path, target: Path) -> Manifest:
         FileExistsError: `target` is there already.
     """
     files = _hugging_face_files(source)
-    tied = json.loads((source / CONFIG).read_text())["tie_word_embeddings"] if (source / CONFIG).exists() else False
+    tied = (read_json(source / CONFIG, {"tie_word_embeddings?": bool}) or {}).get("tie_word_embeddings", False)
     named: dict[str, Callable[[], Tensor]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
@@ -176,9 +178,12 @@ def _lazily(file: Path, name: str) -> Callable[[], Tensor]:
 
 
 def _hugging_face_files(source: Path) -> list[Path]:
-    if (source / INDEX).exists():
-        held = json.loads((source / INDEX).read_text(encoding="utf-8"))["weight_map"]
-        files = [source / name for name in sorted(set(held.values()))]
+    index = read_json(source / INDEX, {"weight_map": Each(dict, str)})
+    if index is not None:
+        names = sorted(set(index["weight_map"].values()))
+        if outside := [name for name in names if Path(name).name != name]:
+            raise Unfit(f"{source / INDEX} names {outside[0]!r}, which is no file of its folder")
+        files = [source / name for name in names]
     else:
         files = sorted(source.glob("*.safetensors"))
     missing = [file.name for file in files if not file.exists()]

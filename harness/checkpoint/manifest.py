@@ -6,10 +6,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
+from harness.store.errors import StoreError
 from harness.store.files import write_json
+from harness.store.reading import read_json
+from harness.store.shapes import Each, Shape, fault
 
 FORMAT = 2
 NAME = "manifest.json"
@@ -77,13 +81,12 @@ class Manifest:
         """
         path = folder / NAME
         try:
-            body = dict(json.loads(path.read_text(encoding="utf-8")))
-            fits = _sum(body) == body.pop("sha256", None)
-        except FileNotFoundError:
-            raise Damaged(f"{path} is missing") from None
-        except (OSError, ValueError, TypeError) as error:
-            raise Damaged(f"{path} cannot be read: {error}") from error
-        if not fits:
+            body = read_json(path, dict)
+        except StoreError as error:
+            raise Damaged(str(error)) from error
+        if body is None:
+            raise Damaged(f"{path} is missing")
+        if _sum(body) != body.pop("sha256", None):
             raise Damaged(f"{path} was changed: its SHA-256 does not fit")
         return cls.parse(body, path)
 
@@ -92,10 +95,13 @@ class Manifest:
         """From plain JSON.
 
         Raises:
-            Damaged: of another format.
+            Damaged: of another format or shape; it names files outside its folder, or without a sum; or its chunks are
+                not the whole of each tensor.
         """
         if body.get("format") != FORMAT:
             raise Damaged(f"{path} has format {body.get('format')}; this version reads format {FORMAT}")
+        if wrong := fault(body, SHAPE):
+            raise Damaged(f"{path} is damaged: {wrong}")
         tensors = {
             key: TensorEntry(
                 entry["dtype"],
@@ -105,7 +111,41 @@ class Manifest:
             for key, entry in body["tensors"].items()
         }
         files = {name: FileEntry(entry["bytes"], entry["xxh3"]) for name, entry in body["files"].items()}
+        if wrong := _first_fault(tensors, files):
+            raise Damaged(f"{path}: {wrong}")
         return cls(tensors, files, body["values"])
+
+
+_SIZES = Each(list, int)
+_CHUNK: Shape = {"offsets": _SIZES, "sizes": _SIZES, "file": str, "name": str}
+SHAPE: Shape = {
+    "tensors": Each(dict, {"dtype": str, "shape": _SIZES, "chunks": Each(list, _CHUNK)}),
+    "files": Each(dict, {"bytes": int, "xxh3": str}),
+    "values": dict,
+}
+
+
+def _first_fault(tensors: Mapping[str, TensorEntry], files: Mapping[str, FileEntry]) -> str:
+    outside = [name for name in files if Path(name).name != name]
+    if outside:
+        return f"{outside[0]!r} is no name of a file in its folder"
+    found = (each for key, entry in tensors.items() if (each := _fault_of(key, entry, files)))
+    return next(found, "")
+
+
+def _fault_of(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> str:
+    for chunk in entry.chunks:
+        if chunk.file not in files:
+            return f"a chunk of {key} lies in {chunk.file!r}, of which there is no checksum"
+        inside = zip(chunk.offsets, chunk.sizes, entry.shape, strict=False)
+        ranks = {len(chunk.offsets), len(chunk.sizes), len(entry.shape)}
+        if len(ranks) > 1 or any(begin < 0 or size < 0 or begin + size > end for begin, size, end in inside):
+            return f"a chunk of {key} lies at {list(chunk.offsets)} of {list(entry.shape)}"
+    held, whole = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.shape)
+    distinct = len({chunk.offsets for chunk in entry.chunks if prod(chunk.sizes)})
+    if held != whole or distinct != sum(prod(chunk.sizes) > 0 for chunk in entry.chunks):
+        return f"the chunks of {key} hold {held} of its {whole} elements, or some twice"
+    return ""
 
 
 def _sum(body: Mapping[str, Any]) -> str:

@@ -216,11 +216,14 @@ class Checkpoints:
                 f"{path} was written as {values['layout']}, this run is {self.layout}: only native, fsdp2, ddp and"
                 " single take what another layout wrote; remove ckpt/ to start from step 0"
             )
+        self._check_step(path, values)
         self._check_position(path, values)
         tensors = self._own(state.tensors, portable=state.portable)
         skipped = self._check_names(path, manifest, tensors)
         wanted = {key: tensor for key, tensor in tensors.items() if key not in skipped}
-        self._read(path, Reader(path, manifest), wanted)
+        reader = Reader(path, manifest)
+        self._read(path, reader, wanted)
+        self._check_finite(path, reader)
         state.adopt()
         self._restore_rng(path, manifest)
         wrong = self._told_wrong(path, manifest, engine, skipped)
@@ -234,6 +237,25 @@ class Checkpoints:
             cast=_casts(manifest, wanted),
             skipped=tuple(sorted(skipped)),
         )
+
+    def _check_step(self, path: Path, values: Mapping[str, Any]) -> None:
+        if values["step"] > self.config.train.steps:
+            raise ValueError(
+                f"{path} is of step {values['step']}, and train.steps={self.config.train.steps} counts from the"
+                " beginning of training; nothing was loaded"
+            )
+
+    def _check_finite(self, path: Path, reader: Reader) -> None:
+        """A run's own checkpoint is gone on with whatever it holds, as if never interrupted; another's is refused."""
+        found = set().union(*_everyone(reader.not_finite, self.control))
+        weights = sorted(key for key in found if key.startswith("weights/"))
+        if not weights:
+            return
+        told = f"{path} holds weights that are no finite numbers: {', '.join(weights[:SHOWN])}"
+        if path.parent != self.folder and self.config.ckpt.strict:
+            raise ValueError(f"{told}. Choose an earlier checkpoint; ckpt.strict=false takes it all the same")
+        if self.ranks.rank == 0:
+            self.warn(told)
 
     def _check_position(self, path: Path, values: Mapping[str, Any]) -> None:
         here = data_position(self.config, values["step"])

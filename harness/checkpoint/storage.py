@@ -40,8 +40,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from harness.checkpoint import tensor_file
-from harness.checkpoint.manifest import Chunk, FileEntry, Manifest, TensorEntry
+from harness.checkpoint.manifest import Chunk, Damaged, FileEntry, Manifest, TensorEntry
 from harness.checkpoint.tensor_file import BLOCK_BYTES, Held
+
+MAIN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""What a weight can be that an optimizer updates."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +147,8 @@ class Reader(StorageReader):
         self.folder = folder
         self.manifest = manifest
         self.chunks = {(key, chunk.offsets): chunk for key, entry in manifest.tensors.items() for chunk in entry.chunks}
+        self.not_finite: set[str] = set()
+        """Keys of tensors in which something was read that is no finite number."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing is kept."""
@@ -176,7 +181,9 @@ class Reader(StorageReader):
                     opened[chunk.file] = stack.enter_context(FileIO(path)), tensor_file.held_in(path)
                 file, held = opened[chunk.file]
                 target = planner.resolve_tensor(item).detach()
-                self._deliver(file, held[chunk.name], item, target)
+                self._deliver(file, _held_chunk(held, chunk, path_of=file.name), item, target)
+                if target.dtype in MAIN_DTYPES and not torch.isfinite(target).all():
+                    self.not_finite.add(item.dest_index.fqn)
                 planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -224,6 +231,15 @@ class Comparer(Reader):
         return True
 
 
+def _held_chunk(held: Mapping[str, Held], chunk: Chunk, path_of: object) -> Held:
+    """Raises `Damaged`: the file has no such tensor, or one of another shape."""
+    found = held.get(chunk.name)
+    if found is None or found.shape != chunk.sizes:
+        told = "none" if found is None else str(list(found.shape))
+        raise Damaged(f"{path_of}: {chunk.name} should be {list(chunk.sizes)} and is {told}")
+    return found
+
+
 def stored(entry: TensorEntry) -> TensorStorageMetadata:
     """An entry of the manifest, as DCP has it."""
     chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks]
@@ -244,18 +260,6 @@ def whole_tensor(folder: Path, entry: TensorEntry) -> Tensor:
             place = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
             whole[place].copy_(file.get_tensor(chunk.name))
     return whole
-
-
-def chunks_missing(entry: TensorEntry) -> bool:
-    """Whether the chunks do not cover every element exactly once (counted: DCP refuses overlaps when it saves)."""
-    return sum(_numel(chunk.sizes) for chunk in entry.chunks) != _numel(entry.shape)
-
-
-def _numel(sizes: tuple[int, ...]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def _name(item: WriteItem) -> str:

@@ -7,8 +7,10 @@ and a copy; here bytes go from the file to where they are wanted.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from io import FileIO
@@ -145,13 +147,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(array)
 
 
+def _regular(path: str, flags: int) -> int:
+    descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return descriptor
+    os.close(descriptor)
+    raise OSError(errno.EINVAL, "no regular file", path)
+
+
 def digest_of(path: Path) -> Written:
     """What a file on the disk really holds. The sum (XXH3, 128 bits) is against damage, not against malice.
 
     Raises:
-        OSError: it is not there, or cannot be read.
+        OSError: it is not there, cannot be read, or is no regular file of its folder: a link leads elsewhere, and a
+            device may never end.
     """
-    with FileIO(path) as file:
+    with FileIO(path, opener=_regular) as file:
         digest, block = xxhash.xxh3_128(), bytearray(HASHED_BYTES)
         while count := file.readinto(block):
             digest.update(memoryview(block)[:count])

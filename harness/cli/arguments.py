@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra._internal.utils import get_args_parser
 
 from harness.config.errors import refuse
-from harness.config.overrides import check_overrides, typed_value
+from harness.config.overrides import check_overrides, hydra_words, typed_value
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Arguments:
     @property
     def for_hydra(self) -> list[str]:
         """Flags first: argparse takes overrides on one side of a flag only."""
-        return [*self.flags, *self.overrides]
+        return [*self.flags, *hydra_words(self.overrides)]
 
 
 def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Arguments:
@@ -71,7 +72,13 @@ def _without(argv: list[str], overrides: list[str]) -> list[str]:
     return left
 
 
+_COMPLETION = re.compile(r"(install|uninstall|query)=(bash|zsh|fish)")
+
+
 def _consistent(parsed: argparse.Namespace) -> None:
+    if parsed.shell_completion and not any(_COMPLETION.fullmatch(text) for text in parsed.overrides):
+        choices = "install=bash, uninstall=bash, query=bash; zsh and fish likewise"
+        raise refuse("--shell-completion", "needs to be told what to do", choices=choices)
     if parsed.experimental_rerun:
         raise refuse("--experimental-rerun", "reads a pickle; here runs are frozen as text", fix="--from RUN")
     if parsed.multirun and parsed.cfg:

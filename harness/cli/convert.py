@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 
 from harness.cli.verb import Verb
+from harness.config.errors import refuse
 from harness.config.schema import Dtype
 from harness.store.rundir import Store
 
@@ -44,7 +47,25 @@ def _import_arguments(parser: ArgumentParser) -> None:
     _format_argument(parser)
 
 
+FOUND_BY = {"hf": "*.safetensors", "dcp": ".metadata"}
+"""What a folder of each format holds."""
+
+
 def _import(arguments: Namespace) -> int:
+    """The paths are looked at before torch is loaded for them, which takes seconds."""
+    source, pattern = Path(arguments.source), FOUND_BY[arguments.format]
+    try:
+        found = source.is_dir() and any(source.glob(pattern))
+    except OSError as error:
+        raise refuse(f"import {arguments.source}", f"cannot be looked at: {error.strerror}") from error
+    if not found:
+        raise refuse(
+            f"import {arguments.source}",
+            f"has no {pattern}" if source.is_dir() else "is no folder",
+            fix="a folder of safetensors files with --format hf, or one that DCP saved with --format dcp",
+        )
+    if os.path.lexists(arguments.target):
+        raise refuse(f"import {arguments.source} {arguments.target}", "would write over it", fix="a name that is free")
     return _convert("import", arguments.source, arguments)
 
 

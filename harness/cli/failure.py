@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from harness.config.errors import EXIT_BAD_REQUEST, BadRequest
 from harness.config.hints import explain
-from harness.store.errors import StoreError
+from harness.store.errors import Busy, StoreError
 
-REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError)
-"""What a wrong request, rather than wrong code, raises."""
+REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError, OSError)
+"""What a wrong request, or a machine that does not let us, rather than wrong code, raises."""
 
 
 def explained(error: Exception) -> str:
@@ -19,8 +22,29 @@ def explained(error: Exception) -> str:
     if isinstance(error, BadRequest):
         return str(error)
     if isinstance(error, StoreError):
-        return f"bad request:\n  {error}"
+        return f"{'busy' if isinstance(error, Busy) else 'bad request'}:\n  {error}"
+    if isinstance(error, OSError):
+        return f"bad request:\n  {_of_the_machine(error)}"
     return str(explain(error))
 
 
-__all__ = ["EXIT_BAD_REQUEST", "REQUEST_ERRORS", "explained"]
+def exit_code(error: Exception) -> int:
+    """The exit code of one of REQUEST_ERRORS."""
+    return error.exit_code if isinstance(error, StoreError) else EXIT_BAD_REQUEST
+
+
+def listen_to_interrupts() -> None:
+    """From here on Ctrl-C raises KeyboardInterrupt, as it does by default; until here it ended the process."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, signal.default_int_handler):
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _of_the_machine(error: OSError) -> str:
+    """A file that cannot be made, read or written, and why."""
+    if isinstance(error, FileNotFoundError) and error.filename is None:
+        return "the working directory is gone; change to another one (cd)"
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+__all__ = ["EXIT_BAD_REQUEST", "REQUEST_ERRORS", "exit_code", "explained", "listen_to_interrupts"]

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from harness.cli.failure import EXIT_BAD_REQUEST, REQUEST_ERRORS, explained
+from harness.cli.failure import REQUEST_ERRORS, exit_code, explained, listen_to_interrupts
 from harness.cli.verb import Verb
 from harness.cli.verbs import VERBS
 from harness.config.errors import refuse
@@ -21,16 +21,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry out one verb; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
+        listen_to_interrupts()
         verb, arguments = read(words)
         return verb.run(arguments)
-    except REQUEST_ERRORS as error:
-        print(explained(error), file=sys.stderr)
-        return EXIT_BAD_REQUEST
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:  # `harness watch | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except REQUEST_ERRORS as error:
+        print(explained(error), file=sys.stderr)
+        return exit_code(error)
+    except KeyboardInterrupt:
+        return 130
 
 
 def read(words: Sequence[str]) -> tuple[Verb, argparse.Namespace]:

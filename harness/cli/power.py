@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from harness.cli.verb import Verb
+from harness.config.errors import refuse
 from harness.config.faults import corpus
 from harness.parity.power.score import (
     Judged,
@@ -19,10 +20,10 @@ from harness.parity.power.score import (
     placed,
     published_rates,
 )
-from harness.parity.telling.render import table
 from harness.store.files import write_json
 from harness.store.identity import directory_name
 from harness.store.provenance import PACKAGE, git_facts, sources_digest, versions
+from harness.store.screen import table
 from harness.study.power import STUDY, Kind, Pair, carry_out, pairs
 
 PARTS = ("fixed", "held_out", "all")
@@ -37,6 +38,10 @@ def _arguments(parser: ArgumentParser) -> None:
 
 def _power(arguments: Namespace) -> int:
     chosen = [pair for pair in pairs(short=arguments.short) if _wanted(pair, arguments)]
+    if not chosen:
+        subject = f"power --only {arguments.only}" if arguments.only is not None else f"power --part {arguments.part}"
+        names = ", ".join(sorted({pair.name for pair in pairs(short=False)}))
+        raise refuse(subject, "names no fault and no difference", choices=f"parts of {names}")
     cells = carry_out(chosen, arguments.root)
     folder = Path(arguments.root) / STUDY
     paths = {overrides: folder / directory_name(cell.config) for overrides, cell in cells.items()}

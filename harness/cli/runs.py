@@ -15,6 +15,7 @@ from harness.store.gc import gc
 from harness.store.rundir import Store
 from harness.store.show import diff, show
 from harness.store.status import State
+from harness.store.study import judging_verb
 
 RUN_HELP = "a path, a prefix of a signature (4 digits or more) or @last"
 
@@ -32,9 +33,14 @@ def _watch_arguments(parser: ArgumentParser) -> None:
 
 
 def _watch(arguments: Namespace) -> int:
-    code = watch(Store(arguments.root), arguments.study, follow=not arguments.once)
-    study = arguments.study or "STUDY"
-    say_next(arguments, f"retry {study}" if code else f"verdict {study}")
+    store = Store(arguments.root)
+    code = watch(store, arguments.study, follow=not arguments.once)
+    newest = max(store.runs(arguments.study), key=lambda run: run.path.stat().st_mtime)
+    study = newest.path.parent.name
+    signatures = [run.path.name.rpartition("-")[2] for run in store.runs(study)]
+    say_next(
+        arguments, f"retry {study}" if code else judging_verb(store.root, study, signatures, f"show {signatures[0]}")
+    )
     return code
 
 
@@ -52,7 +58,8 @@ def _show(arguments: Namespace) -> int:
     if found is not None and found.state in (State.failed, State.lost, State.cancelled, State.preempted):
         say_next(arguments, f"retry {name}")
     else:
-        say_next(arguments, f"compare {name} RUN")
+        others = [each.signature()[:8] for each in Store(arguments.root).runs(run.path.parent.name) if each != run]
+        say_next(arguments, f"compare {name} {others[0]}" if others else f"watch {run.path.parent.name}")
     return 0
 
 
@@ -88,7 +95,7 @@ def _gc_arguments(parser: ArgumentParser) -> None:
 
 
 def _gc(arguments: Namespace) -> int:
-    print(gc(Store(arguments.root), probe(), checkpoints=arguments.checkpoints, apply=arguments.yes))
+    gc(Store(arguments.root), probe(), checkpoints=arguments.checkpoints, apply=arguments.yes)
     say_next(arguments, "watch")
     return 0
 

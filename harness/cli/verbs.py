@@ -6,6 +6,7 @@ from harness.cli.bisect import BISECT
 from harness.cli.convert import EXPORT, IMPORT
 from harness.cli.cost import BENCH
 from harness.cli.judge import COMPARE, VERDICT
+from harness.cli.mirror import SYNC
 from harness.cli.power import POWER
 from harness.cli.rehearse import REHEARSE
 from harness.cli.runs import CANCEL, DIFF, GC, RETRY, SHOW, WATCH
@@ -25,5 +26,6 @@ VERBS: tuple[Verb, ...] = (
     CANCEL,
     EXPORT,
     IMPORT,
+    SYNC,
     GC,
 )

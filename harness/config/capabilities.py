@@ -23,8 +23,8 @@ class Capabilities:
     """Pairs of inner and outer strategy it can run with mesh.dp_outer > 1."""
     numerics: tuple[Numerics, ...] = RERUNS
     """Promises it keeps about the order of arithmetic."""
-    max_world_size: int | None = None
-    """Most ranks; None is any number."""
+    max_data_ranks: int | None = None
+    """Most ranks with data of their own; None is any number."""
     formats: tuple[Dtype, ...] = tuple(Dtype)
     """Dtypes it takes in any role."""
     main_formats: tuple[Dtype, ...] | None = None
@@ -51,6 +51,8 @@ class Capabilities:
     """Whether the engine registers its buffers with NCCL (nccl_ub)."""
     orders_communicators: bool = False
     """Whether the engine creates the communicators of both data-parallel axes itself, the owner of SHARP first."""
+    tensor_parallel: bool = False
+    """Whether the engine shards what a plan of tensor parallelism left (mesh.tp)."""
     loss_scale: bool = False
     """Whether the engine scales the loss and leaves out updates whose gradients overflowed (dtype.loss_scale)."""
     package: str | None = None
@@ -84,6 +86,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         sums_itself=True,
         user_buffers=True,
         orders_communicators=True,
+        tensor_parallel=True,
         loss_scale=True,
         settings=tuple(f"engine.{name}" for name in _GROUP),
     ),
@@ -92,6 +95,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         hybrid=_HYBRID[1:],
         equal_dtypes=(("main_grads", "main_params"),),
         outer_sums_in_wire=True,
+        tensor_parallel=True,
     ),
     EngineName.fsdp1: Capabilities(
         strategies=(Strategy.no_shard, Strategy.optim_grads, Strategy.optim_grads_params),
@@ -100,7 +104,9 @@ ENGINES: dict[EngineName, Capabilities] = {
         waiting_sums_in_compute=True,
     ),
     EngineName.ddp: Capabilities(
-        strategies=(Strategy.no_shard, Strategy.optim), compressed_wires=(Dtype.bf16, Dtype.fp16)
+        strategies=(Strategy.no_shard, Strategy.optim),
+        compressed_wires=(Dtype.bf16, Dtype.fp16),
+        tensor_parallel=True,
     ),
     EngineName.megatron_fsdp: Capabilities(
         strategies=tuple(Strategy),
@@ -126,8 +132,9 @@ ENGINES: dict[EngineName, Capabilities] = {
     EngineName.single: Capabilities(
         strategies=(Strategy.no_shard,),
         numerics=tuple(Numerics),
-        max_world_size=1,
+        max_data_ranks=1,
         sums_itself=True,
+        tensor_parallel=True,
     ),
     EngineName.ext: Capabilities(strategies=tuple(Strategy), equal_dtypes=(), settings=("engine.adapter",)),
 }

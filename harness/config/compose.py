@@ -13,15 +13,17 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import cached_property
-from typing import Any, cast
+from operator import attrgetter
+from typing import Any, cast, get_origin
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from harness.config.catalog import load_catalog
+from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
-from harness.config.overrides import check_overrides, forbid_appending
+from harness.config.overrides import check_overrides, forbid_appending, hydra_words
 from harness.config.root import typed_root
 from harness.config.schema import Config, FaultStrength
 
@@ -71,8 +73,12 @@ def register() -> None:
 def _register_faults() -> None:
     """Once a process: it takes 10 ms."""
     for name in load_catalog().options["fault"]:
-        node = {"name": name, "strength": FaultStrength.full.name}
-        ConfigStore.instance().store(group="fault", name=name, node=node, provider="harness")
+        ConfigStore.instance().store(group="fault", name=name, node=fault_option(name), provider="harness")
+
+
+def fault_option(name: str) -> dict[str, str]:
+    """What `fault=NAME` chooses."""
+    return {"name": name, "strength": FaultStrength.full.name}
 
 
 def load_config(plain: Mapping[str, Any]) -> Config:
@@ -109,15 +115,34 @@ def into_root(cfg: DictConfig) -> DictConfig:
     return _merge(values)
 
 
+def choose(root: DictConfig, group: str, values: Mapping[str, Any]) -> None:
+    """Put an option's values, and the schema's where it has none, in the place of what a typed root has for a group.
+
+    Raises:
+        BadRequest: a key is unknown or a value has the wrong type.
+    """
+    root[group] = deepcopy(_empty_root()[group])
+    try:
+        _put(root, group, dict(values))
+    except OmegaConfBaseException as error:
+        from harness.config.hints import explain_value
+
+        raise BadRequest([explain_value(error)]) from error
+
+
 def freeze(root: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
     """`compose_cell` of a configuration that is in the typed root already; `root` stays as it is."""
     from harness.config import rules
+    from harness.config.hints import explain_unsaid
 
     forbid_appending(overrides)
     try:
         config = cast(Config, OmegaConf.to_object(root))
+    except MissingMandatoryValue as error:
+        raise BadRequest([explain_unsaid(str(error.full_key), root)]) from error
     except OmegaConfBaseException as error:
         raise refuse(error.full_key or "interpolation", str(error).splitlines()[0]) from error
+    _check_kinds(config)
     _anchor_paths(config)
     violations = rules.check(config, overrides)
     if violations:
@@ -146,7 +171,7 @@ def composed(overrides: Sequence[str] = ()) -> DictConfig:
 
     register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return hydra_compose("config", list(overrides))
+        return hydra_compose("config", hydra_words(overrides))
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -180,6 +205,23 @@ def _put(root: DictConfig, key: str, value: Any) -> None:
 @functools.cache
 def _empty_root() -> DictConfig:
     return typed_root()
+
+
+def _check_kinds(config: Config) -> None:
+    """Refuse an interpolation that ends at a number where a list or table is due: OmegaConf lets it through.
+
+    Raises:
+        BadRequest: naming each such setting.
+    """
+    from harness.config.hints import explain_setting
+
+    wrong = [
+        explain_setting(path, value)
+        for path, setting in settings().items()
+        if (kind := get_origin(setting.type)) is not None and not isinstance(value := attrgetter(path)(config), kind)
+    ]
+    if wrong:
+        raise BadRequest(wrong)
 
 
 def _anchor_paths(config: Config) -> None:

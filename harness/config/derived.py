@@ -28,9 +28,15 @@ def global_microbatches(cfg: Config) -> int:
     return cfg.train.global_batch_size // cfg.train.microbatch_size
 
 
+def data_ranks(cfg: Config) -> int:
+    """Ranks with data of their own, of both data-parallel axes: all but those that tensor parallelism adds. Exact only
+    where mesh.tp divides mesh.world_size; at least 1, for rules that look at requests which are refused."""
+    return max(1, cfg.mesh.world_size // max(1, cfg.mesh.tp))
+
+
 def microbatches_per_rank(cfg: Config) -> int:
     """k: microbatches of one step on each rank. Exact only where the batch rules hold."""
-    return global_microbatches(cfg) // cfg.mesh.world_size
+    return global_microbatches(cfg) // data_ranks(cfg)
 
 
 def tokens_per_step(cfg: Config) -> int:
@@ -171,10 +177,11 @@ def state_bytes(cfg: Config) -> int:
 def persistent_bytes_per_rank(cfg: Config) -> int:
     """Bytes of weights, gradients and optimizer state on a rank, without padding and transients: its least need.
 
-    Which part of each a rank keeps is read from the engine's table of placements.
+    Which part of each a rank keeps is read from the engine's table of placements. Of what tensor parallelism does not
+    cut (vectors) every rank keeps more.
     """
-    count, outer_size = parameter_count(cfg), cfg.mesh.dp_outer
-    inner_size = cfg.mesh.world_size // outer_size
+    count, outer_size = parameter_count(cfg) // max(1, cfg.mesh.tp), cfg.mesh.dp_outer
+    inner_size = max(1, data_ranks(cfg) // outer_size)
     placed = Placements.of(cfg.sharding.strategy, cfg.sharding.outer if outer_size > 1 else None)
 
     def kept(lies: On, num_bytes: int) -> int:

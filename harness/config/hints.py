@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
@@ -164,6 +165,18 @@ def explain_value(error: Exception, subject: str | None = None) -> Violation:
     if setting is None:
         return explain_key(path) if path and "not in" in first else Violation(subject or path or "request", first)
     return Violation(subject or path, f"takes {setting.expects}", about=setting.sentence)
+
+
+def explain_unsaid(path: str, root: DictConfig) -> Violation:
+    """What to say of a setting that its group's file must name and does not."""
+    setting, (group, _, key) = settings()[path], path.partition(".")
+    return Violation(
+        path,
+        f"the option {group}={root[group].name} does not say it, and nothing can be assumed",
+        ", ".join(setting.choices),
+        f"add the line `{key}: {setting.choices[0]}` to its file in conf/{group}/",
+        setting.sentence,
+    )
 
 
 def explain_setting(path: str, value: Any) -> Violation:

@@ -163,6 +163,12 @@ _ROOT: list[DictConfig] = []
 def _type_violations(key: str, value: Any) -> Iterator[Violation]:
     if not _ROOT:
         _ROOT.append(typed_root())
+    if value == "???":
+        yield Violation(f"{key}=???", "is no value: OmegaConf's sign for one that is missing", fix="give a value")
+        return
+    if key in settings() and _is_other_kind(settings()[key].type, value):
+        yield explain_setting(key, value)
+        return
     try:
         OmegaConf.update(_ROOT[0].copy(), key, value, merge=True, force_add=key not in settings())
     except OmegaConfBaseException:
@@ -170,6 +176,22 @@ def _type_violations(key: str, value: Any) -> Iterator[Violation]:
             yield explain_setting(key, "" if value == "" else value)
         else:
             yield Violation(f"{key}={value}", "takes text")
+
+
+def _is_other_kind(wanted: Any, value: Any) -> bool:
+    """Whether a number stands where true or false belongs, or one of these for a number: OmegaConf takes both."""
+    if wanted is bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return wanted in (int, float) and isinstance(value, bool)
+
+
+def hydra_words(overrides: Sequence[str]) -> list[str]:
+    """What Hydra is told of a request: it refuses `GROUP=null`, which is what a group without an option is anyway."""
+    return [text for text in overrides if not _is_null_option(*text.partition("=")[::2])]
+
+
+def _is_null_option(key: str, value: str) -> bool:
+    return key in NULLABLE and value.strip().lower() == "null"
 
 
 def typed_value(overrides: Sequence[str], key: str, default: Any) -> Any:

@@ -230,7 +230,12 @@ class MeshConfig:
     world_size: int = 2
     """Number of ranks."""
     dp_outer: int = 1
-    """Size of the outer data-parallel axis; world_size / dp_outer ranks share one sharded copy of the model."""
+    """Size of the outer data-parallel axis; world_size / tp / dp_outer ranks share one sharded copy of the model."""
+    tp: int = 1
+    """Size of the tensor-parallel axis: neighbouring ranks that share every microbatch, each with a part of the
+    matrices."""
+    sequence_parallel: bool = False
+    """Whether tensor-parallel ranks share the positions of a sequence between matrices, as norms take them."""
 
 
 @dataclass

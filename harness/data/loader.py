@@ -1,8 +1,9 @@
 """This rank's share of every step's global batch, and the digest of what was fed.
 
 The global batch of step s (counted from 1) is positions [(s - 1) * G, s * G) of the global order, G =
-train.global_batch_size, cut into M microbatches of b. Rank r of N takes global microbatches [r * k, (r + 1) * k),
-k = M / N: the batch is the same set of sequences in the same order for any N and k, and no rank sees another's.
+train.global_batch_size, cut into M microbatches of b. Rank r of the N with data of their own takes global microbatches
+[r * k, (r + 1) * k), k = M / N: the batch is the same set of sequences in the same order for any N and k, and no rank
+sees another's, but for those that tensor parallelism lets share them.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class Loader:
     """Reads any step's batch at random: the step is the only state."""
 
     def __init__(self, config: Config, rank: int) -> None:
-        """Open the source.
+        """Open the source. rank: this one's place among those with data of their own (`Ranks.data_rank`).
 
         Raises:
             ValueError: the source is missing, empty or malformed.

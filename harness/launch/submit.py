@@ -18,8 +18,10 @@ from harness.launch.plan import Action, Decision
 from harness.launch.slurm import submission
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.waiting import wait_for
+from harness.store.errors import EXIT_BUSY
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
+from harness.store.study import judging_verb
 
 
 def submit(cells: Sequence[Cell], terminal: Terminal | None = None) -> int:
@@ -74,7 +76,7 @@ class _Request:
         opened = open_here(self._store, cell, self._sources, self._jobs)
         if isinstance(opened, Decision):
             self._on_decision(cell, opened)
-            return [75] if opened.action is Action.leave else []
+            return [EXIT_BUSY] if opened.action is Action.leave else []
         ended = run_inline(*opened, self._on_start(opened[0]))
         self._on_end(opened[0], ended)
         return [ended.exit_code]
@@ -116,8 +118,9 @@ class _Request:
         elif code:
             verbs = [f"watch {study}" if self._several else f"show {ref}", f"retry {ref}"]
         elif self._several:
-            verbs = [f"watch {study}", f"{'bench' if any(map(is_timed, self._cells)) else 'verdict'} {study}"]
+            judging = judging_verb(self._store.root, study, [cell.signature for cell in self._cells], f"show {ref}")
+            verbs = [f"watch {study}", f"bench {study}" if any(map(is_timed, self._cells)) else judging]
         else:
-            verbs = [f"show {ref}", f"compare {ref} RUN"]
+            verbs = [f"show {ref}", f"watch {study}"]
         where = "" if self._store.root == Path("runs").absolute() else f" --root {shlex.quote(str(self._store.root))}"
         return [f"python -m harness {verb}{where}" for verb in verbs]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 from harness.launch.slurm.scheduler import probe
 from harness.launch.terminal import Terminal, duration
-from harness.store import provenance, status
+from harness.store import provenance, screen, status
 from harness.store.errors import StoreError
 from harness.store.metrics import last_record
 from harness.store.rundir import RunDir, Store
@@ -63,16 +62,17 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
     """Look at one run. A damaged one is a row too, so that it does not hide the others."""
     try:
         found = status.effective(run.path, jobs)
-        steps = int(run.config()["train"]["steps"])
+        steps = run.setting("train.steps")
         last = last_record(run.metrics) or {}
-    except (StoreError, ValueError, KeyError, TypeError) as error:
+        stale = provenance.is_stale(run.path, digest)
+    except (StoreError, OSError) as error:
         return Row(run.path.name, run.path.parent.name, "damaged", False, 0, 0, None, None, str(error))
     return Row(
         name=run.path.name,
         study=run.path.parent.name,
         state="new" if found is None else found.state.value,
-        stale=provenance.is_stale(run.path, digest),
-        step=int(last.get("step", 0)),
+        stale=stale,
+        step=last.get("step", 0),
         steps=steps,
         loss=last.get("loss"),
         step_time_s=last.get("step_time_s"),
@@ -96,13 +96,15 @@ def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
 
 def render(found: Sequence[Row], width: int) -> str:
     """The table, what failed grouped by its first line, and the count of states; no line is wider than `width`."""
-    table = [HEADER, *(one.cells() for one in found)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(HEADER))]
-    lines = ["  ".join(text.ljust(size) for text, size in zip(line, widths, strict=True)).rstrip() for line in table]
+    labels = screen.labels({one.name for one in found})
+    cells = [(labels[one.name], *one.cells()[1:]) for one in found]
+    told = any(reason for *_, reason in cells)
+    head, *body = ([*row[:-1], screen.cut(row[-1], width)] if told else row[:-1] for row in (HEADER, *cells))
+    lines = screen.table(head, body, width, flexible=(len(head) - 1, 0) if told else (0,), rule=False)
     lines += _groups(found)
     counts = Counter(one.state for one in found)
     lines.append(", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
-    return "\n".join(line if len(line) <= width else line[: width - 1] + "…" for line in lines)
+    return "\n".join(screen.cut(line, width) for line in lines)
 
 
 def _groups(found: Iterable[Row]) -> list[str]:
@@ -126,7 +128,7 @@ def watch(store: Store, study: str | None = None, *, follow: bool = True, termin
     shown = ""
     while True:
         found = rows(store, study, probe())
-        text = render(found, shutil.get_terminal_size((200, 50)).columns)
+        text = render(found, screen.width())
         moving = any(one.state in {state.value for state in MOVING} for one in found)
         if text != shown:
             terminal.page(text)

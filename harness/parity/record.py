@@ -10,8 +10,8 @@ from typing import Any
 from harness.parity.tensors import Capture, Unreadable
 from harness.store import provenance, status
 from harness.store.errors import StoreError
-from harness.store.files import read_json
 from harness.store.metrics import iter_metrics
+from harness.store.reading import read_json
 from harness.store.rundir import RunDir, flatten
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")

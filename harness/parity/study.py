@@ -38,7 +38,7 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
     if not any(cell["control"] for cell in cells):
         fix = f"control: {{sharding: no_shard}} in sweeps/{study}.yaml, then python run.py -m study={study}"
         raise refuse(f"study.control of {study}", "is empty: an arm needs something to be held against", fix=fix)
-    folder = Path(root) / study
+    folder = Store(root).root / study
     absent = [cell["directory"] for cell in cells if not (folder / cell["directory"] / "config.yaml").exists()]
     if absent:
         text = f"{len(absent)} of {len(cells)} cells were never started: {', '.join(absent[:4])}"

@@ -8,11 +8,16 @@ header says how long the file must be.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from harness.store.errors import StoreError
+from harness.store.reading import checked, open_regular
+from harness.store.shapes import Each
 
 if TYPE_CHECKING:
     import numpy as np
@@ -83,17 +88,11 @@ class Capture:
 
 
 def _header(path: Path) -> dict[str, Tensor]:
+    size, length, text = _raw_header(path)
     try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if length > size - 8:
-                raise Unreadable(f"{path} is truncated or no safetensors file: a header of {length} bytes in {size}")
-            entries: dict[str, Any] = json.loads(file.read(length))
-    except FileNotFoundError:
-        raise Unreadable(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
-        raise error if isinstance(error, Unreadable) else Unreadable(f"{path} cannot be read: {error}") from error
+        entries = checked(json.loads(text), Each(dict, dict), f"{path}: its header")
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"{path} cannot be read: {error}") from error
     entries.pop("__metadata__", None)
     tensors = {name: _tensor(path, name, entry, 8 + length) for name, entry in entries.items()}
     end = max((tensor.start + tensor.size for tensor in tensors.values()), default=8 + length)
@@ -102,10 +101,26 @@ def _header(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def _raw_header(path: Path) -> tuple[int, int, bytes]:
+    """Bytes of the file, bytes of its header, and the header."""
+    try:
+        file = open_regular(path)
+    except StoreError as error:
+        raise Unreadable(str(error)) from error
+    if file is None:
+        raise Unreadable(f"{path} is missing")
+    with file:
+        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        if length > size - 8:
+            raise Unreadable(f"{path} is truncated or no safetensors file: a header of {length} bytes in {size}")
+        return size, length, file.read(length)
+
+
 def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tensor:
     try:
         dtype, shape = str(entry["dtype"]), tuple(int(extent) for extent in entry["shape"])
-        begin, end = entry["data_offsets"]
+        begin, end = (int(offset) for offset in entry["data_offsets"])
     except (KeyError, TypeError, ValueError) as error:
         raise Unreadable(f"{path}: the header's entry for {name} is damaged ({error})") from error
     count = 1
@@ -113,6 +128,6 @@ def _tensor(path: Path, name: str, entry: Mapping[str, Any], base: int) -> Tenso
         count *= extent
     if dtype not in BYTES:
         raise Unreadable(f"{path}: {name} has dtype {dtype}; gradients are one of {', '.join(BYTES)}")
-    if end - begin != count * BYTES[dtype]:
+    if begin < 0 or min(shape, default=0) < 0 or end - begin != count * BYTES[dtype]:
         raise Unreadable(f"{path}: {name} has {end - begin} bytes for shape {list(shape)} of {dtype}")
     return Tensor(dtype, shape, base + begin, end - begin)

@@ -3,8 +3,10 @@
 Every c10d operation, also those of DDP's C++ reducer, passes the dispatcher. A kernel on its autograd key counts the
 call and passes it on below autograd, where the backend's own kernel runs unchanged. That way through Python costs some
 40 us, so the methods of `ProcessGroup` that engines call from Python count by themselves (4 us) and enter the
-dispatcher below autograd at once: a call is counted by its method or by its kernel, never by both. What is issued from
-C++ below autograd is not seen: functional collectives (DTensor, torch.compile), which no engine here issues.
+dispatcher below autograd at once: a call is counted by its method or by its kernel, never by both. Functional
+collectives, by which DTensors move (tensor parallelism), reach the backend from C++ below autograd, where no kernel
+sees them; their operations are counted, and their waits told, where Python calls them. Those of compiled code are not
+seen.
 
 Bytes are what this rank has to send, whatever the algorithm, N being the size of the group:
 
@@ -38,6 +40,8 @@ AUTOGRAD_KEYS = ("AutogradCPU", "AutogradCUDA")
 
 UNLABELLED = ""
 """Bucket of operations no engine put a name to."""
+FUNCTIONAL = "(tensor parallel)"
+"""Bucket of functional collectives: what a plan of tensor parallelism moves."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +228,31 @@ METHODS: dict[str, tuple[str, Cost]] = {
 """Methods of ProcessGroup on engines' hot paths; what is not here is counted by its operation's kernel."""
 
 
+def _gather_parts(inputs: Any, *_: Any, size: int, rank: int) -> int:
+    return _bytes(inputs) * (size - 1)
+
+
+def _scatter_sums(inputs: Any, *_: Any, size: int, rank: int) -> int:
+    return _bytes(inputs) * (size - 1) // size
+
+
+def _exchange_parts(whole: Tensor, _outputs: Any, splits: list[int], *_: Any, size: int, rank: int) -> int:
+    return _all_to_all_base(None, whole, None, splits, size=size, rank=rank)
+
+
+FUNCTIONALS: dict[str, tuple[str, Cost]] = {
+    "all_gather_into_tensor": ("all_gather", _gather_parts),
+    "all_gather_into_tensor_coalesced": ("all_gather", _gather_parts),
+    "all_reduce": ("all_reduce", _all_reduce),
+    "all_reduce_coalesced": ("all_reduce", _all_reduce),
+    "reduce_scatter_tensor": ("reduce_scatter", _scatter_sums),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", _scatter_sums),
+    "all_to_all_single": ("all_to_all", _exchange_parts),
+    "broadcast": ("broadcast", _broadcast),
+}
+"""Functional collectives, whose last argument is the name of a group."""
+
+
 def _install() -> None:
     global _library
     if _library is not None:
@@ -235,6 +264,31 @@ def _install() -> None:
             _library.impl(name, kernel, key)
     for name, (kind, cost) in METHODS.items():
         setattr(dist.ProcessGroup, name, _counting_method(name, kind, cost))
+    for name, (kind, cost) in FUNCTIONALS.items():
+        packet = getattr(torch.ops._c10d_functional, name)
+        packet._op = _counting_call(packet._op, kind, cost)
+    packet = torch.ops._c10d_functional.wait_tensor
+    packet._op = _told_wait(packet._op)
+
+
+def _counting_call(original: Callable[..., Any], kind: str, cost: Cost) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def call(*args: Any, **options: Any) -> Any:
+        if _active is not None and not options and events.current() is not events.CONTROL:
+            group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined] # torch exports no other way from a name
+            _active.add(kind, FUNCTIONAL, 1, cost(*args[:-1], size=group.size(), rank=group.rank()))
+        return original(*args, **options)
+
+    return call
+
+
+def _told_wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wait(*args: Any) -> Any:
+        with events.waiting():
+            return original(*args)
+
+    return wait
 
 
 def _counting_kernel(name: str, kind: str, cost: Cost) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from harness.store.files import write_atomic
+from harness.store.reading import folder_names, read_text
 
 ECHOES = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|timed out waiting|wait timeout|recvfailed|"
@@ -24,6 +25,7 @@ ECHOES = re.compile(
 TORCH_ERRORS = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 
 REPORT = "error.txt"
+_RANK_FILE = re.compile(r"error-rank([0-9]{1,9})\.txt")
 
 
 @dataclass(frozen=True)
@@ -89,9 +91,11 @@ def record(attempt: Path, rank: int, text: str) -> None:
 def collect(attempt: Path) -> list[Failure]:
     """Failures of all ranks that left a traceback, the cause first."""
     found = []
-    for path in attempt.glob("error-rank*.txt"):
-        rank = int(path.stem.removeprefix("error-rank"))
-        found.append(Failure(rank, path.read_text(encoding="utf-8"), path.stat().st_mtime))
+    for name in folder_names(attempt):
+        number = _RANK_FILE.fullmatch(name)
+        text = read_text(attempt / name) if number else None
+        if number and text is not None:
+            found.append(Failure(int(number[1]), text, (attempt / name).stat().st_mtime))
     return ordered(found)
 
 

@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
 import secrets
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from harness.store.errors import StoreError
+from harness.store.errors import Busy, StoreError
+from harness.store.redaction import redacted
+
+PRIVATE = 0o600
+"""Mode of a file that only its owner may read."""
 
 
-def write_atomic(path: Path, text: str) -> None:
+def write_atomic(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Replace `path` by `text` (UTF-8), so that a reader, or a crash at any moment, sees the old or the new file whole.
+
+    Secrets are replaced (`redaction`). Of `mode` the umask takes away what it does of any file.
 
     Raises:
         OSError: the folder is missing or not writable, or the disk is full; `path` is then as it was.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(redacted(text))
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -39,20 +49,19 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path) -> Any | None:
-    """The value in a JSON file; None where there is no such file.
+def own_folder() -> Path:
+    """A folder of this user on this machine, for locks: nobody else can have made it, or put anything in it.
 
     Raises:
-        StoreError: the file is there but is not JSON (it was edited by hand; our own writes are atomic).
+        StoreError: somebody else holds its name, or may write into it.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise StoreError(f"{path} is not valid JSON ({error}); repair it or remove the run directory") from error
+    folder = Path(tempfile.gettempdir()) / f"sharding-harness-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise StoreError(f"{folder} is not a folder of yours alone; remove it, or set TMPDIR to a folder of your own")
+    return folder
 
 
 class Lock:
@@ -109,16 +118,27 @@ class Lock:
         self.release()
 
 
+_LOCK_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+"""A lock is a file of its folder: no link leads away from it, and a FIFO in its place blocks nobody."""
+
+
 def _open(path: Path) -> int:
     try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return os.open(path, os.O_RDWR | os.O_CREAT | _LOCK_FLAGS, 0o666)
     except PermissionError:  # another person's run: its lock can be looked at all the same
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        pass
+    except (IsADirectoryError, NotADirectoryError) as error:
+        raise StoreError(f"the lock {path} cannot be taken: {error.strerror}; remove what is in its place") from error
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise StoreError(f"the lock {path} is a link or a FIFO, as no lock of ours is; remove it") from error
+    return os.open(path, os.O_RDONLY | _LOCK_FLAGS)
 
 
 def is_held(path: Path) -> bool:
     """Whether some process holds the lock on `path` now. Looking is shared: two who look do not see each other."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return False
     descriptor = _open(path)
     try:
@@ -135,10 +155,10 @@ def held(path: Path, *, timeout_s: float = 30.0) -> Iterator[None]:
     """Hold the lock on `path` for a short piece of bookkeeping.
 
     Raises:
-        StoreError: it was not free within `timeout_s` seconds.
+        Busy: it was not free within `timeout_s` seconds.
     """
     lock = Lock.acquire(path, timeout_s=timeout_s)
     if lock is None:
-        raise StoreError(f"{path} has been locked by another process for {timeout_s:g} s; wait for it, or end it")
+        raise Busy(f"{path} has been locked by another process for {timeout_s:g} s; wait for it, or end it")
     with lock:
         yield

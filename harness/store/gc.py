@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.store import status
-from harness.store.rundir import CONFIG, RunDir, Store
-from harness.store.status import JobProbe, State
+from harness.store.errors import StoreError
+from harness.store.reading import folder_names
+from harness.store.rundir import CONFIG, MARK, RunDir, Store
+from harness.store.status import JobProbe, State, Status
 
 SETTLED_S = 3600.0
 """Age at which a leftover is nobody's any more."""
@@ -35,73 +40,124 @@ def garbage(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = F
         store: where.
         jobs: asks the scheduler which submitted runs still live.
         checkpoints: also those of runs that are done: they cannot be resumed any more.
+
+    Raises:
+        StoreError: the root does not bear the mark of a store: nothing in it is ours to judge.
     """
-    found = [*_temporary(store.root), *_half_made(store.root)]
+    if not store.is_marked():
+        raise StoreError(
+            f"{store.root} is no store of runs: it has no file {MARK}; give the folder of launch.root as --root (a "
+            "store of an older version gets its mark when a run is started in it)"
+        )
+    folders = list(_run_folders(store.root))
+    found = [item for folder in folders for item in (*_temporary(folder), *_half_made(folder))]
     found += _submissions(store, jobs)
     if checkpoints:
         found += _checkpoints(store, jobs)
     return found
 
 
-def remove(items: list[Item]) -> int:
-    """Remove them; returns the bytes set free."""
-    for item in items:
-        if item.path.is_dir():
-            shutil.rmtree(item.path, ignore_errors=True)
-        else:
-            item.path.unlink(missing_ok=True)
-    return sum(item.size for item in items)
+def remove(items: Iterable[Item]) -> int:
+    """Remove them; returns the bytes set free. What cannot be removed stays, and is not counted."""
+    return sum(item.size for item in items if _removed(item.path))
 
 
-def gc(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = False, apply: bool = False) -> str:
-    """Say what can go, or (`apply`) remove it; one line an item and the sum."""
+def _removed(path: Path) -> bool:
+    try:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    except OSError:
+        return False
+    return True
+
+
+def gc(
+    store: Store,
+    jobs: JobProbe | None = None,
+    *,
+    checkpoints: bool = False,
+    apply: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Say what can go, one line an item, and then (`apply`) remove it; last the sum."""
     items = garbage(store, jobs, checkpoints=checkpoints)
+    for item in items:
+        say(f"{item.size / 2**20:9.1f} MiB  {item.path}  ({item.why})")
     total = remove(items) if apply else sum(item.size for item in items)
-    lines = [f"{item.size / 2**20:9.1f} MiB  {item.path}  ({item.why})" for item in items]
     verb = "removed" if apply else "could go; run again with --yes to remove"
-    return "\n".join([*lines, f"{len(items)} items, {total / 2**20:.1f} MiB {verb}"])
+    say(f"{len(items)} items, {total / 2**20:.1f} MiB {verb}")
 
 
 def _old(path: Path) -> bool:
-    return time.time() - path.stat().st_mtime > SETTLED_S
+    try:
+        return time.time() - path.lstat().st_mtime > SETTLED_S
+    except OSError:
+        return False
 
 
 def _item(path: Path, why: str) -> Item:
     files = path.rglob("*") if path.is_dir() else iter([path])
-    return Item(path, why, sum(file.stat().st_size for file in files if file.is_file()))
+    return Item(path, why, sum(found.st_size for file in files if stat.S_ISREG((found := file.lstat()).st_mode)))
 
 
-def _temporary(root: Path) -> Iterator[Item]:
-    for pattern in ("*/*/.*.tmp", "*/*/attempts/*/.*.tmp", "*/*/ckpt/*.tmp"):
-        for path in sorted(root.glob(pattern)):
-            if _old(path):
-                yield _item(path, "left by a crash")
-
-
-def _half_made(root: Path) -> Iterator[Item]:
+def _run_folders(root: Path) -> Iterator[Path]:
+    """Folders that are runs, or were going to be: both bear the lock that is made first. Links lead elsewhere."""
     for path in sorted(root.glob("*/*/")):
         hidden = path.name.startswith(".") or path.parent.name.startswith(".")
-        if not hidden and not (path / CONFIG).exists() and _old(path):
-            yield _item(path, f"a run without {CONFIG}, left by a crash")
+        linked = path.is_symlink() or path.parent.is_symlink()
+        if not hidden and not linked and os.path.isfile(path / status.WRITE_LOCK):
+            yield path
+
+
+_TEMPORARY = re.compile(r"\.[A-Za-z0-9_.-]+\.[0-9a-f]{12}\.tmp")
+"""Names that `files.write_atomic` gives."""
+_UNFINISHED = re.compile(r"step-[0-9]{6,}\.tmp")
+"""Names that a checkpoint has while it is written."""
+_MADE_BEFORE_CONFIG = frozenset({status.WRITE_LOCK, status.OWNER_LOCK, "overrides.txt"})
+
+
+def _temporary(run: Path) -> Iterator[Item]:
+    places = (run, _TEMPORARY), (run / "attempts", _TEMPORARY), (run / "ckpt", _UNFINISHED)
+    folders = [*places, *((run / "attempts" / name, _TEMPORARY) for name in folder_names(run / "attempts"))]
+    for folder, pattern in folders:
+        for name in sorted(folder_names(folder)):
+            if pattern.fullmatch(name) and _old(folder / name):
+                yield _item(folder / name, "left by a crash")
+
+
+def _half_made(run: Path) -> Iterator[Item]:
+    """A folder that holds nothing but what `Store.create` makes before the configuration."""
+    others = [n for n in folder_names(run) if n not in _MADE_BEFORE_CONFIG and not _TEMPORARY.fullmatch(n)]
+    if not others and not os.path.lexists(run / CONFIG) and _old(run):
+        yield _item(run, f"a run without {CONFIG}, left by a crash")
 
 
 def _submissions(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
-    living = {
-        found.submission
-        for run in store.runs()
-        if (found := status.effective(run.path, jobs)) is not None and found.state in MOVING
-    }
+    known = [_found(run, jobs) for run in store.runs()]
+    living = {found.submission for found in known if isinstance(found, Status) and found.state in MOVING}
+    if any(isinstance(found, StoreError) for found in known):
+        return  # a run that cannot be read may need any of them
     for path in sorted(store.root.glob("*/.submit/*")):
-        if path.name not in living and _old(path):
+        if _TOKEN.fullmatch(path.name) and path.name not in living and not path.is_symlink() and _old(path):
             yield _item(path, "its submission has ended")
+
+
+_TOKEN = re.compile(r"[0-9a-f]{8}")
+
+
+def _found(run: RunDir, jobs: JobProbe | None) -> Status | StoreError | None:
+    """The state that holds now, or why it cannot be told."""
+    try:
+        return status.effective(run.path, jobs)
+    except StoreError as error:
+        return error
 
 
 def _checkpoints(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
     for run in store.runs():
-        if run.ckpt.exists() and _is_done(run, jobs):
+        if run.ckpt.is_dir() and not run.ckpt.is_symlink() and _is_done(run, jobs):
             yield _item(run.ckpt, "checkpoints of a run that is done")
 
 
 def _is_done(run: RunDir, jobs: JobProbe | None) -> bool:
-    found = status.effective(run.path, jobs)
-    return found is not None and found.state is State.done
+    found = _found(run, jobs)
+    return isinstance(found, Status) and found.state is State.done

@@ -46,7 +46,7 @@ def slug(text: str) -> str:
 def run_name(config: dict[str, Any]) -> str:
     """A name from the cell alone, such as `tiny-native-optim_grads-bf16-dp2-k2-r1`; the signature makes it unique."""
     train, mesh = config["train"], config["mesh"]
-    world_size = mesh["world_size"]
+    world_size = mesh["world_size"] // mesh.get("tp", 1)
     microbatches = train["global_batch_size"] // max(1, train["microbatch_size"] * world_size)
     parts = [
         config["model"]["name"],
@@ -71,12 +71,15 @@ def run_name(config: dict[str, Any]) -> str:
 
 
 def _mesh(config: dict[str, Any]) -> str:
-    """dp4; with an outer axis its two sizes and whether it splits the optimizer: hsdp2x2 or hfsdp2x2."""
-    world_size, outer = config["mesh"]["world_size"], config["mesh"].get("dp_outer", 1)
+    """dp4; with an outer axis its two sizes and whether it splits the optimizer: hsdp2x2 or hfsdp2x2; with
+    tensor-parallel ranks their number: dp2tp2."""
+    mesh = config["mesh"]
+    tp, outer = mesh.get("tp", 1), mesh.get("dp_outer", 1)
+    ranks, cut = mesh["world_size"] // tp, f"tp{tp}" if tp > 1 else ""
     if outer == 1:
-        return f"dp{world_size}"
+        return f"dp{ranks}{cut}"
     kind = OuterStrategy[config["sharding"].get("outer", "no_shard")].hybrid
-    return f"{kind}{world_size // outer}x{outer}"
+    return f"{kind}{ranks // outer}x{outer}{cut}"
 
 
 def study_name(config: dict[str, Any]) -> str:

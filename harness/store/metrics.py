@@ -15,6 +15,8 @@ from typing import Any
 
 from harness.store.errors import StoreError
 from harness.store.files import write_atomic
+from harness.store.reading import open_regular
+from harness.store.shapes import STEP, fault
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -118,18 +120,26 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         StoreError: a line before the last is not a record.
     """
-    try:
-        file = path.open(encoding="utf-8")
-    except FileNotFoundError:
+    file = open_regular(path)
+    if file is None:
         return
     with file:
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
-            try:
-                yield decode(line)
-            except ValueError as error:
-                raise StoreError(f"{path}, line {number} is not a record: {error}") from error
+            yield _record(line, f"{path}, line {number}")
+
+
+def _record(line: bytes, where: str) -> dict[str, Any]:
+    """Raises `StoreError`: the line is no record of a step."""
+    try:
+        record = decode(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{where} is not a record: {error}") from error
+    wrong = fault(record, STEP)
+    if wrong:
+        raise StoreError(f"{where} is not a record of a step: {wrong}")
+    return record
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -138,15 +148,19 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def last_record(path: Path) -> dict[str, Any] | None:
-    """The newest whole record, read from the end of the file (a watcher asks often); None where there is none."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 65536))
-            lines = file.read().split(b"\n")[:-1]
-    except FileNotFoundError:
+    """The newest whole record, read from the end of the file (a watcher asks often); None where there is none.
+
+    Raises:
+        StoreError: it is no record of a step.
+    """
+    file = open_regular(path)
+    if file is None:
         return None
-    return decode(lines[-1].decode()) if lines else None
+    with file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - 65536))
+        lines = file.read().split(b"\n")[:-1]
+    return _record(lines[-1], f"{path}, its last line") if lines else None
 
 
 def cut_back(path: Path, step: int, begins_after: int = 0) -> int:

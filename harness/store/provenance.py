@@ -20,7 +20,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from harness.store.files import read_json, write_atomic, write_json
+from harness.store.files import PRIVATE, write_atomic, write_json
+from harness.store.reading import read_json
+from harness.store.shapes import PROVENANCE
 
 PACKAGE = Path(__file__).resolve().parents[1]
 """Folder of the `harness` package."""
@@ -233,7 +235,7 @@ def record_start(run: Path, facts: Mapping[str, Any], diff: str) -> None:
     """Write the desk's part of `provenance.json`, and `diff.patch` where files differ from the commit."""
     write_json(run / "provenance.json", facts)
     if diff:
-        write_atomic(run / "diff.patch", diff)
+        write_atomic(run / "diff.patch", diff, mode=PRIVATE)
     else:
         (run / "diff.patch").unlink(missing_ok=True)
 
@@ -247,7 +249,7 @@ def merge(run: Path, facts: Mapping[str, Any]) -> None:
 
 def read(run: Path) -> dict[str, Any]:
     """`provenance.json`; empty where there is none."""
-    value: dict[str, Any] | None = read_json(run / "provenance.json")
+    value: dict[str, Any] | None = read_json(run / "provenance.json", PROVENANCE)
     return value or {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +12,18 @@ from typing import Any, Protocol
 
 import yaml
 
-from harness.store import identity, status
-from harness.store.errors import StoreError
-from harness.store.files import Lock, held, read_json, write_atomic
+from harness.store import identity, shapes, status
+from harness.store.errors import Busy, StoreError
+from harness.store.files import Lock, held, write_atomic
+from harness.store.reading import folder_names, read_json, read_text, read_yaml
 
-Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 CONFIG = "config.yaml"
 LAST = ".last"
 CANCEL = "cancel"
+MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
+_ATTEMPT = re.compile(r"[0-9]{1,9}")
 RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture")
 """What a run produced; moved aside when it starts again from step 0."""
 
@@ -88,21 +91,25 @@ class RunDir:
         Raises:
             StoreError: there is none, or it is not YAML.
         """
-        path = self.path / CONFIG
-        try:
-            value = yaml.load(path.read_text(encoding="utf-8"), Loader)
-        except (FileNotFoundError, NotADirectoryError):
-            raise StoreError(f"{self.path} is not a run: it has no {CONFIG}") from None
-        except yaml.YAMLError as error:
-            raise StoreError(f"{path} is not valid YAML: {error}") from error
-        if not isinstance(value, dict):
-            raise StoreError(f"{path} is not a configuration")
+        value: dict[str, Any] | None = read_yaml(self.path / CONFIG, shapes.CONFIG)
+        if value is None:
+            raise StoreError(f"{self.path} is not a run: it has no {CONFIG}")
         return value
+
+    def setting(self, path: str) -> Any:
+        """One value of the frozen configuration, by its dotted path.
+
+        Raises:
+            StoreError: as `config`, or the run was frozen by a version that had no such setting.
+        """
+        found = flatten(self.config())
+        if path not in found:
+            raise StoreError(f"{self.path / CONFIG} has no {path}")
+        return found[path]
 
     def overrides(self) -> tuple[str, ...]:
         """What the person typed, one override each."""
-        path = self.path / "overrides.txt"
-        return tuple(path.read_text(encoding="utf-8").splitlines()) if path.exists() else ()
+        return tuple((read_text(self.path / "overrides.txt") or "").splitlines())
 
     def signature(self) -> str:
         """64 hex digits, from the frozen configuration."""
@@ -114,34 +121,39 @@ class RunDir:
 
     def attempts(self) -> list[int]:
         """Numbers of the attempts so far, ascending."""
-        folder = self.path / "attempts"
-        return sorted(int(entry.name) for entry in folder.glob("[0-9]*")) if folder.is_dir() else []
+        return sorted(int(name) for name in folder_names(self.path / "attempts") if _ATTEMPT.fullmatch(name))
 
     def attempt_dir(self, number: int) -> Path:
         """Folder of one attempt: script, rank logs, `error.txt`."""
         return self.path / "attempts" / str(number)
 
     def new_attempt(self) -> int:
-        """Make the folder of the next attempt; two processes never get the same one."""
+        """Make the folder of the next attempt; two processes never get the same one.
+
+        Only its owner may look into it, whatever the umask: it holds logs, and the word by which ranks meet.
+        """
+        (self.path / "attempts").mkdir(parents=True, exist_ok=True)
         number = (self.attempts() or [-1])[-1] + 1
         while True:
             try:
-                self.attempt_dir(number).mkdir(parents=True)
-                return number
+                os.mkdir(self.attempt_dir(number), 0o700)
             except FileExistsError:
                 number += 1
+            else:
+                self.attempt_dir(number).chmod(0o700)
+                return number
 
     def lock(self, *, timeout_s: float = 2.0) -> Lock:
         """Become the one process that runs this; held until released or until every process that inherited it is gone.
 
         Raises:
-            StoreError: another process runs it.
+            Busy: another process runs it.
         """
         lock = Lock.acquire(self.path / status.OWNER_LOCK, timeout_s=timeout_s)
         if lock is None:
             present = self.status()
             owner = f"process {present.pid} on {present.host}" if present and present.pid else "another process"
-            raise StoreError(f"{self.path} is in use by {owner}; wait for it or run: python -m harness watch")
+            raise Busy(f"{self.path} is in use by {owner}; wait for it or run: python -m harness watch")
         return lock
 
     def adopt(self, cell: CellLike) -> None:
@@ -239,7 +251,7 @@ class Store:
         """
         if any(ord(character) < 32 or ord(character) == 127 for character in str(root)):
             raise StoreError(f"launch.root={str(root)!r} holds a control character (a newline?); choose another folder")
-        self.root = Path(root).expanduser().absolute()
+        self.root = _anchored(root)
 
     def path_of(self, cell: CellLike) -> Path:
         """Where a cell's run lies; nothing is made."""
@@ -254,6 +266,7 @@ class Store:
             OSError: the root is not writable, or the disk is full.
         """
         run = RunDir(self.path_of(cell))
+        self.claim()
         run.path.mkdir(parents=True, exist_ok=True)
         with held(run.path / status.WRITE_LOCK):
             if not (run.path / CONFIG).exists():
@@ -264,13 +277,27 @@ class Store:
             raise StoreError(f"{run.path} holds another configuration: {_difference(run, cell)}")
         return run
 
+    def claim(self) -> None:
+        """Leave the mark of a store in its root, made where it is missing: only what bears it is ever tidied up."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not (self.root / MARK).exists():
+            write_atomic(self.root / MARK, MARK_TEXT)
+
+    def is_marked(self) -> bool:
+        """Whether the root bears the mark of a store."""
+        try:
+            return read_text(self.root / MARK) == MARK_TEXT
+        except StoreError:
+            return False
+
     def study_lock(self, study: str, *, timeout_s: float = 60.0) -> Lock:
         """The lock under which cells of a study are looked at and started: two requests start each cell once."""
         folder = self.root / study
-        folder.mkdir(parents=True, exist_ok=True)
+        self.claim()
+        folder.mkdir(exist_ok=True)
         lock = Lock.acquire(folder / ".lock", timeout_s=timeout_s)
         if lock is None:
-            raise StoreError(f"another process has been starting runs of {folder} for {timeout_s:g} s; wait for it")
+            raise Busy(f"another process has been starting runs of {folder} for {timeout_s:g} s; wait for it")
         return lock
 
     def remember(self, run: RunDir) -> None:
@@ -296,9 +323,9 @@ class Store:
         """
         if ref == "@last":
             return self._last()
-        for path in (Path(ref).expanduser(), self.root / ref):
-            if (path / CONFIG).is_file():
-                return RunDir(path.absolute())
+        for path in (_anchored(ref), self.root / ref):
+            if os.path.isfile(path / CONFIG):
+                return RunDir(path)
         matches = list(self._by_signature(ref.lower()))
         if len(matches) == 1:
             return matches[0]
@@ -318,11 +345,24 @@ class Store:
                 yield run
 
     def _last(self) -> RunDir:
-        path = self.root / LAST
-        run = RunDir(self.root / path.read_text(encoding="utf-8").strip()) if path.exists() else None
-        if run is None or not (run.path / CONFIG).is_file():
+        text = read_text(self.root / LAST)
+        run = None if text is None else RunDir(self.root / text.strip())
+        if run is None or not os.path.isfile(run.path / CONFIG):
             raise StoreError(f"@last: nothing was run under {self.root} yet; start with: python run.py")
         return run
+
+
+def _anchored(path: Path | str) -> Path:
+    """An absolute path, `~` expanded.
+
+    Raises:
+        StoreError: there is no such home, or no working directory any more.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except (OSError, RuntimeError, ValueError) as error:
+        why = "the working directory is gone" if isinstance(error, FileNotFoundError) else str(error)
+        raise StoreError(f"{str(path)!r} leads nowhere: {why}; give an absolute path") from error
 
 
 def _listed(runs: list[RunDir]) -> str:
@@ -331,7 +371,7 @@ def _listed(runs: list[RunDir]) -> str:
 
 def read_summary(run: RunDir) -> dict[str, Any] | None:
     """`summary.json`; None before the run has ended."""
-    value: dict[str, Any] | None = read_json(run.summary)
+    value: dict[str, Any] | None = read_json(run.summary, shapes.SUMMARY)
     return value
 
 

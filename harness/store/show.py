@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from harness.store import identity, provenance, status
+from harness.store import identity, provenance, screen, status
+from harness.store.failure import REPORT
 from harness.store.fields import with_unit
 from harness.store.metrics import last_record
+from harness.store.reading import read_text
 from harness.store.rundir import RunDir, flatten, read_summary
 from harness.store.status import JobProbe
 
@@ -21,17 +23,18 @@ def show(run: RunDir, jobs: JobProbe | None = None) -> str:
         _field("signature", run.signature()),
         _field("state", "new, never started" if found is None else f"{found.state.value}: {found.reason}"),
         _field("attempts", ", ".join(str(number) for number in run.attempts()) or "none"),
+        *([_field("mirror", found.mirror)] if found is not None and found.mirror else []),
         *(_field("asked", override) for override in run.overrides()),
         *_origin(run),
         *_progress(run),
     ]
-    if found is not None and (report := run.attempt_dir(found.attempt) / "error.txt").exists():
-        lines += ["", report.read_text(encoding="utf-8").rstrip()]
+    if found is not None and (report := read_text(run.attempt_dir(found.attempt) / REPORT)) is not None:
+        lines += ["", report.rstrip()]
     return "\n".join(lines)
 
 
 def _field(name: str, value: object) -> str:
-    return f"  {name:<10} {value}"
+    return "\n".join(screen.fold(f"  {name:<10} {value}", screen.width(), " " * 13))
 
 
 def _origin(run: RunDir) -> list[str]:
@@ -43,7 +46,8 @@ def _origin(run: RunDir) -> list[str]:
     lines = [_field("code", code)]
     if provenance.is_stale(run.path):
         lines.append(_field("stale", "the sources that can change its numbers are others now"))
-    lines.append(_field("versions", ", ".join(f"{name} {version}" for name, version in facts["versions"].items())))
+    versions = facts.get("versions", {})
+    lines.append(_field("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     if "hosts" in facts:
         hosts = ", ".join(dict.fromkeys(facts["hosts"]))
         lines.append(_field("machine", f"{hosts}; {facts.get('cpu_model')}; {facts.get('device')}"))
@@ -54,14 +58,21 @@ def _progress(run: RunDir) -> list[str]:
     last, summary = last_record(run.metrics), read_summary(run)
     lines = []
     if last is not None:
-        loss = with_unit("loss", last["loss"])
-        lines.append(_field("step", f"{last['step']} of {run.config()['train']['steps']}, loss {loss}"))
+        loss = with_unit("loss", last.get("loss"))
+        lines.append(_field("step", f"{last['step']} of {run.setting('train.steps')}, loss {loss}"))
         lines += _counters(last.get("counters", {}))
     if summary is not None:
         kept = ("final_weights", "wall_s", "step_time_s")
-        lines += [_field(key, json.dumps(summary[key])) for key in kept if key in summary]
+        lines += [_field(key, _plain(summary[key])) for key in kept if key in summary]
         lines += _cost(summary) if summary.get("accounted_bytes") else []
     return lines
+
+
+def _plain(value: Any) -> str:
+    """A text as it is, numbers as JSON, a table of them as `name value, ...`."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(each)}" for name, each in value.items())
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _counters(counted: dict[str, Any]) -> list[str]:
@@ -109,9 +120,11 @@ def diff(a: RunDir, b: RunDir) -> str:
     """In what two runs differ: configuration, sources, versions and machine; one line each, `key: a -> b`."""
     lines = [f"a  {a.path}", f"b  {b.path}", ""]
     sections = {"configuration": _config_pairs(a, b), "origin": _origin_pairs(a, b)}
+    room = screen.width()
     for title, pairs in sections.items():
+        told = (f"  {key}: {_short(left)} -> {_short(right)}" for key, left, right in pairs)
         if pairs:
-            lines += [f"{title}:", *(f"  {key}: {_short(left)} -> {_short(right)}" for key, left, right in pairs), ""]
+            lines += [f"{title}:", *(line for each in told for line in screen.fold(each, room, " " * 6)), ""]
     if len(lines) == 3:
         lines.append("no difference in configuration, sources, versions or machine")
     return "\n".join(lines).rstrip()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
@@ -13,7 +14,9 @@ from enum import Enum
 from pathlib import Path
 
 from harness.store.errors import StoreError
-from harness.store.files import held, is_held, read_json, write_json
+from harness.store.files import held, is_held, write_json
+from harness.store.reading import read_json
+from harness.store.shapes import STATUS
 
 FILE = "status.json"
 OWNER_LOCK = ".lock"
@@ -74,6 +77,8 @@ class Status:
     """Token in the SLURM job's name, written before sbatch, so that a crash between the two loses nothing."""
     index: int = 0
     """Place of this cell in the submission's array."""
+    mirror: str = ""
+    """Why the wandb mirror of this attempt failed; empty where it did not."""
     updated: str = ""
     """UTC, ISO 8601."""
 
@@ -84,13 +89,19 @@ def read(run: Path) -> Status | None:
     Raises:
         StoreError: the file is damaged.
     """
-    raw = read_json(run / FILE)
+    raw = read_json(run / FILE, STATUS)
     if raw is None:
         return None
     try:
+        age_s(raw.get("updated", ""))
         return Status(**{**raw, "state": State(raw["state"]), "keeper": Keeper(raw["keeper"])})
-    except (KeyError, TypeError, ValueError) as error:
+    except (TypeError, ValueError) as error:
         raise StoreError(f"{run / FILE} is damaged ({error}); without it the run counts as never started") from error
+
+
+def age_s(updated: str) -> float:
+    """Seconds since a status was written; endless where it does not tell. Raises `ValueError` or `TypeError`."""
+    return (datetime.now(UTC) - datetime.fromisoformat(updated)).total_seconds() if updated else math.inf
 
 
 def write(run: Path, status: Status) -> Status:
@@ -121,6 +132,14 @@ def move(run: Path, attempt: int, state: State, reason: str, **changes: object) 
         raise StoreError(f"{run} has no status; it was never started")
     fields = {"state": state, "reason": reason, "attempt": attempt, **changes}
     return write(run, replace(present, **fields))  # type: ignore[arg-type]
+
+
+def note(run: Path, **changes: object) -> None:
+    """Add facts to the present status, whatever its state; nothing where the run was never started."""
+    with held(run / WRITE_LOCK):
+        present = read(run)
+        if present is not None:
+            _store(run, replace(present, **changes))  # type: ignore[arg-type] # fields by name, of several types
 
 
 def note_job(run: Path, attempt: int, job: str) -> None:

@@ -13,9 +13,11 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from harness.config.catalog import load_catalog
-from harness.config.compose import Cell, freeze, into_root
+from harness.config.compose import Cell, choose, freeze, into_root
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, Violation, refuse
+from harness.config.option import chosen_apart
+from harness.config.overrides import hydra_words
 from harness.launch.order import in_blocks
 from harness.store.rundir import flatten
 from harness.study.expand import Point
@@ -33,11 +35,15 @@ class Desired:
 
 
 class Composer:
-    """Composes one cell after another with Hydra's loader; remembers what a choice of groups gave."""
+    """Composes one cell after another with Hydra's loader, which takes a quarter of a second for a choice of groups.
+
+    So it is asked once for each choice among the options that reach beyond their group (`Option`); what any other
+    option says takes the place of its group. `tests/study/test_cells.py` holds that Hydra gives the same.
+    """
 
     def __init__(self, loader: ConfigLoader, master: DictConfig) -> None:
         self._loader, self._master = loader, master
-        self._by_groups: dict[tuple[str, ...], DictConfig] = {}
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
         self._groups = set(load_catalog().groups)
         self._parse = OverridesParser.create().parse_override
 
@@ -47,14 +53,23 @@ class Composer:
         Raises:
             BadRequest: as `compose_cell`.
         """
-        chosen = tuple(text for text in overrides if text.partition("=")[0] in self._groups)
+        chosen = tuple(hydra_words([text for text in overrides if text.partition("=")[0] in self._groups]))
         values = [self._parse(text) for text in overrides if text.partition("=")[0] not in self._groups]
-        if chosen not in self._by_groups:
-            self._by_groups[chosen] = into_root(self._loader.load_sweep_config(self._master, list(chosen)))
-        cfg = deepcopy(self._by_groups[chosen])
+        cfg = self._root(chosen)
         for override in values:
             set_value(cfg, override)
         return freeze(cfg, overrides)
+
+    def _root(self, chosen: tuple[str, ...]) -> DictConfig:
+        """A typed root of one's own with these options."""
+        apart = chosen_apart(chosen)
+        asked = tuple(text for text in chosen if text not in apart)
+        if asked not in self._composed:
+            self._composed[asked] = into_root(self._loader.load_sweep_config(self._master, list(asked)))
+        root = deepcopy(self._composed[asked])
+        for option in apart.values():
+            choose(root, option.group, option.values)
+        return root
 
 
 def set_value(cfg: DictConfig, override: Override) -> None:

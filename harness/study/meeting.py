@@ -21,8 +21,9 @@ from harness.config.overrides import typed_value
 from harness.config.schema import LaunchConfig
 from harness.launch.opening import Sources, open_here
 from harness.launch.plan import Decision
-from harness.store.files import Lock, read_json, write_json
+from harness.store.files import Lock, write_json
 from harness.store.placement import Placement
+from harness.store.reading import read_json
 from harness.store.rundir import Store
 
 ANSWER_TIMEOUT_S = 600.0

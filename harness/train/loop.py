@@ -98,16 +98,16 @@ class Loop:
                 record, stop = self._step(step)
                 if writer is not None:
                     writer.write(record)
-                mirror.log(record)
+                mirror.check()
                 self.session.progress(self._progress(record))
                 self._save_if_due(step, writer, stop)
             self.checkpoints.finish()
             status = "done" if step == self.config.train.steps else "preempted"
             self._finish(status, start, time.perf_counter() - began)
         finally:
-            mirror.close()
             if writer is not None:
                 writer.close()
+            mirror.close(hurry=step < self.config.train.steps)
         return Outcome("done" if status == "done" else "preempted", step, self.saved_step == step)
 
     def _begin(self) -> int:
@@ -142,7 +142,7 @@ class Loop:
             return None, Mirror.disabled()
         path = self.session.run_dir / "metrics.jsonl"
         cut_back(path, start, self.begins_after)
-        return MetricsWriter(path), Mirror.open(self.config, self.session.run_dir)
+        return MetricsWriter(path), Mirror.open(self.config, self.session.run_dir, self.session.warn)
 
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One update: its record, and whether to stop after it."""

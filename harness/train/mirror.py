@@ -1,92 +1,103 @@
-"""A copy of the record in Weights & Biases. The record is the truth; the mirror never stops or changes a run."""
+"""Rank 0's end of the wandb mirror: a process of its own that follows the record, and can neither slow nor stop a run.
+
+See `harness.mirror`. A mirror that ends before the run does is told once, on the terminal and in `status.json`.
+"""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+from harness.config.mirror import mirror_mode
 from harness.config.schema import Config, WandbMode
-from harness.store.fields import mirrored
+from harness.store import status
+from harness.store.errors import StoreError
+from harness.store.provenance import PACKAGE
 
-log = logging.getLogger(__name__)
-
-MAX_ID = 64
-"""Longest run id the server takes."""
+CLOSE_S, HURRY_S = 60.0, 10.0
+"""How long a run that is done, and one that must make room, waits for what is still to be sent."""
+LOG = "mirror.log"
 
 
 class Mirror:
-    """Sends each line of the record. The first failure is logged once and ends the mirror, not the run."""
+    """The process, or nothing."""
 
-    def __init__(self, run: Any | None) -> None:
-        """Wrap an open wandb run, or None for a mirror that does nothing."""
-        self._run = run
+    def __init__(self, run_dir: Path, process: subprocess.Popen[bytes] | None, warn: Callable[[str], None]) -> None:
+        self._run_dir, self._process, self._warn = run_dir, process, warn
 
     @classmethod
     def disabled(cls) -> Mirror:
         """A mirror that does nothing."""
-        return cls(None)
+        return cls(Path(), None, print)
 
     @classmethod
-    def open(cls, config: Config, run_dir: Path) -> Mirror:
-        """Open, or take up, the run with this cell's id; on any failure a mirror that does nothing."""
-        if config.wandb.mode is WandbMode.disabled:
-            return cls.disabled()
-        try:
-            return cls(_start(config, run_dir))
-        except Exception as error:
-            _warn("could not start", error)
-            return cls.disabled()
+    def open(cls, config: Config, run_dir: Path, warn: Callable[[str], None]) -> Mirror:
+        """Start mirroring where that is asked for.
 
-    def log(self, record: Mapping[str, Any]) -> None:
-        """Send the mirrored metrics of one line, nested ones as `train/time/data_s`; null ones are left out."""
-        if self._run is None:
+        Args:
+            config: the run's.
+            run_dir: its directory; `metrics.jsonl` exists, cut back to where the run goes on.
+            warn: is told, in a line, that the mirror failed.
+        """
+        mirror = cls(run_dir, None, warn)
+        try:
+            mode = mirror_mode(config.wandb.mode, os.environ)
+            if mode is not WandbMode.disabled:
+                mirror._process = _start(run_dir, mode)
+        except (OSError, ValueError) as error:
+            mirror._fail(str(error))
+        return mirror
+
+    def check(self) -> None:
+        """Tell once if it has ended too early; costs a system call."""
+        if self._process is not None and self._process.poll() is not None:
+            self._ended()
+
+    def close(self, *, hurry: bool = False) -> None:
+        """No line follows: wait until all are sent, for a bounded time. A second call does nothing."""
+        if self._process is None:
             return
+        patience_s = HURRY_S if hurry else CLOSE_S
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
         try:
-            self._run.log({f"train/{path}": value for path, value in mirrored(record).items()})
-        except Exception as error:
-            _warn("stopped", error)
-            self._run = None
+            self._process.wait(patience_s)
+            self._ended()
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            self._fail(f"not everything was sent within {patience_s:.0f} s")
 
-    def close(self) -> None:
-        """Finish the mirror's run; a second call does nothing."""
-        run, self._run = self._run, None
-        try:
-            if run is not None:
-                run.finish(quiet=True)
-        except Exception as error:
-            _warn("did not finish", error)
+    def _ended(self) -> None:
+        process, self._process = self._process, None
+        if process is not None and process.returncode:
+            lines = (self._run_dir / "wandb" / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+            self._fail(lines[-1] if lines else f"its process ended with {process.returncode}")
 
-
-def mirror_id(study: str, signature: str) -> str:
-    """`<study>-<signature>` in 64 characters: a long study name loses its end, the signature its second half."""
-    return f"{study[: MAX_ID - 33]}-{signature}"[:MAX_ID]
-
-
-def _start(config: Config, run_dir: Path) -> Any:
-    import wandb
-
-    from harness.store.identity import signature
-    from harness.store.rundir import RunDir
-
-    frozen = RunDir(run_dir).config()
-    run = wandb.init(
-        project=config.wandb.project,
-        entity=config.wandb.entity,
-        mode="online" if config.wandb.mode is WandbMode.online else "offline",
-        id=mirror_id(config.study.name, signature(frozen)),
-        name=run_dir.name,
-        group=config.study.name,
-        resume="allow",
-        dir=str(run_dir),
-        config=frozen,
-        settings=wandb.Settings(console="off", silent=True, disable_git=True, save_code=False, init_timeout=30),
-    )
-    run.define_metric("train/step")
-    run.define_metric("train/*", step_metric="train/step")
-    return run
+    def _fail(self, why: str) -> None:
+        self._process = None
+        text = f"wandb mirror: {why}; the record is whole without it: python -m harness sync {self._run_dir}"
+        self._warn(text)
+        with contextlib.suppress(OSError, StoreError):
+            status.note(self._run_dir, mirror=text)
 
 
-def _warn(what: str, error: Exception) -> None:
-    log.warning("wandb mirror %s, training goes on: %s: %s", what, type(error).__name__, error)
+def _start(run_dir: Path, mode: WandbMode) -> subprocess.Popen[bytes]:
+    """A session of its own: what ends the ranks leaves it the moment it needs to write down the end."""
+    folder = run_dir / "wandb"
+    folder.mkdir(exist_ok=True)
+    path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    with (folder / LOG).open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "harness.mirror", str(run_dir), mode.value],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.engines.protocol import Microbatch, Workload
 from harness.probe.timers import Timers
@@ -20,6 +21,9 @@ class TimedWorkload(Workload):
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         return self.inner.build(device, dtype)
+
+    def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
+        self.inner.cut(model, axis, sequence_parallel=sequence_parallel)
 
     def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
         return self.inner.initial_weight(name, shape)

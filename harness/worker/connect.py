@@ -55,7 +55,7 @@ def join(config: Config, place: Placement, attempt: Path, device: torch.device) 
         # The owner is one of the axes' communicators, which the engine creates first: the default one comes to be with
         # its first collective, later, and without SHARP.
         _create(config, place, attempt, device, at_once=False)
-    return Ranks(place.rank, place.world_size, place.local_rank, device, ownership)
+    return Ranks(place.rank, place.world_size, place.local_rank, device, ownership, config.mesh.tp)
 
 
 def owner_is_default(config: Config) -> bool:

@@ -157,7 +157,7 @@ def _train(
             from harness.probe.faults import inject
 
             inject(config, engine, ranks.rank, ranks.world_size)
-        loader = Loader(config, ranks.rank)
+        loader = Loader(config, ranks.data_rank)
         try:
             return train(Session(config, ranks, engine, loader, meters, control, run.path, stop, progress, warn))
         finally:

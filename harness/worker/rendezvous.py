@@ -11,8 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from harness.store.files import read_json, write_json
+from harness.store.files import write_json
 from harness.store.placement import Placement
+from harness.store.reading import read_json
 
 if TYPE_CHECKING:
     # torch exports its stores without declaring them

@@ -16,6 +16,7 @@ from typing import Any
 from harness.store import failure, status
 from harness.store.errors import StoreError
 from harness.store.placement import PROGRESS, Placement
+from harness.store.redaction import redacted
 from harness.store.status import Keeper, State
 
 ECHO_PATIENCE_S = 5.0
@@ -106,23 +107,27 @@ class Reporter:
 
         Never raises: the disk may be full, which may be the very cause.
         """
-        text = "".join(traceback.format_exception(error))
+        text = redacted("".join(traceback.format_exception(error)))
         self.pipe.send_patiently("error", text=text)
         with contextlib.suppress(OSError):
             sys.stderr.write(text)
             sys.stderr.flush()
         with contextlib.suppress(OSError, StoreError):
             failure.record(self.folder, self.place.rank, text)
-            if not self.place.watched:
-                self._tell_cause(text)
+        if not self.place.watched:
+            self._tell_cause(text)
 
     def _tell_cause(self, text: str) -> None:
         """Where no launcher sees all ranks: the rank that failed says so itself, and an echo waits for the cause."""
         if failure.is_echo(text):
             _wait_until(lambda: failure.has_cause(self.folder), ECHO_PATIENCE_S)
-        found = failure.collect(self.folder)
-        failure.write_report(self.folder, found)
-        self._write(State.failed, found[0].summary())
+        found = failure.Failure(self.place.rank, text)
+        with contextlib.suppress(OSError, StoreError):
+            all_told = failure.collect(self.folder) or [found]
+            found = all_told[0]
+            failure.write_report(self.folder, all_told)
+        with contextlib.suppress(OSError, StoreError):  # small: room may be found for it alone
+            self._write(State.failed, found.summary())
 
     def _write(self, state: State, reason: str, **changes: Any) -> None:
         fields = {"host": socket.gethostname(), "pid": os.getpid(), **changes}

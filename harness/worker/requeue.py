@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -33,15 +33,25 @@ def fate(place: Placement) -> Fate:
     """Ask SLURM about this job; called by rank 0."""
     if not place.job:
         return Fate()
-    return judge(_scontrol("--oneliner", "show", "job", os.environ["SLURM_JOB_ID"]).stdout, restarts())
+    return judge(_scontrol("--oneliner", "show", "job", place.job).stdout, place.job, restarts())
 
 
-def judge(text: str, restarts: int) -> Fate:
-    """Read `scontrol show job`: a requeue counts a restart at once, and a cancelled job completes without one."""
-    found = dict(re.findall(r"\b(JobState|Restarts)=(\w+)", text))
+def judge(text: str, job: str, restarts: int) -> Fate:
+    """Read `scontrol --oneliner show job`: a requeue counts a restart at once, and a cancelled job completes without.
+
+    Only the record of `job` (`123` or `123_4`) is looked at. The last element of an array has the array's own number
+    as its JobId, and whoever asks for that is told of every element.
+    """
+    records = (dict(re.findall(r"\b(\w+)=(\S*)", line)) for line in text.splitlines())
+    found = next((record for record in records if _number(record) == job), {})
     if int(found.get("Restarts", 0)) > restarts:
         return Fate(requeued=True)
     return Fate(cancelled=found.get("JobState") in ("CANCELLED", "COMPLETING"))
+
+
+def _number(record: Mapping[str, str]) -> str:
+    array, index = record.get("ArrayJobId"), record.get("ArrayTaskId", "")
+    return f"{array}_{index}" if array and index.isdigit() else record.get("JobId", "")
 
 
 def restarts() -> int:

@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from harness.config.catalog import NULLABLE, load_catalog
-from harness.config.compose import compose, compose_cell, composed, load_config
+from harness.config.compose import compose, compose_cell, composed, fault_option, load_config, register
 from harness.config.derived import global_microbatches, microbatches_per_rank, parameter_count
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
 from harness.config.faults import corpus
+from harness.config.root import typed_root
 from harness.config.schema import Config, EngineName, Strategy
+from tests.support import composing
 
 DRY = "launch.dry_run=true"
 NEEDS = {
@@ -43,9 +46,11 @@ LEAVES = [f"{g}={o}" for g, options in load_catalog().options.items() if g != "s
 
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_every_option_composes(leaf: str) -> None:
-    elsewhere = ["cluster=slurm"] if leaf.startswith("model=") else []  # this machine may be too small
-    cell = compose([leaf, *_needs(leaf), *elsewhere, DRY])
+    """A file of conf/ as Hydra reads it; of faults, which it knows by a table, one as it does and all as studies do."""
     group, option = leaf.split("=")
+    elsewhere = ["cluster=slurm"] if group == "model" else []  # this machine may be too small
+    words = [leaf, *_needs(leaf), *elsewhere, DRY]
+    cell = composing.compose(words) if group == "fault" else compose(words)
     if group in ("model", "dtype", "engine", "optimizer"):
         assert cell.config[group]["name"] == option
     assert cell.overrides[0] == leaf
@@ -53,6 +58,12 @@ def test_every_option_composes(leaf: str) -> None:
 
 def test_every_fault_is_an_option_and_every_option_a_fault() -> None:
     assert set(load_catalog().options["fault"]) == {*corpus(), "none"}
+    register()
+    table = ConfigStore.instance().repo["fault"]
+    assert {name: dict(node.node) for name, node in table.items()} == {
+        f"{name}.yaml": fault_option(name) for name in (*corpus(), "none")
+    }
+    assert compose(["fault=none", DRY]).config == composing.compose(["fault=none", DRY]).config
 
 
 @pytest.mark.parametrize(
@@ -179,3 +190,14 @@ def test_groups_packages_and_fields_share_names() -> None:
 def test_composing_never_loads_torch() -> None:
     code = "from harness.config.compose import compose; import sys; compose(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_a_model_that_does_not_say_its_family_is_refused() -> None:
+    """As a file copied into conf/model/ without the line would be; a llama would train silently."""
+    cfg = composed([])
+    cfg.model.family = "???"
+    with pytest.raises(BadRequest, match=r"(?s)model=tiny does not say it.*valid: llama, moe, odd.*conf/model/"):
+        compose_cell(cfg, [])
+    assert OmegaConf.is_missing(typed_root().model, "family")
+    for name in load_catalog().options["model"]:
+        assert not OmegaConf.is_missing(composed([f"model={name}"]).model, "family")

@@ -82,6 +82,20 @@ def test_missing_tools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         compose(["wandb=offline"])
 
 
+def test_a_mirror_nobody_could_log_into_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(BadRequest, match=r"(?s)wandb\.mode=online: neither WANDB_API_KEY .* fix: +wandb login"):
+        compose(["wandb=online"])
+    monkeypatch.setenv("WANDB_MODE", "sometimes")
+    with pytest.raises(BadRequest, match="WANDB_MODE=sometimes is none of online, run, offline, dryrun, disabled"):
+        compose(["wandb=online"])
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    compose(["wandb=online"])
+
+
 def test_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0"), Path("/dev/nvidiactl")]))
     with pytest.raises(BadRequest, match="has 1 NVIDIA devices for 2 ranks"):

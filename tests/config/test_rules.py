@@ -270,7 +270,7 @@ def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
     against |= {"train.param_norm_every": ["measure=bench"]} | {key: ["model=odd"] for key in decoder}
     quiet = {"measure.capture_limit_mib": ["measure=light"]}
     extra = (needs | against | quiet).get(knob, [])
-    value = values.get(knob, "true" if knob.startswith("dtype.allow") else "1e-6" if knob.endswith(".eps") else "1")
+    value = values.get(knob, "true" if settings()[knob].type is bool else "1e-6" if knob.endswith(".eps") else "1")
     value = "0.5" if knob.endswith("momentum") else value
     assert "has no effect" in violations(f"{knob}={value}", *extra, DRY)[knob]
 
@@ -308,3 +308,79 @@ def test_token_ids_must_fit(tmp_path: Path) -> None:
     words = ["data=tokens", f"data.path={path}"]
     assert "model.vocab_size=1000" in violations(*words)["model.vocab_size"]
     compose([*words, "model.vocab_size=1000"])
+
+
+@pytest.mark.parametrize(
+    ("words", "setting", "told"),
+    [
+        (["launch.preempt_at=20"], "launch.preempt_at", "0 to 19"),
+        (["ckpt.every=21"], "ckpt.every", "beyond the last step"),
+        (["launch.hang_timeout_s=1e-9"], "launch.hang_timeout_s", "1 to"),
+        (["cluster.threads_per_rank=4096"], "cluster.threads_per_rank", "this machine's processors"),
+        (["launch.inline=1"], "launch.inline", "true or false"),
+        (["train.steps=true"], "train.steps", "a whole number"),
+        (["train.steps=???"], "train.steps", "is no value"),
+        (["cluster=slurm", "cluster.account='a\nb'"], "cluster.account", "control character"),
+        (["notes='a\nb'"], "notes", "control character"),
+        (["notes='HF_TOKEN=abcdefgh1'"], "notes", "holds a secret"),
+        (["mesh.dp_outer=0"], "mesh.dp_outer", "out of range"),
+        (["mesh.dp_outer=8"], "mesh.dp_outer", "does not divide"),
+        (["measure.capture_steps=${train.steps}"], "measure.capture_steps", "a list of whole numbers"),
+        (["study.margins=${train.steps}"], "study.margins", "pairs"),
+        (["launch.root=" + "x" * 5000], "launch.root", "too long"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str], setting: str, told: str) -> None:
+    found = violations(*words, *(() if words[0].startswith("launch.root") else (DRY,)))
+    assert told in found[setting]
+
+
+def test_a_job_that_would_stop_for_ever_is_refused() -> None:
+    words = ["launch.preempt_at=3", "ckpt=none", DRY]
+    assert "for ever" in str(violations(*words, "cluster=slurm"))
+    assert compose(words), "a run on this machine is put back by nobody"
+
+
+def test_a_checkpoint_of_a_later_step_is_refused(tmp_path: Path) -> None:
+    for step in (5, 60):
+        (tmp_path / "ckpt" / f"step-{step:06d}").mkdir(parents=True)
+        (tmp_path / "ckpt" / f"step-{step:06d}" / "manifest.json").touch()
+    found = violations(f"ckpt.load={tmp_path}", "train.steps=10", DRY)
+    assert "begins after step 60" in found["ckpt.load"]
+    assert "train.steps=70" in found["ckpt.load"]
+    assert compose([f"ckpt.load={tmp_path}/ckpt/step-000005", "train.steps=10", DRY])
+
+
+@pytest.mark.parametrize("group", ["study", "debug", "experiment"])
+def test_no_option_can_be_said(group: str) -> None:
+    assert compose([f"{group}=null"]).signature == compose().signature
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "says"),
+    [
+        (("mesh.world_size=4", "mesh.tp=3"), "mesh.tp=3", "does not divide mesh.world_size=4"),
+        (("mesh.tp=0",), "mesh.tp=0", "1 to"),
+        (("mesh.tp=-2", "mesh.dp_outer=0"), "mesh.tp=-2", "1 to"),
+        (("mesh.world_size=4", "mesh.tp=2", "engine=fsdp1"), "mesh.tp=2", "engine=fsdp1 takes no model"),
+        (("mesh.world_size=4", "mesh.tp=2", "model=odd"), "mesh.tp=2", "model.family=odd declares no plan"),
+        (("mesh.world_size=4", "mesh.tp=2", "sharp=dp"), "sharp.group=dp", "is not built beside mesh.tp=2"),
+        (("mesh.world_size=8", "mesh.tp=8"), "model.num_kv_heads=2", "is not divisible by mesh.tp=8"),
+        (
+            ("mesh.world_size=2", "mesh.tp=2", "mesh.sequence_parallel=true", "data.seq_len=31"),
+            "data.seq_len=31",
+            "is not divisible by mesh.tp=2",
+        ),
+        (("mesh.sequence_parallel=true",), "mesh.sequence_parallel=true", "mesh.tp=1"),
+        (("mesh.world_size=8", "mesh.tp=2", "mesh.dp_outer=8"), "mesh.dp_outer=8", "the 4 ranks that mesh.tp=2 leaves"),
+        (
+            ("mesh.world_size=4", "mesh.tp=2", "train.global_batch_size=5", "train.microbatch_size=1"),
+            "train.global_batch_size=5",
+            r"mesh.world_size / mesh.tp",
+        ),
+    ],
+)
+def test_tensor_parallelism_is_asked_for_rightly(overrides: tuple[str, ...], path: str, says: str) -> None:
+    found = violations(*overrides)[path.partition("=")[0]]
+    assert found.startswith(path)
+    assert says in found

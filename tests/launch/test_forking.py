@@ -24,7 +24,7 @@ from harness.store.status import State
 from harness.worker import forkserver
 from tests.launch.test_kills import LIMIT_S, Launched
 
-SHORT = ("train.steps=4", "measure.capture_steps=[1,2]")
+SHORT = ("train.steps=20", "measure.capture_steps=[1,2]")
 ENDLESS = ("train.steps=100000",)
 
 

@@ -171,7 +171,7 @@ def test_the_same_request_twice_at_once_is_one_run(launch):
         time.sleep(0.05)
     (left,) = [one for one in asked if one.process.poll() is not None]
     (runs,) = [one for one in asked if one is not left]
-    assert left.process.returncode == 75
+    assert left.process.returncode == 69
     assert "running: starting" in left.end()
     run = runs.await_steps(1)
     assert Store(runs.root).runs() == [run]

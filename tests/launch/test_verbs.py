@@ -150,12 +150,13 @@ def test_gc_finds_leftovers_and_no_record(store):
     for one in (run, living):
         (one.ckpt / "step-000003").mkdir(parents=True)
         (one.ckpt / "step-000003" / "x").write_bytes(b"0" * 1000)
-    temporary = run.path / ".metrics.jsonl.abc.tmp"
+    temporary = run.path / ".metrics.jsonl.0123456789ab.tmp"
     temporary.write_text("x")
     submission = store.root / "adhoc" / ".submit" / "0badcafe"
     submission.mkdir(parents=True)
     half = store.root / "adhoc" / "half-made"
     half.mkdir()
+    (half / ".status.lock").touch()
     version = store.root / ".code" / "0123456789abcdef"
     (version / "files").mkdir(parents=True)
     assert garbage(store) == [], "all of it is young"
@@ -163,13 +164,42 @@ def test_gc_finds_leftovers_and_no_record(store):
         age(path)
     with Lock.acquire(living.path / ".lock"):
         assert {item.path for item in garbage(store)} == {temporary, submission, half}
-        assert "1 items" not in gc(store, checkpoints=True)
-        text = gc(store, checkpoints=True, apply=True)
-    assert "4 items" in text
+        said: list[str] = []
+        gc(store, checkpoints=True, say=said.append)
+        assert said[-1].startswith("4 items")
+        assert run.ckpt.exists(), "said, not done"
+        left: list[bool] = []
+        gc(store, checkpoints=True, apply=True, say=lambda _: left.append(run.ckpt.exists()))
+    assert left == [True] * 4 + [False], "everything is named before anything goes"
     assert not run.ckpt.exists()
     assert (living.ckpt / "step-000003").exists()
     assert run.metrics.exists()
     assert not temporary.exists()
+
+
+def test_gc_touches_nothing_that_is_not_ours(store, tmp_path_factory):
+    """A folder without the mark of a store is nobody's to tidy; in one with it, what bears no mark of ours stays."""
+    home = tmp_path_factory.mktemp("home")
+    theirs = home / "thesis" / "chapter-1"
+    theirs.mkdir(parents=True)
+    (theirs / "text.tex").write_text("years of work")
+    age(theirs)
+    with pytest.raises(StoreError, match=r"is no store of runs: it has no file \.store"):
+        gc(Store(home), apply=True)
+    run = add(store, State.done)
+    strange = [store.root / "notes" / "mine", run.path.parent / "mine", run.path / ".secret.tmp", run.path / "x.tmp"]
+    strange += [store.root / "adhoc" / ".submit" / "backup", run.ckpt / "best.tmp"]
+    for path in strange:
+        path.mkdir(parents=True)
+        (path / "file").touch()
+    linked = run.path.parent / "link"
+    linked.symlink_to(theirs)
+    (theirs / ".status.lock").touch()
+    for path in (*strange, theirs):
+        age(path)
+    gc(store, checkpoints=False, apply=True)
+    assert all((path / "file").exists() for path in strange)
+    assert (theirs / "text.tex").exists()
 
 
 STEP = {"kind": "step", "rank": 0, "steps": 100, "loss": 2.5, "step_time_s": 0.5, "tokens": 1000, "memory_bytes": 2**30}

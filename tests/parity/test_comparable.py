@@ -53,7 +53,10 @@ REFUSALS: dict[str, tuple[Edit, str]] = {
     ),
     "damaged line": (lambda run: (run / "metrics.jsonl").write_text("x\n"), "is not a record"),
     "loss missing": (lambda run: edit_lines(run, lambda lines: lines[2].pop("loss")), "step 3 has no loss"),
-    "loss is text": (lambda run: edit_lines(run, lambda lines: lines[2].update(loss="3.1")), "step 3 has no loss"),
+    "loss is text": (
+        lambda run: edit_lines(run, lambda lines: lines[2].update(loss="3.1")),
+        "loss is a text, not a number",
+    ),
     "digest missing": (lambda run: edit_lines(run, lambda lines: lines[2].pop("data_digest")), "no data_digest"),
     "capture truncated": (
         lambda run: (run / "capture/step-000001.safetensors").write_bytes(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -81,7 +83,8 @@ def final_weights(run: RunDir) -> str:
 
 
 def test_two_by_two_over_two_nodes(cluster: Cluster, tmp_path):
-    """One cell is preempted and resumes to the same bits; one raises, is FAILED, and alone runs when asked again."""
+    """Two cells are preempted, the array's last among them, and resume to the same bits; one raises, is FAILED, and
+    alone runs when asked again."""
     root = tmp_path / "the runs"
     study = ["-m", "study.name=two", "sharding=no_shard,optim", "train.replicate=0,1"]
     cluster.hold()
@@ -92,7 +95,7 @@ def test_two_by_two_over_two_nodes(cluster: Cluster, tmp_path):
     assert len(runs) == 4
     assert {state(run) for run in runs} == {State.queued}
     assert len({job(run).partition("_")[0] for run in runs}) == 1, "one shape is one array"
-    preempted, twin, raising, _ = runs
+    preempted, twin, raising, last = runs
     assert twin.path.name.rpartition("-")[0].endswith("-r1")
     raising.capture.write_text("a file where the run needs a folder")
     cluster.go()
@@ -109,6 +112,15 @@ def test_two_by_two_over_two_nodes(cluster: Cluster, tmp_path):
     plan = request(root, *study, "launch.dry_run=true").stdout
     assert f"{preempted.path}\n    leave: preempted" in plan
     cluster.start_now(job(preempted))
+
+    # The last element has the array's number as its JobId: its siblings' fates must not be taken for its own.
+    until(cluster, lambda: len(read_metrics(last.metrics)) >= 5)
+    facts = provenance.read(last.path)["environment"]
+    assert facts["SLURM_JOB_ID"] == facts["SLURM_ARRAY_JOB_ID"]
+    os.kill((last.status() or pytest.fail("no status")).pid, signal.SIGUSR2)
+    until(cluster, lambda: state(last) is State.preempted)
+    until(cluster, lambda: cluster.job_states()[job(last)] == "PENDING", 20)
+    cluster.start_now(job(last))
     until(cluster, lambda: all(state(run) is State.done for run in runs if run is not raising))
 
     assert [line["step"] for line in read_metrics(preempted.metrics)] == list(range(1, STEPS + 1))
@@ -131,6 +143,8 @@ def test_two_by_two_over_two_nodes(cluster: Cluster, tmp_path):
     assert asked.stdout.count(": done") == 3
     until(cluster, lambda: state(raising) is State.done)
     assert raising.attempts() == [0, 1]
+    assert numbers(raising) == numbers(last)
+    assert final_weights(raising) == final_weights(last)
     assert all(run.attempts() == [0] for run in runs if run is not raising)
 
 

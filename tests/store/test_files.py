@@ -11,7 +11,8 @@ import pytest
 
 from harness.store import files
 from harness.store.errors import StoreError
-from harness.store.files import Lock, held, is_held, read_json, write_atomic, write_json
+from harness.store.files import Lock, held, is_held, write_atomic, write_json
+from harness.store.reading import read_json
 
 
 def test_replaces_whole_and_leaves_nothing_else(tmp_path):

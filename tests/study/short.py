@@ -59,13 +59,9 @@ def judged(pairs: Sequence[Pair], root: Path) -> dict[str, Judged]:
 
 
 def _cells(pairs: Sequence[Pair], root: Path) -> dict[tuple[str, ...], Cell]:
-    """By the pair's own overrides. A fault is set as a value here: every group that is chosen anew is composed anew."""
+    """By the pair's own overrides."""
     wanted = [*(pair.arm for pair in pairs), *(pair.control for pair in pairs)]
-    quick = {each: tuple(text.replace("fault=", "fault.name=") for text in each) for each in wanted}
-    composed = compose_all(
-        quick.values(), (f"launch.root={root}", f"train.steps={STEPS}", f"model.num_layers={LAYERS}")
-    )
-    return {each: composed[quick[each]] for each in wanted}
+    return compose_all(wanted, (f"launch.root={root}", f"train.steps={STEPS}", f"model.num_layers={LAYERS}"))
 
 
 def _trained(cells: Mapping[str, Cell], halved: set[str], store: Store) -> dict[str, Path]:

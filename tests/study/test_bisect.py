@@ -109,6 +109,17 @@ def test_the_commit_that_doubles_gradients_is_named_with_what_shows_it(toy: Path
     assert ToySnapshot.ran == [], "asked again, done runs are used again"
 
 
+def test_two_names_of_one_version_are_equal_and_nothing_is_run(toy: Path) -> None:
+    """What a fresh clone makes of `compare --code main WORKTREE`."""
+    grow(toy, "clean", "doubled")
+    compared = compare_code(Request(("train.steps=3",)), "main", WORKTREE, pytest.fail)
+    assert compared.verdict.exit_code == 0
+    assert "hold the same files" in compared.verdict.sentence
+    before = git(toy, "rev-parse", "HEAD~1")[:7]
+    assert compared.verdict.commands == (f"python -m harness compare --code {before} WORKTREE train.steps=3",)
+    assert ToySnapshot.ran == []
+
+
 def test_commits_that_cannot_be_tried_are_skipped_and_reported(toy: Path) -> None:
     grow(toy, "clean", "broken", "fails", "doubled", "doubled")
     culprit = found("main~4", "main")

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra import initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -19,6 +20,7 @@ from hydra.types import RunMode
 from harness.config.catalog import ROOT, load_catalog
 from harness.config.compose import compose, load_config, register
 from harness.config.errors import BadRequest
+from harness.config.option import read_option
 from harness.config.schema import Config, EngineName, MeasureMode
 from harness.store.study import read_study, study_record, write_study
 from harness.study.cells import Composer, Desired
@@ -67,6 +69,11 @@ OVERRIDES = [
     ("experiment=bitwise", "train.global_batch_size=16", "debug=one_step"),
     ("cluster=slurm", "cluster.additional={a: 1}", "launch.dry_run=true", "notes='x, y'"),
     ("train.warmup_steps=${train.steps}",),
+    ("fault=F01_duplicated_gradient", "optimizer=sgd", "mesh=two_by_two", "sharding=hfsdp", "ckpt=none"),
+    ("engine=ddp", "sharding=optim", "dtype=bf16"),
+    ("experiment=bench_compute", "measure=bench", "model=odd", "cluster=local"),
+    ("experiment=oracle", "engine=native", "numerics=ordered", "measure.rounding_draws=0", "mesh=two"),
+    ("ckpt=last", "debug=one_step", "model=odd_units"),
 ]
 
 
@@ -77,6 +84,15 @@ def test_the_fast_way_gives_what_hydra_gives(hydra: Hydra) -> None:
     GlobalHydra.instance().clear()
     assert [cell.config for cell in fast[: len(OVERRIDES)]] == [compose(o).config for o in OVERRIDES]
     assert fast[len(OVERRIDES) :] == fast[: len(OVERRIDES)], "a cell leaves no trace in the next"
+
+
+def test_what_a_request_starts_from_reaches_nothing_else() -> None:
+    """Else what replaces one of these options would leave behind what it did to another group."""
+    defaults = yaml.safe_load((ROOT / "conf" / "config.yaml").read_text())["defaults"]
+    begun = [next(iter(each.items())) for each in defaults if isinstance(each, dict)]
+    chosen = [(group, name) for group, name in begun if group in load_catalog().groups and name]
+    assert len(chosen) >= 16
+    assert not [f"{group}={name}" for group, name in chosen if read_option(group, name).reaches]
 
 
 def test_every_large_study_is_shipped() -> None:

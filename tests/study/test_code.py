@@ -76,6 +76,13 @@ def test_a_clean_working_tree_is_head(repository: Repository) -> None:
     assert not repository.is_dirty()
 
 
+def test_a_branch_that_a_clone_has_of_its_origin_alone(top: Path, tmp_path: Path) -> None:
+    git(top, "branch", "side", "HEAD~1")
+    git(tmp_path, "clone", "--quiet", str(top), "clone")
+    clone = Repository(tmp_path / "clone", tmp_path / "clone" / "runs" / revisions.FOLDER)
+    assert clone.version("side").commit == git(top, "rev-parse", "HEAD~1")
+
+
 @pytest.mark.parametrize("revision", ["nope", "main..HEAD", "", "-h", "--all", "HEAD:file.py", "HEAD^{tree}"])
 def test_what_is_no_commit_is_refused_with_the_branches_there_are(repository: Repository, revision: str) -> None:
     with pytest.raises(BadRequest, match=r"is no commit of this repository(?s:.)*a branch \(main\)"):

@@ -53,7 +53,7 @@ def with_dtypes(config: Config, compute: Dtype, main: Dtype) -> Config:
 
 def ranks_of(config: Config, rank: int = 0) -> Ranks:
     """This process on the CPU."""
-    return Ranks(rank, config.mesh.world_size, rank, torch.device("cpu"))
+    return Ranks(rank, config.mesh.world_size, rank, torch.device("cpu"), tp=config.mesh.tp)
 
 
 def train(
@@ -74,7 +74,15 @@ def train(
         if config.fault.name != NONE:
             inject(config, engine, rank, ranks.world_size)
         session = Session(
-            config, ranks, wrap_engine(engine), Loader(config, rank), meters, control, run_dir, should_stop, progress
+            config,
+            ranks,
+            wrap_engine(engine),
+            Loader(config, ranks.data_rank),
+            meters,
+            control,
+            run_dir,
+            should_stop,
+            progress,
         )
         outcome = run(session)
     if control is not None:

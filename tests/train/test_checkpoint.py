@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from harness.checkpoint import tensor_file
+from harness.checkpoint import manifest, tensor_file
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.policy import Checkpoint, Checkpoints
 from harness.config.schema import OptimizerName
@@ -59,7 +60,33 @@ def flipped(data: bytearray, at: int) -> bytearray:
     return data
 
 
+def signed_again(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest, and put its own sum right: what a careless tool would leave."""
+    file = path / "manifest.json"
+    body = json.loads(file.read_text())
+    change(body)
+    file.write_text(json.dumps({**body, "sha256": manifest._sum(body)}))
+
+
+def chunks(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Those of some weight."""
+    found: list[dict[str, Any]] = body["tensors"]["weights/embedding.weight"]["chunks"]
+    return found
+
+
+def replaced_by_a_device(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("/dev/zero")
+
+
 DAMAGE = {
+    "a chunk dropped": lambda p: signed_again(p, lambda body: chunks(body).pop()),
+    "a chunk twice": lambda p: signed_again(p, lambda body: chunks(body).append(chunks(body)[0])),
+    "a chunk beyond its tensor": lambda p: signed_again(p, lambda body: chunks(body)[0]["offsets"].__setitem__(0, 1)),
+    "a file without a sum": lambda p: signed_again(p, lambda body: body["files"].clear()),
+    "a file outside": lambda p: signed_again(p, lambda body: body["files"].update({"../x": body["files"][RANK_FILE]})),
+    "a text for a number": lambda p: signed_again(p, lambda body: body["files"][RANK_FILE].update(bytes="many")),
+    "a device for a file": lambda p: replaced_by_a_device(p / RANK_FILE),
     "flipped bit in the data": lambda p: rewrite(p / RANK_FILE, lambda d: flipped(d, -1)),
     "flipped bit in the header": lambda p: rewrite(p / RANK_FILE, lambda d: flipped(d, 20)),
     "cut short": lambda p: rewrite(p / RANK_FILE, lambda d: d[:-1]),
@@ -273,3 +300,24 @@ def test_a_damaged_newer_one_does_not_push_out_what_was_saved_after_it(folder: P
     held.save(engine, 2, "digest")
     assert [path.name for path in folder.iterdir()] == ["step-000002"]
     assert loaded(held, engine) == (2, ())
+
+
+def test_another_runs_weights_that_are_no_numbers_are_refused_and_ones_own_are_told(tmp_path: Path) -> None:
+    engine = build(small_config())
+    with torch.no_grad():
+        engine.weights["head.norm.weight"][3] = float("nan")  # type: ignore[attr-defined]
+    checkpoints(tmp_path / "ckpt").save(engine, 1, "digest")
+    wanted = {"ckpt__load": str(tmp_path / "ckpt")}
+    with pytest.raises(ValueError, match=r"no finite numbers: weights/head\.norm\.weight.*ckpt\.strict=false"):
+        checkpoints(tmp_path / "other", **wanted).load_newest(build(small_config()))
+    for folder, changes in (("other", {**wanted, "ckpt__strict": False}), ("ckpt", {})):
+        told: list[str] = []
+        assert checkpoints(tmp_path / folder, told, **changes).load_newest(build(small_config())) is not None
+        assert len(told) == 1
+        assert "weights/head.norm.weight" in told[0]
+
+
+def test_a_checkpoint_beyond_the_end_of_the_run_is_refused(tmp_path: Path) -> None:
+    checkpoints(tmp_path / "ckpt").save(build(small_config()), 60, "digest")
+    with pytest.raises(ValueError, match=r"of step 60, and train\.steps=3 counts from the beginning"):
+        checkpoints(tmp_path / "other", ckpt__load=str(tmp_path / "ckpt")).load_newest(build(small_config()))

@@ -81,6 +81,15 @@ def test_cancelling_by_word(flag, tmp_path, monkeypatch):
     assert flag.cancelled
 
 
+ARRAY = """\
+JobId=11 ArrayJobId=9 ArrayTaskId=0 JobState=CANCELLED Restarts=0
+JobId=9 ArrayJobId=9 ArrayTaskId=2 JobState={state} Restarts={restarts}
+JobId=12 ArrayJobId=9 ArrayTaskId=1 JobState=COMPLETING Restarts=3
+JobId=13 ArrayJobId=9 ArrayTaskId=3-5%2 JobState=PENDING Restarts=0
+"""
+"""All elements of an array, as scontrol tells them when it is asked for the last one by its JobId."""
+
+
 @pytest.mark.parametrize(
     ("text", "restarts", "fate"),
     [
@@ -90,11 +99,21 @@ def test_cancelling_by_word(flag, tmp_path, monkeypatch):
         ("JobId=1 JobState=COMPLETING Restarts=1", 1, Fate(cancelled=True)),
         ("JobId=1 JobState=RUNNING Restarts=0", 0, Fate()),
         ("JobId=1 JobState=SIGNALING Restarts=0", 0, Fate()),
+        ("JobId=2 JobState=CANCELLED Restarts=0", 0, Fate()),
         ("", 0, Fate()),
     ],
 )
 def test_cancelled_or_preempted(text, restarts, fate):
-    assert judge(text, restarts) == fate
+    assert judge(text, "1", restarts) == fate
+
+
+@pytest.mark.parametrize(
+    ("state", "restarts", "fate"),
+    [("RUNNING", 0, Fate()), ("COMPLETING", 0, Fate(cancelled=True)), ("COMPLETING", 1, Fate(requeued=True))],
+)
+def test_an_element_of_an_array_is_not_told_its_siblings_fate(state, restarts, fate):
+    """Neither the last record nor the first: the one of this element, and the last element has the array's number."""
+    assert judge(ARRAY.format(state=state, restarts=restarts), "9_2", 0) == fate
 
 
 def test_outside_slurm_nobody_is_asked():

@@ -2,7 +2,7 @@
 
 A rule is a function of a `Request` that yields violations, and names the settings it reads: where one of these is
 outside its own range, `numbers` has said so and the rule is left out. Rules never raise and never change anything; only
-those of `data` and `environment` look at the machine.
+those of `data`, `ckpt` and `environment` look at the machine.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from harness.config.errors import Violation
 from harness.config.rules import (
     adapter,
     batch,
+    ckpt,
     data,
     effect,
     engine,
@@ -24,6 +25,7 @@ from harness.config.rules import (
     model,
     network,
     numbers,
+    tensor_parallel,
 )
 from harness.config.rules.request import Request, Rule
 from harness.config.schema import Config
@@ -33,12 +35,14 @@ RULES: tuple[Rule, ...] = (
     *batch.RULES,
     *adapter.RULES,
     *engine.RULES,
+    *tensor_parallel.RULES,
     *network.RULES,
     *loss_scale.RULES,
     *fault.RULES,
     *effect.RULES,
     *launch.RULES,
     *measure.RULES,
+    *ckpt.RULES,
     *data.RULES,
     *environment.RULES,
 )

@@ -4,24 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.config.derived import data_ranks
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import Config
 
 
-@rule("train.global_batch_size", "train.microbatch_size", "mesh.world_size")
+@rule("train.global_batch_size", "train.microbatch_size", "mesh.world_size", "mesh.tp")
 def batch_is_whole_microbatches(request: Request) -> Iterator[Violation]:
     """Every rank runs the same number of microbatches of the same size."""
-    t, ranks = request.config.train, request.config.mesh.world_size
+    t, ranks = request.config.train, data_ranks(request.config)
     unit = t.microbatch_size * ranks
     if t.global_batch_size % unit == 0:
         return
     below = t.global_batch_size // unit * unit
     yield Violation(
         request.show("train.global_batch_size"),
-        f"is not divisible by mesh.world_size * train.microbatch_size = {ranks} * {t.microbatch_size} = {unit}",
+        f"is not divisible by {_ranks(request.config)} * train.microbatch_size ="
+        f" {ranks} * {t.microbatch_size} = {unit}",
         ", ".join(str(n) for n in (below, below + unit, below + 2 * unit) if n),
         f"train.global_batch_size={below or unit}{_smaller_microbatch(t.global_batch_size, ranks)}",
     )
+
+
+def _ranks(config: Config) -> str:
+    return "mesh.world_size" if config.mesh.tp == 1 else "mesh.world_size / mesh.tp"
 
 
 def _smaller_microbatch(batch: int, ranks: int) -> str:

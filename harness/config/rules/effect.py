@@ -131,6 +131,7 @@ CONDITIONS: dict[str, Condition] = {
     "model.num_experts": _MOE,
     "model.experts_per_token": _MOE,
     "sharding.outer": _OUTER,
+    "mesh.sequence_parallel": Condition(lambda c: c.mesh.tp > 1, "mesh.tp=2", lambda c: f"mesh.tp={c.mesh.tp}"),
     "numerics.exact_bits": Condition(
         lambda c: c.numerics.mode is Numerics.exact, "numerics=exact", lambda c: f"numerics.mode={c.numerics.mode.name}"
     ),

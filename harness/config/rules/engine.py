@@ -9,6 +9,7 @@ from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.derived import (
     accumulate_dtype,
+    data_ranks,
     engine_options,
     global_microbatches,
     may_leave_unused,
@@ -62,29 +63,31 @@ def numerics_are_promised(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule("mesh.world_size")
+@rule("mesh.world_size", "mesh.tp")
 def ranks_are_possible(request: Request) -> Iterator[Violation]:
     """The engine runs on that many ranks."""
-    engine, most = request.config.engine.name, capabilities_of(request.config).max_world_size
-    if most is not None and request.config.mesh.world_size > most:
+    engine, tp = request.config.engine.name, request.config.mesh.tp
+    most = capabilities_of(request.config).max_data_ranks
+    if most is not None and data_ranks(request.config) > most:
         yield Violation(
             request.show("mesh.world_size"),
-            f"engine={engine.name} runs in {most} process",
-            f"1 to {most}",
-            f"mesh.world_size={most}, or engine=native",
+            f"engine={engine.name} runs in {most} process" + (f" of mesh.tp={tp} ranks" if tp > 1 else ""),
+            f"1 to {most * tp}",
+            f"mesh.world_size={most * tp}, or engine=native",
         )
 
 
-@rule("mesh.world_size", "mesh.dp_outer")
+@rule("mesh.world_size", "mesh.dp_outer", "mesh.tp")
 def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
     """Every replica has the same number of ranks, and an outer strategy has an axis to act on."""
-    ranks, outer = request.config.mesh.world_size, request.config.mesh.dp_outer
+    mesh, ranks, outer = request.config.mesh, data_ranks(request.config), request.config.mesh.dp_outer
     if ranks % outer:
+        of = f"mesh.world_size={ranks}" if mesh.tp == 1 else f"the {ranks} ranks that mesh.tp={mesh.tp} leaves"
         yield Violation(
             request.show("mesh.dp_outer"),
-            f"does not divide mesh.world_size={ranks}",
+            f"does not divide {of}",
             ", ".join(str(n) for n in range(1, ranks + 1) if ranks % n == 0),
-            f"mesh.world_size={max(ranks // outer, 1) * outer}",
+            f"mesh.world_size={max(ranks // outer, 1) * outer * mesh.tp}",
         )
     named = request.named.get("sharding", "")
     if outer == 1 and (request.config.sharding.outer is OuterStrategy.optim or named in HYBRIDS.values()):
@@ -327,13 +330,13 @@ def idle_parameters_are_taken(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule("mesh.world_size", "mesh.dp_outer")
+@rule("mesh.world_size", "mesh.dp_outer", "mesh.tp")
 def lone_shards_are_right(request: Request) -> Iterator[Violation]:
     """Gradients are not split over a group of one rank by an engine that scales them wrongly there."""
     config = request.config
     engine, strategy = config.engine.name, config.sharding.strategy
     splits = strategy in (Strategy.optim_grads, Strategy.optim_grads_params)
-    inner = config.mesh.world_size // config.mesh.dp_outer
+    inner = data_ranks(config) // config.mesh.dp_outer
     if capabilities_of(config).lone_gradient_shards or not splits or inner != 1:
         return
     yield Violation(

@@ -17,10 +17,10 @@ from pathlib import Path
 from harness.config.adapter import capabilities_of
 from harness.config.derived import captured_bytes, persistent_bytes_per_rank, state_bytes
 from harness.config.errors import Violation
+from harness.config.mirror import has_key, mirror_mode, server
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Backend, CkptPolicy, Config, Device, Registration, WandbMode
 from harness.store.provenance import versions
-from harness.store.rundir import checkpoint_folder
 
 PROBE_BYTES = 1 << 20
 """Bytes written and synced to find out whether a disk takes any: about what the logs of a short run need."""
@@ -40,6 +40,19 @@ def devices_exist(request: Request) -> Iterator[Violation]:
         )
 
 
+@rule("cluster.threads_per_rank", "mesh.world_size")
+def threads_have_processors(request: Request) -> Iterator[Violation]:
+    """A rank on this machine computes with no more threads than there are processors."""
+    c, have = request.config.cluster, os.cpu_count() or 1
+    if c.backend is Backend.local and c.threads_per_rank > have:
+        yield Violation(
+            request.show("cluster.threads_per_rank"),
+            "is more than this machine's processors",
+            f"1 to {have}",
+            f"cluster.threads_per_rank={max(1, have // request.config.mesh.world_size)}",
+        )
+
+
 @rule()
 def scheduler_exists(request: Request) -> Iterator[Violation]:
     """Submitting needs sbatch."""
@@ -51,12 +64,24 @@ def scheduler_exists(request: Request) -> Iterator[Violation]:
 
 
 @rule()
-def mirror_is_installed(request: Request) -> Iterator[Violation]:
-    """The mirror is an optional package."""
-    mode = request.config.wandb.mode
-    if mode is not WandbMode.disabled and importlib.util.find_spec("wandb") is None:
+def mirror_can_start(request: Request) -> Iterator[Violation]:
+    """The mirror is an optional package; online it needs a key, which nobody can be asked for later."""
+    subject = request.show("wandb.mode")
+    try:
+        mode = mirror_mode(request.config.wandb.mode, os.environ)
+    except ValueError as error:
+        yield Violation(subject, str(error), fix="unset WANDB_MODE, or wandb=disabled")
+        return
+    if mode is WandbMode.disabled:
+        return
+    if importlib.util.find_spec("wandb") is None:
+        yield Violation(subject, "the package wandb is not installed", fix="wandb=disabled, or pip install wandb")
+    elif mode is WandbMode.online and not (request.config.launch.dry_run or has_key(os.environ)):
+        where = "neither WANDB_API_KEY nor ~/.netrc holds a key"
         yield Violation(
-            request.show("wandb.mode"), "the package wandb is not installed", fix="wandb=disabled, or pip install wandb"
+            subject,
+            f"{where} for {server(os.environ)}",
+            fix="wandb login, or wandb=offline and `python -m harness sync` later",
         )
 
 
@@ -104,11 +129,13 @@ def _at_least(version: str, wanted: tuple[int, int]) -> bool:
 _SIZES = ("model.vocab_size", "model.dim", "model.num_layers", "model.num_heads", "model.num_kv_heads", "model.ffn_dim")
 
 
-@rule(*_SIZES, "mesh.world_size")
+@rule(*_SIZES, "mesh.world_size", "mesh.dp_outer")
 def model_fits_in_memory(request: Request) -> Iterator[Violation]:
     """Weights, gradients and optimizer state of all local CPU ranks fit this machine; activations come on top."""
     cfg = request.config
     if cfg.cluster.backend is not Backend.local or cfg.cluster.device is not Device.cpu:
+        return
+    if cfg.mesh.world_size % cfg.mesh.dp_outer:  # said elsewhere
         return
     need, have = persistent_bytes_per_rank(cfg) * cfg.mesh.world_size, _memory_bytes()
     if have and need > have:
@@ -128,32 +155,6 @@ def disk_takes_the_run(request: Request) -> Iterator[Violation]:
         yield Violation(request.show("launch.root"), problem, fix="launch.root=A_WRITABLE_FOLDER_WITH_ROOM")
 
 
-@rule("ckpt.load")
-def checkpoint_is_there(request: Request) -> Iterator[Violation]:
-    """What a run begins from holds a checkpoint this version reads; that its bytes are intact is seen when it loads."""
-    named = request.config.ckpt.load
-    if named is None:
-        return
-    problem = checkpoint_problem(Path(named))
-    if problem:
-        yield Violation(
-            request.show("ckpt.load"),
-            problem,
-            fix="ckpt.load=runs/STUDY/RUN, its ckpt folder, or one of the step-* folders in it",
-        )
-
-
-def checkpoint_problem(path: Path) -> str:
-    """Why no checkpoint can be taken from a path; empty if one can."""
-    if not path.is_dir():
-        return f"{path} is no folder"
-    steps = [path] if path.name.startswith("step-") else sorted((checkpoint_folder(path)).glob("step-*"))
-    whole = [each for each in steps if each.name.removeprefix("step-").isdigit()]
-    if not whole:
-        return f"{path} holds no checkpoint"
-    return "" if any((each / "manifest.json").exists() for each in whole) else f"{whole[-1]} has no manifest.json"
-
-
 def expected_bytes(cfg: Config) -> int:
     """Bytes a run writes at least: captures, the checkpoints it keeps beside the one it writes, and logs."""
     checkpoints = (cfg.ckpt.keep + 1) * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
@@ -166,7 +167,10 @@ def probe(root: Path, need: int, *, write: bool) -> str:
     Free space is asked for, and a file is written, synced and removed, because quotas and thin volumes answer one thing
     and do another. Without `write` only the folder is looked at: nothing is about to be stored there.
     """
-    folder = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+    try:
+        folder = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+    except OSError as error:
+        return f"cannot be a folder: {error.strerror}"
     if not folder.is_dir():
         return f"{folder} is a file, not a folder"
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -216,11 +220,11 @@ def _size(count: int) -> str:
 
 RULES: tuple[Rule, ...] = (
     devices_exist,
+    threads_have_processors,
     scheduler_exists,
-    mirror_is_installed,
+    mirror_can_start,
     engine_is_installed,
     buffers_can_be_registered,
     model_fits_in_memory,
     disk_takes_the_run,
-    checkpoint_is_there,
 )

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.config.derived import against_forks
+from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Backend, Device
+from harness.store.redaction import redacted
 
 
 @rule("mesh.world_size")
@@ -63,13 +65,10 @@ def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule()
+@rule("launch.root")
 def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
     """The root's name goes into batch scripts and log patterns, where some characters end a line or expand."""
     root = request.config.launch.root
-    control = sorted({c for c in root if ord(c) < 32 or ord(c) == 127})
-    if control:
-        yield Violation(f"launch.root={root!r}", "holds a control character (a newline?)", fix="launch.root=runs")
     expanding = sorted(set(root) & set("%\\\"'"))
     if expanding and request.config.cluster.backend is Backend.slurm:
         signs = " ".join(expanding)
@@ -78,6 +77,19 @@ def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
             f"holds {signs} , which sbatch expands or unquotes in log names",
             fix="a folder without",
         )
+
+
+@rule()
+def nothing_secret_is_frozen(request: Request) -> Iterator[Violation]:
+    """A configuration is written down whole, and for all who may read the store."""
+    for path, setting in settings().items():
+        value = request.value(path)
+        if setting.type in (str, list[str], dict[str, str]) and value and redacted(str(value)) != str(value):
+            yield Violation(
+                f"{path}={redacted(str(value))}",
+                "holds a secret, and would be written into the run's directory",
+                fix="leave it in the environment, which ranks inherit, or in a file that cluster.setup sources",
+            )
 
 
 @rule()
@@ -95,5 +107,6 @@ RULES: tuple[Rule, ...] = (
     grace_is_within_the_limit,
     every_cuda_rank_gets_a_device,
     root_survives_scripts_and_logs,
+    nothing_secret_is_frozen,
     forks_on_one_machine_untimed,
 )

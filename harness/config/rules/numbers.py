@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.rules.request import Request
 from harness.fsdp.options import OPTIONS
@@ -47,6 +48,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "sharp.nvls_ctas": (1, 64),
     "mesh.world_size": (1, 2**20),
     "mesh.dp_outer": (1, 2**20),
+    "mesh.tp": (1, 2**10),
     "ckpt.every": (0, _COUNT),
     "ckpt.keep": (1, _COUNT),
     "measure.warmup_steps": (0, _COUNT),
@@ -58,6 +60,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "cluster.time_min": (1, 525_600),
     "cluster.grace_s": (0, 86_400),
     "cluster.gpus_per_node": (0, 1_024),
+    "launch.hang_timeout_s": (1, 1e7),
     "launch.stop_grace_s": (0, 86_400),
     "launch.preempt_at": (0, _COUNT),
     "study.window": (0, _COUNT),
@@ -73,13 +76,13 @@ POSITIVE: dict[str, float] = {
     "optimizer.eps": 1.0,
     "optimizer.clip_norm": 1e9,
     "cluster.mem_gb": 1e6,
-    "launch.hang_timeout_s": 1e7,
 }
 """Largest value of a setting that must be above zero; null, where it is allowed, is fine."""
 
 T3_MEASURES = ("loss", "grad_norm")
 """What paired seeds are compared by."""
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 _STUDY_NAME = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,98}[a-z0-9_])?")
 
 
@@ -94,7 +97,7 @@ def check(request: Request) -> dict[str, Violation]:
         value = request.value(path)
         if value is not None and not (_within(value, 0, high) and value > 0):
             found[path] = Violation(request.show(path), "is out of range", f"above 0, up to {high:,.0f}")
-    return found | _lists(request) | _names(request)
+    return found | _lists(request) | _names(request) | _texts(request)
 
 
 def _within(value: float, low: float, high: float) -> bool:
@@ -127,6 +130,20 @@ def _lists(request: Request) -> dict[str, Violation]:
         steps = request.value(path)
         if any(step < 1 for step in steps) or len(set(steps)) != len(steps):
             found[path] = Violation(request.show(path), "needs distinct steps, counted from 1", fix=f"{path}=[1]")
+    return found
+
+
+def _texts(request: Request) -> dict[str, Violation]:
+    """No text holds a control character: it would end a line of a script, or command a terminal."""
+    found = {}
+    for path, setting in settings().items():
+        value = request.value(path)
+        texts = [value] if isinstance(value, str) else value if setting.type == list[str] else []
+        if isinstance(value, dict) and setting.type == dict[str, str]:
+            texts = [text for pair in value.items() for text in pair]
+        if any(_CONTROL.search(text) for text in texts):
+            problem = "holds a control character (a newline?)"
+            found[path] = Violation(f"{path}={value!r}", problem, fix="one line of plain text")
     return found
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,12 +24,13 @@ from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Opened, Sources, open_here
 from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
-from harness.store.files import Lock
+from harness.store.errors import EXIT_BUSY
+from harness.store.files import Lock, own_folder
 from harness.store.rundir import Store
 from harness.store.status import JobProbe
 
 TICK_S = 0.1
-TIMING = Path(tempfile.gettempdir()) / f"sharding-harness-timing-{os.getuid()}.lock"
+TIMING = "timing.lock"
 """Held by whoever of this user runs a timed cell on this machine."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
@@ -133,7 +133,7 @@ class Pool:
     def _may_time(self, wanted: bool) -> bool:
         """Keep or take the machine's one place for timed runs; give it back where it is not wanted any more."""
         if wanted and self._timing is None:
-            self._timing = Lock.acquire(TIMING)
+            self._timing = Lock.acquire(own_folder() / TIMING)
         elif not wanted and self._timing is not None:
             self._timing.release()
             self._timing = None
@@ -144,7 +144,7 @@ class Pool:
         if isinstance(opened, Decision):
             self._on_decision(cell, opened)
             if opened.action is Action.leave:
-                self._codes.append(75)
+                self._codes.append(EXIT_BUSY)
             return
         self._running.append(LocalRun(*opened, self._on_start(opened[0]), self._devices(cell)))
 
@@ -193,5 +193,5 @@ def visible_devices() -> list[str]:
 
 
 def exit_code(codes: Sequence[int]) -> int:
-    """One code for many runs: interrupted before failed before preempted before done."""
-    return next((code for code in (130, 1, 75) if code in codes), 0)
+    """One code for many runs: interrupted before failed before preempted before another process's before done."""
+    return next((code for code in (130, 1, 75, EXIT_BUSY) if code in codes), 0)

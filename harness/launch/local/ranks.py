@@ -87,7 +87,7 @@ class Rank:
     def kill(self) -> None:
         """End the rank and whatever it has started."""
         if self.code is None:
-            self.killed_by_us = not _has_ended(self.pid)
+            self.killed_by_us |= not _has_ended(self.pid)  # asked twice, it was us all the same
             self._kill_group()
 
     def _kill_group(self) -> None:

@@ -21,6 +21,7 @@ from harness.store import failure, status
 from harness.store.errors import StoreError
 from harness.store.failure import Failure
 from harness.store.files import Lock, write_atomic
+from harness.store.reading import read_text
 from harness.store.rundir import cancel_requested
 from harness.store.status import State
 
@@ -194,17 +195,24 @@ class LocalRun:
     def _write(self, ended: Ended) -> None:
         """Make the end last. A full disk must not hide it: it is told on the terminal all the same."""
         path, attempt = self.opened.run.path, self.opened.attempt
+        self._try(lambda: status.move(path, attempt, ended.state, ended.reason) if self._is_news(ended) else None)
+        if ended.report:
+            self._try(lambda: write_atomic(self._folder / failure.REPORT, ended.report))
+
+    def _is_news(self, ended: Ended) -> bool:
+        present = self.opened.run.status()
+        return present is not None and present.state is not ended.state
+
+    def _try(self, write: Callable[[], object]) -> None:
+        """One of the two can find room where the other does not."""
         try:
-            if ended.report:
-                write_atomic(self._folder / failure.REPORT, ended.report)
-            present = self.opened.run.status()
-            if present is not None and present.state is not ended.state:
-                status.move(path, attempt, ended.state, ended.reason)
+            write()
         except (OSError, StoreError) as error:
-            self._listener({"kind": "warning", "text": f"the end of {path} could not be written: {error}"})
+            text = f"the end of {self.opened.run.path} could not be written: {error}"
+            self._listener({"kind": "warning", "text": text})
 
 
 def _stacks(attempt: Path) -> str:
     files = sorted(attempt.glob("stacks-rank*.txt"))
     none = "(none: the process is stopped, or too stuck to take a signal)"
-    return "\n".join(f"{path.stem}:\n{path.read_text(encoding='utf-8').rstrip() or none}\n" for path in files)
+    return "\n".join(f"{path.stem}:\n{(read_text(path) or '').rstrip() or none}\n" for path in files)

@@ -12,9 +12,8 @@ import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
-from harness.store.status import State, Status
+from harness.store.status import State, Status, age_s
 
 TIMEOUT_S = 60.0
 SUBMISSION_GRACE_S = 60.0
@@ -166,8 +165,7 @@ def judge(status: Status, job: Job) -> tuple[State, str] | None:
 def _missing(status: Status) -> tuple[State, str] | None:
     if status.job:
         return State.lost, f"SLURM no longer knows job {status.job}"
-    age = datetime.now(UTC) - datetime.fromisoformat(status.updated)
-    if age.total_seconds() < SUBMISSION_GRACE_S:
+    if age_s(status.updated) < SUBMISSION_GRACE_S:
         return None
     return State.lost, "the submission was interrupted before SLURM had the job"
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from harness.parity.outcome import Finding, Grade, StudyVerdict, Verdict, percent
 from harness.parity.telling.wording import shown
+from harness.store import screen
+from harness.store.screen import fold
 
 MARKS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "BAD"}
 BITS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "differ"}
@@ -15,14 +18,15 @@ LISTED = 6
 
 def text(verdict: Verdict) -> str:
     """A verdict for the terminal, without a trailing newline."""
-    lines = [verdict.sentence, "", f"arm      {shown(verdict.arm)}", f"control  {shown(verdict.control)}"]
+    room = screen.width()
+    lines = [*fold(verdict.sentence, room), "", f"arm      {shown(verdict.arm)}", f"control  {shown(verdict.control)}"]
     if verdict.tier != "T0":
-        lines.append(f"admits   {verdict.admissible}")
-    lines += ["", *table(HEAD, [_row(verdict, finding) for finding in verdict.evidence])]
+        lines += fold(f"admits   {verdict.admissible}", room, " " * 9)
+    lines += ["", *_findings(verdict, verdict.evidence, room)]
     failed = [finding for finding in verdict.findings if finding not in verdict.evidence]
     if failed and verdict.tier != "T0":
         lines += ["", f"first of {len(verdict.findings)} checks that did not pass:"]
-        lines += table(HEAD, [_row(verdict, finding) for finding in verdict.findings[:LISTED]])
+        lines += _findings(verdict, verdict.findings[:LISTED], room)
     alone = [verdict.script] if verdict.script else []
     return "\n".join([*lines, "", *_next([*verdict.commands, *alone])])
 
@@ -31,15 +35,39 @@ def study_text(study: StudyVerdict) -> str:
     """A study's verdicts for the terminal: a row an arm, then the sentence of each that did not pass."""
     if not study.arms:
         return f"{study.outcome.value}: study {study.study} has no arm to hold against its control."
+    room = screen.width()
     lines = [f"{study.outcome.value}: study {study.study}, {len(study.arms)} comparisons"]
     if study.question:
-        lines.append(study.question)
-    rows = [(shown(arm.arm), shown(arm.control), arm.outcome.value, arm.tier, _farthest(arm)) for arm in study.arms]
-    lines += ["", *table(("arm", "control", "verdict", "tier", "farthest out"), rows)]
-    lines += [line for each in study.seeds for line in ("", each.sentence)]
+        lines += fold(study.question, room)
+    lines += ["", *_arms(study, room)]
+    lines += [line for each in study.seeds for line in ("", *fold(each.sentence, room))]
     failed = [arm for arm in study.arms if arm.exit_code != 0]
-    lines += [line for arm in failed for line in ("", arm.sentence, *_next([arm.script] if arm.script else []))]
+    lines += [
+        line for arm in failed for line in ("", *fold(arm.sentence, room), *_next([arm.script] if arm.script else []))
+    ]
     return "\n".join([*lines, "", *_next(_study_commands(study, failed))])
+
+
+def _arms(study: StudyVerdict, room: int) -> list[str]:
+    """A row an arm, named by what tells it from the others, under the control it is held against."""
+    names = screen.labels({Path(path).name for arm in study.arms for path in (arm.arm, arm.control)})
+    rows = {
+        control: [
+            (names[Path(arm.arm).name], arm.outcome.value, arm.tier, *_farthest(arm))
+            for arm in study.arms
+            if arm.control == control
+        ]
+        for control in dict.fromkeys(arm.control for arm in study.arms)
+    }
+    tables = [
+        [
+            screen.cut(f"control {names[Path(control).name]}", room),
+            *screen.table(("arm", "verdict", "tier", "of the bound", "farthest out"), each, room, flexible=(0, 4)),
+        ]
+        for control, each in rows.items()
+    ]
+    lines = [line for each in tables for line in ("", *each)][1:]
+    return [f"runs in {shown(Path(study.arms[0].arm).parent)}", *lines]
 
 
 def _study_commands(study: StudyVerdict, failed: Sequence[Verdict]) -> list[str]:
@@ -71,24 +99,17 @@ def _value(value: float | str) -> str:
     return value if isinstance(value, str) else f"{value:.2e}"
 
 
-def _farthest(verdict: Verdict) -> str:
+def _farthest(verdict: Verdict) -> tuple[str, str]:
+    """How much of the bound the worst check used up, and which check that is."""
     rows = [finding for finding in verdict.evidence if not isinstance(finding.observed, str)]
     if not rows:
-        return verdict.findings[0].check if verdict.findings else "equal bits"
+        return "", verdict.findings[0].check if verdict.findings else "equal bits"
     row = max(rows, key=lambda finding: finding.ratio)
-    if row.ratio == 0.0:
-        return "nothing"
-    return f"{row.check}: {percent(row.ratio)} of what rounding explains"
+    return ("", "nothing") if row.ratio == 0.0 else (percent(row.ratio), row.check)
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns padded to their widest entry, two spaces apart; a rule below the head."""
-    everything = [tuple(head), *rows]
-    widths = [max(len(row[column]) for row in everything) for column in range(len(head))]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in everything
-    ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+def _findings(verdict: Verdict, findings: Sequence[Finding], room: int) -> list[str]:
+    return screen.table(HEAD, [_row(verdict, each) for each in findings], room, flexible=(1, 3, 4, 5))
 
 
 def _next(commands: Sequence[str]) -> list[str]:

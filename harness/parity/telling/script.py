@@ -21,8 +21,9 @@ from harness.config.overrides import quote
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict
 from harness.parity.telling.looks import LOOKS, Look
 from harness.parity.telling.wording import shown
-from harness.store.files import read_json, write_atomic
+from harness.store.files import write_atomic
 from harness.store.identity import EXCLUDED
+from harness.store.reading import read_json
 from harness.store.rundir import RunDir, flatten
 
 FOLDER = "verdict"

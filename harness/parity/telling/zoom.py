@@ -7,9 +7,9 @@ from pathlib import Path
 from harness.config.errors import refuse
 from harness.parity.outcome import Grade, grade, percent
 from harness.parity.record import Record, load
-from harness.parity.telling.render import table
 from harness.parity.tiers.envelope import REFUTED, Envelope
 from harness.parity.tiers.gradients import BLOCKS, Block, compare_tensor
+from harness.store.screen import table
 
 PIECES = 6
 VALUES = 3

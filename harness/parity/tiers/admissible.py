@@ -40,8 +40,9 @@ NCCL_ONLY = ("nccl_ub.", "sharp.")
 
 REPEATABLE = ("deterministic", "ordered", "exact")
 
-EXACT_FREEDOM = ("sharding.", "mesh.", "engine.")
-"""Prefixes of settings that change no bit under numerics=exact, as long as one of these engines runs them."""
+EXACT_FREEDOM = ("sharding.", "mesh.world_size", "mesh.dp_outer", "engine.")
+"""Prefixes of settings that change no bit under numerics=exact, as long as one of these engines runs them. mesh.tp is
+none: a product over a cut dimension is a sum that torch makes, of products in another order."""
 EXACT_ENGINES = ("native", "single")
 
 SUM_ORDER = {
@@ -108,7 +109,7 @@ def matters(key: str) -> bool:
 
 def microbatches_per_rank(config: Mapping[str, Any]) -> int:
     """k of a flat configuration."""
-    return global_microbatches(config) // int(config["mesh.world_size"])
+    return global_microbatches(config) // (int(config["mesh.world_size"]) // int(config.get("mesh.tp", 1)))
 
 
 def global_microbatches(config: Mapping[str, Any]) -> int:

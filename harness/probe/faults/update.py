@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.config.faults import SGD, ZERO0, ZERO1, ZERO2, ZERO3
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.update import optimizer as engine_optimizer
+from harness.fsdp.update import clipping, norms
 from harness.probe.faults.site import Site, blend, fault, rounded
 
 
@@ -17,7 +17,7 @@ def _on_norm(site: Site, factor: float) -> None:
     def wrap(norm: Callable[..., float]) -> Callable[..., float]:
         return lambda *args, **kwargs: norm(*args, **kwargs) * factor
 
-    site.around(engine_optimizer, "gradient_norm", wrap)
+    site.around(norms, "gradient_norm", wrap)
 
 
 @fault(
@@ -58,7 +58,7 @@ def _on_clip(site: Site, power: float) -> None:
 
         return wrapped
 
-    site.around(engine_optimizer, "clip_gradients", wrap)
+    site.around(clipping, "clip_gradients", wrap)
 
 
 @fault(
@@ -93,7 +93,7 @@ def clip_bound(site: Site) -> None:
     def wrap(clip: Callable[..., None]) -> Callable[..., None]:
         return lambda buckets, norm, max_norm: clip(buckets, norm, max_norm * (1.0 + site.amount))
 
-    site.around(engine_optimizer, "clip_gradients", wrap)
+    site.around(clipping, "clip_gradients", wrap)
 
 
 def _runs(site: Site) -> list[Any]:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import cache
 
-from harness.config.compose import compose
 from harness.config.rules import engine as engine_rules
 from harness.config.rules.request import Request
 from harness.config.schema import Config, DtypeConfig, EngineName, Numerics, OptimizerName, OuterStrategy, Strategy
+from tests.support.composing import compose
 
 WORLD_SIZES = (1, 2, 3, 4)
 DTYPES = ("fp32", "bf16", "bf16_comm", "fp64")
@@ -74,13 +74,14 @@ class Case:
 
     def config(self) -> Config:
         """The cell, complete."""
-        config = deepcopy(_base(self.model))
+        config = _base(self.model)
+        config = Config(**{field.name: copy(getattr(config, field.name)) for field in fields(config)})
         config.engine.name, config.engine.adapter = EngineName[self.engine], self.adapter
         config.sharding.strategy = Strategy[self.strategy]
         config.sharding.outer = OuterStrategy[self.outer or "no_shard"]
         config.mesh.world_size, config.mesh.dp_outer = self.world_size, 2 if self.outer else 1
         config.train.microbatch_size, config.train.global_batch_size = 2, 2 * self.num_microbatches
-        config.dtype = deepcopy(_dtype(self.dtype))
+        config.dtype = copy(_dtype(self.dtype))
         config.numerics.mode = Numerics[self.numerics]
         optimizer = config.optimizer
         optimizer.name, optimizer.clip_norm = OptimizerName[self.optimizer], CLIP if self.clip else None
@@ -96,14 +97,14 @@ class Case:
         config.engine.name, config.engine.adapter = EngineName.single, None
         config.sharding.strategy, config.sharding.outer = Strategy.no_shard, OuterStrategy.no_shard
         config.mesh.world_size = config.mesh.dp_outer = 1
-        config.dtype, config.numerics.mode = deepcopy(_dtype(dtype)), Numerics.deterministic
+        config.dtype, config.numerics.mode = copy(_dtype(dtype)), Numerics.deterministic
         return config
 
 
 @cache
 def cases(engine: str, adapter: str | None = None) -> tuple[Case, ...]:
     """The cases of one engine, those of one world size side by side."""
-    allowed = [case for case in _combinations(engine, adapter) if _is_allowed(case)]
+    allowed = list(_allowed(engine, adapter))
     if any(case.model == "odd" for case in allowed):
         allowed = [case for case in allowed if case.model != "busy"]
     chosen = _cover(allowed)
@@ -135,33 +136,21 @@ def _shows(case: Case) -> frozenset[str]:
     return frozenset((split, *(value for value in _values(case) if not value.startswith("world_size="))))
 
 
-def _combinations(engine: str, adapter: str | None) -> Iterator[Case]:
+def _allowed(engine: str, adapter: str | None) -> Iterator[Case]:
+    """Every combination that the engine's row has all for. The row does not depend on microbatches and optimizer."""
+
+    @cache
+    def is_allowed(strategy: str, outer: str | None, world_size: int, dtype: str, model: str, mode: str) -> bool:
+        case = Case(engine, strategy, outer, world_size, 1, "adamw", False, dtype, model, mode, adapter)
+        request = Request(case.config())
+        return not any(True for rule in engine_rules.RULES for _ in rule.apply(request))
+
     shards = [(s.name, None) for s in Strategy] + [(s.name, o.name) for s in Strategy for o in OuterStrategy]
-    for (strategy, outer), *others in itertools.product(
-        shards,
-        WORLD_SIZES,
-        (1, 2, 3),
-        ("adamw", "sgd"),
-        (False, True),
-        DTYPES,
-        tuple(MODELS),
-        [mode.name for mode in Numerics],
-    ):
-        if outer is None or others[0] == 4:  # two replicas of two ranks
-            yield Case(engine, strategy, outer, *others, adapter)
-
-
-def _is_allowed(case: Case) -> bool:
-    """Whether the engine's row has what the case needs; what the row does not depend on is left out of the question."""
-    neutral = {"k": 1, "optimizer": "adamw", "clip": False}
-    values = {field.name: getattr(case, field.name) for field in fields(case)} | neutral
-    return _is_allowed_at_all(Case(**values))
-
-
-@cache
-def _is_allowed_at_all(case: Case) -> bool:
-    request = Request(case.config())
-    return not any(True for rule in engine_rules.RULES for _ in rule.apply(request))
+    axes = WORLD_SIZES, (1, 2, 3), ("adamw", "sgd"), (False, True), DTYPES, tuple(MODELS), [n.name for n in Numerics]
+    for (strategy, outer), world_size, k, optimizer, clip, *row in itertools.product(shards, *axes):
+        possible = outer is None or world_size == 4  # two replicas of two ranks
+        if possible and is_allowed(strategy, outer, world_size, *row):
+            yield Case(engine, strategy, outer, world_size, k, optimizer, clip, *row, adapter)
 
 
 def _cover(allowed: Sequence[Case]) -> list[Case]:

@@ -18,6 +18,7 @@ import pytest
 from harness.config.capabilities import ENGINES
 from harness.config.schema import EngineName
 from harness.store.provenance import versions
+from tests.engines.adapter import Adapter
 from tests.engines.conformance.cases import Case, cases, core
 from tests.engines.conformance.checks import Judgement
 from tests.engines.conformance.deviations import KNOWN_DEVIATIONS
@@ -27,7 +28,7 @@ from tests.engines.conformance.trial import Evidence, Failure, train_reference
 pytestmark = pytest.mark.timeout(1800)  # the first case of an engine runs its others too
 
 REPOSITORY = Path(__file__).resolve().parents[3]
-EXAMPLE = "tests.engines.adapter:Adapter"
+EXAMPLE = f"{Adapter.__module__}:{Adapter.__name__}"
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -1,0 +1,77 @@
+"""What one option of a group says, and which groups it acts on, read from its file without Hydra."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from harness.config.catalog import ROOT, load_catalog
+from harness.config.compose import fault_option
+from harness.config.schema import Config
+
+EVERYTHING = frozenset(Config.__dataclass_fields__)
+
+
+@dataclass(frozen=True)
+class Option:
+    """`GROUP=NAME`."""
+
+    group: str
+    values: Mapping[str, Any]
+    """Settings by dotted path; of the option's own group, where `reaches` is empty."""
+    reaches: frozenset[str]
+    """Groups it acts on by more than `values` of its own: those it sets or chooses beside, and its own where it builds
+    on another option."""
+
+
+def chosen_apart(chosen: Iterable[str]) -> dict[str, Option]:
+    """Options of a request, `GROUP=NAME` each, which act on their own group alone and which no other acts on.
+
+    What is no option's plain name, or a group's second, acts on everything: Hydra has an answer to it.
+    """
+    options = {text: read_option(*text.split("=", 1)) for text in chosen}
+    groups = [option.group for option in options.values()]
+    reached = frozenset().union(*(option.reaches for option in options.values()))
+    return {
+        text: option
+        for text, option in options.items()
+        if not option.reaches and option.group not in reached and groups.count(option.group) == 1
+    }
+
+
+@functools.cache
+def read_option(group: str, name: str) -> Option:
+    """One option; the file is read once a process."""
+    if name not in load_catalog().options.get(group, ()):
+        return Option(group, {}, EVERYTHING)
+    if group == "study":  # its file is written for people, and made whole when Hydra reads it
+        return Option(group, {}, frozenset((group,)))
+    if group == "fault":
+        return Option(group, fault_option(name), frozenset())
+    text = (ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8")
+    values = yaml.safe_load(text) or {}
+    defaults = values.pop("defaults", [])
+    return Option(group, values, _chosen_beside(group, defaults) | _set_beside(text, values))
+
+
+def _chosen_beside(group: str, defaults: Iterable[object]) -> frozenset[str]:
+    """Groups whose options a file chooses (`override /sharding@_global_.sharding: no_shard`), and what those reach."""
+    reached: set[str] = set()
+    for each in defaults:
+        words, name = next(iter(each.items())) if isinstance(each, dict) else (str(each), None)
+        path = words.removeprefix("override ").partition("@")[0]
+        other = path.removeprefix("/") if path.startswith("/") else group
+        reached |= {other} | (read_option(other, str(name)).reaches if other != group else frozenset())
+    return frozenset(reached)
+
+
+def _set_beside(text: str, values: Mapping[str, Any]) -> frozenset[str]:
+    """Groups in which a file with a package of its own sets something."""
+    packages = [line.split()[-1] for line in text.splitlines() if line.startswith("# @package")]
+    if not packages:
+        return frozenset()
+    return frozenset(values) if packages == ["_global_"] else EVERYTHING

@@ -1,0 +1,90 @@
+"""What a run begins from, what it saves, and when it stops: steps that must fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness.config.errors import Violation
+from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import Backend, CkptPolicy
+from harness.store.reading import folder_names
+from harness.store.rundir import checkpoint_folder
+
+STEP = "step-"
+
+
+@rule("ckpt.load", "train.steps")
+def checkpoint_is_there(request: Request) -> Iterator[Violation]:
+    """What a run begins from holds a checkpoint this version reads, of a step within the run; that its bytes are intact
+    is seen when it loads."""
+    named, steps = request.config.ckpt.load, request.config.train.steps
+    if named is None:
+        return
+    problem = checkpoint_problem(Path(named))
+    if problem:
+        yield Violation(
+            request.show("ckpt.load"),
+            problem,
+            fix="ckpt.load=runs/STUDY/RUN, its ckpt folder, or one of the step-* folders in it",
+        )
+    elif (newest := checkpoint_steps(Path(named))[-1]) > steps:
+        yield Violation(
+            request.show("ckpt.load"),
+            f"begins after step {newest}, and train.steps={steps} counts from the beginning of training",
+            fix=f"train.steps={newest + steps}, or an earlier step-* folder",
+        )
+
+
+def checkpoint_steps(path: Path) -> list[int]:
+    """Steps a path offers to begin from, ascending: of a run, of its ckpt folder, or of one step-* folder."""
+    names = [path.name] if path.name.startswith(STEP) else folder_names(checkpoint_folder(path))
+    numbers = (name.removeprefix(STEP) for name in names if name.startswith(STEP))
+    return sorted(int(number) for number in numbers if number.isascii() and number.isdigit())
+
+
+def checkpoint_problem(path: Path) -> str:
+    """Why no checkpoint can be taken from a path; empty if one can."""
+    try:
+        if not path.is_dir():
+            return f"{path} is no folder"
+        steps = checkpoint_steps(path)
+        folder = path.parent if path.name.startswith(STEP) else checkpoint_folder(path)
+        found = [folder / f"{STEP}{step:06d}" for step in steps]
+        if not found:
+            return f"{path} holds no checkpoint"
+        return "" if any((each / "manifest.json").exists() for each in found) else f"{found[-1]} has no manifest.json"
+    except OSError as error:
+        return f"cannot be looked at: {error.strerror}"
+
+
+@rule("ckpt.every", "train.steps")
+def saves_happen(request: Request) -> Iterator[Violation]:
+    """A save that is asked for at a cadence happens at least once."""
+    every, steps = request.config.ckpt.every, request.config.train.steps
+    if every > steps and request.config.ckpt.policy is not CkptPolicy.none:
+        yield Violation(
+            request.show("ckpt.every"), f"is beyond the last step, train.steps={steps}", f"0 to {steps}", "ckpt.every=0"
+        )
+
+
+@rule("launch.preempt_at", "train.steps")
+def rehearsed_stop_is_within_the_run(request: Request) -> Iterator[Violation]:
+    """A stop that is rehearsed comes before the end, and what it stops can go on."""
+    at, steps, c = request.config.launch.preempt_at, request.config.train.steps, request.config
+    if at >= steps:
+        yield Violation(
+            request.show("launch.preempt_at"),
+            f"is no step before the last, train.steps={steps}",
+            f"0 to {steps - 1}",
+            f"launch.preempt_at={steps // 2}",
+        )
+    elif at and c.ckpt.policy is CkptPolicy.none and c.cluster.backend is Backend.slurm:
+        yield Violation(
+            f"{request.show('launch.preempt_at')} ckpt.policy=none",
+            "is put back into the queue without a checkpoint, and stops at the same step for ever",
+            fix="ckpt=last",
+        )
+
+
+RULES: tuple[Rule, ...] = (checkpoint_is_there, saves_happen, rehearsed_stop_is_within_the_run)

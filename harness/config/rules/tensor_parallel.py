@@ -1,0 +1,90 @@
+"""What tensor parallelism (mesh.tp) asks of engine, model and ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.capabilities import ENGINES
+from harness.config.errors import Violation
+from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import EngineName, ModelFamily, SharpAxis
+
+PLANNED = (ModelFamily.llama,)
+"""Families that declare how they are cut."""
+
+
+@rule("mesh.tp", "mesh.world_size")
+def tensor_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
+    """Every tensor-parallel group has all its ranks."""
+    mesh = request.config.mesh
+    if mesh.world_size % mesh.tp:
+        yield Violation(
+            request.show("mesh.tp"),
+            f"does not divide mesh.world_size={mesh.world_size}",
+            ", ".join(str(n) for n in range(1, mesh.world_size + 1) if mesh.world_size % n == 0),
+            f"mesh.world_size={max(mesh.world_size // mesh.tp, 1) * mesh.tp}",
+        )
+
+
+@rule("mesh.tp")
+def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
+    """The engine shards what a plan has cut, the model has one, and what goes with it is built."""
+    config = request.config
+    if config.mesh.tp == 1:
+        return
+    engine, family = config.engine.name, config.model.family
+    if not ENGINES[engine].tensor_parallel:
+        able = [each.name for each in EngineName if ENGINES[each].tensor_parallel]
+        yield Violation(
+            request.show("mesh.tp"),
+            f"engine={engine.name} takes no model that tensor parallelism has cut",
+            "mesh.tp=1; engines that do: " + ", ".join(able),
+            f"mesh.tp=1, or engine={able[0]}",
+        )
+    if family not in PLANNED:
+        yield Violation(
+            request.show("mesh.tp"),
+            f"model.family={family.name} declares no plan to cut it by",
+            "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED),
+            "mesh.tp=1, or model=tiny",
+        )
+    if config.sharp.group is not SharpAxis.none:
+        yield Violation(
+            request.show("sharp.group"),
+            f"is not built beside mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP",
+            "none",
+            "sharp=none",
+        )
+    if config.fault.name != "none":
+        yield Violation(
+            request.show("fault.name"),
+            f"is not built beside mesh.tp={config.mesh.tp}: faults name data-parallel ranks",
+            "none",
+            "fault=none, or mesh.tp=1",
+        )
+
+
+@rule("mesh.tp", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "data.seq_len")
+def parts_are_even(request: Request) -> Iterator[Violation]:
+    """Every tensor-parallel rank has whole heads, as many of the hidden units, and as many positions."""
+    config, tp = request.config, request.config.mesh.tp
+    if tp == 1 or config.model.family not in PLANNED:
+        return
+    sizes = {path: int(request.value(path)) for path in ("model.num_heads", "model.num_kv_heads", "model.ffn_dim")}
+    if config.mesh.sequence_parallel:
+        sizes["data.seq_len"] = config.data.seq_len
+    for path, size in sizes.items():
+        if size % tp:
+            yield Violation(
+                request.show(path),
+                f"is not divisible by mesh.tp={tp}",
+                f"multiples of {tp}",
+                f"{path}={max(size // tp, 1) * tp}, or mesh.tp={_common(size, tp)}",
+            )
+
+
+def _common(size: int, most: int) -> int:
+    return max(n for n in range(1, most + 1) if size % n == 0)
+
+
+RULES: tuple[Rule, ...] = (tensor_axis_divides_the_ranks, tensor_parallelism_is_built, parts_are_even)

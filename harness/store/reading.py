@@ -1,0 +1,147 @@
+"""The one door through which files of a run are read.
+
+[Note: Files that others left]
+A run directory lies on a disk that other people, crashes and editors write to. What is read there may be missing, cut,
+of another user, no text, no regular file (a FIFO blocks whoever opens it, `/dev/zero` never ends), nested deeper than
+the reader's stack, or hold a list where a table belongs. Every reader goes through this module, which turns all of that
+into a StoreError with the file's name and its fault, so that a command tells of one bad file and goes on with the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import yaml
+
+from harness.store.errors import StoreError
+from harness.store.shapes import Shape, fault
+
+Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+MAX_BYTES = 256 * 2**20
+"""Largest file that is read whole; records of steps are read line by line and may be larger."""
+
+MAX_DEPTH = 64
+"""Nesting that no file of ours comes near. The YAML reader recurses in C, without a limit of its own."""
+
+_MAY_NEST = re.compile(rf"^[ \t?-]{{{MAX_DEPTH}}}|[&*]", re.MULTILINE)
+"""Indentation or nodes that refer to each other: where neither is, only brackets nest deeply."""
+
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+
+_BROKEN_YAML = (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What PyYAML raises on text that is not what it says: `!!int x`, a thirteenth month."""
+
+
+def open_regular(path: Path) -> BinaryIO | None:
+    """A regular file, opened for reading without waiting for anybody; None where there is none.
+
+    Raises:
+        StoreError: it is no regular file, or may not be read.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        _refuse(path, error)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise StoreError(f"{path} is {_KINDS.get(stat.S_IFMT(mode), 'a device')}, not a file; remove it")
+    return os.fdopen(descriptor, "rb")
+
+
+def _refuse(path: Path, error: OSError | ValueError) -> NoReturn:
+    why = error.strerror if isinstance(error, OSError) else str(error)
+    raise StoreError(f"{path} cannot be read: {why}") from error
+
+
+def folder_names(folder: Path) -> list[str]:
+    """Names in a folder; none where there is no folder, or nobody may look."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
+
+
+def read_text(path: Path) -> str | None:
+    """A UTF-8 file; None where there is none.
+
+    Raises:
+        StoreError: it is no regular file, is not UTF-8, is larger than `MAX_BYTES`, or may not be read.
+    """
+    file = open_regular(path)
+    if file is None:
+        return None
+    with file:
+        try:
+            data = file.read(MAX_BYTES + 1)
+        except OSError as error:
+            _refuse(path, error)
+    if len(data) > MAX_BYTES:
+        raise StoreError(f"{path} has more than {MAX_BYTES} bytes, as no file of a run has; remove it")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise StoreError(f"{path} is not UTF-8 text (byte {error.start}); repair it or remove it") from error
+
+
+def read_json(path: Path, shape: Shape | None = None) -> Any | None:
+    """The value in a JSON file; None where there is no such file.
+
+    Raises:
+        StoreError: as `read_text`; it is not JSON (it was edited by hand: our own writes are atomic), or not `shape`.
+    """
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"{path} is not valid JSON ({error}); repair it or remove the run directory") from error
+    return value if shape is None else checked(value, shape, str(path))
+
+
+def read_yaml(path: Path, shape: Shape) -> Any | None:
+    """The value in a YAML file; None where there is no such file.
+
+    Raises:
+        StoreError: as `read_text`; it is not YAML, is nested too deep, refers to itself, or is not `shape`.
+    """
+    text = read_text(path)
+    if text is None:
+        return None
+    try:
+        if text.count("[") + text.count("{") > MAX_DEPTH or _MAY_NEST.search(text):
+            _check_nesting(text, path)
+        value = yaml.load(text, Loader)
+    except StoreError:
+        raise
+    except _BROKEN_YAML as error:
+        raise StoreError(f"{path} is not valid YAML: {error}") from error
+    return checked(value, shape, str(path))
+
+
+def _check_nesting(text: str, path: Path) -> None:
+    """Walk through the text event by event, which takes no stack."""
+    depth = 0
+    for event in yaml.parse(text, Loader):
+        if isinstance(event, yaml.AliasEvent):
+            raise StoreError(f"{path} refers to itself (*{event.anchor}), as no file of a run does")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            raise StoreError(f"{path} is nested deeper than {MAX_DEPTH} levels, as no file of a run is")
+
+
+def checked(value: Any, shape: Shape, where: str) -> Any:
+    """`value`, if it has the shape. Raises `StoreError` naming `where` and what is wrong there."""
+    wrong = fault(value, shape)
+    if wrong:
+        raise StoreError(f"{where} is damaged: {wrong}")
+    return value

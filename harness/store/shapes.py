@@ -1,0 +1,161 @@
+"""What readers of a run's files rely on: which keys there are, and of what kind their values are.
+
+A shape is a type, a tuple of types, `Each` (a list or table of equals), `Maybe` (or null), or a table of shapes by key;
+a key that ends with `?` may be missing. Keys that no shape names are free: a newer version may have written them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Each:
+    """A table (`dict`) or list whose values have one shape."""
+
+    container: type
+    of: Shape
+
+
+@dataclass(frozen=True)
+class Maybe:
+    """A shape, or null."""
+
+    of: Shape
+
+
+Shape = type | tuple[type, ...] | Each | Maybe | Mapping[str, Any]
+
+NUMBER = (int, float)
+_NAMES = {
+    dict: "a table",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+}
+
+
+def fault(value: Any, shape: Shape, at: str = "") -> str:
+    """What keeps `value` from having this shape, in a sentence; empty if nothing does."""
+    if isinstance(shape, Maybe):
+        return "" if value is None else fault(value, shape.of, at)
+    if isinstance(shape, Each):
+        return _kind_fault(value, shape.container, at) or _first(
+            fault(item, shape.of, _inner(at, key)) for key, item in _items(value)
+        )
+    if isinstance(shape, Mapping):
+        return _kind_fault(value, dict, at) or _first(_key_fault(value, key, of, at) for key, of in shape.items())
+    return _kind_fault(value, shape, at)
+
+
+def _items(value: Any) -> Any:
+    return value.items() if isinstance(value, dict) else enumerate(value)
+
+
+def _first(faults: Any) -> str:
+    return next((each for each in faults if each), "")
+
+
+def _inner(at: str, key: object) -> str:
+    return f"{at}.{key}" if at else str(key)
+
+
+def _key_fault(table: Mapping[str, Any], key: str, shape: Shape, at: str) -> str:
+    name = key.removesuffix("?")
+    if name in table:
+        return fault(table[name], shape, _inner(at, name))
+    return "" if name != key else f"{_inner(at, name)} is missing"
+
+
+def _kind_fault(value: Any, kinds: type | tuple[type, ...], at: str) -> str:
+    wanted = kinds if isinstance(kinds, tuple) else (kinds,)
+    if isinstance(value, wanted) and not (isinstance(value, bool) and bool not in wanted):
+        return ""
+    found = "null" if value is None else _NAMES.get(type(value), type(value).__name__)
+    return f"{at or 'it'} is {found}, not {_NAMES[wanted[-1]]}"
+
+
+STATUS: Shape = {
+    "state": str,
+    "reason": str,
+    "attempt": int,
+    "keeper": str,
+    "host?": str,
+    "pid?": int,
+    "job?": str,
+    "submission?": str,
+    "index?": int,
+    "mirror?": str,
+    "updated?": str,
+}
+
+CONFIG: Shape = {
+    **dict.fromkeys(("fault?", "numerics?", "data?", "optimizer?", "ckpt?", "cluster?", "launch?", "wandb?"), dict),
+    "model?": {"name?": str},
+    "engine?": {"name?": str},
+    "sharding?": {"strategy?": str},
+    "dtype?": {"name?": str},
+    "mesh?": {"world_size?": int},
+    "study?": {"name?": str},
+    "train?": {"steps?": int, "replicate?": int},
+    "measure?": {"capture_steps?": Each(list, int), "update_steps?": Each(list, int), "warmup_steps?": int},
+    "notes?": str,
+}
+"""Nothing is demanded: versions differ in what they know (`RunDir.setting` says what a reader misses)."""
+
+_ADAPTER: Shape = {"name": str, "root": str, "files": Each(list, str), "digest": str}
+
+PROVENANCE: Shape = {
+    "sources_digest?": str,
+    "versions?": Each(dict, str),
+    "environment?": Each(dict, str),
+    "hosts?": Each(list, str),
+    "git?": Maybe({"sha": str, "dirty": bool}),
+    "adapter?": Maybe(_ADAPTER),
+}
+
+_ASKED: Shape = {"requested": str, "effective": str}
+
+_COLLECTIVE: Shape = {"bucket": Maybe(str), "count": int, "kind": str, "bytes": int}
+
+SUMMARY: Shape = {
+    "accounted_bytes?": Maybe(Each(dict, int)),
+    "network?": Maybe({"nccl_ub?": _ASKED, "sharp?": _ASKED}),
+    "engine?": Maybe(dict),
+    "collectives?": Maybe(Each(list, _COLLECTIVE)),
+    "step_time_s?": Maybe(Each(dict, NUMBER)),
+    "initial_weights?": str,
+    "final_weights?": str,
+    "load?": Maybe({"at_start": NUMBER, "at_end": NUMBER, "others_cores": NUMBER}),
+    "tensor_bytes?": Maybe({"persistent": Each(list, int), "peak": Each(list, int), "growth": Each(list, int)}),
+    "other_replicas?": Maybe(Each(list, int)),
+    "restored?": Maybe(dict),
+    "structure?": Maybe(dict),
+}
+
+STUDY: Shape = {
+    "name": str,
+    "question": str,
+    "margins?": Maybe(Each(dict, NUMBER)),
+    "window?": Maybe(int),
+    "cells": Each(
+        list,
+        {"signature": str, "directory": str, "overrides?": Each(list, str), "control": Maybe(str)},
+    ),
+}
+
+STEP: Shape = {
+    "step": int,
+    "loss?": Maybe(NUMBER),
+    "grad_norm?": Maybe(NUMBER),
+    "step_time_s?": Maybe(NUMBER),
+    "tokens?": Maybe(NUMBER),
+    "time?": Each(dict, Maybe(NUMBER)),
+    "memory?": Each(dict, Maybe(NUMBER)),
+    "counters?": Each(dict, Maybe(NUMBER)),
+    "comm?": Each(dict, {"count": int, "bytes": int}),
+}

@@ -1,0 +1,206 @@
+"""Every verb over run directories that somebody damaged: a documented exit code, one message, no traceback, no hang."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import random
+import shutil
+import signal
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli.main import main
+from harness.store.rundir import Store
+from tests.parity.lab import Arm, as_study, write
+
+CODES = {0, 1, 2, 3, 4, 69}
+"""Exit codes of README.md that a verb which starts nothing can end with."""
+LIMIT_S = 120
+"""Of all verbs over one damaged store, on a machine with much else to do; none waits for anything."""
+
+# -- kinds of damage ---------------------------------------------------------------------------------------------------
+
+Dice = random.Random
+
+
+def _replaced(path: Path, make: Callable[[Path], object]) -> None:
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    make(path)
+
+
+def _flipped(path: Path, dice: Dice) -> None:
+    data = bytearray(path.read_bytes())
+    for _ in range(min(len(data), 8)):
+        data[dice.randrange(len(data))] = dice.randrange(256)
+    path.write_bytes(data)
+
+
+def _cut(path: Path, dice: Dice) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: dice.randrange(len(data) + 1)])
+
+
+VALUES: tuple[Any, ...] = (None, True, -1, 2**70, 1e308, "", "\x1b[2J\ud800", [], {}, [[]], {"a": None}, "nan")
+
+
+def _changed(value: Any, dice: Dice) -> Any:
+    """A JSON value with one leaf, or one branch, replaced or taken away."""
+    if isinstance(value, dict) and value and dice.random() < 0.8:
+        key = dice.choice(sorted(value))
+        if dice.random() < 0.3:
+            return {k: v for k, v in value.items() if k != key}
+        return {**value, key: _changed(value[key], dice)}
+    if isinstance(value, list) and value and dice.random() < 0.8:
+        place = dice.randrange(len(value))
+        return [*value[:place], _changed(value[place], dice), *value[place + 1 :]]
+    return dice.choice(VALUES)
+
+
+def _reshaped(path: Path, dice: Dice) -> None:
+    """Another value somewhere inside; of text that is no JSON, another value altogether (JSON is YAML, too)."""
+    if path.suffix == ".jsonl":
+        lines = path.read_text().splitlines()
+        place = dice.randrange(len(lines))
+        lines[place] = json.dumps(_changed(json.loads(lines[place]), dice))
+        path.write_text("\n".join([*lines, ""]))
+    elif path.suffix in (".json", ".yaml"):
+        import yaml
+
+        path.write_text(json.dumps(_changed(yaml.safe_load(path.read_text()), dice)))
+    else:
+        path.write_text(json.dumps(dice.choice(VALUES)))
+
+
+DAMAGE: dict[str, Callable[[Path, Dice], object]] = {
+    "missing": lambda path, _: _replaced(path, lambda _: None),
+    "empty": lambda path, _: path.write_bytes(b""),
+    "cut": _cut,
+    "flipped": _flipped,
+    "not UTF-8": lambda path, _: path.write_bytes(b"\xff\xfe{}\n"),
+    "deep brackets": lambda path, _: path.write_text("[" * 50_000),
+    "deep lists": lambda path, _: path.write_text("- " * 50_000 + "x"),
+    "deep tables": lambda path, _: path.write_text('{"a":' * 50_000),
+    "itself": lambda path, _: path.write_text("a: &a {b: *a}\n"),
+    "nulls": lambda path, _: path.write_bytes(b"\0" * 1000),
+    "a folder": lambda path, _: _replaced(path, Path.mkdir),
+    "a FIFO": lambda path, _: _replaced(path, os.mkfifo),
+    "a loop": lambda path, _: _replaced(path, lambda p: p.symlink_to(p)),
+    "a device": lambda path, _: _replaced(path, lambda p: p.symlink_to("/dev/zero")),
+    "a link to nowhere": lambda path, _: _replaced(path, lambda p: p.symlink_to("nowhere")),
+    "unreadable": lambda path, _: path.chmod(0),
+    "reshaped": _reshaped,
+    "reshaped more": lambda path, dice: [_reshaped(path, dice) for _ in range(3)],
+}
+FILES = (
+    *("config.yaml", "overrides.txt", "status.json", "metrics.jsonl", "summary.json", "provenance.json", "diff.patch"),
+    *("attempts", "attempts/0", "attempts/0/error.txt", ".lock", ".status.lock", "ckpt", "capture"),
+    *("capture/step-000001.safetensors", "capture/step-000001.json", "capture/witness-000001.json"),
+    *("../study.json", "../.lock", "../../.last", "../../.store"),
+)
+
+# -- one damaged store -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store of two runs of one study, one compared with the other, with every file a run may have."""
+    root = tmp_path_factory.mktemp("whole")
+    arm = Arm(steps=6, witnessed=True)
+    control, other = write(root, arm), write(root, replace(arm, seed=1))
+    as_study(root, {control: None, other: control}, "any?")
+    store = Store(root)
+    for run in store.runs():
+        for name, text in {"overrides.txt": "a=1\n", "diff.patch": "+x\n", "attempts/0/error.txt": "rank 0\n"}.items():
+            (run.path / name).write_text(text)
+        (run.path / ".lock").touch()
+        (run.ckpt / "step-000006").mkdir(parents=True)
+    (root / "lab" / ".lock").touch()
+    store.remember(store.runs()[0])
+    return root
+
+
+def _verbs(root: Path) -> list[list[str]]:
+    study = next(path for path in sorted(root.iterdir()) if path.is_dir())
+    first, second = (str(path) for path in sorted(study.iterdir()) if path.is_dir() and not path.name.startswith("."))
+    signature = first.rpartition("-")[2]
+    said = [["watch"], ["show", first], ["show", "@last"], ["show", signature], ["diff", first, second]]
+    said += [["compare", first, second], ["compare", second, first, "--json"], ["verdict", study.name]]
+    said += [["bench", study.name], ["cancel", first], ["gc", "--checkpoints", "--yes"], ["watch", study.name]]
+    return [[*words, "--root", str(root)] for words in said]
+
+
+def _asked(root: Path, told: Path) -> None:
+    """In a process of its own: ask every verb, and write down how each ended."""
+    signal.alarm(LIMIT_S)
+    wrong = []
+    for words in _verbs(root):
+        out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
+        told.write_text(f"hangs or dies: {words[:2]}")
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            try:
+                code: object = main(words)
+            except SystemExit as end:
+                code = end.code
+            except BaseException:
+                code = traceback.format_exc()
+        if code not in CODES:
+            wrong.append(f"{words[:2]}: {code}")
+    told.write_text("\n".join(wrong))
+
+
+def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str) -> str:
+    """What is wrong with how the verbs end over one damaged store; empty if nothing is."""
+    root, told = folder / "runs", folder / "told"
+    shutil.copytree(whole, root, symlinks=True)
+    for path in root.rglob("config.yaml"):  # the copy's own root
+        path.write_text(path.read_text().replace(str(whole), str(root)))
+    target = dice.choice(Store(root).runs()).path / name
+    try:
+        with contextlib.suppress(OSError, ValueError):  # what is no file, or damaged before
+            DAMAGE[kind](target, dice)
+        child = os.fork()
+        if child == 0:
+            try:
+                _asked(root, told)
+            finally:
+                os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        return told.read_text() + ("" if status == 0 else f" (ended by {status})")
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def found_wrong(whole: Path, folder: Path, seeds: Sequence[int]) -> list[str]:
+    """How verbs end badly, each with the seed, damage and file that make them."""
+    wrong = []
+    for seed in seeds:
+        dice = random.Random(seed)
+        kind, name = dice.choice(sorted(DAMAGE)), dice.choice(FILES)
+        if text := damaged(whole, folder, dice, kind, name):
+            wrong.append(f"seed {seed}, {kind} {name}: {text}")
+    return wrong
+
+
+def test_the_fuzzer_sees_a_traceback(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(DAMAGE, "broken code", lambda *_: monkeypatch.setattr("harness.cli.runs.show", None))
+    text = damaged(whole, tmp_path, random.Random(0), "broken code", "config.yaml")
+    assert "TypeError: 'NoneType' object is not callable" in text
+
+
+def test_no_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) -> None:
+    assert not found_wrong(whole, tmp_path, range(12))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(8))
+def test_no_damage_at_all_makes_a_verb_fall(part: int, whole: Path, tmp_path: Path) -> None:
+    assert not found_wrong(whole, tmp_path, range(100 + 60 * part, 160 + 60 * part))

@@ -1,0 +1,136 @@
+"""Requests made of nonsense: every key, every kind of it. Exit 0 (looked at) or 2 (refused), no traceback, no hang."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+
+import pytest
+
+from benchmarks.checks.bad_requests import Asker, BadRequest, make_bad_data, poison_torch
+from harness.config.catalog import load_catalog
+from harness.config.doc import settings
+
+DRY = "launch.dry_run=true"
+
+VALUES = (
+    *("", "null", "???", "true", "false", "0", "1", "-1", "3", "7", "1e-9", "1e308", "nan", "inf", "-inf", "[]", "{}"),
+    *("[1]", "[0,0]", "[[1]]", "{a: 1}", "{a: {b: 1}}", "[null]", "99999999999999999999999", "0x10", "1_0", "''"),
+    *("${train.steps}", "${train}", "${measure.capture_steps}", "${nope}", "${", "${oc.env:HOME}", "a,b", "range(3)"),
+    *(
+        "interval(0,1)",
+        "choice(a,b)",
+        "glob(*)",
+        "sort(3,1)",
+        "shuffle(1,2)",
+        "'a\nb'",
+        "'\t'",
+        "'a b'",
+        "ü",
+        "\\",
+        "'",
+    ),
+    *(
+        "x" * 5000,
+        "/" + "x/" * 3000,
+        "~nobody/x",
+        "~",
+        "/dev/null",
+        "/proc/1/mem",
+        ".",
+        "..",
+        "/",
+        "%s",
+        "*",
+        "=",
+        "a=b",
+    ),
+    *("!!python/object:os.system", "&a", "*a", "@", "@last", "\x7f", "\U0001f600"),
+)
+FLAGS = (
+    *(
+        "-m",
+        "--cfg=job",
+        "--cfg=nope",
+        "--package=train",
+        "--resolve",
+        "--info",
+        "--info=all",
+        "--hydra-help",
+        "--help",
+    ),
+    *(
+        "--from=@last",
+        "--from=",
+        "--from=/dev/zero",
+        "--version",
+        "--config-dir=/tmp",
+        "--shell-completion",
+        "-c",
+        "-p",
+    ),
+    *(
+        "--shell-completion=install=bash",
+        "-sc=query=bash",
+        "--multirun",
+        "--run",
+        "--experimental-rerun=x",
+        "--",
+        "-x",
+        "-p",
+    ),
+)
+
+
+def _word(dice: random.Random) -> str:
+    catalog = load_catalog()
+    key = dice.choice([*settings(), *catalog.groups, *settings(), "nope", "train", "hydra.run.dir", "", "a.b.c"])
+    options = catalog.options.get(key, ())
+    value = dice.choice([*options, *VALUES]) if options and dice.random() < 0.5 else dice.choice(VALUES)
+    sign = dice.choice(["", "", "", "", "", "", "+", "++", "~"])
+    return f"{sign}{key}={value}" if dice.random() < 0.97 else f"{sign}{key}{value}"
+
+
+def request(seed: int) -> list[str]:
+    """Some words of nonsense, and one that keeps a request which is none from starting anything."""
+    dice = random.Random(seed)
+    words = [_word(dice) for _ in range(dice.choice([1, 1, 1, 2, 3]))]
+    flags = [dice.choice(FLAGS)] if dice.random() < 0.15 else []
+    words = [word for word in words if not word.lstrip("+~").startswith("launch.dry_run")]
+    return [*flags, *words, DRY]
+
+
+@pytest.fixture(scope="module")
+def asker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
+    folder = tmp_path_factory.mktemp("nonsense")
+    make_bad_data(folder)
+    poison_torch(folder)
+    with closing(Asker(folder, None)) as made:
+        yield made
+
+
+def found_wrong(asker: Asker, seeds: Sequence[int]) -> list[str]:
+    """Requests that do not end as documented, each with its seed and the end of what it said."""
+    wrong = []
+    for seed in seeds:
+        words = request(seed)
+        outcome = asker.ask(BadRequest(tuple(words), ()))
+        quiet = "Traceback" not in outcome.err + outcome.out and not outcome.torch_imported
+        if outcome.code not in (0, 2) or not quiet or outcome.left_behind:
+            shown = " ".join(word[:80] for word in words)
+            wrong.append(
+                f"seed {seed}: {shown!r} ended with {outcome.code}, left {outcome.left_behind}: {outcome.err[-600:]}"
+            )
+    return wrong
+
+
+def test_nonsense_is_refused_in_words(asker: Asker) -> None:
+    assert not found_wrong(asker, range(40))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(8))
+def test_all_nonsense_is_refused_in_words(part: int, asker: Asker) -> None:
+    assert not found_wrong(asker, range(1000 + 150 * part, 1150 + 150 * part))

@@ -1,0 +1,133 @@
+"""Every command printed in README.md and the guides is carried out here as far as it can be looked at, as printed.
+
+`run.py` with `launch.dry_run=true` added, verbs that only read on a small store; of the others, which have tests of
+their own, words and choices are read.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checks.bad_requests import Asker, BadRequest
+from harness.cli.main import main, read
+from harness.store import provenance
+from tests.parity.corpus import FP32, OURS
+from tests.parity.lab import as_study, edit_json, write
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/adapter.md", "docs/bisect.md", "docs/checkpoints.md", "docs/network.md", "docs/suite.md")
+READS = ("compare", "verdict", "watch", "show", "diff", "cancel", "gc")
+SLOW = ("study=engine_step_time", "study=stages_by_dtype", "model=odd")
+"""Of so many cells that to compose them takes more than a second; and an engine that another line imports too."""
+ELSEWHERE = (
+    r"bad request:\n  (cluster\.device=cuda: this machine has \d+ NVIDIA|ckpt\.load=\S+: \S+ holds no checkpoint).*"
+)
+"""Refusals that are about this machine, or about a name that stands for the reader's own."""
+SEPARATE = re.compile(r"\s{2,}|\s+#\s")
+
+
+def commands() -> list[str]:
+    """What fenced blocks print at the beginning of a line, and inline code that is a whole command."""
+    found = []
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        blocks = re.findall(r"^```\n(.*?)^```", text, re.M | re.S)
+        lines = [line for block in blocks for line in block.splitlines()]
+        inline = [" ".join(each.split()) for each in re.findall(r"`((?:python|torchrun|make|pytest) [^`]+)`", text)]
+        found += [SEPARATE.split(line)[0] for line in [*lines, *inline]]
+    kinds = ("python run.py", "python -m harness ", "torchrun", "make ", "pytest", "python -m pytest")
+    return list(dict.fromkeys(each for each in found if each.startswith(kinds)))
+
+
+COMMANDS = commands()
+
+
+def of(kind: str) -> list[str]:
+    return [each for each in COMMANDS if each.startswith(kind)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a study of two runs, a checkpoint's folder, and an engine of one's own in mine.py."""
+    here = tmp_path_factory.mktemp("walk")
+    control, arm = (write(here / "runs", each) for each in (FP32, OURS))
+    as_study(here / "runs", {control: None, arm: control}, "Is it the same?")
+    for run in (control, arm):
+        edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
+    (here / "runs" / ".last").write_text(f"lab/{arm.name}\n")
+    (here / "poison").mkdir()  # the asker's PYTHONPATH: here it holds an engine of one's own, and nothing poisonous
+    (here / "poison" / "mine.py").write_text((ROOT / "tests/engines/adapter.py").read_text())
+    return here
+
+
+def filled(command: str, folder: Path) -> list[str]:
+    """The words, with what a reader puts in place of a name in capitals."""
+    control, arm = sorted(path.parent for path in (folder / "runs").glob("lab/*/config.yaml"))
+    meant = {"STUDY": "lab", "RUN_GOOD": str(control), "RUN_BAD": str(arm), "GOOD": "HEAD~1", "BAD": "HEAD", "N": "7"}
+    words = [meant.get(word, word) for word in shlex.split(command)]
+    runs = iter((str(arm), str(control)))
+    return [next(runs) if word == "RUN" else word.replace("=PATH", f"={folder}") for word in words]
+
+
+@pytest.fixture(scope="module")
+def asker(folder: Path) -> Iterator[Asker]:
+    with closing(Asker(folder, None)) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(each, marks=pytest.mark.full if any(study in each for study in SLOW) else ())
+        for each in of("python run.py") + of("torchrun")
+        if "&&" not in each and "NAME" not in each
+    ],
+)
+def test_a_request_is_taken(command: str, folder: Path, asker: Asker) -> None:
+    words = filled(command, folder)
+    words = words[words.index("run.py") + 1 :]
+    asked = words if "launch.dry_run=true" in words else [*words, "launch.dry_run=true"]
+    outcome = asker.ask(BadRequest(tuple(asked), ()))
+    if outcome.code:
+        assert re.fullmatch(ELSEWHERE, outcome.err, re.S), outcome.err
+    else:
+        assert "dry run" in outcome.out
+
+
+@pytest.mark.parametrize("command", of("python -m harness "))
+def test_a_verb_is_understood_and_a_reading_one_carried_out(
+    command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = filled(command, folder)[3:]
+    verb, _ = read(words)
+    if verb.name not in READS or "--code" in words:
+        return
+    monkeypatch.chdir(folder)
+    assert main(words) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    assert all(re.match(r"next: python (-m harness \w+|run\.py)", line) for line in re.findall("^next: .*", out, re.M))
+    assert not re.search(r"^next: .*\b(RUN|STUDY)\b", out, re.M), "what is next can be typed as printed"
+
+
+@pytest.mark.parametrize("command", of("make "))
+def test_a_target_exists(command: str) -> None:
+    target = shlex.split(command)[1]
+    assert re.search(rf"^{re.escape(target)}:", (ROOT / "Makefile").read_text(), re.M)
+
+
+@pytest.mark.parametrize("command", of("pytest") + of("python -m pytest"))
+def test_files_that_pytest_is_given_exist(command: str) -> None:
+    for word in shlex.split(command):
+        if word.startswith(("tests/", "REPOSITORY/")):
+            assert (ROOT / word.removeprefix("REPOSITORY/")).exists(), word
+
+
+def test_nothing_printed_is_passed_over() -> None:
+    assert len(of("python run.py")) > 12
+    assert len(of("python -m harness ")) > 18

@@ -1,0 +1,201 @@
+"""What others left in a run's directory: one bad file is named with its fault, and hides nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.store import provenance, shapes, status
+from harness.store.errors import Busy, StoreError
+from harness.store.files import Lock, own_folder, write_atomic
+from harness.store.metrics import iter_metrics, last_record
+from harness.store.reading import read_json, read_text, read_yaml
+from harness.store.redaction import HIDDEN, redacted
+from harness.store.rundir import RunDir, Store
+from tests.launch.cells import make_cell
+
+DEEP = 20_000
+
+
+def _loop(path: Path) -> None:
+    path.symlink_to(path)
+
+
+STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "not UTF-8": (lambda path: path.write_bytes(b"a: \xff\xfe\n"), "is not UTF-8"),
+    "a folder": (lambda path: path.mkdir(), "is a folder, not a file"),
+    "a FIFO": (lambda path: os.mkfifo(path), "is a FIFO, not a file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "is a device, not a file"),
+    "a loop of links": (_loop, "cannot be read"),
+    "nested in brackets": (lambda path: path.write_text("[" * DEEP), ""),
+    "nested by indentation": (lambda path: path.write_text("- " * DEEP + "x\n"), ""),
+    "referring to itself": (lambda path: path.write_text("a: &a [*a]\n"), ""),
+    "another kind at the top": (lambda path: path.write_text("[1]\n"), "it is a list, not a table"),
+    "a text at the top": (lambda path: path.write_text("3\n"), "it is a whole number, not a table"),
+    "a thirteenth month": (lambda path: path.write_text("a: 2020-13-45\n"), ""),
+    "empty": (lambda path: path.write_text(""), ""),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGE)
+def test_every_strange_file_is_named_with_its_fault(kind: str, tmp_path: Path) -> None:
+    make, told = STRANGE[kind]
+    path = tmp_path / "file"
+    make(path)
+    for read in (lambda: read_yaml(path, shapes.CONFIG), lambda: read_json(path, shapes.SUMMARY)):
+        with pytest.raises(StoreError, match=told or None) as error:
+            read()
+        assert str(path) in str(error.value)
+
+
+def test_what_is_not_there_is_none(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert read_text(tmp_path / "none") is None
+    assert read_json(tmp_path / "file" / "below a file") is None
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ({"accounted_bytes": {"weights": "many"}}, "accounted_bytes.weights is a text, not a whole number"),
+        ({"collectives": [{"bucket": None, "count": 1, "kind": "all_gather"}]}, "collectives.0.bytes is missing"),
+        ({"load": {"at_start": True, "at_end": 0, "others_cores": 0}}, "load.at_start is true or false, not a number"),
+        ({"step_time_s": None, "unknown": object}, ""),
+    ],
+)
+def test_shapes(value: object, told: str) -> None:
+    assert shapes.fault(value, shapes.SUMMARY) == told
+
+
+LINES = ["[]", "3", '{"step": "one"}', '{"loss": 1}', '{"step": 1, "comm": 3}', "[" * DEEP, "\\ud800"]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_another_shape_is_damage(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f"{line}\n")
+    with pytest.raises(StoreError, match="is not a record"):
+        list(iter_metrics(path))
+    with pytest.raises(StoreError, match="is not a record"):
+        last_record(path)
+
+
+CHANGES = [{"attempt": "one"}, {"state": "walking"}, {"updated": "yesterday"}, {"reason": None}]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_status_of_another_shape_is_damage(change: dict[str, object], tmp_path: Path) -> None:
+    written = {"state": "done", "reason": "", "attempt": 0, "keeper": "process", **change}
+    (tmp_path / "status.json").write_text(json.dumps(written))
+    with pytest.raises(StoreError, match="is damaged"):
+        status.read(tmp_path)
+
+
+def test_locks_are_plain_files(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    for name, make in {"link": lambda p: p.symlink_to(other), "folder": lambda p: p.mkdir()}.items():
+        make(tmp_path / name)
+        with pytest.raises(StoreError, match="the lock"):
+            Lock.acquire(tmp_path / name)
+    assert not other.exists(), "a link planted as a lock makes no file elsewhere"
+
+
+def test_the_loser_of_a_lock_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    run = Store(tmp_path).create(make_cell(tmp_path))
+    with run.lock(), pytest.raises(Busy) as lost:
+        run.lock(timeout_s=0)
+    assert lost.value.exit_code == 69
+
+
+# -- shared hosts ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o777])
+def test_attempts_and_diffs_are_their_owners_alone_whatever_the_umask(umask: int, tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    (tmp_path / "attempts").mkdir()
+    before = os.umask(umask)
+    try:
+        folder = run.attempt_dir(run.new_attempt())
+        provenance.record_start(tmp_path, {}, "diff")
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "diff.patch").stat().st_mode & 0o077 == 0
+
+
+def test_the_folder_of_locks_is_nobody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    made = own_folder()
+    assert made.stat().st_mode & 0o777 == 0o700
+    assert own_folder() == made
+    made.chmod(0o777)
+    with pytest.raises(StoreError, match="not a folder of yours alone"):
+        own_folder()
+    made.rmdir()
+    made.symlink_to(tmp_path)
+    with pytest.raises(StoreError, match="not a folder of yours alone"):
+        own_folder()
+
+
+SECRETS = {"WANDB_API_KEY": "w4ndb-0123456789", "MY_DB_PASSWORD": "correct horse", "TOKEN_FILE": "/run/secrets/token"}
+
+
+@pytest.mark.parametrize(
+    ("text", "hidden"),
+    [
+        ("ValueError: 401 for w4ndb-0123456789", "ValueError: 401 for <redacted>"),
+        ("read /run/secrets/token", "read /run/secrets/token"),
+        ("export HF_TOKEN=abcdefgh1", "export HF_TOKEN=<redacted>"),
+        ("+password = 'hunter2'", "+password = '<redacted>'"),
+        ('"AWS_SECRET_ACCESS_KEY": "abcd1234"', '"AWS_SECRET_ACCESS_KEY": "<redacted>"'),
+        ("url = https://me:hunter2@host/x.git", "url = https://me:<redacted>@host/x.git"),
+        ("+    tokens = batch.tokens; key = 'train.steps'", "+    tokens = batch.tokens; key = 'train.steps'"),
+        ("KEY=VALUE HF_TOKEN=$HF_TOKEN", "KEY=VALUE HF_TOKEN=$HF_TOKEN"),
+    ],
+)
+def test_secrets_are_told_from_code(text: str, hidden: str) -> None:
+    assert redacted(text, SECRETS) == hidden
+
+
+def test_no_file_of_ours_holds_a_planted_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place: whatever is written whole goes through it."""
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    provenance.record_start(
+        tmp_path, {"git": {"sha": "1", "branch": "correct horse", "dirty": True}}, "+w4ndb-0123456789"
+    )
+    write_atomic(tmp_path / "error.txt", "ValueError: correct horse")
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert len(found) == 3
+    for text in found.values():
+        assert HIDDEN in text
+        assert not any(value in text for name, value in SECRETS.items() if name != "TOKEN_FILE")
+
+
+EARLY = """
+import os, signal, sys, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell takes from what it starts in the background
+sys.argv = [{program!r}, *{words!r}]
+class Press:
+    def find_spec(self, name, *_):
+        if name == {at!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, Press())
+import runpy
+runpy.run_path({program!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("program", "at"), [("run.py", "hydra"), ("harness/__main__.py", "harness.cli.main")])
+def test_ctrl_c_while_modules_load_ends_with_130_and_no_traceback(program: str, at: str) -> None:
+    root = Path(__file__).parents[2]
+    text = EARLY.format(program=str(root / program), words=["watch"], at=at)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, cwd=root)
+    assert (done.returncode, done.stderr) == (130, "")

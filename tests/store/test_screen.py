@@ -1,0 +1,45 @@
+"""Text that fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.store.screen import UNLIMITED, fold, labels, shorten, table, width
+
+HEAD, ROWS = ("run", "state", "what"), [("a-long-name-of-a-run-0123abcd", "done", "x" * 40), ("b-89abcdef", "", "")]
+
+
+def test_names_are_told_by_what_differs() -> None:
+    names = ["tiny-native-optim-dp2-0123abcd", "tiny-ddp-no_shard-dp2-89abcdef"]
+    assert list(labels(names).values()) == ["native-optim-0123abcd", "ddp-no_shard-89abcdef"]
+    assert labels(names[:1]) == {names[0]: names[0]}
+    assert labels(["a", "a-b"]) == {"a": "a", "a-b": "b"}
+
+
+def test_what_is_shortened_keeps_its_end() -> None:
+    assert shorten("a-long-name-of-a-run-0123abcd", 16) == "a-long-…0123abcd"
+    assert shorten("short", 16) == "short"
+
+
+def test_flexible_columns_give_way_and_no_line_is_wider_than_the_room() -> None:
+    whole = table(HEAD, ROWS)
+    assert whole[2] == "  ".join(ROWS[0][:2]) + "   " + ROWS[0][2]
+    tight = table(HEAD, ROWS, 50, flexible=(0, 2))
+    assert max(map(len, tight)) == 50
+    assert tight[2].split()[1] == "done"
+    assert tight[2].split()[0].endswith("-0123abcd")
+    assert max(map(len, table(HEAD, ROWS, 20, flexible=(0, 2)))) == 20
+
+
+def test_sentences_are_folded_and_long_words_stay_whole() -> None:
+    assert fold("one two three", 8, "  ") == ["one two", "  three"]
+    assert fold("a /very/long/path/that/is/copied", 8) == ["a", "/very/long/path/that/is/copied"]
+    assert fold("", 8) == [""]
+
+
+def test_a_pipe_gets_every_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    monkeypatch.setattr("os.get_terminal_size", lambda *_: (_ for _ in ()).throw(OSError))
+    assert width() == UNLIMITED
+    monkeypatch.setenv("COLUMNS", "80")
+    assert width() == 80
