@@ -7,6 +7,8 @@ PIP_ARGS ?=
 STUDY := parity_pair
 # Workers of the tests: one more than the two cores of CI, as many tests wait.
 WORKERS ?= 3
+# Hundreds of processes import the same sources: what they are compiled to is kept, whatever the environment says.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: run test test-all lint types imports install peers models clean
 

@@ -15,7 +15,8 @@ from typing import Any
 from harness.config.faults import AMOUNTS, Fault, corpus
 from harness.parity.power.published import RULES
 from harness.parity.power.score import Judged, Rate, caught, caught_unwitnessed, false_alarms, placed, published_rates
-from harness.store.files import read_json, write_atomic
+from harness.store.files import write_atomic
+from harness.store.reading import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "data" / "power.json"
@@ -26,9 +27,8 @@ PARTS = {"tolerances were fixed on": False, "held out": True}
 ABSENT = {
     "F27": "the outer reduction of hybrid sharding is wrong in every variant (NVIDIA/Megatron-LM PR 5972); the engine "
     "has had hybrid sharding since, held to one process by tests/fsdp, but no run of this corpus has an outer axis",
-    "F28": "FP8 scales come back from a checkpoint one unit off (TransformerEngine); there is no FP8 here yet",
-    "F29": "FP8 maxima are reduced over the wrong group (TransformerEngine#656); there is neither FP8 nor tensor "
-    "parallelism here yet",
+    "F28": "FP8 scales come back from a checkpoint one unit off (TransformerEngine); no setting of a run has FP8 yet",
+    "F29": "FP8 maxima are reduced over the wrong group (TransformerEngine#656); no setting of a run has FP8 yet",
 }
 """Mechanisms of the list that no run of the corpus can have."""
 

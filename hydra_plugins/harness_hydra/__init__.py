@@ -71,9 +71,9 @@ class StudySource(FileConfigSource):
         """Names in the root (the group) or in the group (the studies)."""
         if config_path == "":
             return [] if results_filter is ObjectType.CONFIG else [self.GROUP]
-        if config_path != self.GROUP:
+        if config_path != self.GROUP or results_filter is ObjectType.GROUP:
             return []
-        return super().list("", results_filter)
+        return list(catalog.load_catalog().options[self.GROUP])
 
 
 class StudySweeper(Sweeper):
