@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from hypothesis import settings
 from harness.config.adapter import describe
 from harness.config.errors import Violation
 from harness.config.schema import EngineName
+from tests.support.limits import GRACE_S, LONGEST_WAIT_S, arm, ended_after, tell_on_stderr
 from tests.support.scheduling import WholeUnits, admitted, place_of
 
 # A submission must not fail over an example nobody has seen: CI takes the same ones every time, people explore.
@@ -39,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """`--engine` alone means the conformance suite alone; an adapter may lie in the current directory."""
+    tell_on_stderr()
     engine, adapter = config.getoption("--engine"), config.getoption("--adapter")
     if adapter and engine != EngineName.ext.name:
         raise pytest.UsageError(f"--adapter {adapter} goes with --engine ext")
@@ -93,9 +96,21 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Let tests marked `alone` be alone, their fixtures included."""
+    """Let tests marked `alone` be alone, their fixtures included, and no test last for ever."""
     folder = _shared_folder(item.config)
-    if folder is None:
-        return (yield)
-    with admitted(folder, alone=item.get_closest_marker("alone") is not None):
-        return (yield)
+    with ended_after(LONGEST_WAIT_S):
+        admission = nullcontext() if folder is None else admitted(folder, item.get_closest_marker("alone") is not None)
+        with admission, ended_after(_limit(item) + GRACE_S):
+            return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Once more: pytest disarms what would end a process when it reports an error."""
+    arm(_limit(item))
+
+
+def _limit(item: pytest.Item) -> float:
+    """Seconds after which pytest-timeout raises in the test."""
+    marker = item.get_closest_marker("timeout")
+    return float(marker.args[0] if marker else item.config.getini("timeout"))

@@ -32,6 +32,8 @@ PRELOADED = (
     "harness.checkpoint.policy",
     "harness.models.registry",
 )
+CLOSING_S = 30.0
+"""For a server to have ended its ranks."""
 ENVIRONMENT = dict(os.environ)
 """Of this process before any test: a server that is first needed in a test gets none of what that test has set."""
 
@@ -55,6 +57,8 @@ class Server:
     def close(self) -> None:
         """End it, and any rank there still is."""
         self._connection.close()
+        self._process.join(CLOSING_S)
+        self._process.kill()  # it has ended long ago, unless some fork of this process keeps the connection open
         self._process.join()
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from xdist.scheduler import LoadScopeScheduling
+from xdist.workermanage import WorkerController
 
 SLOWEST = (
     "tests/test_fresh_clone.py",
@@ -43,6 +44,17 @@ class WholeUnits(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid)
 
+    def remove_node(self, node: WorkerController) -> str | None:
+        """The test that ended its worker has failed, and is not given to the next one, which it would end too."""
+        units = self.assigned_work[node].values()
+        pending = ((unit, nodeid) for unit in units for nodeid, completed in unit.items() if not completed)
+        unit, ended_by = next(pending, (None, None))
+        if unit is None:
+            return super().remove_node(node)
+        unit[ended_by] = True
+        super().remove_node(node)
+        return ended_by
+
 
 @contextmanager
 def admitted(folder: Path, alone: bool) -> Iterator[None]:
@@ -64,4 +76,7 @@ def _locked(path: Path, how: int) -> Iterator[int]:
         fcntl.flock(descriptor, how)
         yield descriptor
     finally:
+        fcntl.flock(
+            descriptor, fcntl.LOCK_UN
+        )  # closing is not enough: a process forked meanwhile has the file open too
         os.close(descriptor)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -76,3 +78,23 @@ def test_alone_means_that_nobody_is_there_nor_comes_in(tmp_path: Path, guests: i
         for each in coming:
             each.result()
     assert seen == set()
+
+
+def test_a_process_forked_meanwhile_keeps_nobody_out(tmp_path: Path) -> None:
+    """A leftover of one test is not to make the next one wait for ever."""
+    with admitted(tmp_path, alone=False):
+        leftover = os.fork()
+        if leftover == 0:
+            signal.pause()
+            os._exit(0)
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(enter_alone, tmp_path).result(timeout=10)
+    finally:
+        os.kill(leftover, signal.SIGKILL)
+        os.waitpid(leftover, 0)
+
+
+def enter_alone(folder: Path) -> None:
+    with admitted(folder, alone=True):
+        pass
