@@ -78,11 +78,6 @@ class Request:
         return self.groups.tensor or axis_of(self.module.parameters())
 
     @property
-    def is_cut(self) -> bool:
-        """Whether there are other ranks on the tensor-parallel axis."""
-        return self.tensor_group is not None and dist.get_world_size(self.tensor_group) > 1
-
-    @property
     def has_values(self) -> bool:
         """Whether values come from elsewhere than the parameters themselves."""
         return self.initial_value is not None or self.init_on_meta
@@ -111,11 +106,12 @@ def build(request: Request) -> Components:
         RuntimeError: user buffers could not be registered, and nothing else was allowed.
     """
     check_plan(request.module, request.groups, request.tensor_group)
-    mark_weights(request.module, tensor_parallel=request.is_cut)
+    mark_weights(request.module)
     leave_meta(request.module, request.device, has_values=request.has_values)
     ground = _ground(request)
     units = _units(request, ground)
     components = _wire(request, ground, units)
+    components.weights.agree_on_scales()
     components.user_buffers.model_built()
     parts = components.reduce, components.gather, components.weights, components.watches
     weakref.finalize(components, _end, *parts).atexit = False

@@ -13,6 +13,7 @@ MODULES = (
     "tests.engines.test_mutants",
     "tests.fsdp.behaviours.test_behaviours",
     "tests.fsdp.fp8.test_mutants",
+    "tests.fsdp.fp8.test_portions",
     "tests.fsdp.ordinary.test_ordinary",
     "tests.fsdp.tensor_parallel.test_promises",
     "tests.fsdp.tensor_parallel.test_state",

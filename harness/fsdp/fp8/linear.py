@@ -19,11 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp.fp8.delayed import LENGTH, Column, History, Reduce, update_all
 from harness.fsdp.fp8.formats import is_8_bit
 from harness.fsdp.fp8.matmul import multiply
-from harness.fsdp.fp8.quantize import Quantized, amax_grid, quantize
+from harness.fsdp.fp8.portions import adds_bias, gradient_of, input_here, output_of, portion_here, take_largest
+from harness.fsdp.fp8.quantize import WHOLE, Quantized, amax_grid, quantize, scales_of
 from harness.fsdp.fp8.recipes import RECIPES, Operand, Recipe
 from harness.fsdp.vocabulary import Fp8
 
@@ -74,11 +76,20 @@ class Fp8Linear(nn.Linear):
                 self._buffers[name] = held.to(moved.device)
         return self
 
+    def keep_buffers_plain(self) -> None:
+        """Undo what torch's `parallelize_module` makes of buffers: DTensors, which are in the way of what is known of
+        one rank's operands."""
+        for name in (HISTORY, SCALE):
+            held = self._buffers.get(name)
+            if isinstance(held, DTensor):
+                self._buffers[name] = portion_here(held)
+
     @property
     def history(self) -> History | None:
         """Amaxes and scales of delayed scaling; None under recipes without."""
         if not self.recipe.delayed:
             return None
+        self.keep_buffers_plain()
         recipe = self.recipe
         formats = recipe.activations.format, recipe.weights.format, recipe.gradients.format
         return History(self.fp8_amax_history, self.fp8_scale, formats, self.margin)
@@ -86,14 +97,23 @@ class Fp8Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """x w^T + bias: shape [..., in] to [..., out], in the dtype of x (of autocast where that is on).
 
+        Where a plan of tensor parallelism has cut the weight, x may be plain or a DTensor, and the result is a DTensor;
+        see [Note: FP8 and tensor parallelism].
+
         Raises:
             TypeError: x is neither fp32 nor bf16 nor fp16.
         """
         if torch.is_autocast_enabled(input.device.type):
             input = input.to(torch.get_autocast_dtype(input.device.type))
-        rows = input.reshape(-1, self.in_features)
+        if isinstance(self.weight, DTensor):
+            return output_of(self._product(input_here(input, self.weight)), self.weight)
+        return self._product(input)
+
+    def _product(self, x: Tensor) -> Tensor:
+        """x w^T + bias, of what this rank has of both."""
+        rows = x.reshape(-1, x.shape[-1])
         result: Tensor = _Product.apply(rows, self.weight, self.bias, self)  # type: ignore[no-untyped-call] # torch leaves it unannotated
-        return result.view(*input.shape[:-1], self.out_features)
+        return result.view(*x.shape[:-1], result.shape[-1])
 
     def extra_repr(self) -> str:
         """As of an ordinary layer, with the recipe."""
@@ -102,18 +122,22 @@ class Fp8Linear(nn.Linear):
     def weight_for(self, *, turned: bool) -> Quantized:
         """The weight [out, in], or its transpose [in, out], quantized for a product over its last dimension.
 
+        Of a weight that is cut, this rank's portion: *collective* over the axis that cuts it, where it does not hold 8
+        bits and its one scale is made now.
+
         Raises:
             RuntimeError: it holds 8 bits without scales, or of the other direction.
         """
         operand = self.recipe.weights
-        if not is_8_bit(self.weight.dtype):
-            return self._quantize(Column.weights, self.weight, operand, turned=turned)
+        weight = portion_here(self.weight)
+        if not is_8_bit(weight.dtype):
+            return self._quantize(Column.weights, weight, operand, turned=turned)
         if self.weight_scale_inv is None or not operand.is_one_for_both:
             raise RuntimeError(
-                f"the weight holds {self.weight.dtype} and nothing says its scales under fp8={self.recipe.name.name}:"
+                f"the weight holds {weight.dtype} and nothing says its scales under fp8={self.recipe.name.name}:"
                 " weights are cast to 8 bits by the engine that shards them, never by module.to()"
             )
-        held = Quantized(self.weight.detach(), self.weight_scale_inv, operand.tile)
+        held = Quantized(weight, self.weight_scale_inv, operand.tile)
         return held.t if turned else held
 
     def quantized(self, column: Column, values: Tensor) -> tuple[Quantized, Quantized]:
@@ -130,6 +154,10 @@ class Fp8Linear(nn.Linear):
         if history is not None:
             history.record(column, amax_grid(values, operand.tile))
             scale = history.scale[column].clone().view(1, 1)
+        elif column is Column.weights and operand.tile == WHOLE:
+            scale, _ = scales_of(
+                take_largest(amax_grid(values, WHOLE), self.weight), operand.format, self.recipe.scaling
+            )
         tile = operand.tile.turned if turned else operand.tile
         found = quantize(values, operand.format, tile, self.recipe.scaling, scale)
         return found.t if turned else found
@@ -143,10 +171,9 @@ class _Product(torch.autograd.Function):
         """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x."""
         for_y, for_dw = layer.quantized(Column.activations, x)
         y = multiply(for_y, layer.weight_for(turned=False))
-        if bias is not None:
-            y = y + bias.float()
-        ctx.layer, ctx.tile, ctx.dtype = layer, for_dw.tile, x.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        if bias is not None and adds_bias(weight):
+            y = y + portion_here(bias).float()
+        ctx.layer, ctx.tile, ctx.dtype, ctx.bias = layer, for_dw.tile, x.dtype, bias
         ctx.save_for_backward(for_dw.payload, for_dw.scale_inv, weight)
         return y.to(x.dtype)
 
@@ -155,15 +182,15 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """grad [tokens, out]; gradients of x and weight in the dtype of x, of bias in its own."""
         layer: Fp8Linear = ctx.layer
-        payload, scale_inv, _ = ctx.saved_tensors  # unpacking the weight tells where it changed since
+        payload, scale_inv, weight = ctx.saved_tensors  # unpacking the weight tells where it changed since
         for_dx, for_dw = layer.quantized(Column.gradients, grad)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
             dx = multiply(for_dx, layer.weight_for(turned=True)).to(ctx.dtype)
         if ctx.needs_input_grad[1]:
-            dw = multiply(for_dw, Quantized(payload, scale_inv, ctx.tile)).to(ctx.dtype)
+            dw = gradient_of(weight, multiply(for_dw, Quantized(payload, scale_inv, ctx.tile)).to(ctx.dtype))
         if ctx.needs_input_grad[2]:
-            db = grad.float().sum(dim=0).to(ctx.bias_dtype)
+            db = gradient_of(ctx.bias, grad.float().sum(dim=0).to(ctx.bias.dtype))
         return dx, dw, db, None
 
 
@@ -188,7 +215,8 @@ def update_scales(layers: Sequence[Fp8Linear], reduce: Reduce | None = None) -> 
 
     Args:
         layers: what `layers_of` finds, the same on all ranks.
-        reduce: takes the largest over all ranks that see other data, in place; None where there is but one.
+        reduce: takes the largest over all ranks that see other data or multiply other portions, in place; None where
+            there is but one.
 
     Raises:
         RuntimeError: they are a sharded model's, whose engine does it.
@@ -243,9 +271,10 @@ def convert_linears(
 
 def _problem(layer: nn.Linear, recipe: Recipe, owners: Counter[int]) -> str:
     """Why a layer cannot have a recipe; "" where it can."""
-    if not recipe.fits(tuple(layer.weight.shape)):
-        shape = list(layer.weight.shape)
-        return f"its weight has shape {shape}: both sizes must be multiples of {recipe.multiple}"
+    shape = list(portion_here(layer.weight).shape)
+    if not recipe.fits(tuple(shape)):
+        which = "a portion of its weight" if isinstance(layer.weight, DTensor) else "its weight"
+        return f"{which} has shape {shape}: both sizes must be multiples of {recipe.multiple}"
     if owners[id(layer.weight)] > 1:
         return "its weight belongs to another module too (tied), which cannot read 8 bits: leave it out"
     return ""

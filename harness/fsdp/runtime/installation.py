@@ -85,6 +85,18 @@ class WeightInstaller:
             self.user_buffers.step_done()
         self.replicas.after_step()
 
+    def agree_on_scales(self) -> None:
+        """Make scales of weights of which a rank knows a portion only, once all have their first values.
+
+        *Collective* where tensor parallelism has cut weights of 8 bits.
+        """
+        cut = [each for each in self.buckets if each.eight_bit is not None and each.eight_bit.has_tiles_elsewhere]
+        if not cut:
+            return
+        self.scales.refresh(step_ended=False)
+        for each in install_weights(cut):
+            each.wait()
+
     def refuse_held(self) -> None:
         """Raise RuntimeError where weights are held whole, which an update would not reach."""
         if self.gather.holds:

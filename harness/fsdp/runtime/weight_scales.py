@@ -25,7 +25,7 @@ class WeightScales:
     Args:
         module: whose layers under delayed scaling are looked after.
         buckets: all of the model's.
-        meshes: the ranks that cut weights, and see other data.
+        meshes: the ranks that cut weights, and see other data or multiply other portions.
     """
 
     def __init__(self, module: nn.Module, buckets: Sequence[Bucket], meshes: Meshes) -> None:
@@ -55,6 +55,10 @@ class WeightScales:
             for axis, comm in ((Axis.inner, mesh.inner), (Axis.outer, mesh.outer)):
                 cut = [amaxes[each.name] for each in mine if getattr(each.cuts.own, axis.name) is SHARD]
                 _take_largest(comm, [*cut, *seen])
+        elsewhere = [
+            part for each in self.held if (of := each.eight_bit) for part in of.of_tiles_elsewhere(amaxes[each.name])
+        ]
+        _take_largest(self.meshes.tensor, [*elsewhere, *(each.amax[0] for each, _ in histories)])
         for each, _ in histories:
             each.update()
         for bucket in self.held:

@@ -157,7 +157,7 @@ class Bucket:
         self.eight_bit: EightBitWeights | None = None
         """What makes compute weights of main weights, where these are kept in 8 bits."""
         if self.key.fp8:
-            self.eight_bit = EightBitWeights(self.params, self.cuts, self.dtypes, self.memory.device)
+            self.eight_bit = EightBitWeights(self.params, self.cuts, self.portions, self.dtypes, self.memory.device)
 
     @property
     def resting_shards(self) -> list[Tensor]:

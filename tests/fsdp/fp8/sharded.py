@@ -10,9 +10,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, cut_portion, fully_shard, portion_of
 from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, layers_of, update_scales
 from harness.fsdp.fp8.quantize import Quantized, quantize
 from harness.fsdp.vocabulary import Fp8
@@ -23,25 +25,28 @@ MICROBATCHES = 2
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, tp: int = 1) -> None:
         super().__init__()
+        hidden = HIDDEN * tp
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-        with torch.no_grad():  # tiles are to have scales of their own
-            self.up.weight.mul_(torch.logspace(-2, 2, HIDDEN, base=2).unsqueeze(1))
-            self.down.weight.mul_(torch.logspace(-2, 2, HIDDEN, base=2))
+        self.up = nn.Linear(WIDTH, hidden)
+        self.down = nn.Linear(hidden, WIDTH, bias=tp > 1)
+        with torch.no_grad():  # tiles, and portions, are to have scales of their own
+            self.up.weight.mul_(torch.logspace(-2, 2, hidden, base=2).unsqueeze(1))
+            self.down.weight.mul_(torch.logspace(-2, 2, hidden, base=2))
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
 class Model(nn.Module):
-    def __init__(self, seed: int = 3) -> None:
+    """tp: how many times as wide blocks are, so that a portion of as many has the same size."""
+
+    def __init__(self, seed: int = 3, tp: int = 1) -> None:
         torch.manual_seed(seed)
         super().__init__()
         self.entry = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.blocks = nn.ModuleList([Block(tp), Block(tp)])
         self.exit = nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -52,12 +57,23 @@ class Model(nn.Module):
 
 
 class Case(NamedTuple):
-    """A recipe on a mesh: inner strategy, ranks of the outer axis (1: none) and what that splits."""
+    """A recipe on a mesh: inner strategy, outer ranks (1: no such axis), what these split, tensor-parallel ranks."""
 
     recipe: Fp8
     inner: str
     outer: int = 1
     split: str = "no_shard"
+    tp: int = 1
+
+    def mesh(self) -> DeviceMesh:
+        """Outer, inner and tensor-parallel ranks."""
+        sizes = self.outer, dist.get_world_size() // (self.outer * self.tp), self.tp
+        return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner", "tp"))
+
+    @property
+    def place(self) -> int:
+        """This rank's number among those with data of their own."""
+        return dist.get_rank() // self.tp
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -76,19 +92,25 @@ def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
     return found
 
 
-def converted(recipe: Fp8, seed: int = 3) -> Model:
-    model = Model(seed)
+def converted(recipe: Fp8, seed: int = 3, tp: int = 1) -> Model:
+    model = Model(seed, tp)
     convert_linears(model, recipe, lambda name, layer: "blocks" in name, history=3, margin=1)
     return model
 
 
-def shard(case: Case, model: nn.Module, **options: object) -> tuple[ShardedModel, torch.optim.Optimizer]:
-    world = dist.get_world_size()
-    arguments: dict[str, object] = {}
-    if case.outer > 1:
-        mesh = init_device_mesh("cpu", (case.outer, world // case.outer), mesh_dim_names=("outer", "inner"))
-        arguments = {"device_mesh": mesh, "dp_shard_dim": "inner", "dp_outer_dim": "outer"}
-        arguments["hybrid_fsdp_group"] = dist.group.WORLD
+def cut(model: Model, case: Case, mesh: DeviceMesh) -> Model:
+    """Cut blocks over the tensor-parallel axis: the first matrix by rows, the second by columns."""
+    for block in model.blocks if case.tp > 1 else ():
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return model
+
+
+def shard(case: Case, model: Model, **options: object) -> tuple[ShardedModel, torch.optim.Optimizer]:
+    mesh = case.mesh()
+    arguments: dict[str, object] = {"device_mesh": mesh, "dp_shard_dim": "inner"}
+    arguments |= {"dp_outer_dim": "outer"} if case.outer > 1 else {}
+    arguments |= {"tp_dim": "tp"} if case.tp > 1 else {}
+    cut(model, case, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     return fully_shard(
         model,
@@ -118,22 +140,44 @@ def of_whole(layer: Fp8Linear, weight: Tensor) -> Quantized:
     return quantize(weight, operand.format, operand.tile, layer.recipe.scaling, scale)
 
 
+def here(layer: Fp8Linear, whole: Quantized) -> Quantized:
+    """This rank's portion of a weight that was quantized whole."""
+    weight = layer.weight
+    dim = weight.placements[0].dim if isinstance(weight, DTensor) else None
+    if dim is None:
+        return whole
+    place, size = weight.device_mesh.get_local_rank(), weight.device_mesh.size()
+    scales = whole.scale_inv if whole.scale_inv.shape[dim] == 1 else whole.scale_inv.chunk(size, dim)[place]
+    return Quantized(whole.payload.chunk(size, dim)[place], scales, whole.tile)
+
+
 def same(found: Quantized, expected: Quantized) -> bool:
     payload = torch.equal(found.payload.view(torch.uint8), expected.payload.contiguous().view(torch.uint8))
     return payload and torch.equal(found.scale_inv, expected.scale_inv)
 
 
+def here_of(param: Tensor, whole: Tensor) -> Tensor:
+    """This rank's portion of a whole tensor."""
+    group = param.device_mesh.get_group() if isinstance(param, DTensor) else None
+    return cut_portion(portion_of("it", param, group), whole)
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def follow(rank: int, case: Case, steps: int = 2, **options: object) -> list[str]:
     """What is wrong with a training, step by step beside plain torch, which gets the engine's weights at each."""
-    world = dist.get_world_size()
-    reference = converted(case.recipe)
+    reference = converted(case.recipe, tp=case.tp)
     model, optimizer = shard(case, copy.deepcopy(reference), **options)
+    cut(reference, case, case.mesh())
     told: list[str] = []
     for step in range(steps):
         with torch.no_grad():
             for name, value in model.full_weights():
-                reference.get_parameter(name).copy_(value)
-        told += _step(model, reference, rank, world, step)
+                param = reference.get_parameter(name)
+                local(param).copy_(here_of(param, value))
+        told += _step(model, reference, case, step)
         optimizer.step()
         optimizer.zero_grad()
         reference.zero_grad()
@@ -143,20 +187,22 @@ def follow(rank: int, case: Case, steps: int = 2, **options: object) -> list[str
     return told
 
 
-def _step(model: ShardedModel, reference: nn.Module, rank: int, world: int, step: int) -> list[str]:
-    told = []
+def _step(model: ShardedModel, reference: nn.Module, case: Case, step: int) -> list[str]:
+    told, world = [], dist.get_world_size()
     for micro in range(MICROBATCHES):
-        expected_loss = loss_of(reference, data(step, micro, rank))
+        expected_loss = loss_of(reference, data(step, micro, case.place))
         (expected_loss / MICROBATCHES).backward()
         with nullcontext() if micro == MICROBATCHES - 1 else model.no_sync():
-            own = loss_of(model, data(step, micro, rank))
+            own = loss_of(model, data(step, micro, case.place))
             (own / MICROBATCHES).backward()
         told += [] if torch.equal(own, expected_loss) else [f"step {step}: loss {own} is not {expected_loss}"]
     for name, value in model.full_gradients():
-        expected = reference.get_parameter(name).grad
-        assert expected is not None
-        dist.all_reduce(expected)
-        expected /= world
+        param = reference.get_parameter(name)
+        assert param.grad is not None
+        terms = torch.zeros_like(value)
+        here_of(param, terms).copy_(local(param.grad))
+        dist.all_reduce(terms)
+        expected = terms / (world // case.tp if here_of(param, value).shape != value.shape else world)
         error = float((value - expected).abs().max() / expected.abs().max())
         told += [f"step {step}: gradient of {name} is off by {error}"] if error > 1e-5 else []
     return told
@@ -169,7 +215,8 @@ def _unlike(model: ShardedModel, reference: nn.Module) -> list[str]:
         layer, other = model.module.get_submodule(name), reference.get_submodule(name)
         assert isinstance(layer, Fp8Linear)
         assert isinstance(other, Fp8Linear)
-        told += [] if same(held, of_whole(layer, weights[f"{name}.weight"])) else [f"{name} is not quantized whole"]
+        whole = here(layer, of_whole(layer, weights[f"{name}.weight"]))
+        told += [] if same(held, whole) else [f"{name} is not quantized whole"]
         mine, theirs = layer.history, other.history
         if mine is not None and theirs is not None:
             told += [] if torch.equal(mine.scale, theirs.scale) else [f"{name}: {mine.scale} is not {theirs.scale}"]

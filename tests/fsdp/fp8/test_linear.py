@@ -14,7 +14,6 @@ from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, layers_of, updat
 from harness.fsdp.fp8.matmul import emulate, scaled_mm
 from harness.fsdp.fp8.quantize import WHOLE, Scaling, Tile, quantize
 from harness.fsdp.fp8.recipes import RECIPES
-from harness.fsdp.storage.eight_bit import mark_weights
 from harness.fsdp.vocabulary import Fp8
 
 TOKENS, IN, OUT = 37, 256, 128
@@ -177,12 +176,6 @@ def test_scales_made_again_after_loading_are_one_step_ahead() -> None:
     wrong = loaded.weight_for(turned=False)
     units = (wrong.payload.view(torch.uint8).int() - used.payload.view(torch.uint8).int()).abs()
     assert int(units.max()) == 1
-
-
-def test_tensor_parallelism_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match=r"fp8=current.*under tensor parallelism are not built"):
-        mark_weights(_layer(Fp8.current), tensor_parallel=True)
-    mark_weights(nn.Linear(16, 16), tensor_parallel=True)
 
 
 def test_weights_cast_by_somebody_else_are_refused() -> None:

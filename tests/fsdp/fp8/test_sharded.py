@@ -40,7 +40,19 @@ FOLLOWED = (
     Case(Fp8.current, ZERO_3, 2, "optim"),
     Case(Fp8.delayed, "no_shard", 2, "optim"),
 )
-PRODUCT = tuple(Case(recipe, *mesh) for recipe in Fp8 for mesh in MESHES)
+CUT = (
+    Case(Fp8.current, ZERO_3, tp=2),
+    Case(Fp8.block, "optim_grads", tp=2),
+    Case(Fp8.delayed, "optim", 2, "optim", tp=2),
+    Case(Fp8.current, "no_shard", tp=4),
+    Case(Fp8.delayed, ZERO_3, 2, tp=2),
+    Case(Fp8.mx, ZERO_3, tp=2),
+)
+"""On meshes of outer x inner x tensor-parallel ranks: 1x2x2, 2x1x2 and 1x1x4."""
+PRODUCT = (
+    *(Case(recipe, *mesh) for recipe in Fp8 for mesh in MESHES),
+    *(Case(recipe, *mesh, tp=tp) for recipe in Fp8 for mesh in MESHES for tp in (2, 4) if mesh[1] * tp <= 4),
+)
 
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"fsdp_double_buffer": True, "grad_buffer": "concat"},
@@ -53,14 +65,25 @@ def _follow_all(rank: int, cases: tuple[Case, ...]) -> dict[Case, list[str]]:
     return {case: follow(rank, case) for case in cases}
 
 
-@pytest.mark.parametrize("cases", [FOLLOWED, pytest.param(PRODUCT, marks=pytest.mark.full)], ids=["cover", "product"])
+@pytest.mark.parametrize(
+    "cases", [FOLLOWED + CUT, pytest.param(PRODUCT, marks=pytest.mark.full)], ids=["cover", "product"]
+)
 def test_training_follows_plain_torch_under_every_strategy(cases: tuple[Case, ...]) -> None:
     """Losses to the bit, gradients to rounding, payloads and scales to the bit, after each of two steps."""
     for told in run_ranks(_follow_all, 4, cases):
         assert {case: wrong for case, wrong in told.items() if wrong} == {}
 
 
+@pytest.mark.full
+def test_training_follows_plain_torch_on_eight_ranks() -> None:
+    """2 x 2 x 2: both data-parallel axes and the tensor-parallel one cut weights."""
+    cases = tuple(Case(recipe, ZERO_3, 2, split, 2) for recipe in Fp8 for split in ("no_shard", "optim"))
+    for told in run_ranks(_follow_all, 8, cases):
+        assert {case: wrong for case, wrong in told.items() if wrong} == {}
+
+
 def _train(model: ShardedModel, optimizer: torch.optim.Optimizer, rank: int, step: int) -> Tensor:
+    """A step; rank: the data-parallel one."""
     loss = loss_of(model, data(step, 0, rank))
     loss.backward()
     optimizer.step()

@@ -1,0 +1,171 @@
+"""FP8 layers that a plan of tensor parallelism has cut: their products, their bytes, and their state in other layouts;
+run on ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from harness.fsdp import ShardedModel, create_state
+from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, delayed_state
+from harness.fsdp.fp8.quantize import quantize
+from harness.fsdp.fp8.recipes import RECIPES
+from harness.fsdp.runtime.weight_scales import PURPOSE
+from harness.fsdp.vocabulary import Fp8
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.fp8.sharded import Case, converted, data, here, loss_of, of_whole, payloads, same, shard
+
+TOKENS, IN, OUT = 24, 256, 512
+"""Portions of two ranks are whole tiles of every recipe."""
+STYLES: dict[str, Callable[[], Any]] = {
+    "rows": ColwiseParallel,
+    "columns": lambda: RowwiseParallel(),
+}
+CLOSE = 1e-5
+"""Relative to the largest: fp32 sums in another order."""
+
+
+def products(rank: int, recipe: Fp8, style: str) -> list[str]:
+    """y, dx, dw and db of a layer that is cut, against fp64 products of operands that are quantized as each rank does
+    it: the weight whole, activations and gradients by portions."""
+    size, found = dist.get_world_size(), RECIPES[recipe]
+    torch.manual_seed(5)
+    holder = nn.Sequential(nn.Linear(IN, OUT))
+    with torch.no_grad():
+        holder[0].weight.mul_(torch.randn(OUT, 1).exp() * torch.randn(1, IN).exp())
+    weight, bias = holder[0].weight.detach().clone(), holder[0].bias.detach().clone()
+    convert_linears(holder, recipe)
+    parallelize_module(holder, init_device_mesh("cpu", (size,)), {"0": STYLES[style]()})
+    x, grad = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
+    columns = style == "columns"
+    given = (x.chunk(size, 1)[rank] if columns else x).clone().requires_grad_()
+    y = holder(given)
+    y.backward(grad if columns else grad.chunk(size, 1)[rank])
+
+    def of(role: str, values: Tensor, *, turned: bool = False) -> Tensor:
+        operand = getattr(found, role)
+        lying = values.t().contiguous() if turned else values
+        return quantize(lying, operand.format, operand.tile, found.scaling).dequantize().double()
+
+    xs, grads = (x.chunk(size, 1), [grad] * size) if columns else ([x] * size, grad.chunk(size, 1))
+    whole, turned = of("weights", weight), of("weights", weight, turned=True)
+    cut = [part.chunk(size, 1 if columns else 0) for part in (whole, weight)]
+    cut_turned = turned.chunk(size, 0 if columns else 1)
+    terms = [of("activations", part) @ w.t() for part, w in zip(xs, cut[0], strict=True)]
+    dx = [of("gradients", part) @ w.t() for part, w in zip(grads, cut_turned, strict=True)]
+    dw = of("gradients", grads[rank], turned=True) @ of("activations", xs[rank], turned=True).t()
+    wanted = {
+        "y": sum(terms) + bias.double() if columns else terms[rank] + bias.double().chunk(size)[rank],
+        "dx": dx[rank] if columns else sum(dx),
+        "dw": dw,
+        "db": grad.double().sum(0) if columns else grad.double().sum(0).chunk(size)[rank],
+    }
+    layer: Any = holder[0]
+    held = {"y": y, "dx": given.grad, "dw": layer.weight.grad.to_local(), "db": layer.bias.grad.to_local()}
+    told = [f"{n}: shape {tuple(v.shape)}" for n, v in held.items() if v.shape != wanted[n].shape]
+    apart = {n: float((v.double() - wanted[n]).abs().max() / wanted[n].abs().max()) for n, v in held.items()}
+    return told + [f"{recipe.name}, {style}: {n} is off by {by}" for n, by in apart.items() if not by < CLOSE]
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def steps(model: ShardedModel, optimizer: torch.optim.Optimizer, case: Case, count: int) -> None:
+    for step in range(count):
+        loss_of(model, data(step, 0, case.place)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
+    """Layers that do not multiply the portion of their whole weight quantized."""
+    told = []
+    for name, held in payloads(model).items():
+        layer = model.module.get_submodule(name)
+        assert isinstance(layer, Fp8Linear)
+        told += [] if same(held, here(layer, of_whole(layer, weights[f"{name}.weight"]))) else [name]
+    return told
+
+
+def across(rank: int, one: Case, two: Case) -> list[str]:
+    """State of one layout in another and back: weights, moments, amaxes and scales to the bit, payloads of them."""
+    width = max(one.tp, two.tp)
+    saved, optimizer = shard(one, converted(one.recipe, tp=width))
+    steps(saved, optimizer, one, 2)
+    told = [f"{name} before saving" for name in unlike(saved, dict(saved.full_weights()))]
+    loaded, other = shard(two, converted(two.recipe, seed=9, tp=width))
+    steps(loaded, other, two, 1)
+    weights, known = dict(saved.full_weights()), _known(saved)
+    told += _move(saved, loaded) + [f"{name} when loaded" for name in unlike(loaded, weights)]
+    told += [f"{name} when loaded" for name, value in _known(loaded).items() if not torch.equal(value, known[name])]
+    steps(saved, optimizer, one, 1)
+    told += _move(loaded, saved) + [f"{name} when back" for name in unlike(saved, weights)]
+    told += [f"{name} when back" for name, value in _known(saved).items() if not torch.equal(value, known[name])]
+    saved.close()
+    loaded.close()
+    return told
+
+
+def _known(model: ShardedModel) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in delayed_state(model.module).items()}
+
+
+def _move(source: ShardedModel, target: ShardedModel) -> list[str]:
+    """Bring every tensor of a state into another model; what is other bits there afterwards."""
+    given = {name: _whole(value) for name, value in source.sharded_state().tensors.items() if value.dim()}
+    state = target.sharded_state()
+    for name, value in state.tensors.items():
+        if value.dim():
+            value.fill_from(given[name]) if isinstance(value, DTensor) else value.copy_(given[name])
+    target.adopt_state(state)
+    found = {name: _whole(value) for name, value in target.sharded_state().tensors.items() if value.dim()}
+    return [name for name, value in found.items() if not torch.equal(value, given[name])]
+
+
+def _whole(value: Tensor) -> Tensor:
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+# -- bytes, and models without memory ----------------------------------------------------------------------------------
+
+
+def traffic(rank: int, case: Case) -> dict[str, tuple[int, int]]:
+    """Count and bytes of what makes scales, and of gathers of an FP8 bucket over its elements, in a second step."""
+    model, optimizer = shard(case, converted(case.recipe, tp=case.tp).bfloat16())
+    create_state(optimizer)
+    steps(model, optimizer, case, 1)
+    meter = CollectiveMeter()
+    steps(model, optimizer, case, 1)
+    rows = meter.take()
+    meter.close()
+    label = "blocks.0/bfloat16/fp8"
+    moved = next(bucket.layout.comm_numel for bucket in model.buckets if bucket.name == label)
+    model.close()
+    scales = [row for row in rows if row.bucket == PURPOSE]
+    gathers = [row for row in rows if (row.kind, row.bucket) == ("all_gather", label)]
+    return {
+        "scales": (sum(row.count for row in scales), sum(row.bytes for row in scales)),
+        "gathers": (sum(row.count for row in gathers), sum(row.bytes for row in gathers)),
+        "elements": (moved, 0),
+    }
+
+
+def meta(rank: int, case: Case) -> list[str]:
+    """Cut on the meta device, built without memory and reset module by module."""
+    with torch.device("meta"):
+        hollow = converted(case.recipe, tp=case.tp)
+    torch.manual_seed(11)
+    model, optimizer = shard(case, hollow, device=torch.device("cpu"), init_model_with_meta_device=True)
+    weights = dict(model.full_weights())
+    told = unlike(model, weights)
+    steps(model, optimizer, case, 1)
+    told += unlike(model, dict(model.full_weights()))
+    model.close()
+    return told
