@@ -25,6 +25,7 @@ from harness.fsdp.runtime.step import StepError, StepState
 from harness.fsdp.state import by_parameter
 from harness.fsdp.state.named import ShardedState
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.tensor_parallel.declared import successor_of
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import Numerics
 
@@ -236,7 +237,7 @@ def model_of(optimizer: torch.optim.Optimizer) -> Model:
     Raises:
         ValueError: it has none of a sharded model, or of several.
     """
-    found = _owners(param for group in optimizer.param_groups for param in group["params"])
+    found = _owners(successor_of(param) for group in optimizer.param_groups for param in group["params"])
     if not found:
         raise ValueError(
             f"no parameter of {type(optimizer).__name__} belongs to a sharded model: build it over the parameters of"
@@ -255,7 +256,7 @@ def _only(found: list[Model], optimizer: torch.optim.Optimizer) -> Model:
 
 def _bind_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Take in an optimizer over parameters of a sharded model. Its own hooks run after this one, in the same step."""
-    found = _owners(param for group in optimizer.param_groups for param in group["params"])
+    found = _owners(successor_of(param) for group in optimizer.param_groups for param in group["params"])
     if found:
         bind(_only(found, optimizer), optimizer)
 

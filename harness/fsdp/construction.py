@@ -15,6 +15,7 @@ from functools import cached_property, partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime
@@ -45,8 +46,9 @@ from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, Initia
 from harness.fsdp.storage.eight_bit import mark_weights
 from harness.fsdp.storage.gradients import GradientPlan
 from harness.fsdp.storage.memory import BucketMemory
-from harness.fsdp.storage.placement import Placements
+from harness.fsdp.storage.placement import SHARD, Placements
 from harness.fsdp.storage.whereabouts import Whereabouts
+from harness.fsdp.tensor_parallel.declared import declare, mesh_of
 from harness.fsdp.tensor_parallel.parameters import axis_of
 from harness.fsdp.vocabulary import Fallback, OuterStrategy, Registration, Strategy
 from harness.fsdp.wiring import make_reductions, make_usage_of
@@ -105,6 +107,7 @@ def build(request: Request) -> Components:
         ValueError: parameters have no values, groups do not form a grid, or a value does not fit the model.
         RuntimeError: user buffers could not be registered, and nothing else was allowed.
     """
+    declare(request.module, partial(_meshes_for, request))
     check_plan(request.module, request.groups, request.tensor_group)
     mark_weights(request.module)
     leave_meta(request.module, request.device, has_values=request.has_values)
@@ -116,6 +119,33 @@ def build(request: Request) -> Components:
     parts = components.reduce, components.gather, components.weights, components.watches
     weakref.finalize(components, _end, *parts).atexit = False
     return components
+
+
+def _meshes_for(request: Request, part: nn.Module) -> tuple[DeviceMesh | None, DeviceMesh | None]:
+    """What a module that declares its own meshes is told; see [Note: Declared meshes]. *Collective.*"""
+    groups, tensor, kind = request.groups, request.tensor_group, request.device.type
+    if request.expert_groups is not None and any(is_expert(param) for param in part.parameters(recurse=False)):
+        groups = request.expert_groups
+    has_outer = _of_several(groups.outer) is not None
+    placements = Placements.of(request.strategy, request.outer_strategy if has_outer else None)
+    data, tensor_cut = (_of_several(each) for each in (_cutting(groups, placements), tensor))
+    tp_mesh = None if tensor is None else DeviceMesh.from_group(tensor, kind)
+    return tp_mesh, mesh_of(data, tensor_cut, kind)
+
+
+def _of_several(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group; None of one rank."""
+    return None if group is None or dist.get_world_size(group) == 1 else group
+
+
+def _cutting(groups: Groups, placements: Placements) -> dist.ProcessGroup | None:
+    """The data-parallel ranks that keep other parts of main weights than this one; None where each keeps them whole."""
+    inner, outer = (axis is SHARD for axis in (placements.main_weights.inner, placements.main_weights.outer))
+    if inner and outer:
+        return groups.everyone
+    if outer:
+        return groups.outer
+    return (groups.inner or dist.group.WORLD) if inner else None
 
 
 def _end(reduce: ReducePipeline, gather: GatherPipeline, weights: WeightInstaller, watches: Watches) -> None:
@@ -177,7 +207,7 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
     plans = plan_units(request.module, request.unit_classes, options.unit_min_elements)
     units = build_units(plans, context, ground.memory, request.policy, initial)
     if initial is None:
-        reset_by_module(request.module, list(buckets_of(units)), ground.meshes.everyone, request.device)
+        reset_by_module(request.module, list(buckets_of(units)), ground.meshes, request.device)
     return units
 
 

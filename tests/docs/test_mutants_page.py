@@ -15,6 +15,7 @@ MODULES = (
     "tests.fsdp.fp8.test_mutants",
     "tests.fsdp.fp8.test_portions",
     "tests.fsdp.ordinary.test_ordinary",
+    "tests.fsdp.tensor_parallel.test_declared",
     "tests.fsdp.tensor_parallel.test_promises",
     "tests.fsdp.tensor_parallel.test_state",
     "tests.fsdp.test_clear_errors",

@@ -3,8 +3,9 @@
 [Note: Meta device] A model too large for one device is built on "meta", without memory. Its values come either from
 `initial_value`, by name, or from the modules' own `reset_parameters()`, run module by module in definition order, so
 that a random generator gives each the numbers it would have given an ordinary construction. Only one module's
-parameters are whole at any time. A module without `reset_parameters()` may have `_reset_parameters()`, as
-nn.MultiheadAttention has, which may set what lies in modules inside it: these are reset first, all of them together.
+parameters are whole at any time; of a module that has cut itself, its portions (see [Note: Declared meshes]). A module
+without `reset_parameters()` may have `_reset_parameters()`, as nn.MultiheadAttention has, which may set what lies in
+modules inside it: these are reset first, all of them together.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import BucketMemory, placeholder
+from harness.fsdp.tensor_parallel.declared import declares
 from harness.fsdp.tensor_parallel.parameters import real, values_here
+from harness.fsdp.tensor_parallel.portion import Portion
 
 
 def build_units(
@@ -79,10 +82,11 @@ def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool) -> 
         torch.utils.swap_tensors(param, made)
 
 
-def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], everyone: Everyone, device: torch.device) -> None:
+def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], meshes: Meshes, device: torch.device) -> None:
     """Let each module reset its own parameters, whole for that moment, and keep this rank's part. *Collective.*
 
-    A parameter of several modules keeps what the first of them gave it. Every rank takes the first one's values.
+    A parameter of several modules keeps what the first of them gave it. Every rank takes the first one's values; of a
+    portion that a module has reset itself, the first one's that has the same.
 
     Raises:
         ValueError: a module with parameters or buffers has neither `reset_parameters` nor `_reset_parameters`.
@@ -101,7 +105,7 @@ def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], everyone: Ever
             for name, buffer in part._buffers.items():
                 if buffer is not None and buffer.is_meta:
                     part._buffers[name] = torch.empty_like(buffer, device=device)
-        _reset(parts, resets, homes, done, everyone, device)
+        _reset(parts, resets, homes, done, meshes, device)
 
 
 def _turns(part: nn.Module, seen: set[int]) -> Iterator[list[nn.Module]]:
@@ -139,7 +143,7 @@ def _reset(
     resets: Sequence[Callable[[], None]],
     homes: dict[int, tuple[Bucket, Slot]],
     done: set[int],
-    everyone: Everyone,
+    meshes: Meshes,
     device: torch.device,
 ) -> None:
     own = {id(p): p for part in parts for p in part._parameters.values() if p is not None}
@@ -153,31 +157,46 @@ def _reset(
         bucket, slot = homes[key]
         if key not in done:
             done.add(key)
-            bucket.set_value(slot, everyone.from_first(value, f"initial {slot.spec.name}"))
+            alike = _alike(bucket.portion_of(slot), value, meshes)
+            bucket.set_value(slot, alike.from_first(value, f"initial {slot.spec.name}"))
     for bucket, _ in (homes[each] for each in own):
         bucket.point_at_weights()
         bucket.rest()
         bucket.views.forget_edits()  # a tied one is reset again: of no effect, yet it counts as written to
 
 
+def _alike(portion: Portion, value: Tensor, meshes: Meshes) -> Everyone:
+    """The ranks that are to begin with the same value of a parameter."""
+    is_portion = not portion.is_whole and tuple(value.shape) == portion.here
+    return meshes.dense.everyone if is_portion else meshes.everyone
+
+
 @contextmanager
 def _whole(
     parts: Sequence[nn.Module], own: Mapping[int, nn.Parameter], dtypes: Mapping[int, torch.dtype], device: torch.device
 ) -> Iterator[dict[int, Tensor]]:
-    """Let modules hold whole, plain parameters in the body; what these hold then, by the parameter they stand for.
+    """Let modules hold whole, plain parameters in the body; after it, what they hold by the parameter that it is of.
 
-    Also where tensor parallelism has cut a parameter: its numbers are then those of an ordinary construction. dtypes:
-    as the module gave them, which is not what is kept where that is 8 bits.
+    Also where tensor parallelism has cut a parameter: its numbers are then those of an ordinary construction. Modules
+    that cut themselves hold their portions. They may have registered other parameters under the same names. dtypes: as
+    the module gave them, which is not what is kept where that is 8 bits.
     """
-    whole = {
-        key: nn.Parameter(torch.empty(param.shape, dtype=dtypes[key], device=device), param.requires_grad)
-        for key, param in own.items()
-    }
+    cut_themselves = {id(param) for part in parts if declares(part) for param in part._parameters.values()}
+    stand_ins: dict[int, nn.Parameter] = {}
+    for key, param in own.items():
+        shape = values_here(param).shape if key in cut_themselves else param.shape
+        values = torch.empty(shape, dtype=dtypes[key], device=device)
+        stand_ins[key] = real(param, values) if key in cut_themselves else nn.Parameter(values, param.requires_grad)
+    found: dict[int, Tensor] = {}
     stood_for = [(part, name, param) for part in parts for name, param in part._parameters.items() if param is not None]
     for part, name, param in stood_for:
-        part._parameters[name] = whole[id(param)]
+        part._parameters[name] = stand_ins[id(param)]
     try:
-        yield {key: stand_in.data for key, stand_in in whole.items()}
+        yield found
+        for part, name, param in stood_for:
+            held = part._parameters[name]
+            assert held is not None
+            found.setdefault(id(param), values_here(held).data)
     finally:
         for part, name, param in stood_for:
             part._parameters[name] = param

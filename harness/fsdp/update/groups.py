@@ -8,6 +8,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.tensor_parallel.declared import successor_of
 
 
 class Groups:
@@ -34,7 +35,7 @@ class Groups:
         found: dict[str, int] = {}
         for index, group in enumerate(groups):
             for param in group["params"]:
-                name = names.get(id(param))
+                name = names.get(id(successor_of(param)))
                 if name is None:
                     raise ValueError(
                         f"optimizer group {index} holds a tensor of shape {tuple(param.shape)} that is no parameter of"
