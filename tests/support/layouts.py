@@ -5,6 +5,11 @@ rows, weights not used in every microbatch) and saves. Every layout loads that a
 is one layout loading what another wrote. A layout that cut tensors wrongly, and put them together wrongly in the same
 way, would agree with itself: so a cell is held against the first process three times, by the weights the engine gathers
 with its own collectives, by the reference's files chunk by chunk, and by the update it does next.
+
+Layouts come in families, of one model and recipe each: any of a family into any other of it. Beside the awkward model's
+there is one of a decoder that tensor parallelism cuts, and one for each FP8 recipe. An update in 8 bits is another one
+where ranks multiply other portions, so that of those the third comparison is of what layers multiply: the reference's
+whole weights quantized, or a rank's portion of it, to the bit.
 """
 
 from __future__ import annotations
@@ -12,25 +17,31 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Manifest
 from harness.checkpoint.policy import Checkpoints
 from harness.checkpoint.storage import whole_tensor
-from harness.config.schema import Config, GradBuffer
+from harness.config.schema import Config, GradBuffer, ModelConfig
 from harness.control import Control
 from harness.engines.protocol import Engine
+from harness.fsdp import Fp8, convert_linears
+from harness.fsdp.fp8.linear import Column, layers_of
 from harness.fsdp.state.row_shard import local_of
 from harness.probe.collectives import CollectiveMeter
 from tests.engines.conformance.cases import Case
-from tests.engines.conformance.trial import batches, make_engine, make_workload
+from tests.engines.conformance.trial import Spoiled, batches, make_engine, make_workload
+from tests.fsdp.fp8.portions import unlike
+from tests.support.composing import compose
 from tests.support.factory import ranks_of
 from tests.support.spawn import run_ranks
 
@@ -53,12 +64,16 @@ class Layout:
     outer: str | None = None
     dtype: str = "fp64"
     concat: bool = False
+    tp: int = 1
+    model: str = "odd"
+    recipe: Fp8 | None = None
 
     def __str__(self) -> str:
         cut = self.strategy + {None: "", "no_shard": "+hsdp", "optim": "+hfsdp"}[self.outer]
-        ranks = "2x2" if self.outer else str(self.world_size)
+        data = self.world_size // self.tp
+        ranks = (f"2x{data // 2}" if self.outer else str(data)) + (f" TP {self.tp}" if self.tp > 1 else "")
         words = [self.engine, cut, ranks] + (["concat"] if self.concat else [])
-        return " ".join(words + ([] if self.dtype == "fp64" else [self.dtype]))
+        return " ".join(words + ([] if self.dtype == "fp64" or self.recipe else [self.dtype]))
 
     def config(self) -> Config:
         """The cell of a run with this layout."""
@@ -67,9 +82,25 @@ class Layout:
             self.engine, self.strategy, self.outer, self.world_size, k, "adamw", True, self.dtype, "odd", "fast"
         )
         config = case.config()
+        config.mesh.tp = self.tp
+        if self.model in DECODERS:
+            config.model = _decoder(self.model)
         config.engine.grad_buffer = GradBuffer.concat if self.concat else GradBuffer.flat
         config.ckpt.keep = 1_000
         return config
+
+
+DECODERS = {
+    "planned": ("model.dim=32", "model.num_heads=4", "model.num_kv_heads=4", "model.ffn_dim=24", "model.num_layers=2"),
+    "wide": ("model.dim=256", "model.num_heads=4", "model.num_kv_heads=4", "model.ffn_dim=256", "model.num_layers=1"),
+}
+"""Models that declare a plan, of 37 tokens, which no axis divides; the wide one for tiles of every recipe."""
+
+
+@cache
+def _decoder(name: str) -> ModelConfig:
+    sizes = ("model=tiny", "model.vocab_size=37", "model.max_seq_len=16", *DECODERS[name])
+    return compose([*sizes, "data=synthetic", "data.seq_len=8", "launch.dry_run=true"]).typed.model
 
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
@@ -89,6 +120,42 @@ LAYOUTS = (
 )
 
 
+ZERO_3 = "optim_grads_params"
+_PLANNED = (
+    SINGLE,
+    Layout("native", ZERO_3, 4),
+    *(Layout("native", strategy, 4, tp=2) for strategy in STRATEGIES),
+    Layout("native", "optim", 4, tp=4),
+    *(Layout("native", ZERO_3, 4, outer, tp=2) for outer in ("no_shard", "optim")),
+    Layout("fsdp2", ZERO_3, 4),
+    Layout("fsdp2", ZERO_3, 4, tp=2),
+    Layout("ddp", "no_shard", 4, tp=2),
+)
+_EIGHT_BITS = (
+    Layout("native", ZERO_3, 1),
+    Layout("native", ZERO_3, 4),
+    Layout("native", ZERO_3, 4, tp=2),
+    Layout("native", "optim", 4, tp=4),
+    Layout("native", ZERO_3, 4, "no_shard", tp=2),
+    Layout("fsdp2", ZERO_3, 4, tp=2),
+)
+
+
+def _in_8_bits(recipe: Fp8) -> tuple[Layout, ...]:
+    """Layouts of a recipe: 128 rows are too many for four portions of 256; this peer knows no delayed scaling."""
+    fit = (each for each in _EIGHT_BITS if not (recipe is Fp8.block and each.tp == 4))
+    able = (each for each in fit if not (recipe is Fp8.delayed and each.engine == "fsdp2"))
+    return tuple(replace(each, dtype="fp32", model="wide", recipe=recipe) for each in able)
+
+
+PORTIONS: dict[str, tuple[Layout, ...]] = {
+    "fp64": tuple(replace(each, model="planned") for each in _PLANNED),
+    **{f"FP8 {recipe.name}": _in_8_bits(recipe) for recipe in Fp8},
+}
+"""Families of layouts that tensor parallelism cuts, by the numbers that are multiplied; the first of each is the one
+process that trains the reference."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """What became of a checkpoint of `source` in `target`."""
@@ -101,7 +168,8 @@ class Cell:
 
     @property
     def holds(self) -> bool:
-        return not self.problems and self.next_step <= NEXT_STEP_TOLERANCE
+        close = NEXT_STEP_TOLERANCE if self.target.recipe is None else math.inf
+        return not self.problems and self.next_step <= close
 
 
 def checkpoints_of(folder: Path, config: Config, rank: int) -> Checkpoints:
@@ -113,27 +181,58 @@ def checkpoints_of(folder: Path, config: Config, rank: int) -> Checkpoints:
     return Checkpoints(folder, config, ranks, Control(ranks, group, meter), lambda _: None)
 
 
-def build(config: Config, rank: int) -> Engine:
-    return make_engine(config, make_workload(config), rank)
+class Quantizing(Spoiled):
+    """A workload of which linear layers of blocks multiply 8-bit numbers."""
+
+    def __init__(self, config: Config, recipe: Fp8) -> None:
+        super().__init__(make_workload(config))
+        self.recipe = recipe
+
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
+        """As the workload does, and converted."""
+        model: nn.Module = self._workload.build(device, dtype)
+        for part in model.modules():
+            if isinstance(part, nn.Linear):
+                part.__class__ = nn.Linear  # of a class that only leaves its values to the workload
+        convert_linears(model, self.recipe, lambda name, _: name.startswith("blocks."), history=2)
+        return model
+
+    def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
+        """Histories too."""
+        self._workload.materialise_buffers(model, device)
+        for layer in layers_of(model) if self.recipe is Fp8.delayed else ():
+            layer.fp8_amax_history = torch.zeros(2, len(Column), device=device)
+            layer.fp8_scale = torch.ones(len(Column), device=device)
+
+
+def build(config: Config, rank: int, recipe: Fp8 | None = None) -> Engine:
+    return make_engine(config, make_workload(config) if recipe is None else Quantizing(config, recipe), rank)
 
 
 def train_step(engine: Engine, config: Config, rank: int, step: int) -> list[float]:
     """One update; this rank's losses."""
-    todo = batches(config, rank, step)
+    seen = copy(config)
+    seen.mesh = copy(config.mesh)
+    seen.mesh.world_size //= config.mesh.tp  # ranks of one portion each
+    todo = batches(seen, rank // config.mesh.tp, step)
     losses = [engine.forward_backward(batch, last=index == len(todo) - 1).item() for index, batch in enumerate(todo)]
     engine.step(LR)
     return losses
 
 
-def write_reference(folder: Path) -> dict[str, Tensor]:
+def write_reference(folder: Path, layout: Layout = SINGLE) -> dict[str, Tensor]:
     """Train and save on one process; returns the weights after one more update."""
-    config = SINGLE.config()
-    engine = build(config, 0)
+    config = layout.config()
+    engine = build(config, 0, layout.recipe)
     for step in range(1, SAVED + 1):
         train_step(engine, config, 0, step)
     checkpoints_of(folder, config, 0).save(engine, SAVED, "reference")
     train_step(engine, config, 0, SAVED + 1)
     return dict(engine.named_weights())
+
+
+def _reference_on(rank: int, folder: Path, layout: Layout) -> dict[str, Tensor]:
+    return write_reference(folder, layout)
 
 
 def spoil(engine: Engine) -> None:
@@ -150,7 +249,7 @@ def write_all(rank: int, root: Path, layouts: Sequence[Layout]) -> None:
     """Every layout takes the reference and saves what it has then."""
     for layout in layouts:
         config = layout.config()
-        engine = build(config, rank)
+        engine = build(config, rank, layout.recipe)
         checkpoints_of(root / "reference", config, rank).load_newest(engine)
         checkpoints_of(root / str(layout), config, rank).save(engine, SAVED, "reference")
         engine.close()
@@ -163,7 +262,7 @@ def read_all(rank: int, root: Path, targets: Sequence[tuple[Layout, list[Layout]
 
 def _read_into(rank: int, root: Path, layout: Layout, sources: list[Layout], after: dict[str, Tensor]) -> list[Cell]:
     config = layout.config()
-    engine = build(config, rank)
+    engine: Any = build(config, rank, layout.recipe)
     reference = Manifest.read(path_of(root / "reference", SAVED))
     wanted = {
         key.removeprefix("weights/"): whole_tensor(path_of(root / "reference", SAVED), entry)
@@ -185,6 +284,10 @@ def _read_into(rank: int, root: Path, layout: Layout, sources: list[Layout], aft
         assert not damaged
         told = oracle._told_wrong(path_of(root / "reference", SAVED), manifest, engine, set())
         problems += [f"{key} is not the reference's" for key in told]
+        if layout.recipe is not None and layout.engine == "native":
+            problems += [
+                f"{name} does not multiply the whole weight quantized" for name in unlike(engine.model, wanted)
+            ]
         train_step(engine, config, rank, SAVED + 1)
         cells.append(Cell(source, layout, tuple(problems), _distance(dict(engine.named_weights()), after)))
     engine.close()
@@ -199,9 +302,13 @@ def _distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> float:
     return max(of(name) for name in right if right[name].numel())
 
 
-def run_cells(root: Path, pairs: Sequence[tuple[Layout, Layout]]) -> list[Cell]:
-    """Save, load and compare each pair; ranks are started twice for each number of them."""
-    after = write_reference(root / "reference")
+def run_cells(root: Path, pairs: Sequence[tuple[Layout, Layout]], first: Layout = SINGLE) -> list[Cell]:
+    """Save, load and compare each pair of one family; ranks are started twice for each number of them.
+
+    Args:
+        first: what trains the reference; of one process.
+    """
+    after: dict[str, Tensor] = run_ranks(_reference_on, 1, root / "reference", first)[0]
     sources = list(dict.fromkeys(source for source, _ in pairs))
     for world in sorted({layout.world_size for layout in sources}):
         run_ranks(write_all, world, root, [layout for layout in sources if layout.world_size == world])

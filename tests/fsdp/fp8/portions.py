@@ -10,17 +10,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as fsdp2_policy
+from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from harness.fsdp import ShardedModel, create_state
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, create_state
 from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, delayed_state
 from harness.fsdp.fp8.quantize import quantize
 from harness.fsdp.fp8.recipes import RECIPES
 from harness.fsdp.runtime.weight_scales import PURPOSE
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
-from tests.fsdp.fp8.sharded import Case, converted, data, here, loss_of, of_whole, payloads, same, shard
+from tests.fsdp.fp8.sharded import Case, converted, cut, data, here, loss_of, of_whole, payloads, same, shard
 
 TOKENS, IN, OUT = 24, 256, 512
 """Portions of two ranks are whole tiles of every recipe."""
@@ -169,3 +171,42 @@ def meta(rank: int, case: Case) -> list[str]:
     told += unlike(model, dict(model.full_weights()))
     model.close()
     return told
+
+
+# -- beside FSDP2 ------------------------------------------------------------------------------------------------------
+
+
+def beside_fsdp2(rank: int, case: Case) -> tuple[list[str], int, int]:
+    """A training under FSDP2, which gathers weights in bf16 for layers that quantize them at each use, beside ours,
+    which gathers 8 bits: what differs in any bit; and bytes of the last step, of all gathers of theirs and of ours of
+    such weights.
+
+    Main weights are bf16, so that both quantize the same numbers; two data-parallel ranks, so that means are exact.
+    """
+    policy = MixedPrecisionPolicy(main_params_dtype=None, grad_comm_dtype=torch.float32, allow_low_precision_grads=True)
+    ours, optimizer = shard(case, converted(case.recipe, tp=case.tp).bfloat16(), mixed_precision_policy=policy)
+    mesh = case.mesh()
+    peer = cut(converted(case.recipe, tp=case.tp).bfloat16(), case, mesh)
+    summed = fsdp2_policy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in peer.blocks:
+        fsdp2(block, mesh=mesh["inner"], mp_policy=summed)
+    fsdp2(peer, mesh=mesh["inner"], mp_policy=summed)
+    theirs = torch.optim.AdamW(peer.parameters(), lr=0.02)
+    told: list[str] = []
+    moved = []
+    for step in range(3):
+        losses = []
+        for model, stepped in ((peer, theirs), (ours, optimizer)):
+            meter = CollectiveMeter()
+            losses.append(loss_of(model, data(step, 0, case.place)))
+            losses[-1].backward()
+            rows = [row for row in meter.take() if row.kind == "all_gather"]
+            moved.append(sum(row.bytes for row in rows if model is peer or row.bucket.endswith("/fp8")))
+            meter.close()
+            stepped.step()
+            stepped.zero_grad()
+        told += [] if torch.equal(*losses) else [f"step {step}: loss {losses[1]} is not FSDP2's {losses[0]}"]
+    whole = {name: param.full_tensor() for name, param in peer.named_parameters() if isinstance(param, DTensor)}
+    told += [name for name, value in ours.full_weights() if not torch.equal(value, whole[name])]
+    ours.close()
+    return told, moved[-2], moved[-1]

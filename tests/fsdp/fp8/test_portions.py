@@ -23,8 +23,8 @@ from harness.fsdp.storage.grain import ROW, Grain
 from harness.fsdp.storage.layout import ParamSpec, plan_bucket
 from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.vocabulary import Fp8
-from tests.fsdp.fp8.portions import STYLES, across, meta, products, traffic
-from tests.fsdp.fp8.sharded import Case, follow
+from tests.fsdp.fp8.portions import STYLES, across, beside_fsdp2, meta, products, traffic
+from tests.fsdp.fp8.sharded import HIDDEN, WIDTH, Case, follow
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
@@ -37,15 +37,6 @@ PAIRS = (
     (Case(Fp8.block, "optim_grads", 2, "optim", tp=2), Case(Fp8.block, ZERO_3)),
 )
 """TP 2 x DP 2 and DP 4, TP 4 and TP 2 x DP 2, HFSDP x TP 2 and DP 4."""
-
-
-def _on_two(rank: int) -> list[str]:
-    return [wrong for recipe in RECIPES for style in STYLES for wrong in products(rank, recipe, style)]
-
-
-def test_products_of_portions_are_those_of_the_quantized_operands() -> None:
-    """The weight is quantized as a whole; the bias is added once, its gradient and that of x are whole."""
-    assert run_ranks(_on_two, 2) == [[], []]
 
 
 # -- on four ranks -----------------------------------------------------------------------------------------------------
@@ -113,6 +104,7 @@ def _on_four(rank: int) -> dict[str, Any]:
     told: dict[str, Any] = {
         "state": [across(rank, *pair) for pair in PAIRS],
         "traffic": [traffic(rank, Case(recipe, ZERO_3, tp=2)) for recipe in (Fp8.current, Fp8.delayed, Fp8.block)],
+        "beside": beside_fsdp2(rank, Case(Fp8.current, ZERO_3, tp=2)),
         "meta": [meta(rank, Case(recipe, ZERO_3, tp=2)) for recipe in (Fp8.delayed, Fp8.block)],
     }
     for name, (_, case, mutant) in FOLLOWING.items():
@@ -154,8 +146,14 @@ def test_a_mutant_is_found(name: str, told: list[dict[str, Any]]) -> None:
     assert any(found[name] for found in told)
 
 
-def _multiply_wrongly(rank: int) -> dict[str, list[str]]:
-    found = {}
+# -- on two ranks ------------------------------------------------------------------------------------------------------
+
+
+def _on_two(rank: int) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "products": [wrong for recipe in RECIPES for style in STYLES for wrong in products(rank, recipe, style)],
+        "beside": beside_fsdp2(rank, Case(Fp8.current, ZERO_3)),
+    }
     for name, (_, mutant) in MULTIPLYING.items():
         with mutant():
             found[name] = [wrong for style in STYLES for wrong in products(rank, Fp8.current, style)]
@@ -163,16 +161,33 @@ def _multiply_wrongly(rank: int) -> dict[str, list[str]]:
 
 
 @pytest.fixture(scope="module")
-def multiplied() -> list[dict[str, list[str]]]:
-    """What two ranks find wrong with the products of each mutant."""
-    return run_ranks(_multiply_wrongly, 2)
+def told_by_two() -> list[dict[str, Any]]:
+    """One visit of two ranks; what each has to tell."""
+    return run_ranks(_on_two, 2)
+
+
+def test_products_of_portions_are_those_of_the_quantized_operands(told_by_two: list[dict[str, Any]]) -> None:
+    """The weight is quantized as a whole; the bias is added once, its gradient and that of x are whole."""
+    assert [found["products"] for found in told_by_two] == [[], []]
 
 
 @pytest.mark.parametrize(
     "name", each("FP8 weights, by tensor parallelism", ((n, m[0]) for n, m in MULTIPLYING.items()))
 )
-def test_a_mutant_of_products_is_found(name: str, multiplied: list[dict[str, list[str]]]) -> None:
-    assert any(found[name] for found in multiplied)
+def test_a_mutant_of_products_is_found(name: str, told_by_two: list[dict[str, Any]]) -> None:
+    assert any(found[name] for found in told_by_two)
+
+
+def test_fsdp2_gathers_twice_the_bytes_for_the_same_bits(
+    told: list[dict[str, Any]], told_by_two: list[dict[str, Any]]
+) -> None:
+    """Losses and weights of three steps, of DP 2 and of DP 2 x TP 2. FSDP2 gathers each of two blocks twice a step,
+    ours the last one once; a block's FP8 weights are P elements, of which a rank sends half."""
+    elements = 2 * WIDTH * HIDDEN
+    for wrong, theirs, ours in (found["beside"] for found in (*told, *told_by_two)):
+        assert wrong == []
+        assert 4 * elements <= theirs < 4 * elements * 1.05, "two bytes each, vectors and ends beside"
+        assert ours == 3 * elements // 2, "a byte each"
 
 
 # -- tiles and rank boundaries, without ranks --------------------------------------------------------------------------
