@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.config.schema import Dtype, DtypeConfig
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import MixedPrecisionPolicy, Strategy, fully_shard
+from harness.fsdp import Fp8, MixedPrecisionPolicy, Strategy, convert_linears, fully_shard
 from harness.fsdp.comm import reduction
 from tests.support.spawn import run_ranks
 
@@ -60,9 +60,13 @@ given, the messages, the additions between ranks, the buffer that keeps the sum,
   is rounded once to the main gradient's dtype, also where it is added to earlier microbatches.
 - An all-reduce carries gradients in the wire's dtype and sums in the main gradient's.
 - Gradients are divided once, after the last sum: a 16-bit wire or sum must hold them undivided.
+- `fp8_*` and `mxfp8` are policies of the projections of attention and feed-forward alone; embedding, head, norms and
+  routers are as under `bf16`. Of what such a layer multiplies, activations and weights are e4m3, gradients e5m2 under
+  `fp8_current` and `fp8_delayed` and e4m3 under the others; each product is summed in fp32 and rounded once, to bf16.
+  Weights that the table has as e4m3 are kept and gathered so, one byte each; under `mxfp8` each use quantizes them.
 - `numerics=ordered` with 16-bit main weights needs AdamW: other updates round by where a shard ends.
 """
-NAMES = {dtype: short.name for short, dtype in TORCH_DTYPES.items()}
+NAMES = {dtype: short.name for short, dtype in TORCH_DTYPES.items()} | {torch.float8_e4m3fn: "e4m3"}
 
 Trace = dict[str, set[str]]
 """Station -> dtypes seen there."""
@@ -124,11 +128,16 @@ def watching(trace: Trace) -> Iterator[None]:
         yield
 
 
-def trace_of(rank: int, policy: MixedPrecisionPolicy, compute: torch.dtype, strategy: str) -> Trace:
+def trace_of(
+    rank: int, policy: MixedPrecisionPolicy, compute: torch.dtype, strategy: str, recipe: Fp8 | None = None
+) -> Trace:
     """Train one update of two microbatches and say what was seen."""
     trace: Trace = {station: set() for station in STATIONS}
     torch.manual_seed(0)
-    module = nn.Linear(8, 8, bias=False, dtype=compute)
+    width = 8 if recipe is None else recipe.multiple
+    module = nn.Linear(width, width, bias=False, dtype=compute)
+    if recipe is not None:
+        convert_linears(module, recipe)
     module.register_forward_pre_hook(lambda m, args: trace["forward"].add(NAMES[m.weight.dtype]))
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
@@ -141,7 +150,7 @@ def trace_of(rank: int, policy: MixedPrecisionPolicy, compute: torch.dtype, stra
         optimizer.register_step_pre_hook(stepping)
         for last in (False, True):
             model.set_model_auto_sync(last)
-            model(torch.full((1, 8), 1.0 + rank, dtype=compute)).sum().backward()
+            model(torch.full((1, width), 1.0 + rank, dtype=compute)).sum().backward()
         model.finish_grad_sync()
         trace["kept"].update(NAMES[piece.dtype] for bucket in model.buckets for piece in bucket.grad_shards)
         optimizer.step()
@@ -155,7 +164,7 @@ def policies() -> dict[str, DtypeConfig]:
 
     folder = Path(__file__).resolve().parents[2] / "conf" / "dtype"
     found = {
-        path.stem: compose([f"dtype={path.stem}", "launch.dry_run=true"]).typed.dtype
+        path.stem: compose([f"dtype={path.stem}", "model=tiny_wide", "launch.dry_run=true"]).typed.dtype
         for path in sorted(folder.glob("*.yaml"))
     }
     for name, roles in EXTRA.items():
@@ -179,14 +188,15 @@ def traces(rank: int) -> dict[str, dict[str, Trace]]:
             torch_dtype(d.grad_accum),
             d.allow_low_precision_grads,
         )
-        found[name] = {s.name: trace_of(rank, policy, TORCH_DTYPES[d.compute], s.name) for s in Strategy}
+        found[name] = {s.name: trace_of(rank, policy, TORCH_DTYPES[d.compute], s.name, d.fp8) for s in Strategy}
     return found
 
 
 def asked(d: DtypeConfig) -> str:
     """A policy as it is typed."""
     roles = ("compute", "main_params", "main_grads", "grad_comm", "grad_accum")
-    return " ".join(f"{role}={'null' if getattr(d, role) is None else getattr(d, role).name}" for role in roles)
+    said = " ".join(f"{role}={'null' if getattr(d, role) is None else getattr(d, role).name}" for role in roles)
+    return said if d.fp8 is None else f"{said} fp8={d.fp8.name}"
 
 
 def page(found: dict[str, dict[str, Trace]]) -> str:

@@ -53,6 +53,9 @@ class Capabilities:
     """Whether the engine creates the communicators of both data-parallel axes itself, the owner of SHARP first."""
     tensor_parallel: bool = False
     """Whether the engine shards what a plan of tensor parallelism left (mesh.tp)."""
+    fp8: bool = False
+    """Whether linear layers may multiply 8-bit numbers (dtype.fp8): the engine ends the steps of delayed scaling, and
+    saves what that knows."""
     loss_scale: bool = False
     """Whether the engine scales the loss and leaves out updates whose gradients overflowed (dtype.loss_scale)."""
     package: str | None = None
@@ -87,6 +90,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         user_buffers=True,
         orders_communicators=True,
         tensor_parallel=True,
+        fp8=True,
         loss_scale=True,
         settings=tuple(f"engine.{name}" for name in _GROUP),
     ),
@@ -96,6 +100,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         equal_dtypes=(("main_grads", "main_params"),),
         outer_sums_in_wire=True,
         tensor_parallel=True,
+        fp8=True,
     ),
     EngineName.fsdp1: Capabilities(
         strategies=(Strategy.no_shard, Strategy.optim_grads, Strategy.optim_grads_params),
@@ -107,6 +112,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         strategies=(Strategy.no_shard, Strategy.optim),
         compressed_wires=(Dtype.bf16, Dtype.fp16),
         tensor_parallel=True,
+        fp8=True,
     ),
     EngineName.megatron_fsdp: Capabilities(
         strategies=tuple(Strategy),
@@ -135,6 +141,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         max_data_ranks=1,
         sums_itself=True,
         tensor_parallel=True,
+        fp8=True,
     ),
     EngineName.ext: Capabilities(strategies=tuple(Strategy), equal_dtypes=(), settings=("engine.adapter",)),
 }

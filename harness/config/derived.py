@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from harness.config.adapter import capabilities_of
+from harness.config.projections import held_in_8_bits
 from harness.config.schema import (
     Backend,
     Config,
@@ -180,18 +181,25 @@ def persistent_bytes_per_rank(cfg: Config) -> int:
     Which part of each a rank keeps is read from the engine's table of placements. Of what tensor parallelism does not
     cut (vectors) every rank keeps more.
     """
-    count, outer_size = parameter_count(cfg) // max(1, cfg.mesh.tp), cfg.mesh.dp_outer
+    whole, outer_size = parameter_count(cfg), cfg.mesh.dp_outer
+    count = whole // max(1, cfg.mesh.tp)
     inner_size = max(1, data_ranks(cfg) // outer_size)
     placed = Placements.of(cfg.sharding.strategy, cfg.sharding.outer if outer_size > 1 else None)
 
-    def kept(lies: On, num_bytes: int) -> int:
-        return int(count * num_bytes * lies.share(inner_size, outer_size))
+    def kept(lies: On, num_bytes: int, of: int = count) -> int:
+        return int(of * num_bytes * lies.share(inner_size, outer_size))
 
     compute, main = cfg.dtype.compute.bytes, cfg.dtype.main_params.bytes
-    resting = placed.resting_weights_are_kept
-    weights = kept(placed.resting_weights, compute) if resting else 0
-    if not resting or cfg.dtype.compute is not cfg.dtype.main_params:
-        weights += kept(placed.main_weights, main)
+    in_8_bits = held_in_8_bits(cfg) // max(1, cfg.mesh.tp)
+    weights = 0
+    for of, width, is_main in (
+        (count - in_8_bits, compute, cfg.dtype.compute is cfg.dtype.main_params),
+        (in_8_bits, 1, False),
+    ):
+        if placed.resting_weights_are_kept:
+            weights += kept(placed.resting_weights, width, of)
+        if not placed.resting_weights_are_kept or not is_main:
+            weights += kept(placed.main_weights, main, of)
     grads = kept(placed.accumulated_grads, cfg.dtype.main_grads.bytes)
     return weights + grads + kept(placed.optimizer_state, main * optimizer_states(cfg))
 

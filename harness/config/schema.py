@@ -20,6 +20,7 @@ from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
 from harness.fsdp.vocabulary import Dtype as Dtype
 from harness.fsdp.vocabulary import Fallback as Fallback
+from harness.fsdp.vocabulary import Fp8 as Fp8
 from harness.fsdp.vocabulary import GradBuffer as GradBuffer
 from harness.fsdp.vocabulary import Numerics as Numerics
 from harness.fsdp.vocabulary import OuterStrategy as OuterStrategy
@@ -209,6 +210,10 @@ class DtypeConfig:
     """Factor on the loss, against fp16 gradients that vanish: none, dynamic, or a fixed power of two (native)."""
     loss_scale_growth_steps: int = 2000
     """Steps without overflow after which a dynamic loss scale, which begins at 65536, doubles."""
+    fp8: Fp8 | None = None
+    """Recipe by which the projections of attention and feed-forward multiply 8-bit numbers; null: they do not."""
+    fp8_history: int = 1024
+    """Steps whose largest magnitudes delayed scaling looks back on."""
 
 
 DTYPE_ROLES = tuple(each.name for each in fields(DtypeConfig) if each.type in ("Dtype", "Dtype | None"))

@@ -90,6 +90,10 @@ class Workload(Protocol):
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Make the module with uninitialised parameters; device "meta" allocates nothing, not even buffers."""
 
+    def quantize(self, model: nn.Module, device: torch.device) -> None:
+        """Have linear layers of a module that was built multiply 8-bit numbers, in place; nothing where no recipe is
+        asked for. For engines that declare `fp8`."""
+
     def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
         """Cut a module that was built, in place, over the ranks of a tensor-parallel axis; names stay. *Collective.*"""
 

@@ -76,7 +76,8 @@ class Components:
             used, padding = optimizer.state_bytes()
             total["optimizer"] += used
             total["padding"] += padding
-        total["buffers"] = sum(buffer.nbytes for buffer in module.buffers())
+        scales = sum(bucket.eight_bit.scale_bytes for bucket in self.buckets if bucket.eight_bit is not None)
+        total["buffers"] = sum(buffer.nbytes for buffer in module.buffers()) + scales
         return total
 
     def transport(self) -> dict[str, str]:

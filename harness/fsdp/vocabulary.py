@@ -95,10 +95,30 @@ class Dtype(Enum):
 class Fp8(Choice):
     """Where the scales of 8-bit matrix products come from."""
 
-    current = "current", "One scale a tensor, of its largest magnitude now."
-    delayed = "delayed", "One scale a tensor, of its largest magnitude in past steps."
-    block = "block", "A power of two for each 128 values of activations and gradients, each 128 x 128 of weights."
-    mx = "mx", "MXFP8: an 8-bit exponent for each 32 values."
+    multiple: int
+    """What both sizes of a weight are multiples of."""
+    gradient_precision: int
+    """Significant bits of quantized gradients, the hidden one included: 3 of e5m2, 4 of e4m3, which all else has."""
+    held: bool
+    """Whether an engine may keep and gather weights in 8 bits: they are the same numbers in both directions."""
+
+    current = "current", "One scale a tensor, of its largest magnitude now.", 16, 3, True
+    delayed = "delayed", "One scale a tensor, of its largest magnitude in past steps.", 16, 3, True
+    block = (
+        "block",
+        "A power of two for each 128 values of activations and gradients, each 128 x 128 of weights.",
+        128,
+        4,
+        True,
+    )
+    mx = "mx", "MXFP8: an 8-bit exponent for each 32 values.", 32, 4, False
+
+    def __new__(cls, name: str, sentence: str, multiple: int, gradient_precision: int, held: bool) -> Self:
+        """A member from its name, its sentence and its facts, which `harness.fsdp.fp8.recipes` has at length."""
+        member = object.__new__(cls)
+        member._value_, member.sentence = name, sentence
+        member.multiple, member.gradient_precision, member.held = multiple, gradient_precision, held
+        return member
 
 
 class Strategy(Numbered):

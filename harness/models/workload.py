@@ -11,8 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from harness.config import projections
 from harness.config.derived import may_leave_unused
 from harness.config.schema import Config
+from harness.fsdp import convert_linears
 from harness.models import llama, llama_plan
 
 RESIDUAL_PROJECTIONS = ("attention.wo.weight", "w_down.weight")
@@ -28,6 +30,7 @@ class TokenWorkload(ABC):
         self.model_config = config.model
         self.seed = config.train.seed
         self.may_leave_unused = may_leave_unused(config)
+        self.recipe, self.history = config.dtype.fp8, config.dtype.fp8_history
 
     @abstractmethod
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
@@ -40,6 +43,17 @@ class TokenWorkload(ABC):
             NotImplementedError: the family declares no plan; a rule refuses mesh.tp for it.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no plan of tensor parallelism")
+
+    def quantize(self, model: nn.Module, device: torch.device) -> None:
+        """Have the projections of a built module multiply 8-bit numbers, in place, where dtype.fp8 asks for it; what
+        they know of past steps lies on a device.
+
+        Raises:
+            ValueError: there are none, or one has sizes that the recipe cannot tile; rules refuse both before.
+        """
+        if self.recipe is not None:
+            chosen = lambda name, _: name.rpartition(".")[2] in projections.NAMES  # noqa: E731 - a name for it says more
+            convert_linears(model, self.recipe, chosen, self.history, device=device)
 
     @abstractmethod
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:

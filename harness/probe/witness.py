@@ -25,6 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from harness.fsdp.fp8.formats import is_8_bit
+from harness.fsdp.fp8.linear import Fp8Linear, layers_of
+
 UNSEEN = -1
 """Stands for a checksum where a rank's forward did not use a parameter."""
 SEVERAL = -2
@@ -61,6 +64,8 @@ class Witness:
     """Checksums of every value that a forward used, by parameter."""
     _sums: dict[str, _Sum] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
+    _quantized: dict[str, Fp8Linear] = field(default_factory=dict)
+    """Layers whose weights are not cast to the compute dtype, but quantized from the main weights', by the weight."""
 
     def __enter__(self) -> Witness:
         names = {id(param): name for name, param in self.module.named_parameters()}
@@ -73,6 +78,7 @@ class Witness:
             own = {slot: names[id(param)] for slot, param in module._parameters.items() if param is not None}
             if own:
                 self._handles.append(module.register_forward_pre_hook(partial(self._forward, own)))
+        self._quantized = {names[id(layer.weight)]: layer for layer in layers_of(self.module) if layer.is_held}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -82,7 +88,9 @@ class Witness:
 
     def _forward(self, own: dict[str, str], module: nn.Module, _args: object) -> None:
         for slot, name in own.items():  # looked up as the module does: a cast copy may stand before the parameter
-            self.checksums[name].add(checksum(getattr(module, slot)))
+            held = name in self._quantized and is_8_bit(module._parameters[slot].dtype)  # type: ignore[union-attr]
+            scales = (self._quantized[name].weight_scale_inv,) if held else ()
+            self.checksums[name].add(checksum(getattr(module, slot), *(each for each in scales if each is not None)))
 
     @property
     def saw_gradients(self) -> bool:
@@ -113,8 +121,18 @@ class Witness:
         ]
 
     def kept(self, weights: Iterable[tuple[str, Tensor]]) -> list[int]:
-        """A checksum a parameter: of the main weights as a forward should see them."""
-        return [checksum(weight.to(self.compute)) for _, weight in weights]
+        """A checksum a parameter: of the main weights as a forward should see them: cast, or quantized whole, with the
+        reciprocals of the scales."""
+        return [checksum(*self._as_seen(name, weight)) for name, weight in weights]
+
+    def _as_seen(self, name: str, weight: Tensor) -> tuple[Tensor, ...]:
+        layer = self._quantized.get(name)
+        if layer is None:
+            return (weight.to(self.compute),)
+        if not is_8_bit(layer.weight.dtype):
+            return (weight,)
+        found = layer.quantize_weight(weight.to(layer.fp8_scale.device if layer.recipe.delayed else weight.device))
+        return found.payload, found.scale_inv
 
     def used(self) -> list[int]:
         """A checksum a parameter: of the one value all forwards of this rank used; `UNSEEN`, or `SEVERAL`."""
@@ -124,13 +142,16 @@ class Witness:
         ]
 
 
-def checksum(tensor: Tensor) -> int:
-    """CRC-32 of a tensor's bytes, read where they lie if that is contiguous memory of the CPU.
+def checksum(*tensors: Tensor) -> int:
+    """CRC-32 of tensors' bytes, read where they lie if that is contiguous memory of the CPU.
 
     Not through numpy: storage that numpy has seen cannot be resized any more, and engines resize theirs.
     """
-    held = tensor.detach().to("cpu").contiguous()
-    return zlib.crc32((ctypes.c_ubyte * held.nbytes).from_address(held.data_ptr()))
+    found = 0
+    for tensor in tensors:
+        held = tensor.detach().to("cpu").contiguous()
+        found = zlib.crc32((ctypes.c_ubyte * held.nbytes).from_address(held.data_ptr()), found)
+    return found
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,9 @@ from harness.fsdp.vocabulary import OuterStrategy
 EXCLUDED = ("cluster", "launch", "wandb", "notes", "study")
 """Top-level keys that say where, how or why a cell runs, not what it computes."""
 
+ADDED = {("dtype", "fp8"): None, ("dtype", "fp8_history"): 1024}
+"""Settings that came later, each with the value under which a run is what it was before they were there."""
+
 SHORT = 8
 """Characters of the signature in a directory's name."""
 
@@ -30,6 +33,9 @@ def canonical(config: dict[str, Any]) -> str:
         TypeError: a value is not plain (an enum, a tensor).
     """
     kept = {key: value for key, value in config.items() if key not in EXCLUDED}
+    for (group, key), without in ADDED.items():
+        if group in kept and kept[group].get(key) == without:
+            kept[group] = {name: value for name, value in kept[group].items() if name != key}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 

@@ -80,7 +80,7 @@ class StepRecords:
         self.tokens = tokens_per_step(config)
         self.flops_per_rank = flops_per_token(config) * self.tokens / ranks.world_size
         self.world_size = ranks.world_size
-        self.peak = peak_flops(ranks.device, config.dtype.compute)
+        self.peak = None if config.dtype.fp8 else peak_flops(ranks.device, config.dtype.compute)
 
     def line(
         self,

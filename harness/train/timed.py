@@ -22,6 +22,9 @@ class TimedWorkload(Workload):
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         return self.inner.build(device, dtype)
 
+    def quantize(self, model: nn.Module, device: torch.device) -> None:
+        self.inner.quantize(model, device)
+
     def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
         self.inner.cut(model, axis, sequence_parallel=sequence_parallel)
 

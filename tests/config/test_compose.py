@@ -26,6 +26,8 @@ NEEDS = {
     "data=text": [f"data.path={__file__}", "data.seq_len=16"],
     "sharp=dp_outer": ["mesh=two_by_two"],
     "sharding=hsdp": ["mesh=two_by_two"],
+    "dtype=fp8_block": ["model=tiny_wide"],
+    "dtype=mxfp8": ["model=tiny_wide"],
     "sharding=hfsdp": ["mesh=two_by_two"],
     "engine=ext": ["engine.adapter=tests.engines.adapter:Adapter", "sharding=optim"],
     "data=tokens": [f"data.path={__file__}", "model.vocab_size=65536", "data.seq_len=16", "data.header_bytes={odd}"],

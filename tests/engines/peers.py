@@ -86,6 +86,9 @@ class AwkwardWorkload:
             self.materialise_buffers(model, torch.device(device))
         return model
 
+    def quantize(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing is asked to."""
+
     def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
         generator = torch.Generator().manual_seed(seed_of(self.seed, name))
         return torch.empty(shape).normal_(0.0 if len(shape) > 1 else 1.0, 0.3, generator=generator)

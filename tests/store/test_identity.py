@@ -51,6 +51,17 @@ def test_where_and_why_a_cell_runs_is_no_part_of_it(config, group, key, value):
     assert identity.signature(config) == before
 
 
+def test_runs_keep_their_identity_when_settings_are_added(config):
+    assert '"fp8' not in identity.canonical(config)
+    before = copy.deepcopy(config)
+    config["dtype"]["fp8"] = "current"
+    assert '"fp8":"current"' in identity.canonical(config)
+    del before["dtype"]["fp8"], before["dtype"]["fp8_history"]
+    assert identity.signature(before) != identity.signature(config)
+    config["dtype"]["fp8"] = None
+    assert identity.signature(before) == identity.signature(config)
+
+
 def test_notes_are_no_part_of_it(config):
     before = identity.signature(config)
     config["notes"] = "second try"

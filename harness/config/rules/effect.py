@@ -17,6 +17,7 @@ from harness.config.schema import (
     Config,
     DataKind,
     Dtype,
+    Fp8,
     MeasureMode,
     ModelFamily,
     Numerics,
@@ -84,6 +85,11 @@ _DYNAMIC_SCALE = Condition(
     "dtype.loss_scale=dynamic",
     lambda c: f"dtype.loss_scale={c.dtype.loss_scale}",
 )
+_DELAYED = Condition(
+    lambda c: c.dtype.fp8 is Fp8.delayed,
+    "dtype=fp8_delayed",
+    lambda c: f"dtype.fp8={'null' if c.dtype.fp8 is None else c.dtype.fp8.name}",
+)
 _MOE = Condition(
     lambda c: c.model.family is ModelFamily.moe, "model=moe", lambda c: f"model.family={c.model.family.name}"
 )
@@ -122,6 +128,7 @@ CONDITIONS: dict[str, Condition] = {
     "optimizer.momentum": _optimizer(OptimizerName.sgd),
     "dtype.allow_low_precision_grads": _NARROW_SUMS,
     "dtype.loss_scale_growth_steps": _DYNAMIC_SCALE,
+    "dtype.fp8_history": _DELAYED,
     "model.num_heads": _DECODER,
     "model.num_kv_heads": _DECODER,
     "model.rope_theta": _DECODER,

@@ -35,6 +35,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "optimizer.lr": (0, 1e6),
     "optimizer.weight_decay": (0, 1e6),
     "dtype.loss_scale_growth_steps": (1, _COUNT),
+    "dtype.fp8_history": (1, 2**20),
     "train.steps": (1, _COUNT),
     "train.seed": (0, _SEED),
     "train.global_batch_size": (1, _COUNT),

@@ -40,6 +40,7 @@ from torch.distributed.tensor import DTensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
+from harness.engines.base.eight_bits import scales_of
 from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, refuse_scalars, units_of
 from harness.engines.protocol import Ranks, State, Workload
 from harness.fsdp import cut_portion, portion_of
@@ -56,6 +57,7 @@ class Fsdp2Engine(ShardedEngine):
         """
         super().__init__(workload, config, ranks)
         model = workload.build("meta", self.main_dtype)
+        workload.quantize(model, ranks.device)
         workload.materialise_buffers(model, ranks.device)
         refuse_scalars("fsdp2", model)
         shapes = {name: param.shape for name, param in model.named_parameters()}
@@ -122,7 +124,8 @@ class Fsdp2Engine(ShardedEngine):
         """The sharded parameters themselves and their moments: DTensors, cut as `torch.chunk` does."""
         tensors: dict[str, Tensor] = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}
         moments = optim.optimizer_state(self.optimizer, self.names)
-        return State(tensors | {f"optimizer/{key}": value for key, value in moments.items()}, lambda: None)
+        tensors |= {f"optimizer/{key}": value for key, value in moments.items()}
+        return State(tensors | scales_of(self.model), lambda: None)
 
     def _rhythm(self, last: bool) -> AbstractContextManager[object]:
         # Not set_is_last_backward(last): the order of units would then be kept from one microbatch to the next, and the

@@ -39,6 +39,7 @@ class NativeEngine(Engine):
         self.config = config
         dtype = config.dtype
         module = workload.build("meta", TORCH_DTYPES[dtype.compute])
+        workload.quantize(module, ranks.device)
         workload.materialise_buffers(module, ranks.device)
         groups = _groups(config, ranks)
         if config.mesh.tp > 1:

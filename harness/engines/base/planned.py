@@ -7,7 +7,7 @@ of a sum summed over the axis. So gradients, optimizer and DDP see ordinary tens
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -75,9 +75,14 @@ def slots_of(model: nn.Module) -> Slots:
     return [(module, name, p) for module in model.modules() for name, p in module.named_parameters(recurse=False)]
 
 
-def shadow_weights(model: nn.Module, dtype: torch.dtype, specs: Mapping[str, DTensorSpec] | None = None) -> None:
+def shadow_weights(
+    model: nn.Module,
+    dtype: torch.dtype,
+    specs: Mapping[str, DTensorSpec] | None = None,
+    uncast: Collection[int] = (),
+) -> None:
     """Before every forward of `model`, put a copy of each parameter, in a dtype, where its module looks it up; as a
-    DTensor where `specs` has one of its name.
+    DTensor where `specs` has one of its name. Parameters whose ids are in `uncast` keep their dtype.
 
     An instance attribute is found before a registered parameter, so `module.weight` is the copy while
     `named_parameters()` still gives the parameter. The copies stay until the next forward: a recomputation in the
@@ -88,7 +93,7 @@ def shadow_weights(model: nn.Module, dtype: torch.dtype, specs: Mapping[str, DTe
 
     def shadow(_module: nn.Module, _args: object) -> None:
         for module, name, param in slots:
-            cast, spec = param.to(dtype), of[id(param)]
+            cast, spec = param if id(param) in uncast else param.to(dtype), of[id(param)]
             module.__dict__[name] = cast if spec is None else _described(cast, spec)
 
     model.register_forward_pre_hook(shadow)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from harness.config.schema import Config
 from harness.engines import optim
+from harness.engines.base.eight_bits import end_step, scales_of, uncast
 from harness.engines.base.planned import shadow_weights, take_plan
 from harness.engines.base.sharded import grid_mesh
 from harness.engines.protocol import Engine, Ranks, Seen, State, Workload
@@ -47,6 +48,7 @@ class ReplicatedEngine(Engine):
         """Ranks by axis, where tensor parallelism is one."""
         if self.grid is not None:
             workload.cut(self.model, self.grid["tp"], sequence_parallel=config.mesh.sequence_parallel)
+        workload.quantize(self.model, ranks.device)
         self.planned = take_plan(self.model, None if self.grid is None else self.grid["tp"])
         shapes = {name: torch.Size(portion.shape) for name, portion in self.planned.portions.items()}
         self.weights: dict[str, nn.Parameter] = dict(self.model.named_parameters())
@@ -55,7 +57,7 @@ class ReplicatedEngine(Engine):
                 whole = workload.initial_weight(name, shapes[name])
                 weight.copy_(cut_portion(self.planned.portions[name], whole))
         if self.compute_dtype is not self.main_dtype or self.grid is not None:
-            shadow_weights(self.model, self.compute_dtype, self.planned.specs)
+            shadow_weights(self.model, self.compute_dtype, self.planned.specs, uncast(self.model))
         self.names: dict[Tensor, str] = {weight: name for name, weight in self.weights.items()}
         self.trained = {name: weight for name, weight in self.weights.items() if weight.requires_grad}
         self.reduced = False
@@ -83,6 +85,7 @@ class ReplicatedEngine(Engine):
                 gradient.mul_(coefficient)
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
+        end_step(self.model, self.ranks)
         self.optimizer.zero_grad(set_to_none=True)
         self.reduced = False
         return norm
@@ -117,14 +120,15 @@ class ReplicatedEngine(Engine):
         """Main weights and optimizer state by parameter name; not copied."""
         state = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}
         moments = optim.optimizer_state(self.local_optimizer, self.names)
-        return state | {f"optimizer/{key}": value for key, value in moments.items()}
+        return state | {f"optimizer/{key}": value for key, value in moments.items()} | scales_of(self.model)
 
     def state(self) -> State:
         """The state itself: whole tensors, of portions DTensors; moments only where this rank updates them."""
         held = {f"weights/{name}": self.planned.described(name, w.detach()) for name, w in self.weights.items()}
         moments = optim.optimizer_state(self.local_optimizer, self.names)
         named = ((key, key.rpartition("/")[0], value) for key, value in moments.items())
-        return State(held | {f"optimizer/{k}": self.planned.described(n, v) for k, n, v in named}, lambda: None)
+        held |= {f"optimizer/{k}": self.planned.described(n, v) for k, n, v in named}
+        return State(held | scales_of(self.model), lambda: None)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back main weights and optimizer state; all or nothing."""
@@ -137,10 +141,12 @@ class ReplicatedEngine(Engine):
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role; gradients are counted as held, though they are freed between steps."""
         elements = sum(weight.numel() for weight in self.weights.values())
+        kept = uncast(self.model)
+        cast = sum(weight.numel() for weight in self.weights.values() if id(weight) not in kept)
         shadowed = self.compute_dtype is not self.main_dtype
         moments = optim.optimizer_state(self.local_optimizer, self.names).values()
         return {
-            "compute_weights": elements * self.compute_dtype.itemsize if shadowed else 0,
+            "compute_weights": cast * self.compute_dtype.itemsize if shadowed else 0,
             "main_weights": elements * self.main_dtype.itemsize,
             "main_grads": sum(weight.numel() for weight in self.trained.values()) * self.main_dtype.itemsize,
             "optimizer": sum(value.numel() * value.element_size() for value in moments),

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
 from harness.engines import optim
+from harness.engines.base.eight_bits import end_step, scales_of
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import Portion, create_state, join_portions
@@ -122,6 +123,7 @@ class ShardedEngine(Engine):
                 gradient.mul_(coefficient)
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
+        end_step(self.model, self.ranks)
         self.optimizer.zero_grad(set_to_none=True)
         self.reduced = False
         return norm
@@ -144,7 +146,8 @@ class ShardedEngine(Engine):
         """This rank's pieces of weights and optimizer state, by parameter name; not copied."""
         state = {f"weights/{name}": self._piece(weight) for name, weight in self.weights.items()}
         moments = optim.optimizer_state(self.optimizer, self.names)
-        return state | {f"optimizer/{key}": self._piece(value) for key, value in moments.items()}
+        state |= {f"optimizer/{key}": self._piece(value) for key, value in moments.items()}
+        return state | scales_of(self.model)
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take back what `state_dict` gave; all or nothing. The next forward gathers from the same memory."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -50,12 +50,11 @@ class Fp8Linear(nn.Linear):
     fp8_scale: Tensor
     weight_scale_inv: Tensor | None
 
-    def become(self, recipe: Recipe, history: int, margin: int) -> None:
+    def become(self, recipe: Recipe, history: int, margin: int, device: torch.device) -> None:
         """Get what a recipe needs, an ordinary layer's weight and bias being there."""
         self.recipe, self.margin, self.weight_scale_inv = recipe, margin, None
         self.ends_with_engine = False
         if recipe.delayed:
-            device = self.weight.device
             self.register_buffer(HISTORY, torch.zeros(history, len(Column), device=device))
             self.register_buffer(SCALE, torch.ones(len(Column), device=device))
 
@@ -83,6 +82,11 @@ class Fp8Linear(nn.Linear):
             held = self._buffers.get(name)
             if isinstance(held, DTensor):
                 self._buffers[name] = portion_here(held)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether an engine may keep the weight in 8 bits: it is trained, and the same numbers in both directions."""
+        return self.weight.requires_grad and self.recipe.weights.is_one_for_both
 
     @property
     def history(self) -> History | None:
@@ -139,6 +143,12 @@ class Fp8Linear(nn.Linear):
             )
         held = Quantized(weight, self.weight_scale_inv, operand.tile)
         return held.t if turned else held
+
+    def quantize_weight(self, weight: Tensor) -> Quantized:
+        """A whole weight [out, in] as the layer would multiply it now; nothing is noted of it."""
+        operand, history = self.recipe.weights, self.history
+        scale = None if history is None else history.scale[Column.weights].clone().view(1, 1)
+        return quantize(weight, operand.format, operand.tile, self.recipe.scaling, scale)
 
     def quantized(self, column: Column, values: Tensor) -> tuple[Quantized, Quantized]:
         """Activations or gradients [rows, columns], and their transpose, each quantized for a product over its last
@@ -227,7 +237,12 @@ def update_scales(layers: Sequence[Fp8Linear], reduce: Reduce | None = None) -> 
 
 
 def convert_linears(
-    module: nn.Module, recipe: Fp8 | str, chosen: Chosen | None = None, history: int = LENGTH, margin: int = 0
+    module: nn.Module,
+    recipe: Fp8 | str,
+    chosen: Chosen | None = None,
+    history: int = LENGTH,
+    margin: int = 0,
+    device: torch.device | None = None,
 ) -> list[str]:
     """Have linear layers multiply 8-bit numbers, in place; parameters stay what they are. Before sharding.
 
@@ -237,6 +252,7 @@ def convert_linears(
         chosen: which ones; None: all whose weight fits the recipe and belongs to no other module.
         history: steps that delayed scaling looks back.
         margin: powers of two that delayed scaling leaves free.
+        device: where histories lie; None: where the weights do.
 
     Returns:
         Their names, in definition order.
@@ -251,15 +267,15 @@ def convert_linears(
     owners = Counter(id(param) for _, param in module.named_parameters(remove_duplicate=False))
     names: list[str] = []
     for name, layer in module.named_modules():
-        if type(layer) is not nn.Linear or (chosen is not None and not chosen(name, layer)):
+        if not _is_ordinary(layer) or (chosen is not None and not chosen(name, layer)):
             continue
         problem = _problem(layer, found, owners)
         if problem and chosen is not None:
             raise ValueError(f"{name or 'the module'} was chosen for fp8={found.name.name}, but {problem}")
         if not problem:
-            layer.__class__ = Fp8Linear
+            layer.__class__ = _class_for(type(layer))
             assert isinstance(layer, Fp8Linear)
-            layer.become(found, history, margin)
+            layer.become(found, history, margin, device or layer.weight.device)
             names.append(name)
     if not names:
         raise ValueError(
@@ -267,6 +283,24 @@ def convert_linears(
             f" sizes multiples of {found.multiple} is what it takes"
         )
     return names
+
+
+def _is_ordinary(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer, or of a class that changes nothing of its forward."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
+def _class_for(ordinary: type[nn.Linear]) -> type[Fp8Linear]:
+    """The class that a layer of an ordinary one becomes: that one's own methods stay."""
+    if ordinary is nn.Linear:
+        return Fp8Linear
+    if ordinary not in _MADE:
+        _MADE[ordinary] = type(f"Fp8{ordinary.__name__}", (Fp8Linear, ordinary), {})
+    return _MADE[ordinary]
+
+
+_MADE: dict[type[nn.Linear], type[Fp8Linear]] = {}
+"""Classes that were made so, by the ordinary one."""
 
 
 def _problem(layer: nn.Linear, recipe: Recipe, owners: Counter[int]) -> str:

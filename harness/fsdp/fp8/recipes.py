@@ -9,9 +9,6 @@ from harness.fsdp.fp8.formats import E4M3, E5M2, Format
 from harness.fsdp.fp8.quantize import WHOLE, Scaling, Tile
 from harness.fsdp.vocabulary import Fp8
 
-PLAIN_MULTIPLE = 16
-"""What both dimensions of an 8-bit matrix product are multiples of (cuBLASLt)."""
-
 
 @dataclass(frozen=True)
 class Operand:
@@ -33,9 +30,9 @@ class Operand:
 class Recipe:
     """A recipe.
 
-    scaling: how scales follow from amaxes. delayed: they are those of past steps. multiple: what both dimensions of a
-    weight are multiples of. Activations and gradients may have any number of rows: a tile that is cut short is
-    quantized as one filled up with zeros.
+    scaling: how scales follow from amaxes. delayed: they are those of past steps. Both dimensions of a weight are
+    multiples of the name's (16 is cuBLASLt's for 8-bit products). Activations and gradients may have any number of
+    rows: a tile that is cut short is quantized as one filled up with zeros.
     """
 
     name: Fp8
@@ -44,7 +41,11 @@ class Recipe:
     gradients: Operand
     scaling: Scaling
     delayed: bool = False
-    multiple: int = PLAIN_MULTIPLE
+
+    @property
+    def multiple(self) -> int:
+        """What both dimensions of a weight are multiples of."""
+        return self.name.multiple
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a weight of this shape can be quantized by this recipe."""
@@ -61,7 +62,7 @@ _MX = Operand(E4M3, Tile(1, 32))
 RECIPES: Mapping[Fp8, Recipe] = {
     Fp8.current: _hybrid(Fp8.current, delayed=False),
     Fp8.delayed: _hybrid(Fp8.delayed, delayed=True),
-    Fp8.block: Recipe(Fp8.block, _LINE, Operand(E4M3, Tile(128, 128)), _LINE, Scaling.power_of_two, multiple=128),
-    Fp8.mx: Recipe(Fp8.mx, _MX, _MX, _MX, Scaling.exponent, multiple=32),
+    Fp8.block: Recipe(Fp8.block, _LINE, Operand(E4M3, Tile(128, 128)), _LINE, Scaling.power_of_two),
+    Fp8.mx: Recipe(Fp8.mx, _MX, _MX, _MX, Scaling.exponent),
 }
 """Every recipe by its name."""

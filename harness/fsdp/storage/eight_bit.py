@@ -71,7 +71,7 @@ def mark_weights(module: nn.Module) -> None:
                 f" fp8={recipe.name.name} takes portions of which both sizes are multiples of {recipe.multiple}. Cut it"
                 f" over fewer ranks, or leave {name} out of convert_linears()"
             )
-        if weight.requires_grad and recipe.weights.is_one_for_both:
+        if layer.is_held:
             setattr(weight, LAYER, weakref.ref(layer))
 
 
@@ -196,6 +196,11 @@ class EightBitWeights:
     def has_tiles_elsewhere(self) -> bool:
         """Whether a tile of one of them has elements on other ranks of the tensor-parallel axis."""
         return any(each.has_tiles_elsewhere for each in self.weights)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scales and of their reciprocals, on every rank."""
+        return sum(each.scale.nbytes + each.scale_inv.nbytes for each in self.weights)
 
     def _local(self, shards: Sequence[Tensor]) -> list[tuple[EightBitWeight, LocalSlice, Tensor]]:
         """Each weight, which rows of it this rank holds, and these."""

@@ -1,0 +1,55 @@
+"""Which weights of a model are multiplied in 8 bits under `dtype.fp8`, and how large they are.
+
+The projections of attention and feed-forward, an expert's too: usual practice (TransformerEngine's layers, torchtitan's
+filter), because they are where the products are. Embedding, head, norms and routers stay in the compute dtype: a
+lookup multiplies nothing, logits and routes are what errors of a twentieth would show in, and vectors are small.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from harness.config.schema import Config, ModelConfig, ModelFamily
+
+NAMES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
+"""Last parts of the names of modules that are such projections."""
+
+FAMILIES = (ModelFamily.llama, ModelFamily.moe)
+"""Families that have them."""
+
+
+class Projection(NamedTuple):
+    """Weights of one kind: so many in the model, each [rows, columns]; settings that these sizes follow from."""
+
+    name: str
+    rows: int
+    columns: int
+    how_many: int
+    settings: tuple[str, ...]
+
+
+def projections(m: ModelConfig) -> list[Projection]:
+    """Every kind of projection of a model; none in families without."""
+    if m.family not in FAMILIES:
+        return []
+    kv_dim = m.dim // max(1, m.num_heads) * m.num_kv_heads
+    experts = m.num_experts if m.family is ModelFamily.moe else 1
+    dim, kv, ffn = (
+        ("model.dim",),
+        ("model.dim", "model.num_heads", "model.num_kv_heads"),
+        ("model.dim", "model.ffn_dim"),
+    )
+    of_all = [
+        *((name, m.dim, m.dim, 1, dim) for name in ("wq", "wo")),
+        *((name, kv_dim, m.dim, 1, kv) for name in ("wk", "wv")),
+        *((name, m.ffn_dim, m.dim, experts, ffn) for name in ("w_gate", "w_up")),
+        ("w_down", m.dim, m.ffn_dim, experts, ffn),
+    ]
+    return [Projection(name, rows, cols, m.num_layers * n, paths) for name, rows, cols, n, paths in of_all]
+
+
+def held_in_8_bits(cfg: Config) -> int:
+    """Weights that our engine keeps and gathers in 8 bits."""
+    if cfg.dtype.fp8 is None or not cfg.dtype.fp8.held:
+        return 0
+    return sum(each.rows * each.columns * each.how_many for each in projections(cfg.model))

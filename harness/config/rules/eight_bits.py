@@ -1,0 +1,93 @@
+"""What matrix products in 8 bits (dtype.fp8) ask of engine, ranks, dtypes and sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from harness.config.adapter import capabilities_of
+from harness.config.capabilities import ENGINES
+from harness.config.errors import Violation
+from harness.config.projections import FAMILIES, projections
+from harness.config.rules.request import Request, Rule, rule
+from harness.config.schema import DTYPE_ROLES, Dtype, EngineName, SharpAxis
+
+QUANTIZED = (Dtype.fp32, Dtype.bf16, Dtype.fp16)
+"""Dtypes of which 8-bit numbers are made: fp32 holds each of their numbers."""
+
+
+@rule("mesh.tp")
+def eight_bits_are_built(request: Request) -> Iterator[Violation]:
+    """The engine has layers of the recipe, and the model has projections to make them of."""
+    config = request.config
+    if config.dtype.fp8 is None:
+        return
+    if not capabilities_of(config).fp8:
+        able = [each.name for each in EngineName if ENGINES[each].fp8]
+        yield Violation(
+            request.show("dtype.fp8"),
+            f"engine={config.engine.name.name} has no layers that multiply 8-bit numbers",
+            "null; engines that do: " + ", ".join(able),
+            f"engine={able[0]}, or dtype=bf16",
+        )
+    if config.model.family not in FAMILIES:
+        yield Violation(
+            request.show("dtype.fp8"),
+            f"model.family={config.model.family.name} has no projections to multiply in 8 bits",
+            "null; families that do: " + ", ".join(each.name for each in FAMILIES),
+            "model=tiny, or dtype=bf16",
+        )
+    if config.mesh.tp > 1:
+        yield Violation(
+            request.show("dtype.fp8", "mesh.tp"),
+            "is not built in the harness: its plans cut layers that multiply in the compute dtype",
+            "mesh.tp=1",
+            "mesh.tp=1, or dtype=bf16",
+        )
+    if config.sharp.group is not SharpAxis.none:
+        yield Violation(
+            request.show("dtype.fp8", "sharp.group"),
+            "is not built: a switch has not been seen to take the largest amax",
+            "sharp=none",
+            "sharp=none, or dtype=bf16",
+        )
+
+
+@rule()
+def eight_bits_are_made_of_fp32_or_less(request: Request) -> Iterator[Violation]:
+    """Weights and activations are rounded once on their way to 8 bits: fp32, where scales are applied, holds them."""
+    for role in ("compute", "main_params"):
+        assert role in DTYPE_ROLES
+        dtype = getattr(request.config.dtype, role)
+        if request.config.dtype.fp8 is not None and dtype not in QUANTIZED:
+            yield Violation(
+                request.show(f"dtype.{role}", "dtype.fp8"),
+                "is not quantized to 8 bits: fp32, in which scales are applied, would round it before",
+                ", ".join(each.name for each in QUANTIZED),
+                f"dtype.{role}={'bf16' if role == 'compute' else 'fp32'}, or dtype.fp8=null",
+            )
+
+
+@rule("model.dim", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "model.num_layers")
+def tiles_cover_the_weights(request: Request) -> Iterator[Violation]:
+    """Both sizes of every projection are multiples of what the recipe's products, or blocks, are made of."""
+    config, recipe = request.config, request.config.dtype.fp8
+    if recipe is None:
+        return
+    for each in projections(config.model):
+        if each.rows % recipe.multiple or each.columns % recipe.multiple:
+            fits = (
+                " (which every recipe takes), dtype=fp8_current (whose multiple is 16),"
+                if recipe.multiple > 16
+                else ","
+            )
+            yield Violation(
+                request.show("dtype.fp8", *each.settings),
+                f"{each.name} has shape [{each.rows}, {each.columns}]: fp8={recipe.name} takes multiples of"
+                f" {recipe.multiple}",
+                f"sizes of attention and feed-forward that {recipe.multiple} divides",
+                f"model=tiny_wide{fits} or dtype=bf16",
+            )
+            return  # the first one: the others have the same settings and the same way out
+
+
+RULES: tuple[Rule, ...] = (eight_bits_are_built, eight_bits_are_made_of_fp32_or_less, tiles_cover_the_weights)

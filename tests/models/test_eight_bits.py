@@ -1,0 +1,179 @@
+"""dtype.fp8 through the loop: our engine beside one process bit by bit, and peers; resumed, and taken up by others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.checkpoint.folder import path_of
+from harness.checkpoint.manifest import Manifest
+from harness.checkpoint.policy import Checkpoints
+from harness.checkpoint.storage import whole_tensor
+from harness.config.derived import persistent_bytes_per_rank
+from harness.config.projections import NAMES, held_in_8_bits
+from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, Fp8, Numerics, Strategy
+from harness.control import Control
+from harness.data.loader import Loader
+from harness.engines.protocol import Microbatch
+from harness.engines.registry import engine_class
+from harness.fsdp.fp8.delayed import Column
+from harness.fsdp.fp8.recipes import RECIPES
+from harness.models.registry import workload_for
+from harness.probe.collectives import CollectiveMeter
+from harness.store.metrics import read_metrics
+from tests.support.factory import ranks_of, small_config, stopping, train
+from tests.support.spawn import run_ranks
+
+ZERO_3 = Strategy.optim_grads_params
+STEPS, STOPPED = 3, 2
+SHARDED = {Fp8.current: Strategy.optim, Fp8.delayed: ZERO_3, Fp8.block: Strategy.optim_grads, Fp8.mx: ZERO_3}
+
+
+def config_of(recipe: Fp8, engine: EngineName, strategy: Strategy = Strategy.no_shard, **more: Any) -> Config:
+    """Two ranks of a bf16 decoder of one block; `single` is one."""
+    mode = Numerics.exact if engine in (EngineName.native, EngineName.single) else Numerics.fast
+    given: dict[str, Any] = {"numerics__mode": mode} | more
+    return small_config(
+        model__dim=128, model__num_heads=4, model__num_kv_heads=4, model__ffn_dim=128, model__num_layers=1,
+        train__steps=STEPS, train__microbatch_size=2, ckpt__policy=CkptPolicy.last, dtype__compute=Dtype.bf16,
+        dtype__fp8=recipe, dtype__fp8_history=2, engine__name=engine, sharding__strategy=strategy,
+        mesh__world_size=1 if engine is EngineName.single else 2, **given,
+    )  # fmt: skip
+
+
+PEERS = (
+    config_of(Fp8.delayed, EngineName.ddp),
+    config_of(Fp8.delayed, EngineName.fsdp2, ZERO_3),
+    config_of(Fp8.delayed, EngineName.native, Strategy.optim, numerics__mode=Numerics.fast),
+    config_of(Fp8.delayed, EngineName.single),
+)
+"""Take up the checkpoint of our engine under ZeRO-3."""
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    """Every tensor of a run's last checkpoint but the ranks' generators."""
+    path = path_of(folder / "ckpt", STEPS)
+    held = Manifest.read(path).tensors
+    return {key: whole_tensor(path, entry) for key, entry in held.items() if not key.startswith("rng/")}
+
+
+def take_up(folder: Path, config: Config, rank: int) -> tuple[dict[str, Tensor], float, dict[str, int]]:
+    """A checkpoint in an engine of another layout: its state, the loss of the same microbatch on each rank, bytes."""
+    ranks = ranks_of(config, rank)
+    meter = CollectiveMeter()
+    meter.close()
+    group = dist.group.WORLD if ranks.world_size > 1 else None
+    engine = engine_class(config.engine.name)(workload_for(config), config, ranks)
+    loaded = Checkpoints(folder / "ckpt", config, ranks, Control(ranks, group, meter), print).load_newest(engine)
+    assert loaded is not None
+    assert not loaded.wrong
+    held = {f"weights/{name}": value.clone() for name, value in engine.named_weights()}
+    held |= {key: value.clone() for key, value in engine.state().tensors.items() if key.startswith("fp8/")}
+    fed = Loader(config, 0).batch(STEPS + 1).microbatches[0]
+    batch = Microbatch(*(torch.from_numpy(each.copy()) for each in fed))
+    loss = float(engine.forward_backward(batch, last=True))
+    num_bytes = engine.accounted_bytes()
+    engine.close()
+    return held, loss, num_bytes
+
+
+def two_ranks(rank: int, root: Path) -> list[tuple[dict[str, Tensor], float, dict[str, int]]]:
+    for recipe, strategy in SHARDED.items():
+        config = config_of(recipe, EngineName.native, strategy, measure__capture_steps=[1, STEPS])
+        train(config, root / recipe.name, rank)
+    delayed = config_of(Fp8.delayed, EngineName.native, ZERO_3)
+    train(delayed, root / "resumed", rank, stopping(STOPPED))
+    train(delayed, root / "resumed", rank)
+    for config in PEERS[:2]:
+        train(config, root / config.engine.name.name, rank)
+    return [take_up(root / "delayed", config, rank) for config in PEERS[:3]]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    root = tmp_path_factory.mktemp("runs")
+    told = run_ranks(two_ranks, 2, root)
+    for recipe in Fp8:
+        train(config_of(recipe, EngineName.single, measure__capture_steps=[1]), root / f"single {recipe.name}")
+    return root, told
+
+
+@pytest.mark.parametrize("recipe", Fp8)
+def test_our_engine_trains_what_one_process_trains_to_the_bit(recipe: Fp8, trained: tuple[Path, list[Any]]) -> None:
+    """Weights, moments, amaxes and scales; and the losses: every step multiplied the same payloads."""
+    root, _ = trained
+    ours, alone = saved(root / recipe.name), saved(root / f"single {recipe.name}")
+    assert ours.keys() == alone.keys()
+    for key, value in ours.items():
+        if key.endswith(
+            "fp8_amax_history"
+        ):  # ours notes the next weights' amax when it quantizes them, after the update
+            assert value[0, Column.weights] > 0 == alone[key][0, Column.weights]
+            value[0, Column.weights] = 0.0
+        assert torch.equal(value, alone[key]), key
+    assert any(key.startswith("fp8/") for key in ours) == (recipe is Fp8.delayed)
+    lines, others = (read_metrics(root / name / "metrics.jsonl") for name in (recipe.name, f"single {recipe.name}"))
+    assert [line["loss"] for line in lines] == [line["loss"] for line in others]
+    for name in (recipe.name, f"single {recipe.name}"):
+        for file in sorted((root / name / "capture").glob("witness-*.json")):
+            assert json.loads(file.read_text())["wrong_weights"] == [], file
+
+
+def test_a_resumed_run_repeats_the_bits(trained: tuple[Path, list[Any]]) -> None:
+    root, _ = trained
+    whole, resumed = saved(root / "delayed"), saved(root / "resumed")
+    assert [key for key, value in whole.items() if not torch.equal(value, resumed[key])] == []
+    assert any(value.any() for key, value in whole.items() if key.endswith("fp8_amax_history"))
+
+
+def test_others_take_up_its_state_and_go_on(trained: tuple[Path, list[Any]]) -> None:
+    root, told = trained
+    wanted = saved(root / "delayed")
+    alone = take_up(root / "delayed", PEERS[3], 0)
+    for of_rank in told:
+        for held, loss, _ in (*of_rank, alone):
+            assert [key for key, value in held.items() if not torch.equal(value, wanted[key])] == []
+            assert sum(key.startswith("fp8/") for key in held) == 2 * len(NAMES)
+            assert loss == pytest.approx(alone[1], rel=1e-3)
+        assert of_rank[0][1] == of_rank[2][1] == alone[1], "DDP and ours quantize the main weights, as one process does"
+
+
+def test_peers_train_alike(trained: tuple[Path, list[Any]]) -> None:
+    """Not to the bit: DDP scales the loss before the backward, where e5m2 underflows; FSDP2 quantizes bf16 weights."""
+    root, _ = trained
+    alone = [line["loss"] for line in read_metrics(root / "single delayed" / "metrics.jsonl")]
+    for engine in ("ddp", "fsdp2"):
+        losses = [line["loss"] for line in read_metrics(root / engine / "metrics.jsonl")]
+        assert losses == pytest.approx(alone, rel=2e-3)
+
+
+def test_what_is_kept_is_known_before(trained: tuple[Path, list[Any]]) -> None:
+    """ZeRO-1 with whole weights in 8 bits: what a rank keeps, to the byte, padding and buffers apart."""
+    _, told = trained
+    config = PEERS[2]
+    kept = [of_rank[2][2] for of_rank in told]
+    in_8_bits = held_in_8_bits(config)
+    rest = sum(value.numel() for key, value in told[0][2][0].items() if key.startswith("weights/")) - in_8_bits
+    assert {each["compute_weights"] for each in kept} == {in_8_bits + 2 * rest}
+    roles = ("compute_weights", "main_weights", "main_grads", "gradient_sums", "optimizer")
+    assert sum(each.get(role, 0) for each in kept for role in roles) == 2 * persistent_bytes_per_rank(config), kept
+
+
+def test_facts_of_recipes_are_said_alike() -> None:
+    for name, recipe in RECIPES.items():
+        assert (name.held, name.multiple) == (recipe.weights.is_one_for_both, recipe.multiple)
+        assert name.gradient_precision == recipe.gradients.format.precision
+        assert recipe.activations.format.precision == recipe.weights.format.precision == 4
+
+
+def test_projections_are_the_models(tmp_path: Path) -> None:
+    config = config_of(Fp8.current, EngineName.single)
+    model = workload_for(config).build("meta", torch.float32)
+    sizes = {name: p.numel() for name, p in model.named_parameters() if name.split(".")[-2] in NAMES}
+    assert sum(sizes.values()) == held_in_8_bits(config)
