@@ -69,7 +69,7 @@ def eight_bits_are_made_of_fp32_or_less(request: Request) -> Iterator[Violation]
 
 @rule("model.dim", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "model.num_layers")
 def tiles_cover_the_weights(request: Request) -> Iterator[Violation]:
-    """Both sizes of every projection are multiples of what the recipe's products, or blocks, are made of."""
+    """Every projection has sizes that are multiples of what the recipe multiplies, or scales, at once."""
     config, recipe = request.config, request.config.dtype.fp8
     if recipe is None:
         return
