@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from harness.config.schema import Config, ModelConfig, ModelFamily
+from harness.config.schema import Config, Fp8, ModelConfig, ModelFamily
 
 NAMES = ("wq", "wk", "wv", "wo", "w_gate", "w_up", "w_down")
 """Last parts of the names of modules that are such projections."""
@@ -46,6 +46,12 @@ def projections(m: ModelConfig) -> list[Projection]:
         ("w_down", m.dim, m.ffn_dim, experts, ffn),
     ]
     return [Projection(name, rows, cols, m.num_layers * n, paths) for name, rows, cols, n, paths in of_all]
+
+
+def fitting(m: ModelConfig) -> list[Fp8]:
+    """Recipes that every projection of a model has sizes for; none where it has no projection."""
+    sizes = [size for each in projections(m) for size in (each.rows, each.columns)]
+    return [recipe for recipe in Fp8 if sizes and not any(size % recipe.multiple for size in sizes)]
 
 
 def held_in_8_bits(cfg: Config) -> int:

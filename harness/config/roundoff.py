@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 
-from harness.fsdp.vocabulary import Dtype
+from harness.fsdp.vocabulary import Dtype, Fp8
 
 UNIT = {dtype.name: 2.0**-dtype.precision for dtype in Dtype}
 """Unit roundoff by dtype: bf16 has 8 significant bits, fp16 11, fp32 24, fp64 53."""
@@ -15,3 +15,13 @@ RMS = math.sqrt(0.375 / math.log(2) / 3)
 density is 1/(m ln 2) on [1, 2): the mean of 1/m^2 is 3/(8 ln 2)."""
 
 SIXTEEN_BITS = tuple(dtype.name for dtype in Dtype if dtype.bytes == 2)
+
+
+FP8_UNIT = {recipe.name: (2.0**-4, 2.0**-recipe.gradient_precision) for recipe in Fp8}
+"""Unit roundoffs of 8-bit operands by recipe: of activations and weights, which are e4m3 in all, and of gradients."""
+
+
+def reach_name(compute: str, fp8: str | None) -> str:
+    """What a run's arithmetic is called where a perturbed reference tells how far its roundings reach: "bf16", or
+    "bf16 fp8 current" where projections multiply in 8 bits."""
+    return f"{compute} fp8 {fp8}" if fp8 else compute

@@ -287,6 +287,8 @@ class MeasureConfig:
     rounding_draws: int = 0
     """Times the fp64 reference's first step is run again with an error behind every operation, for each dtype: how far
     rounding moves every gradient, which a verdict against this run then knows. 0: bounds are counted."""
+    rounding_fp8: bool = False
+    """Whether the reference finds that out of every FP8 recipe too that the model has sizes for."""
     capture_limit_mib: int = 1024
     """No gradients are captured where one step of them would take more."""
 

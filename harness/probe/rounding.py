@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.config.roundoff import RMS, UNIT
+from harness.config.roundoff import RMS, UNIT, reach_name
+from harness.probe.quantizing import quantizing
 
 Loss = Callable[[nn.Module, Any], Tensor]
 """The mean loss of one microbatch."""
@@ -105,10 +106,11 @@ class Roundings(TorchDispatchMode):
             squares = func(args[0] * args[0], *args[1:], **(kwargs or {}))
             return self._sum(result, squares / terms if name == "mean" else squares, terms)
         if isinstance(result, tuple | list):
-            return type(result)(self._rounded(each) for each in result)
-        return self._rounded(result)
+            return type(result)(self.rounded(each) for each in result)
+        return self.rounded(result)
 
-    def _rounded(self, value: Any) -> Any:
+    def rounded(self, value: Any) -> Any:
+        """A result with the error of one rounding behind it; what is no floating-point tensor as it is."""
         if not isinstance(value, Tensor) or not (value.is_floating_point() or value.is_complex()):
             return value
         return value * (1.0 + self.unit * RMS * self._normal(value))  # a mask's infinity stays what it is
@@ -130,7 +132,7 @@ class Roundings(TorchDispatchMode):
         terms'.
         """
         size = (squares * (terms / 2) + result * result * (terms / 3)).sqrt()
-        moved: Tensor = self._rounded(result) + self.inner * RMS * size * self._normal(size)
+        moved: Tensor = self.rounded(result) + self.inner * RMS * size * self._normal(size)
         return moved
 
     def _normal(self, like: Tensor) -> Tensor:
@@ -138,9 +140,16 @@ class Roundings(TorchDispatchMode):
 
 
 def moves(
-    loss: Loss, model: nn.Module, batches: Sequence[Any], dtypes: Sequence[str], draws: int, seed: int
+    loss: Loss,
+    model: nn.Module,
+    batches: Sequence[Any],
+    dtypes: Sequence[str],
+    draws: int,
+    seed: int,
+    recipes: Sequence[str] = (),
 ) -> dict[str, dict[str, dict[str, float]]]:
-    """How far roundings move each gradient of one step, in the mean square of several draws; by dtype and parameter.
+    """How far roundings move each gradient of one step, in the mean square of several draws; by arithmetic
+    (`harness.config.roundoff.reach_name`) and parameter.
 
     `distance` is relative to the gradient's norm, `scale` the spread of b in g' = (1 + b) g + r; of the parameter ""
     they tell the same of all gradients, and `loss` of the mean loss. The model is left as it was.
@@ -152,21 +161,24 @@ def moves(
         dtypes: names of compute dtypes.
         draws: passes a dtype.
         seed: of the draws.
+        recipes: names of FP8 recipes, whose casts stand behind bf16's errors; see `harness.probe.quantizing`.
     """
     exact, reference = _gradients(loss, model, batches)
     found = {}
-    for dtype in dtypes:
+    for dtype, recipe in [*((dtype, None) for dtype in dtypes), *(("bf16", recipe) for recipe in recipes)]:
         sums: dict[str, dict[str, float]] = {}
         for draw in range(draws):
             generator = torch.Generator().manual_seed(seed + draw)
-            with _weights(model, dtype, generator), Roundings(dtype, generator):
+            mode = Roundings(dtype, generator)
+            casts = nullcontext() if recipe is None else quantizing(model, recipe, mode.rounded)
+            with _weights(model, dtype, generator), mode, casts:
                 moved, found_loss = _gradients(loss, model, batches)
             for name, values in _facts(exact, moved).items():
                 for key, value in values.items():
                     held = sums.setdefault(name, {})
                     held[key] = held.get(key, 0.0) + value * value
             sums[""]["loss"] = sums[""].get("loss", 0.0) + (found_loss / reference - 1.0) ** 2
-        found[dtype] = {
+        found[reach_name(dtype, recipe)] = {
             name: {key: math.sqrt(value / draws) for key, value in held.items()} for name, held in sums.items()
         }
     return found

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.config.derived import captured_bytes, global_microbatches
+from harness.config.projections import fitting
 from harness.control import Control
 from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Microbatch
@@ -84,7 +85,9 @@ class Captures:
         """The rules let only one process in fp64 ask for this."""
         engine, draws = self.session.engine, self.config.measure.rounding_draws
         assert isinstance(engine, SingleEngine)
-        found = moves(engine.workload.loss, engine.model, microbatches, COMPUTED, draws, self.config.train.seed)
+        recipes = [each.name for each in fitting(self.config.model)] if self.config.measure.rounding_fp8 else []
+        seed = self.config.train.seed
+        found = moves(engine.workload.loss, engine.model, microbatches, COMPUTED, draws, seed, recipes)
         write_rounding(self.folder, step, draws, found)
 
     def before(self, step: int) -> dict[str, Tensor] | None:

@@ -158,6 +158,11 @@ CONDITIONS: dict[str, Condition] = {
         lambda c: "ckpt=none",
     ),
     "measure.capture_limit_mib": _CAPTURE,
+    "measure.rounding_fp8": Condition(
+        lambda c: c.measure.rounding_draws > 0,
+        "measure.rounding_draws=8",
+        lambda c: f"measure.rounding_draws={c.measure.rounding_draws}",
+    ),
     "measure.warmup_steps": _BENCH,
     "train.param_norm_every": _RECORD,
     "study.order_seed": _BENCH,

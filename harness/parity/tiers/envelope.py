@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.capabilities import ENGINES
 from harness.config.derived import ODD_KERNEL, model_parameters, own_sum
-from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
+from harness.config.roundoff import FP8_UNIT, RMS, SIXTEEN_BITS, UNIT, reach_name
 from harness.config.schema import Dtype, EngineName, ModelConfig, ModelFamily
 from harness.parity.tiers.admissible import global_microbatches, microbatches_per_rank
 from harness.parity.tiers.orders import noise
@@ -64,6 +64,9 @@ FORWARD_ENDS = 8
 PRODUCTS_BLOCK = 7
 PRODUCTS_ENDS = 1
 GRADIENT_FACTOR = 3
+
+FP8_BLOCK = 4
+"""Products of 8-bit numbers in series in a block: into attention, out of it, into the feed-forward, out of it."""
 
 FEW = 7
 """Elements from which on SAFETY covers how much smaller than its terms a gradient may happen to be."""
@@ -122,6 +125,8 @@ class Arithmetic:
     experts_per_token: int = 1
     reused: str = ""
     """Pattern of the parameters that a forward uses more than once; none where empty."""
+    fp8: str = ""
+    """Recipe of 8-bit products; none where empty."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
@@ -145,17 +150,35 @@ class Arithmetic:
             num_experts=model.num_experts if routed else 1,
             experts_per_token=model.experts_per_token if routed else 1,
             reused=_reused(model),
+            fp8=str(config.get("dtype.fp8") or ""),
         )
 
     @property
     def forward(self) -> float:
         """Relative rounding error of an activation at the model's end."""
-        return self._compute(1)
+        return math.hypot(self._compute(1), self.quantized(1))
 
     @property
     def gradient(self) -> float:
         """Relative rounding error of one averaged gradient, reduction included."""
-        return math.hypot(self._compute(GRADIENT_FACTOR), self.reduction)
+        return math.hypot(self._compute(GRADIENT_FACTOR), self.quantized(GRADIENT_FACTOR), self.reduction)
+
+    def quantized(self, passes: int = GRADIENT_FACTOR) -> float:
+        """Relative error of 8-bit operands: two roundings a product, of the forward alone, or of the forward, of its
+        activations again, of the backward, and of the product that gives the weight's gradient.
+
+        The first step of delayed scaling has scales of 1, under which anything may be lost: 1.
+        """
+        if not self.fp8:
+            return 0.0
+        if self.fp8 == "delayed":
+            return 1.0
+        unit, of_gradients = FP8_UNIT[self.fp8]
+        products = FP8_BLOCK * self.layers
+        squares = 2 * products * unit**2
+        if passes > 1:
+            squares = 2 * squares + (products + 1) * (unit**2 + of_gradients**2)
+        return RMS * math.sqrt(squares)
 
     def _compute(self, passes: int) -> float:
         inner_dtype = "fp64" if self.compute == "fp64" else "fp32"
@@ -190,6 +213,11 @@ class Arithmetic:
         """Largest error that the whole gradient of one tensor can share: one rounding in the forward and one in the
         backward that all its elements pass through, which no averaging removes."""
         return 2 * UNIT[self.compute] + self.stagnation
+
+    @property
+    def tilt(self) -> float:
+        """Largest factor that 8-bit operands share: rounding to nearest is blind to direction in first order alone."""
+        return 2 * self.quantized() ** 2
 
     @property
     def global_coherent(self) -> float:
@@ -289,7 +317,25 @@ class Envelope:
     @property
     def distance(self) -> float:
         """Largest relative distance of one tensor's gradient at step 1."""
-        return SAFETY * math.hypot(self.arm.gradient, self.control.gradient)
+        return SAFETY * self.error
+
+    @property
+    def error(self) -> float:
+        """Relative error of both runs' gradients: counted; under FP8 as a perturbed reference shows it, if one does."""
+        return math.hypot(*(self._of_fp8(run, "distance", run.gradient) for run in (self.arm, self.control)))
+
+    def _of_fp8(self, run: Arithmetic, key: str, counted: float, name: str = "") -> float:
+        """What a perturbed reference shows of a run under FP8, its reduction included; else what is counted."""
+        found = self.reach.get(reach_name(run.compute, run.fp8), {}).get(name) if run.fp8 else None
+        return counted if found is None else math.hypot(found[key], run.reduction)
+
+    def _tilts(self, name: str) -> float:
+        """Largest factor that 8-bit operands lend the gradient of a tensor, or of all (""), as shown or counted."""
+        return sum(self._of_fp8(run, "scale", run.tilt / SAFETY, name) * SAFETY for run in self._with_fp8)
+
+    @property
+    def _with_fp8(self) -> list[Arithmetic]:
+        return [run for run in (self.arm, self.control) if run.fp8]
 
     def tensor(self, name: str, numel: int) -> float:
         """Largest relative distance of this tensor's gradient at step 1: from how far the perturbed reference moves it,
@@ -302,7 +348,7 @@ class Envelope:
     def _moved(self, run: Arithmetic, name: str) -> float | None:
         if run.compute == "fp64":
             return run.gradient
-        found = self.reach.get(run.compute, {}).get(name)
+        found = self.reach.get(reach_name(run.compute, run.fp8), {}).get(name)
         return None if found is None else math.hypot(found["distance"], run.reduction)
 
     def _margin(self, numel: int) -> float:
@@ -336,26 +382,27 @@ class Envelope:
     def loss(self) -> float:
         """Largest relative difference of the loss at step 1: the logits' errors, which are independent from token to
         token, averaged over the tokens; and the loss itself, rounded in fp32 or wider (microbatch means, their sum)."""
-        logits = math.hypot(self.arm.forward, self.control.forward) / math.sqrt(self.arm.tokens)
-        return SAFETY * logits + 4 * UNIT[self._wide]
+        tokens = math.sqrt(self.arm.tokens)
+        logits = (self._of_fp8(run, "loss", run.forward / tokens) for run in (self.arm, self.control))
+        return SAFETY * math.hypot(*logits) + 4 * UNIT[self._wide]
 
     @property
     def _wide(self) -> str:
         return "fp64" if self.arm.compute == self.control.compute == "fp64" else "fp32"
 
-    def scale(self, standard_error: float, residual: float) -> float:
+    def scale(self, standard_error: float, residual: float, name: str) -> float:
         """Largest |b| of one tensor in g_arm = (1 + b) g_control + r.
 
         A pure factor leaves no residual, and rounding always does. So what rounding may contribute coherently is
         bounded by the residual it left as well as by `coherent`: two bf16 runs with equal bits but a factor
         1 + 1/1024 differ.
         """
-        shared = min(self.arm.coherent + self.control.coherent, residual)
+        shared = min(self.arm.coherent + self.control.coherent + self._tilts(name), residual)
         return SIGMAS * standard_error + shared + self._scaling
 
     def global_scale(self, standard_error: float, residual: float) -> float:
         """Largest pooled b over all tensors, from the spread of the tensors' own."""
-        shared = min(self.arm.global_coherent + self.control.global_coherent, residual)
+        shared = min(self.arm.global_coherent + self.control.global_coherent + self._tilts(""), residual)
         return SIGMAS * standard_error + shared + self._scaling
 
     @property
@@ -367,7 +414,7 @@ class Envelope:
         """Largest relative difference of the gradient norm at step 1, by the model alone: a scale error, and the
         second-order share of a distance that has no direction."""
         error = self.distance
-        coherent = self.arm.global_coherent + self.control.global_coherent
+        coherent = self.arm.global_coherent + self.control.global_coherent + self._tilts("")
         return error / math.sqrt(self.arm.tokens) + coherent + self._scaling + error**2 / 2
 
     @property
@@ -378,7 +425,7 @@ class Envelope:
     @property
     def is_low_precision(self) -> bool:
         """Whether a change of a main weight by one unit can flip a compute weight by a much larger one."""
-        return any(run.compute in SIXTEEN_BITS for run in (self.arm, self.control))
+        return any(run.fp8 or run.compute in SIXTEEN_BITS for run in (self.arm, self.control))
 
 
 def _most(expected: float) -> int:

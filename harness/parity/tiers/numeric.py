@@ -190,7 +190,7 @@ def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
 
 
 def _scale(pair: TensorPair, envelope: Envelope, factors: Sequence[tuple[float, str]]) -> Finding:
-    allowed = envelope.scale(pair.standard_error, pair.residual)
+    allowed = envelope.scale(pair.standard_error, pair.residual, pair.name)
     if pair.numel < HANDFUL:
         allowed = max(allowed, envelope.tensor(pair.name, pair.numel))
     verdict = grade(abs(pair.b), allowed, REFUTED * (allowed + _room(pair, envelope.rerouted_scale)))

@@ -73,7 +73,7 @@ def _fresh(envelope: Envelope) -> float:
     """Gradient error a later step may add even where step 1 showed none: that of the reduction. With bf16 weights, that
     of the whole pass: one unit of a main weight can flip a compute weight, and then nothing is the same any more."""
     if envelope.is_low_precision:
-        return math.hypot(envelope.arm.gradient, envelope.control.gradient)
+        return envelope.error
     return math.hypot(_walk(envelope.arm), _walk(envelope.control))
 
 
