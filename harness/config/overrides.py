@@ -169,8 +169,10 @@ def _type_violations(key: str, value: Any) -> Iterator[Violation]:
     if key in settings() and _is_other_kind(settings()[key].type, value):
         yield explain_setting(key, value)
         return
-    try:
-        OmegaConf.update(_ROOT[0].copy(), key, value, merge=True, force_add=key not in settings())
+    group, dot, within = key.partition(".")
+    holder, name = (_ROOT[0][group], within) if dot else (_ROOT[0], key)
+    try:  # in a copy of its group alone: one of the whole root takes 10 ms, and a sweep has many values
+        OmegaConf.update(holder.copy(), name, value, merge=True, force_add=key not in settings())
     except OmegaConfBaseException:
         if key in settings():
             yield explain_setting(key, "" if value == "" else value)

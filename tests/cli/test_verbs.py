@@ -12,10 +12,10 @@ import pytest
 
 from harness.cli.main import main, read
 from harness.cli.verbs import VERBS
-from harness.config.compose import compose
 from harness.store import status
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State, Status
+from tests.support.composing import compose
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from importlib.util import find_spec
 import pytest
 import torch.nn.functional as F
 
-from harness.config.compose import compose
 from harness.config.errors import BadRequest
 from tests.engines.conformance.cases import Case
 from tests.engines.conformance.trial import run_case
+from tests.support.composing import compose
 from tests.support.spawn import run_ranks
 
 pytestmark = pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed: make peers")

@@ -12,11 +12,11 @@ import pytest
 
 from harness.config.adapter import Description, capabilities_of, describe, from_plain, to_plain
 from harness.config.capabilities import ENGINES
-from harness.config.compose import compose
 from harness.config.derived import accumulate_dtype
 from harness.config.errors import BadRequest, Violation
 from harness.config.schema import Dtype, Strategy
 from harness.store import provenance
+from tests.support.composing import compose
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = (Path(__file__).parent / "adapter.py").read_text(encoding="utf-8")

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.config.compose import compose
 from harness.config.errors import BadRequest
 from harness.engines.adapters.fsdp1 import KNOWN_WARNINGS
 from harness.engines.base.sharded import units_of
 from harness.engines.protocol import Engine
 from tests.engines.peers import Awkward, AwkwardWorkload, Case, Record, accumulate, run_case, run_cases
+from tests.support.composing import compose
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 

@@ -284,10 +284,12 @@ def usual_limits(rank: int, folder: str) -> tuple[float, float, float]:
         assert isinstance(watchdog, Watchdog)
         return watchdog.timeout_s
 
+    dist.barrier()  # who destroys a group that the other has not joined yet keeps it from doing so
     dist.destroy_process_group()
     long = timedelta(hours=2)
     found = limit("a", None), limit("b", long), limit("c", long, watchdog_timeout_s=7.0)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/end", 2), rank=rank, world_size=2)
+    dist.barrier()
     return found
 
 

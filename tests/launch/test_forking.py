@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from harness.config.compose import compose
 from harness.config.errors import BadRequest
 from harness.launch.local import forking
 from harness.launch.local.forking import Adopted, forks
@@ -23,6 +22,7 @@ from harness.store.metrics import read_metrics
 from harness.store.status import State
 from harness.worker import forkserver
 from tests.launch.test_kills import LIMIT_S, Launched
+from tests.support.composing import compose
 
 SHORT = ("train.steps=20", "measure.capture_steps=[1,2]")
 ENDLESS = ("train.steps=100000",)

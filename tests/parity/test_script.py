@@ -17,7 +17,6 @@ import pytest
 
 from harness.cli.main import main
 from harness.config.catalog import ROOT
-from harness.config.compose import compose
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.telling.looks import LOOKS
 from harness.parity.telling.script import first_shown, overrides, script, scripted, write_script
@@ -27,6 +26,7 @@ from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, duplicated, stored_as
 from tests.parity.lab import CLEAN, Arm, broken, edit_config, edit_json
 from tests.parity.test_witness import CONTROL, SEEN, twenty_one_bits
+from tests.support.composing import compose
 
 WITHOUT = {"comparable", "resolution", "gradients captured"}
 """Checks that say how much evidence there is: nothing can be shown of them."""

@@ -16,12 +16,12 @@ from harness.bisect.revisions import WORKTREE, Version
 from harness.bisect.search import Answer
 from harness.bisect.settings import KeySearch
 from harness.bisect.trials import Request, answer_of
-from harness.config.compose import compose
 from harness.config.errors import BadRequest, refuse
 from harness.parity import Finding, Grade, Outcome, Stage, Verdict
 from harness.store.rundir import Store
 from tests.parity.lab import Arm, broken, edit_json, write
 from tests.study.test_code import commit, git
+from tests.support.composing import compose
 
 ROOT = Path(__file__).parents[2]
 PLAIN = Arm(steps=3, updates=())

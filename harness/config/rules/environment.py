@@ -108,8 +108,10 @@ def buffers_can_be_registered(request: Request) -> Iterator[Violation]:
     """Segments that grow have no fixed extent to register, which torch handles from 2.11 on. Of this very machine:
     another one's environment is asked by its ranks."""
     mode, here = request.show("nccl_ub.mode"), request.config.cluster.backend is Backend.local
+    if request.config.nccl_ub.mode is Registration.none or not here:
+        return
     torch = versions(("torch",)).get("torch")
-    if request.config.nccl_ub.mode is Registration.none or not here or torch is None or _at_least(torch, (2, 11)):
+    if torch is None or _at_least(torch, (2, 11)):
         return
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
