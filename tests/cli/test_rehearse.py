@@ -7,15 +7,18 @@ import io
 import json
 import shutil
 import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from harness.cli.main import main
 from harness.store.rundir import RunDir, Store
 from harness.study import rehearse as rehearsal
+from tests.support.programs import run_command, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = (
@@ -24,13 +27,19 @@ SMALL = (
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def forked() -> Iterator[None]:
+    """Programs that these verbs start are forks of a process that has their imports."""
+    here = SimpleNamespace(run=run_command, DEVNULL=subprocess.DEVNULL, STDOUT=subprocess.STDOUT)
+    with mock.patch("harness.study.rehearse.subprocess", here), mock.patch("harness.cli.convert.subprocess", here):
+        yield
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """An exact run of two ranks, done."""
     root = tmp_path_factory.mktemp("store") / "runs"
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *SMALL, f"launch.root={root}"], capture_output=True, text=True
-    )
+    done = run_program([str(ROOT / "run.py"), *SMALL, f"launch.root={root}"])
     assert done.returncode == 0, done.stdout + done.stderr
     return Store(root).find("@last")
 
@@ -105,14 +114,12 @@ def test_a_run_is_exported_and_begun_from(run: RunDir, tmp_path: Path) -> None:
     assert main(["export", str(run.path), str(tmp_path / "hf"), "--format", "hf", "--root", store]) == 0
     assert (tmp_path / "hf" / "model.safetensors").exists()
     assert main(["import", str(tmp_path / "hf"), str(tmp_path / "begin"), "--format", "hf"]) == 0
-    done = subprocess.run(
+    done = run_program(
         [
-            *(sys.executable, str(ROOT / "run.py"), *SMALL[:5], "train.steps=2", "train.global_batch_size=4"),
+            *(str(ROOT / "run.py"), *SMALL[:5], "train.steps=2", "train.global_batch_size=4"),
             *("train.microbatch_size=2", "mesh=one", "launch.inline=true"),
             *(f"ckpt.load={tmp_path / 'begin'}", f"launch.root={tmp_path / 'runs'}"),
-        ],
-        capture_output=True,
-        text=True,
+        ]
     )
     assert done.returncode == 0, done.stdout + done.stderr
     begun = Store(tmp_path / "runs").find("@last")

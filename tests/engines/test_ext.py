@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +18,7 @@ from harness.config.errors import BadRequest, Violation
 from harness.config.schema import Dtype, Strategy
 from harness.store import provenance
 from tests.support.composing import compose
+from tests.support.programs import run_command
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = (Path(__file__).parent / "adapter.py").read_text(encoding="utf-8")
@@ -73,6 +75,14 @@ WRONG = {
 """What is said, of which adapter, in a module with which change."""
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that imports an adapter is a fork of one that has imported torch; the first test starts it whole."""
+    here = SimpleNamespace(run=run_command, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("harness.config.adapter.subprocess", here)
+
+
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("said", WRONG)
 def test_what_cannot_be_used_is_refused_before_ranks_start(
     said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -88,6 +98,7 @@ def test_what_cannot_be_used_is_refused_before_ranks_start(
     assert violation.fix or violation.choices
 
 
+@pytest.mark.usefixtures("forked")
 def test_an_adapter_is_held_to_what_it_declares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = EXAMPLE.replace("strategies=(Strategy.optim,),", "strategies=(Strategy.optim,), package='nothing==1',")
     monkeypatch.chdir(project(tmp_path, text))
@@ -110,6 +121,7 @@ def test_declarations_pass_through_json_whole() -> None:
         assert type(can)(**{key: from_plain(value) for key, value in plain.items()}) == can
 
 
+@pytest.mark.usefixtures("forked")
 def test_a_rank_asks_the_class_it_has_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.engines.adapter import Adapter
 
@@ -119,6 +131,7 @@ def test_a_rank_asks_the_class_it_has_loaded(monkeypatch: pytest.MonkeyPatch) ->
     assert accumulate_dtype(config) is Dtype.fp32
 
 
+@pytest.mark.usefixtures("forked")
 def test_only_files_of_ones_own_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = project(tmp_path / "engines", EXAMPLE.replace("import torch\n", "import torch\nimport engines.parts\n"))
     (package / "__init__.py").touch()
@@ -146,6 +159,7 @@ def test_the_suite_runs_from_a_users_folder(tmp_path: Path) -> None:
     assert "mine has no Adaptor" in refused.stderr + refused.stdout
 
 
+@pytest.mark.usefixtures("forked")
 def test_violations_are_of_the_usual_form() -> None:
     assert isinstance(describe("nowhere_at_all:X"), Violation)
     assert os.getcwd() in str(describe("nowhere_at_all:X"))

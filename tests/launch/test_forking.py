@@ -42,7 +42,7 @@ def test_a_forked_run_has_the_bits_of_a_spawned_one(tmp_path: Path) -> None:
 
 
 def test_a_killed_rank_is_noticed_and_named_and_nothing_stays(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "launch.fork=true", *ENDLESS)
+    launched = Launched(tmp_path, "launch.fork=true", *ENDLESS, forked=True)
     run = launched.await_steps(2)
     everybody = launched.ranks()
     ranks = [each for each in everybody if each.pid in _leaders(run.path)]
@@ -59,7 +59,7 @@ def test_a_killed_rank_is_noticed_and_named_and_nothing_stays(tmp_path: Path) ->
 
 
 def test_with_the_launcher_everything_goes(tmp_path: Path) -> None:
-    launched = Launched(tmp_path, "launch.fork=true", *ENDLESS)
+    launched = Launched(tmp_path, "launch.fork=true", *ENDLESS, forked=True)
     launched.await_steps(2)
     everybody = launched.ranks()
     launched.process.kill()

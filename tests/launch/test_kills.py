@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
@@ -19,9 +20,10 @@ from harness.store.metrics import MetricsWriter, read_metrics
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from tests.launch.cells import SMALL
+from tests.support.programs import Program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PYTHON = [sys.executable, str(REPOSITORY / "run.py"), "engine=ddp", "data=synthetic"]
+WORDS = [str(REPOSITORY / "run.py"), "engine=ddp", "data=synthetic"]
 LIMIT_S = 10.0
 """How long an end may take."""
 PATIENCE_S = 240.0
@@ -31,14 +33,12 @@ pytestmark = pytest.mark.timeout(600)
 
 
 class Launched:
-    """A run.py with its ranks, on a run long enough to be interrupted."""
+    """A run.py with its ranks, on a run long enough to be interrupted; `forked` from a process that has its imports."""
 
-    def __init__(self, root: Path, *overrides: str) -> None:
+    def __init__(self, root: Path, *overrides: str, forked: bool = False) -> None:
         small = [text for text in SMALL if not text.startswith(("engine", "sharding", "data.kind"))]
-        command = [*PYTHON, *small, f"launch.root={root}", "ckpt.every=20", *overrides]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY
-        )
+        words = [*WORDS, *small, f"launch.root={root}", "ckpt.every=20", *overrides]
+        self.process = Program(words, REPOSITORY) if forked else _started(words)
         self.root = root
 
     def run(self) -> RunDir:
@@ -64,13 +64,18 @@ class Launched:
         return self.process.communicate(timeout=PATIENCE_S)[0]
 
 
+def _started(words: Sequence[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=REPOSITORY)
+
+
 @pytest.fixture
 def launch(tmp_path):
     """launch(*overrides) -> Launched; what is left is killed after the test."""
     launched: list[Launched] = []
 
-    def begin(*overrides: str) -> Launched:
-        launched.append(Launched(tmp_path / "my runs", *overrides))
+    def begin(*overrides: str, forked: bool = False) -> Launched:
+        launched.append(Launched(tmp_path / "my runs", *overrides, forked=forked))
         return launched[-1]
 
     yield begin
@@ -114,7 +119,7 @@ def test_kill_9_of_a_random_rank(launch):
 
 def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(launch):
     """SIGTERM saves at the step boundary, kill -9 of run.py falls back to a checkpoint; the bits are the same."""
-    stopped = launch("train.steps=150")
+    stopped = launch("train.steps=150", forked=True)
     run = stopped.await_steps(3)
     stopped.process.send_signal(signal.SIGTERM)
     output = stopped.end()
@@ -122,7 +127,7 @@ def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(la
     assert f"saved at step {len(read_metrics(run.metrics))}" in output
     assert state_of(run) is State.preempted
 
-    killed = launch("train.steps=150")
+    killed = launch("train.steps=150", forked=True)
     killed.await_steps(len(read_metrics(run.metrics)) + 30)
     ranks = killed.ranks()
     killed.process.kill()
@@ -132,7 +137,7 @@ def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(la
     assert lost.state is State.lost
     assert len(read_metrics(run.metrics)) < 150
 
-    both = launch("-m", "train.steps=150", "train.replicate=0,1")
+    both = launch("-m", "train.steps=150", "train.replicate=0,1", forked=True)
     assert both.end().count("done, 150 steps") == 2
     assert run.attempts() == [0, 1, 2]
     twin = next(one for one in Store(both.root).runs() if one != run)
@@ -152,7 +157,7 @@ def final_weights(run: RunDir) -> str:
 
 @pytest.mark.parametrize("fork", ["true", "false"])
 def test_ctrl_c_ends_with_130(launch, fork):
-    launched = launch("train.steps=100000", f"launch.fork={fork}")
+    launched = launch("train.steps=100000", f"launch.fork={fork}", forked=fork == "true")
     run = launched.await_steps(2)
     ranks = launched.ranks()
     launched.process.send_signal(signal.SIGINT)

@@ -32,6 +32,8 @@ PRELOADED = (
     "harness.checkpoint.policy",
     "harness.models.registry",
 )
+SERVER = "forking server"
+"""Name of the process whose forks the ranks are, for modules that import more there."""
 CLOSING_S = 30.0
 """For a server to have ended its ranks."""
 ENVIRONMENT = dict(os.environ)
@@ -44,7 +46,7 @@ class Server:
     def __init__(self) -> None:
         self._connection, theirs = Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_serve, args=(theirs, ENVIRONMENT), name="forking server")
+        self._process = context.Process(target=_serve, args=(theirs, ENVIRONMENT), name=SERVER)
         self._process.start()
         theirs.close()
 
