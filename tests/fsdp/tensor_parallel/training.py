@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,8 +72,14 @@ def rows_of(case: Case, step: int, microbatch: int, place: int) -> Tensor:
 
 
 def mesh_of(case: Case) -> DeviceMesh:
-    """Three axes, the tensor-parallel one last."""
-    return init_device_mesh("cpu", (case.outer, case.inner, case.tp), mesh_dim_names=("outer", "inner", "tp"))
+    """Three axes, the tensor-parallel one last; one mesh of its sizes in a visit, as in a program: to connect its
+    groups takes longer than a step."""
+    return _mesh(case.outer, case.inner, case.tp)
+
+
+@cache
+def _mesh(*sizes: int) -> DeviceMesh:
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("outer", "inner", "tp"))
 
 
 def sharded(case: Case, mesh: DeviceMesh) -> tuple[MegatronModel, torch.optim.Optimizer]:
