@@ -13,6 +13,7 @@ import pytest
 
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, write
+from tests.support.programs import run_program
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -26,8 +27,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The parity pair, six steps: one process, and ZeRO-3 on two ranks."""
     root = tmp_path_factory.mktemp("store")
     words = ["-m", "study=parity_pair", "train.steps=6", f"launch.root={root}"]
-    command = [sys.executable, "run.py", *words]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    done = run_program(["run.py", *words], cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     return root
 

@@ -47,7 +47,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return root, after
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(40, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
 def test_any_layout_takes_what_any_other_wrote(count: int, tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     pairs = draw(count, seed)

@@ -14,7 +14,7 @@ from benchmarks.checks.bad_requests import REQUESTS, Asker, Outcome, ask, full_d
 pytestmark = pytest.mark.timeout(900)
 
 
-OWN = 4
+OWN = 12
 """Every how many requests are asked of a process of their own; the others of forks of one that has imported run.py."""
 
 

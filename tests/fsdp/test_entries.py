@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -86,8 +87,16 @@ def auto_sync(rank: int, pair: Pair) -> list[str]:
     return told
 
 
-def ways(rank: int, pair: Pair) -> dict[str, list[str]]:
-    """Each way to accumulate and to scale against one big batch; which gradients differ."""
+def every_way(rank: int, pair: Pair) -> dict[str, list[str]]:
+    """Each way to accumulate with each to scale."""
+    return ways(rank, pair, whole=True)
+
+
+def ways(rank: int, pair: Pair, whole: bool = False) -> dict[str, list[str]]:
+    """Ways to accumulate and to scale against one big batch; which gradients differ.
+
+    Each way to scale meets one of those to accumulate, with the next pair of strategies the other; `whole`: both.
+    """
     right = plain_gradients([torch.cat(every_microbatch())], 1.0)
     found = {}
     scalings: dict[str, tuple[dict[str, Any], float]] = {
@@ -95,8 +104,9 @@ def ways(rank: int, pair: Pair) -> dict[str, list[str]]:
         "divisor": ({"grad_divisor": M}, 1.0),
         "tokens": ({"calculate_per_token_loss": True}, 1 / M),
     }
-    for scaling, (arguments, scale) in scalings.items():
-        for how in ("no_sync", "set_model_auto_sync"):
+    for place, (scaling, (arguments, scale)) in enumerate(scalings.items(), start=PAIRS.index(pair)):
+        hows = ("no_sync", "set_model_auto_sync")
+        for how in hows if whole else hows[place % 2 :][:1]:
             model, _ = shard(pair, **arguments)
             accumulate(model, own(rank), how, scale)
             found[f"{scaling} {how}"] = close(dict(model.full_gradients()), right)
@@ -132,9 +142,10 @@ def test_accumulation_without_no_sync_is_right_or_refused(pair: Pair) -> None:
         assert "call zero_grad() before the backward whose gradients are wanted" in told[-1]
 
 
+@pytest.mark.parametrize("tried", [ways, pytest.param(every_way, marks=pytest.mark.full)], ids=["few", "all"])
 @every_pair
-def test_each_way_to_accumulate_and_scale_equals_one_big_batch(pair: Pair) -> None:
-    for found in by_pair(ways)[pair]:
+def test_each_way_to_accumulate_and_scale_equals_one_big_batch(pair: Pair, tried: Callable[..., Any]) -> None:
+    for found in by_pair(tried)[pair]:
         assert {way: names for way, names in found.items() if names} == {}
 
 

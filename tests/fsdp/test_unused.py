@@ -40,7 +40,13 @@ TRIALS = Cover(
             PAIRS, (1, 2), ("adamw", "sgd", "adam", "rmsprop", "nadam"), ("fast", "ordered", "exact")
         )
     ),
-    values=lambda trial: (trial.pair, trial.k, "" if trial.pair.outer else trial.optimizer, trial.numerics),
+    values=lambda trial: (
+        trial.pair.inner,
+        trial.pair.outer,
+        trial.k,
+        "" if trial.pair.outer else trial.optimizer,
+        trial.numerics,
+    ),
 )
 
 
@@ -81,6 +87,7 @@ def test_an_unused_parameter_is_left_alone(trial: Trial) -> None:
 # -- who tells whom, and in which formats ------------------------------------------------------------------------------
 
 LOW = MixedPrecisionPolicy(main_grads_dtype=bf16, allow_low_precision_grads=True)
+NARROW, HALF = MixedPrecisionPolicy(grad_comm_dtype=bf16), MixedPrecisionPolicy(grad_comm_dtype=torch.float16)
 WAYS = (
     Trial(PAIRS[0], 2, more=(("grad_buffer", "concat"),)),
     Trial(Pair("optim_grads", "optim"), 2, more=(("grad_buffer", "concat"),)),
@@ -90,17 +97,28 @@ WAYS = (
     Trial(Pair("optim_grads_params", "optim"), 1, more=(("offload_optimizer", True), ("eager_limit_bytes", None))),
     Trial(Pair("optim_grads", ""), 2, more=(("report_nan_in_param_grad", True), ("eager_limit_bytes", 0))),
     Trial(Pair("no_shard", ""), 2, more=(("report_nan_in_param_grad", True),)),
-    *(Trial(pair, 2, dtype=bf16, policy=MixedPrecisionPolicy(grad_comm_dtype=bf16)) for pair in PAIRS[::2]),
-    *(Trial(pair, 1, dtype=bf16, policy=LOW) for pair in PAIRS[1::2]),
-    *(Trial(pair, 2, dtype=fp32, policy=MixedPrecisionPolicy(grad_comm_dtype=torch.float16)) for pair in PAIRS[::3]),
-    *(Trial(pair, 2, dtype=fp32) for pair in PAIRS[2::3]),
+    *(Trial(pair, 2, dtype=bf16, policy=NARROW) for pair in PAIRS[::4]),
+    *(Trial(pair, 1, dtype=bf16, policy=LOW) for pair in PAIRS[1::4]),
+    *(Trial(pair, 2, dtype=fp32, policy=HALF) for pair in PAIRS[2::4]),
+    *(Trial(pair, 2, dtype=fp32) for pair in PAIRS[3::4]),
+)
+"""Every pair in one of four formats; `ELSEWHERE`, for `make test-all`, has further ones."""
+ELSEWHERE = (
+    *(Trial(pair, 2, dtype=bf16, policy=NARROW) for pair in PAIRS[2::4]),
+    *(Trial(pair, 1, dtype=bf16, policy=LOW) for pair in PAIRS[3::4]),
+    *(Trial(pair, 2, dtype=fp32, policy=HALF) for pair in PAIRS[::4]),
+    *(Trial(pair, 2, dtype=fp32) for pair in PAIRS[1::4]),
 )
 
 
-@pytest.mark.parametrize("trial", WAYS, ids=lambda trial: f"{WAYS.index(trial)}-{trial}")
-def test_in_every_buffer_and_format(trial: Trial) -> None:
+@pytest.mark.parametrize(
+    ("trials", "trial"),
+    [pytest.param(WAYS, trial, id=f"{place}-{trial}") for place, trial in enumerate(WAYS)]
+    + [pytest.param(ELSEWHERE, t, id=f"{len(WAYS) + i}-{t}", marks=pytest.mark.full) for i, t in enumerate(ELSEWHERE)],
+)
+def test_in_every_buffer_and_format(trials: tuple[Trial, ...], trial: Trial) -> None:
     """By which weights move, and in every step: what decays is used."""
-    found = records(WAYS)[trial]
+    found = records(trials)[trial]
     right = plain(trial.optimizer, WORLD * trial.k)
     assert [record.moved() for record in found] == [right.moved()] * WORLD
     assert set().union(*(record.stateless for record in found)) == right.stateless
@@ -108,7 +126,8 @@ def test_in_every_buffer_and_format(trial: Trial) -> None:
 
 def facts_of(rank: int) -> list[str]:
     found = []
-    for trial in (WAYS[0], WAYS[8], WAYS[20], Trial(PAIRS[0], numerics="ordered")):
+    in_fp16 = Trial(PAIRS[0], 2, dtype=fp32, policy=HALF)
+    for trial in (WAYS[0], WAYS[8], in_fp16, Trial(PAIRS[0], numerics="ordered")):
         model, _ = unused.build(trial, 2)
         found.append(model.transport()["unused_parameters"])
         model.close()
@@ -185,14 +204,15 @@ def run(built: tuple[ShardedModel, torch.optim.Optimizer], trial: Trial, rank: i
         built[1].zero_grad()
 
 
-def resume_all(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
+def resume_all(rank: int, world: int, pairs: tuple[Pair, ...]) -> list[list[dict[str, Tensor]]]:
     names, steps = itertools.cycle(("adamw", "sgd", "nadam")), itertools.cycle(((1, 0), (3, 1)))
-    return [resume(rank, world, Trial(pair, 1, next(names)), *next(steps)) for pair in PAIRS]
+    return [resume(rank, world, Trial(pair, 1, next(names)), *next(steps)) for pair in pairs]
 
 
-def test_saved_state_is_taken_up_wherever_runs_were_cut() -> None:
+@pytest.mark.parametrize("pairs", [PAIRS[::2], pytest.param(PAIRS[1::2], marks=pytest.mark.full)], ids=["few", "rest"])
+def test_saved_state_is_taken_up_wherever_runs_were_cut(pairs: tuple[Pair, ...]) -> None:
     """Counters of Adam differ between neighbours; bits do not depend on where runs are cut."""
-    for found in run_ranks(resume_all, WORLD, WORLD):
+    for found in run_ranks(resume_all, WORLD, WORLD, pairs):
         for went_on, *loaded in found:
             assert all(torch.equal(went_on[name], each[name]) for each in loaded for name in went_on)
 

@@ -27,6 +27,7 @@ from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, duplicated, sto
 from tests.parity.lab import CLEAN, Arm, broken, edit_config, edit_json
 from tests.parity.test_witness import CONTROL, SEEN, twenty_one_bits
 from tests.support.composing import compose
+from tests.support.programs import run_program
 
 WITHOUT = {"comparable", "resolution", "gradients captured"}
 """Checks that say how much evidence there is: nothing can be shown of them."""
@@ -254,7 +255,8 @@ def test_it_really_finds_a_fault_of_the_engine_and_passes_without(
     cell += ["data.seq_len=16", "model.num_layers=1", "ckpt=none", f"launch.root={tmp_path}", "study.name=s"]
     monkeypatch.chdir(ROOT)
     both = ["-m", "fault=F01_duplicated_gradient,none"]
-    subprocess.run([sys.executable, "run.py", *cell, *both], check=True, capture_output=True)
+    done = run_program(["run.py", *cell, *both])
+    assert done.returncode == 0, done.stdout + done.stderr
     control, arm = sorted((tmp_path / "s").glob("tiny*"), key=lambda path: "f01" in path.name)
     assert main(["compare", str(arm), str(control)]) == 1
     path = arm / "verdict" / f"{control.name}.py"
