@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -19,6 +20,8 @@ from harness.fsdp.state import named
 from harness.fsdp.state.named import ShardedState
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from tests.support.layouts import (
+    LAYOUTS,
+    PORTIONS,
     SAVED,
     SINGLE,
     Cell,
@@ -49,15 +52,26 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 @pytest.mark.parametrize("count", [6, pytest.param(40, marks=pytest.mark.full)])
 def test_any_layout_takes_what_any_other_wrote(count: int, tmp_path: Path) -> None:
+    _draw_and_run(tmp_path, count, LAYOUTS)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", PORTIONS)
+def test_any_layout_of_portions_takes_what_any_other_wrote(family: str, tmp_path: Path) -> None:
+    """Under tensor parallelism, in fp64 and under each FP8 recipe."""
+    _draw_and_run(tmp_path, 6, PORTIONS[family])
+
+
+def _draw_and_run(folder: Path, count: int, layouts: Sequence[Layout]) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
-    pairs = draw(count, seed)
-    cells = run_cells(tmp_path, pairs)
+    pairs = draw(count, seed, layouts)
+    cells = run_cells(folder, pairs, layouts[0])
     assert len(cells) == len(pairs)
     wrong = [
         f"{cell.source} -> {cell.target}: {cell.next_step:.1e} {cell.problems[:3]}" for cell in cells if not cell.holds
     ]
-    wrong += [f"{layout}: {told[:3]}" for layout, _ in pairs if (told := written_right(tmp_path, layout))]
-    assert not wrong, f"draw({count}, {seed}): " + "\n".join(wrong)
+    wrong += [f"{layout}: {told[:3]}" for layout, _ in pairs if (told := written_right(folder, layout))]
+    assert not wrong, f"draw({count}, {seed}) of {layouts[0]}: " + "\n".join(wrong)
 
 
 # -- dtypes ------------------------------------------------------------------------------------------------------------

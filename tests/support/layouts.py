@@ -345,7 +345,7 @@ def _names(manifest: Manifest) -> set[str]:
     return {key for key in manifest.tensors if not key.startswith("rng/")}
 
 
-def draw(count: int, seed: int) -> list[tuple[Layout, Layout]]:
-    """Random cells."""
+def draw(count: int, seed: int, layouts: Sequence[Layout] = LAYOUTS) -> list[tuple[Layout, Layout]]:
+    """Random cells of a family."""
     source = random.Random(seed)
-    return [(source.choice(LAYOUTS), source.choice(LAYOUTS)) for _ in range(count)]
+    return [(source.choice(layouts), source.choice(layouts)) for _ in range(count)]
