@@ -49,6 +49,12 @@ class Fault:
     """Microbatches a rank and step with which it does anything."""
     resumes: bool = False
     """Whether the fault acts when a run is resumed."""
+    recipes: tuple[str, ...] = ()
+    """Recipes of dtype.fp8 under which it does anything; empty: it has nothing to do with 8 bits."""
+    tensor_parallel: bool = False
+    """Whether the fault acts under tensor parallelism, and only with it."""
+    measured: bool = True
+    """Whether docs/power.md has it at every strength; of those that came later, CI has the full one."""
     report: str = ""
     """Where the fault was reported; empty for a family."""
 
@@ -57,6 +63,12 @@ K2 = ("train.global_batch_size=8", "train.microbatch_size=2")
 """Two microbatches a rank on two ranks."""
 FOUR = ("mesh.world_size=4", *K2)
 """One microbatch a rank on four ranks."""
+TP = (*FOUR, "mesh.tp=2")
+"""Two tensor-parallel ranks in each of two groups with data of their own."""
+SEQUENCE = "mesh.sequence_parallel=true"
+FP8_CURRENT, FP8_DELAYED = "dtype=fp8_current", "dtype=fp8_delayed"
+HELD = ("current", "delayed", "block")
+"""Recipes whose weights are kept and gathered in 8 bits."""
 SGD, NO_CLIP = "optimizer=sgd", "optimizer.clip_norm=null"
 ZERO0, ZERO1, ZERO2, ZERO3 = (f"sharding={each}" for each in ("no_shard", "optim", "optim_grads", "optim_grads_params"))
 ACCUMULATES_WHOLE, ACCUMULATES_SHARDS = ("no_shard", "optim"), ("optim_grads", "optim_grads_params")

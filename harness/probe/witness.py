@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from harness.fsdp.fp8.formats import is_8_bit
 from harness.fsdp.fp8.linear import Fp8Linear, layers_of
+from harness.fsdp.fp8.quantize import Quantized
 
 UNSEEN = -1
 """Stands for a checksum where a rank's forward did not use a parameter."""
@@ -45,6 +46,19 @@ class _Sum:
         wide = gradient.detach().to("cpu", torch.float64, copy=True, memory_format=torch.contiguous_format)
         self.squares += float(torch.linalg.vector_norm(wide)) ** 2
         self.total = wide if self.total is None else self.total.add_(wide)
+
+
+@dataclass
+class _Restored:
+    """Takes a layer's way to its weight back off; `own` is what stood there before, if anything did."""
+
+    layer: Fp8Linear
+    own: Any
+
+    def remove(self) -> None:
+        del self.layer.__dict__["weight_for"]
+        if self.own is not None:
+            self.layer.__dict__["weight_for"] = self.own
 
 
 @dataclass
@@ -79,6 +93,10 @@ class Witness:
             if own:
                 self._handles.append(module.register_forward_pre_hook(partial(self._forward, own)))
         self._quantized = {names[id(layer.weight)]: layer for layer in layers_of(self.module) if layer.is_held}
+        for name, layer in self._quantized.items():
+            before = layer.__dict__.get("weight_for")
+            layer.__dict__["weight_for"] = partial(self._multiplied, name, layer, layer.weight_for)
+            self._handles.append(_Restored(layer, before))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -88,9 +106,17 @@ class Witness:
 
     def _forward(self, own: dict[str, str], module: nn.Module, _args: object) -> None:
         for slot, name in own.items():  # looked up as the module does: a cast copy may stand before the parameter
-            held = name in self._quantized and is_8_bit(module._parameters[slot].dtype)  # type: ignore[union-attr]
-            scales = (self._quantized[name].weight_scale_inv,) if held else ()
-            self.checksums[name].add(checksum(getattr(module, slot), *(each for each in scales if each is not None)))
+            value = getattr(module, slot)
+            if not is_8_bit(value.dtype):  # of those `_multiplied` sees the scales too
+                self.checksums[name].add(checksum(value))
+
+    def _multiplied(self, name: str, layer: Fp8Linear, weight_for: Any, *, turned: bool) -> Quantized:
+        """What a product takes, in the forward and, turned, in the backward: of a weight in 8 bits one and the same."""
+        found: Quantized = weight_for(turned=turned)
+        if is_8_bit(layer.weight.dtype):
+            held = found.t if turned else found
+            self.checksums[name].add(checksum(held.payload, held.scale_inv))
+        return found
 
     @property
     def saw_gradients(self) -> bool:

@@ -23,8 +23,9 @@ SHORT = pairs(short=True)
 FAULTY = [pair.name for pair in SHORT if pair.kind is Kind.faulty]
 TWINS = [pair.name for pair in SHORT if pair.kind is Kind.clean]
 
-ELSEWHERE = {"same_batch": "forward"}
+ELSEWHERE = {"same_batch": "forward", "strided_shard_in_plain_order": "forward"}
 """Where a verdict names another stage than the fault's: docs/power.md counts these as wrong."""
+LATER = [fault.name for fault in corpus().values() if not fault.measured]
 
 
 pytestmark = pytest.mark.timeout(900)
@@ -71,8 +72,9 @@ def test_the_verb_runs_judges_and_writes_what_it_found(only: str, tmp_path: Path
 
 def test_the_study_is_as_large_as_it_says() -> None:
     every = pairs()
-    assert len(corpus()) == 63
-    assert sum(name[0] == "F" and name[1:3].isdigit() for name in corpus()) == 26
+    assert len(corpus()) - len(LATER) == 63
+    assert sum(name[0] == "F" and name[1:3].isdigit() for name in corpus()) == 29
+    assert len(LATER) == 9
     faulty = Counter((pair.strength, pair.against) for pair in every if pair.kind is Kind.faulty)
     assert faulty == {(strength, against): 63 for strength in AMOUNTS for against in ("twin", "reference")}
     clean = [pair for pair in every if pair.kind is Kind.clean]

@@ -12,7 +12,7 @@ from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import EngineName
 
 
-@rule("train.global_batch_size", "train.microbatch_size", "mesh.world_size")
+@rule("train.global_batch_size", "train.microbatch_size", "mesh.world_size", "mesh.tp")
 def fault_acts(request: Request) -> Iterator[Violation]:
     """The fault exists, is put into our own engine, and finds what it spoils."""
     config = request.config
@@ -32,6 +32,13 @@ def fault_acts(request: Request) -> Iterator[Violation]:
         yield Violation(
             request.show("fault.name"), text, ", ".join(fault.strategies), f"sharding={fault.strategies[0]}"
         )
+    recipe = config.dtype.fp8
+    if fault.recipes and (recipe is None or recipe.name not in fault.recipes):
+        text = f"does nothing under dtype.fp8={'null' if recipe is None else recipe.name}"
+        yield Violation(request.show("fault.name"), text, ", ".join(fault.recipes), f"dtype=fp8_{fault.recipes[0]}")
+    if fault.tensor_parallel and config.mesh.tp == 1:
+        text = "does nothing without tensor parallelism"
+        yield Violation(request.show("fault.name"), text, "mesh.tp of 2 or more", "mesh.world_size=4 mesh.tp=2")
     if fault.microbatches > microbatches_per_rank(config):
         text = f"needs {fault.microbatches} microbatches a rank and step"
         half = max(1, config.train.microbatch_size // 2)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from harness.config.capabilities import ENGINES
 from harness.config.errors import Violation
+from harness.config.faults import corpus
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import EngineName, ModelFamily, SharpAxis
 
@@ -55,11 +56,12 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
             "none",
             "sharp=none",
         )
-    if config.fault.name != "none":
+    able_faults = [each.name for each in corpus().values() if each.tensor_parallel]
+    if config.fault.name not in ("none", *able_faults):
         yield Violation(
             request.show("fault.name"),
-            f"is not built beside mesh.tp={config.mesh.tp}: faults name data-parallel ranks",
-            "none",
+            f"is not built beside mesh.tp={config.mesh.tp}: it names data-parallel ranks",
+            ", ".join(["none", *able_faults]),
             "fault=none, or mesh.tp=1",
         )
 

@@ -14,7 +14,7 @@ from harness.fsdp import local_of
 from harness.probe.faults.site import Site, blend, fault, share
 
 
-def _on_load(site: Site, chosen: Callable[[str], bool], change: Callable[[Tensor, Tensor], object]) -> None:
+def on_load(site: Site, chosen: Callable[[str], bool], change: Callable[[Tensor, Tensor], object]) -> None:
     """After a checkpoint is loaded, change tensors of its state, given what they were before."""
 
     def wrap(take_state: Callable[[], Any]) -> Callable[[], Any]:
@@ -54,7 +54,7 @@ def tail_lost_on_resume(site: Site) -> None:
     def change(tensor: Tensor, old: Tensor) -> None:
         share(tensor.view(-1), site.amount / 16).copy_(share(old.view(-1), site.amount / 16))
 
-    _on_load(site, _is_weight, change)
+    on_load(site, _is_weight, change)
 
 
 @fault(
@@ -66,7 +66,7 @@ def tail_lost_on_resume(site: Site) -> None:
     report="ISEEKYAN/Megatron-LM PR 104",
 )
 def shards_not_refreshed(site: Site) -> None:
-    _on_load(site, _is_weight, lambda tensor, old: blend(tensor, old, site.amount))
+    on_load(site, _is_weight, lambda tensor, old: blend(tensor, old, site.amount))
 
 
 @fault(
@@ -79,7 +79,7 @@ def shards_not_refreshed(site: Site) -> None:
 )
 def absent_weights_skipped(site: Site) -> None:
     first = next(key for key in site.engine.state().tensors if _is_weight(key))
-    _on_load(site, lambda key: key == first, lambda tensor, old: blend(tensor, old, site.amount))
+    on_load(site, lambda key: key == first, lambda tensor, old: blend(tensor, old, site.amount))
 
 
 @fault(
@@ -90,9 +90,9 @@ def absent_weights_skipped(site: Site) -> None:
     resumes=True,
 )
 def optimizer_step_lost_on_resume(site: Site) -> None:
-    _on_load(site, lambda key: key.endswith("step"), lambda tensor, old: blend(tensor, 0.0, site.amount))
+    on_load(site, lambda key: key.endswith("step"), lambda tensor, old: blend(tensor, 0.0, site.amount))
 
 
 @fault("moments_lost_on_resume", "Adam's moments begin anew after a resume", "checkpoint", cell=(ZERO2,), resumes=True)
 def moments_lost_on_resume(site: Site) -> None:
-    _on_load(site, lambda key: "exp_avg" in key, lambda tensor, old: blend(tensor, 0.0, site.amount))
+    on_load(site, lambda key: "exp_avg" in key, lambda tensor, old: blend(tensor, 0.0, site.amount))

@@ -1,0 +1,147 @@
+"""Faults of weights that are kept in 8 bits: of their scales, their payloads, and what delayed scaling knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.faults import FP8_CURRENT, FP8_DELAYED, HELD, ZERO3
+from harness.fsdp.fp8.formats import as_bytes
+from harness.fsdp.fp8.linear import layers_of
+from harness.fsdp.fp8.quantize import Quantized
+from harness.fsdp.runtime import weight_scales
+from harness.probe.faults.resume import on_load
+from harness.probe.faults.site import Site, blend, fault, share
+
+
+def _around_amaxes(site: Site, instead: Callable[[Any, Sequence[Tensor]], Any]) -> None:
+    """Put something else in place of a share of what ranks agree on as the largest magnitudes."""
+
+    def wrap(take: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(comm: Any, tensors: Sequence[Tensor]) -> None:
+            wrong = [each.clone() for each in tensors]
+            take(comm, tensors)
+            if comm is not None:
+                instead(comm, wrong)
+            for each, other in zip(tensors, wrong, strict=True):
+                blend(each, other, site.amount)
+
+        return wrapped
+
+    site.around(weight_scales, "_take_largest", wrap)
+
+
+@fault(
+    "amax_of_one_rank",
+    "scales of 8-bit weights are made of the largest magnitude among a rank's own rows",
+    "gather",
+    cell=(ZERO3, FP8_CURRENT),
+    recipes=HELD,
+    measured=False,
+)
+def amax_of_one_rank(site: Site) -> None:
+    _around_amaxes(site, lambda comm, wrong: None)
+
+
+@fault(
+    "F29_amax_over_the_wrong_group",
+    "largest magnitudes are reduced over the replicas instead of the ranks that cut the weight",
+    "gather",
+    cell=("sharding=hsdp", "mesh=two_by_two", "train.microbatch_size=2", FP8_CURRENT),
+    recipes=HELD,
+    measured=False,
+    report="NVIDIA/TransformerEngine#656, pytorch/ao PR 590",
+)
+def amax_over_the_wrong_group(site: Site) -> None:
+    outer = site.model._parts.meshes.dense.outer
+    take = weight_scales._take_largest
+    _around_amaxes(site, lambda comm, wrong: take(outer, wrong))
+
+
+@fault(
+    "stale_scale",
+    "8-bit weights are cast under the scales of the step before",
+    "gather",
+    cell=(ZERO3, FP8_CURRENT),
+    recipes=("current", "block"),
+    measured=False,
+)
+def stale_scale(site: Site) -> None:
+    """The first bucket's weights keep what they were cast by, blended with what they should be cast by."""
+    for bucket in site.buckets:
+        for weight in () if bucket.eight_bit is None else bucket.eight_bit.weights:
+            _keep_scale(site, weight)
+
+
+def _keep_scale(site: Site, weight: Any) -> None:
+    before = weight.scale.clone()
+
+    def revert() -> None:
+        now = weight.scale.clone()
+        blend(weight.scale, before, site.amount)
+        weight.scale_inv.copy_(weight.scale.reciprocal())
+        before.copy_(now)
+
+    site.after(weight, "rescale", revert)
+
+
+@fault(
+    "stale_transposed_payload",
+    "the backward multiplies by the transposed weight as it was cast a step before",
+    "gather",
+    cell=(ZERO3, FP8_CURRENT),
+    recipes=HELD,
+    measured=False,
+)
+def stale_transposed_payload(site: Site) -> None:
+    """A share of the payload's rows is that of the step before, in the backward alone."""
+    for layer in layers_of(site.model.module):
+        held: dict[str, Tensor] = {}
+
+        def wrap(weight_for: Callable[..., Quantized], held: dict[str, Tensor] = held) -> Callable[..., Quantized]:
+            def wrapped(*, turned: bool) -> Quantized:
+                found = weight_for(turned=turned)
+                if not turned:
+                    return found
+                held["now"] = as_bytes(found.payload.t().contiguous()).clone()
+                if "before" not in held:
+                    return found
+                mixed = held["now"].clone().view(-1)
+                share(mixed, site.amount).copy_(share(held["before"].view(-1), site.amount))
+                payload = mixed.view(held["now"].shape).view(found.payload.dtype)
+                return Quantized(payload.t(), found.scale_inv, found.tile)
+
+            return wrapped
+
+        def turn(held: dict[str, Tensor] = held) -> None:
+            if "now" in held:
+                held["before"] = held["now"]
+
+        site.around(layer, "weight_for", wrap)
+        site.after(site.engine, "step", turn)
+
+
+@fault(
+    "F28_scale_made_again_on_resume",
+    "the scales of delayed scaling are made again from the history when a checkpoint is loaded",
+    "checkpoint",
+    cell=(ZERO3, FP8_DELAYED),
+    recipes=("delayed",),
+    resumes=True,
+    measured=False,
+    report="NVIDIA/TransformerEngine, DelayedScaling through DCP: payloads off by one",
+)
+def scale_made_again_on_resume(site: Site) -> None:
+    """Some numbers of the payload are off by one: the history has moved on since its scale was made."""
+    histories = {each.scale.data_ptr(): each for layer in layers_of(site.model.module) if (each := layer.history)}
+
+    def change(scale: Tensor, _: Tensor) -> None:
+        history = histories[scale.data_ptr()]
+        amax = history.amax.amax(dim=0)
+        largest = torch.tensor([each.largest for each in history.formats])
+        blend(scale, torch.where(amax > 0, largest / amax, scale), site.amount)
+
+    on_load(site, lambda key: key.endswith("fp8_scale"), change)
