@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from hydra._internal.utils import get_args_parser
 
+from harness.config import catalog
 from harness.config.errors import refuse
 from harness.config.overrides import check_overrides, hydra_words, typed_value
 
@@ -35,7 +36,9 @@ class Arguments:
     @property
     def for_hydra(self) -> list[str]:
         """Flags first: argparse takes overrides on one side of a flag only."""
-        return [*self.flags, *hydra_words(self.overrides)]
+        own = catalog.own_folder()
+        folder = [] if own is None else ["--config-dir", str(own)]
+        return [*self.flags, *folder, *hydra_words(self.overrides)]
 
 
 def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Arguments:
@@ -55,6 +58,9 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
     overrides = list(parsed.overrides)
     flags = _without(list(argv), overrides)
     _consistent(parsed)
+    if parsed.config_dir:
+        catalog.choose_own_folder(parsed.config_dir)
+        flags = _without_folder(flags)
     about_hydra = bool(parsed.shell_completion or parsed.hydra_help or parsed.help or parsed.info)
     if not about_hydra:
         words = check_overrides(overrides, multirun=parsed.multirun)
@@ -69,6 +75,17 @@ def _without(argv: list[str], overrides: list[str]) -> list[str]:
     left = list(argv)
     for text in reversed(overrides):
         del left[len(left) - 1 - left[::-1].index(text)]
+    return left
+
+
+def _without_folder(flags: list[str]) -> list[str]:
+    """Flags without `--config-dir DIR`, which Hydra is told as an absolute path."""
+    left, words = [], iter(flags)
+    for word in words:
+        if word in ("--config-dir", "-cd"):
+            next(words)
+        elif not word.startswith(("--config-dir=", "-cd")):
+            left.append(word)
     return left
 
 
@@ -89,9 +106,11 @@ def _consistent(parsed: argparse.Namespace) -> None:
         raise refuse(
             "--from", "runs one frozen cell again", fix="drop -m and --cfg; `python -m harness show RUN` prints it"
         )
-    for flag in ("config_dir", "config_path", "config_name"):
+    for flag in ("config_path", "config_name"):
         if getattr(parsed, flag):
             subject = f"--{flag.replace('_', '-')} {getattr(parsed, flag)}"
             raise refuse(
-                subject, "configurations come from conf/ alone", fix="add a file to a group, and choose it by name"
+                subject,
+                "what a request starts from is conf/config.yaml",
+                fix="an option of your own, ./conf/GROUP/NAME.yaml or --config-dir DIR, chosen as GROUP=NAME",
             )

@@ -22,7 +22,7 @@ from harness.config.errors import Violation
 from harness.config.schema import Config, EngineName
 from harness.store.provenance import PACKAGE, files_digest
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 300.0
 """How long an adapter's module may take to import."""
 
 
@@ -41,6 +41,7 @@ class Description:
     def facts(self) -> dict[str, Any]:
         """The adapter's name, folder, sources and their digest, as `provenance.json` records them."""
         return {
+            "kind": "engine",
             "name": self.adapter,
             "root": self.root,
             "files": list(self.files),
@@ -94,7 +95,7 @@ def _describe(adapter: str, folder: str) -> Description | Violation:
     command = [sys.executable, "-m", "harness.engines.describe", adapter]
     try:
         done = subprocess.run(
-            command, env=_environment(), cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+            command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
         told = json.loads(done.stdout)
     except subprocess.TimeoutExpired:
@@ -110,8 +111,8 @@ def _describe(adapter: str, folder: str) -> Description | Violation:
     return Description(adapter, declared, told["root"], tuple(told["files"]))
 
 
-def _environment() -> dict[str, str]:
-    """This process's, able to import this very package from another folder."""
+def environment() -> dict[str, str]:
+    """This process's environment, able to import this very package from another folder."""
     own = str(PACKAGE.parent)
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != own]
     return {**os.environ, "PYTHONPATH": os.pathsep.join([own, *others])}

@@ -58,6 +58,8 @@ class Capabilities:
     saves what that knows."""
     loss_scale: bool = False
     """Whether the engine scales the loss and leaves out updates whose gradients overflowed (dtype.loss_scale)."""
+    own_optimizers: tuple[Strategy, ...] = ()
+    """Strategies under which it steps an optimizer of the user's own (optimizer=ext)."""
     package: str | None = None
     """Distribution it needs beyond this project's own dependencies, as `name==version`."""
     build_isolation: bool = True
@@ -92,6 +94,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         tensor_parallel=True,
         fp8=True,
         loss_scale=True,
+        own_optimizers=tuple(Strategy),
         settings=tuple(f"engine.{name}" for name in _GROUP),
     ),
     EngineName.fsdp2: Capabilities(
@@ -113,6 +116,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         compressed_wires=(Dtype.bf16, Dtype.fp16),
         tensor_parallel=True,
         fp8=True,
+        own_optimizers=(Strategy.no_shard,),
     ),
     EngineName.megatron_fsdp: Capabilities(
         strategies=tuple(Strategy),
@@ -142,7 +146,10 @@ ENGINES: dict[EngineName, Capabilities] = {
         sums_itself=True,
         tensor_parallel=True,
         fp8=True,
+        own_optimizers=(Strategy.no_shard,),
     ),
-    EngineName.ext: Capabilities(strategies=tuple(Strategy), equal_dtypes=(), settings=("engine.adapter",)),
+    EngineName.ext: Capabilities(
+        strategies=tuple(Strategy), equal_dtypes=(), own_optimizers=tuple(Strategy), settings=("engine.adapter",)
+    ),
 }
 """Every engine. What an `ext` adapter can do, it says itself."""

@@ -1,4 +1,8 @@
-"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`, and faults as code declares them."""
+"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`, and faults as code declares them.
+
+A user adds options without touching the checkout: files of a folder of one's own (`./conf` of where a request is typed,
+or what `--config-dir` names) are options of the groups there are.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.config.errors import BadRequest, Violation, refuse
 from harness.config.faults import NONE, corpus
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,12 +36,85 @@ class Catalog:
         return [group for group in self.groups if option in self.options[group]]
 
 
+_CHOSEN: list[Path] = []
+"""The folder that `--config-dir` named, if it did."""
+
+
+def choose_own_folder(path: str) -> Path:
+    """Take options from this folder too, in place of `./conf`.
+
+    Raises:
+        BadRequest: there is no such folder, or no file of it is an option of a group.
+    """
+    folder, subject = Path(path).expanduser().absolute(), f"--config-dir {path}"
+    shape = "DIR/GROUP/NAME.yaml, with GROUP one of " + ", ".join(_own_groups())
+    if not folder.is_dir():
+        raise refuse(subject, "is no folder", choices=shape)
+    if not any(_stems(folder / group) for group in _own_groups()):
+        raise refuse(subject, "holds no option of any group", choices=shape)
+    _CHOSEN[:] = [folder]
+    return folder
+
+
+def own_folder() -> Path | None:
+    """The folder of a user's own options; None where there is none.
+
+    A `./conf` with a `config.yaml` is a whole program's (or another checkout's), and is left alone.
+    """
+    return _CHOSEN[0] if _CHOSEN else _beside(Path.cwd())
+
+
 @functools.cache
+def _beside(here: Path) -> Path | None:
+    folder = here / "conf"
+    holds = folder.is_dir() and not (folder / "config.yaml").exists()
+    return folder if holds and any(_stems(folder / group) for group in _own_groups()) else None
+
+
 def load_catalog() -> Catalog:
-    """Read the names of all options."""
-    folders = [p for p in (ROOT / "conf").iterdir() if p.is_dir()]
-    named = {"study": _stems(ROOT / "sweeps"), "fault": tuple(sorted((*corpus(), NONE)))}
-    return Catalog({folder.name: _stems(folder) for folder in folders} | named)
+    """Read the names of all options.
+
+    Raises:
+        BadRequest: an option of the user's own has the name of one that is here.
+    """
+    return _catalog(own_folder())
+
+
+def file_of(group: str, name: str) -> Path:
+    """The file of an option, a user's own where that is where it lies."""
+    here = ROOT / "conf" / group / f"{name}.yaml"
+    own = own_folder()
+    return own / group / f"{name}.yaml" if own is not None and not here.exists() else here
+
+
+@functools.cache
+def _catalog(own: Path | None) -> Catalog:
+    shipped = {folder.name: _stems(folder) for folder in _folders()}
+    shipped |= {"study": _stems(ROOT / "sweeps"), "fault": tuple(sorted((*corpus(), NONE)))}
+    if own is None:
+        return Catalog(shipped)
+    added = {group: _stems(own / group) for group in _own_groups()}
+    hidden = [(group, name) for group, names in added.items() for name in names if name in shipped[group]]
+    if hidden:
+        raise BadRequest(
+            Violation(
+                f"{own / group / name}.yaml",
+                f"has the name of an option that is here, {group}={name}, which would mean two things",
+                fix=f"another name, such as {group}/my_{name}.yaml",
+            )
+            for group, name in hidden
+        )
+    return Catalog({group: tuple(sorted((*names, *added.get(group, ())))) for group, names in shipped.items()})
+
+
+def _folders() -> list[Path]:
+    return [path for path in (ROOT / "conf").iterdir() if path.is_dir()]
+
+
+@functools.cache
+def _own_groups() -> tuple[str, ...]:
+    """Groups that a file of one's own can add an option to."""
+    return tuple(sorted(folder.name for folder in _folders()))
 
 
 def _stems(folder: Path) -> tuple[str, ...]:

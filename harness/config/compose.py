@@ -20,10 +20,10 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from harness.config.catalog import load_catalog
+from harness.config.catalog import load_catalog, own_folder
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
-from harness.config.overrides import check_overrides, forbid_appending, hydra_words
+from harness.config.overrides import check_overrides, forbid_appending, hydra_words, quote
 from harness.config.root import typed_root
 from harness.config.schema import Config, FaultStrength
 
@@ -144,6 +144,7 @@ def freeze(root: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str]
         raise refuse(error.full_key or "interpolation", str(error).splitlines()[0]) from error
     _check_kinds(config)
     _anchor_paths(config)
+    _count(config)
     violations = rules.check(config, overrides)
     if violations:
         raise BadRequest(violations)
@@ -171,7 +172,13 @@ def composed(overrides: Sequence[str] = ()) -> DictConfig:
 
     register()
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return hydra_compose("config", hydra_words(overrides))
+        return hydra_compose("config", [*hydra_words(overrides), *_search_path()])
+
+
+def _search_path() -> list[str]:
+    """What tells Hydra of a user's own folder, where its command line cannot."""
+    own = own_folder()
+    return [] if own is None else [f"hydra.searchpath=[study://sweeps,{quote(f'file://{own}')}]"]
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -229,6 +236,14 @@ def _anchor_paths(config: Config) -> None:
     config.launch.root = os.path.abspath(os.path.expanduser(config.launch.root))
     if config.data.path is not None:
         config.data.path = os.path.abspath(os.path.expanduser(config.data.path))
+
+
+def _count(config: Config) -> None:
+    """Count the weights of a model of the user's own, whatever a frozen cell says that this one starts from."""
+    from harness.config import own
+
+    found = own.described("model", config)
+    config.model.parameters = None if found is None else found.told["parameters"]
 
 
 def _plain(value: object) -> object:

@@ -76,7 +76,8 @@ def inspect(data: DataConfig) -> SourceFacts:
 
 def describe(data: DataConfig) -> str:
     """The source in words, for messages."""
-    return f"data={data.kind.name}" + (f" data.path={data.path}" if data.path else "")
+    of = f" data.target={data.target}" if data.kind is DataKind.ext else ""
+    return f"data={data.kind.name}{of}" + (f" data.path={data.path}" if data.path else "")
 
 
 def pieces(data: DataConfig) -> list[Piece]:

@@ -122,7 +122,9 @@ def parameter_count(cfg: Config) -> int:
 
 
 def model_parameters(m: ModelConfig) -> int:
-    """Weights of a model of these sizes."""
+    """Weights of a model of these sizes; of one's own as counted before ranks start, 0 where it could not be."""
+    if m.family is ModelFamily.ext:
+        return m.parameters or 0
     return _odd_parameters(m) if m.family is ModelFamily.odd else _decoder_parameters(m)
 
 
@@ -160,7 +162,7 @@ def may_leave_unused(cfg: Config) -> bool:
     m = cfg.model
     if m.family is ModelFamily.moe:
         return m.skip_idle and m.experts_per_token < m.num_experts
-    return m.skip_idle and m.family is ModelFamily.odd
+    return m.skip_idle and m.family in (ModelFamily.odd, ModelFamily.ext)
 
 
 def optimizer_states(cfg: Config) -> int:

@@ -7,11 +7,13 @@ from enum import Enum
 
 
 class ModelFamily(Enum):
-    """Which module is built: a Llama-style decoder, the same with routed experts, or a collection of awkward cases."""
+    """Which module is built: a Llama-style decoder, the same with routed experts, a collection of awkward cases, or a
+    class of one's own."""
 
     llama = "llama"
     moe = "moe"
     odd = "odd"
+    ext = "ext"
 
 
 @dataclass
@@ -22,6 +24,10 @@ class ModelConfig:
     """Label used in run names and reports."""
     family: ModelFamily = ModelFamily.llama
     """Which module is built."""
+    target: str | None = None
+    """A model of one's own, as package.module:Class (ext)."""
+    parameters: int | None = None
+    """Weights of a model of one's own, counted before ranks start; never typed (ext)."""
     vocab_size: int = 256
     """Number of token ids; 256 for bytes."""
     dim: int = 64
@@ -50,7 +56,7 @@ class ModelConfig:
     """Feed-forwards a token is routed to (moe)."""
     skip_idle: bool = True
     """Whether what no token of a microbatch needs (an expert, a side branch) is skipped, so that its parameters get no
-    gradient there; false runs it on zero tokens, which gives zeros (moe, odd)."""
+    gradient there; false runs it on zero tokens, which gives zeros (moe, odd). Of ext: whether that may happen."""
     repeat_unit: bool = False
     """Whether the first block runs a second time, after the last one (odd)."""
     init_std: float = 0.02

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from harness.config.catalog import ROOT, load_catalog
+from harness.config.catalog import file_of, load_catalog
 from harness.config.compose import fault_option
 from harness.config.schema import Config
 
@@ -43,7 +44,6 @@ def chosen_apart(chosen: Iterable[str]) -> dict[str, Option]:
     }
 
 
-@functools.cache
 def read_option(group: str, name: str) -> Option:
     """One option; the file is read once a process."""
     if name not in load_catalog().options.get(group, ()):
@@ -52,7 +52,12 @@ def read_option(group: str, name: str) -> Option:
         return Option(group, {}, frozenset((group,)))
     if group == "fault":
         return Option(group, fault_option(name), frozenset())
-    text = (ROOT / "conf" / group / f"{name}.yaml").read_text(encoding="utf-8")
+    return _read(group, file_of(group, name))
+
+
+@functools.cache
+def _read(group: str, file: Path) -> Option:
+    text = file.read_text(encoding="utf-8")
     values = yaml.safe_load(text) or {}
     defaults = values.pop("defaults", [])
     return Option(group, values, _chosen_beside(group, defaults) | _set_beside(text, values))

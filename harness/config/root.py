@@ -8,7 +8,15 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from harness.config.schema import Config
 
-OPEN_DICTS = ("cluster.additional", "study.control", "study.base", "study.grid", "study.zip", "study.margins")
+OPEN_DICTS = (
+    "cluster.additional",
+    "optimizer.options",
+    "study.control",
+    "study.base",
+    "study.grid",
+    "study.zip",
+    "study.margins",
+)
 """Settings whose keys the user names; every other key is fixed by the schema."""
 
 SAID = ("model.family",)

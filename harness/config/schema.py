@@ -44,6 +44,7 @@ class DataKind(Enum):
     text = "text"
     tokens = "tokens"
     synthetic = "synthetic"
+    ext = "ext"
 
 
 class TokenDtype(Enum):
@@ -59,6 +60,7 @@ class OptimizerName(Enum):
     sgd = "sgd"
     adam = "adam"
     adamw = "adamw"
+    ext = "ext"
 
 
 class Schedule(Enum):
@@ -119,8 +121,10 @@ class DataConfig:
 
     kind: DataKind = DataKind.stdlib
     """Source of tokens."""
+    target: str | None = None
+    """A source of one's own, as package.module:Class (ext)."""
     path: str | None = None
-    """File or folder for `text` and `tokens`; unused otherwise."""
+    """File or folder for `text`, `tokens` and `ext`; unused otherwise."""
     seq_len: int = 128
     """Tokens a sequence the model is trained on; seq_len + 1 are read."""
     token_dtype: TokenDtype = TokenDtype.uint16
@@ -139,6 +143,10 @@ class OptimizerConfig:
 
     name: OptimizerName = OptimizerName.adamw
     """Update rule."""
+    target: str | None = None
+    """An optimizer of one's own, as package.module:Class (ext)."""
+    options: dict[str, float] = field(default_factory=dict)
+    """What an optimizer of one's own is given beside the learning rate (ext)."""
     lr: float = 1.0e-3
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
@@ -291,6 +299,8 @@ class MeasureConfig:
     """Whether the reference finds that out of every FP8 recipe too that the model has sizes for."""
     capture_limit_mib: int = 1024
     """No gradients are captured where one step of them would take more."""
+    callbacks: list[str] = field(default_factory=list)
+    """Classes of one's own that see every step, as package.module:Class; what they return is recorded as `own`."""
 
 
 @dataclass

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from importlib import import_module
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from harness.config.data_source import Piece, inspect, pieces
-from harness.config.schema import Config, DataKind
+from harness.config.schema import Config, DataConfig, DataKind
 
 Tokens = NDArray[np.int64]
 RawTokens = NDArray[np.unsignedinteger]
@@ -100,6 +101,19 @@ def mix64(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return value ^ (value >> np.uint64(31))
 
 
+def own_source(data: DataConfig) -> Source:
+    """The source that `data.target` names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if data.target is None:
+        raise ValueError("data=ext needs data.target=package.module:Class")
+    module, _, name = data.target.partition(":")
+    source: Source = getattr(import_module(module), name)(data)
+    return source
+
+
 def open_source(config: Config) -> Source:
     """The configured source.
 
@@ -107,6 +121,8 @@ def open_source(config: Config) -> Source:
         ValueError: as `inspect.inspect`.
     """
     data = config.data
+    if data.kind is DataKind.ext:
+        return own_source(data)
     facts = inspect(data)
     if data.kind is DataKind.synthetic:
         return SyntheticSource(facts.num_sequences, data.seq_len, config.model.vocab_size, data.order_seed)

@@ -48,10 +48,10 @@ def described(adapter: str) -> dict[str, Any]:
         Unusable: the module or class is not there, or is not a complete engine.
     """
     name, _, attribute = adapter.partition(":")
-    module = _imported(name)
+    module = imported(name)
     found = getattr(module, attribute, None)
     if found is None:
-        raise Unusable(f"{name} has no {attribute}", choices=_engines(module), fix=_nearest(module, attribute))
+        raise Unusable(f"{name} has no {attribute}", choices=_engines(module), fix=nearest(module, attribute))
     if not (inspect.isclass(found) and issubclass(found, Engine)):
         fix = f"class {attribute}(harness.engines.protocol.Engine)"
         raise Unusable("is no harness.engines.protocol.Engine", choices=_engines(module), fix=fix)
@@ -65,23 +65,28 @@ def described(adapter: str) -> dict[str, Any]:
             choices="an attribute of the class, of type harness.config.capabilities.Capabilities",
             fix="capabilities = Capabilities(strategies=(Strategy.no_shard,))",
         )
-    root, files = _sources(module)
+    root, files = sources(module)
     return {"capabilities": to_plain(declared), "root": str(root), "files": files}
 
 
-def _imported(name: str) -> Any:
+def imported(name: str) -> Any:
+    """The module of this name.
+
+    Raises:
+        Unusable: it is not there, or its import fails.
+    """
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             fix = f"start from the folder {error.name}.py lies in, or put that folder on PYTHONPATH"
             raise Unusable(f"there is no module {error.name} here ({Path.cwd()}) or installed", fix=fix) from error
-        raise Unusable(f"importing {name} failed: {_where(error)}", fix=f"install {error.name}") from error
+        raise Unusable(f"importing {name} failed: {where(error)}", fix=f"install {error.name}") from error
     except BaseException as error:  # also SystemExit: a script without a main guard
-        raise Unusable(f"importing {name} failed: {_where(error)}", fix=f"python -c 'import {name}'") from error
+        raise Unusable(f"importing {name} failed: {where(error)}", fix=f"python -c 'import {name}'") from error
 
 
-def _where(error: BaseException) -> str:
+def where(error: BaseException) -> str:
     """The error in one line, with the last line of code that was not Python's own import machinery."""
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "importlib" not in frame.filename]
     place = f", {frames[-1].filename}:{frames[-1].lineno}" if frames and frames[-1].filename != __file__ else ""
@@ -96,12 +101,13 @@ def _engines(module: Any) -> str:
     return ", ".join(name for name in found if name != Engine.__name__) or "no Engine in this module"
 
 
-def _nearest(module: Any, attribute: str) -> str:
+def nearest(module: Any, attribute: str, setting: str = "engine.adapter") -> str:
+    """What to type for a name that a module does not have, if it has one like it."""
     near = difflib.get_close_matches(attribute, [n for n in vars(module) if not n.startswith("_")], n=1)
-    return f"engine.adapter={module.__name__}:{near[0]}" if near else ""
+    return f"{setting}={module.__name__}:{near[0]}" if near else ""
 
 
-def _sources(module: Any) -> tuple[Path, list[str]]:
+def sources(module: Any) -> tuple[Path, list[str]]:
     """The import root, and the loaded sources of the adapter's package (of its folder, where it is in no package)."""
     depth = module.__name__.count(".") + (1 if hasattr(module, "__path__") else 0)
     root = Path(module.__file__).resolve().parents[depth]

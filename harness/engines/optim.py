@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,8 @@ class Group(NamedTuple):
 def make_optimizer(config: OptimizerConfig, groups: Iterable[Group], *, fused: bool = False) -> torch.optim.Optimizer:
     """SGD (with momentum), Adam (decay in the gradient) or AdamW (decoupled) over two parameter groups.
 
-    The learning rate starts at `config.lr`; `set_lr` changes it each step. `fused` takes torch's one-kernel step, whose
+    Or the user's own class, called with the groups, the learning rate and `config.options`. The learning rate starts
+    at `config.lr`; `set_lr` changes it each step. `fused` takes torch's one-kernel step, whose
     last bits depend on where tensors are cut; without it every tensor is stepped by plain tensor arithmetic.
     """
     tables: list[dict[str, Any]] = [
@@ -34,9 +36,24 @@ def make_optimizer(config: OptimizerConfig, groups: Iterable[Group], *, fused: b
     kernel: dict[str, Any] = {"fused": True} if fused else {"foreach": False}
     if config.name is OptimizerName.sgd:
         return torch.optim.SGD(tables, lr=config.lr, momentum=config.momentum, **kernel)
+    if config.name is OptimizerName.ext:
+        return own_class(config)(tables, lr=config.lr, **config.options)
     family = torch.optim.Adam if config.name is OptimizerName.adam else torch.optim.AdamW
     beta1, beta2 = config.betas
     return family(tables, lr=config.lr, betas=(beta1, beta2), eps=config.eps, **kernel)
+
+
+def own_class(config: OptimizerConfig) -> Callable[..., torch.optim.Optimizer]:
+    """The class that `optimizer.target` names.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if config.target is None:
+        raise ValueError("optimizer=ext needs optimizer.target=package.module:Class")
+    module, _, name = config.target.partition(":")
+    found: Callable[..., torch.optim.Optimizer] = getattr(import_module(module), name)
+    return found
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from harness.fsdp.tensor_parallel.parameters import join_portions as join_portions
     from harness.fsdp.tensor_parallel.parameters import portion_of as portion_of
     from harness.fsdp.tensor_parallel.portion import Portion as Portion
+    from harness.fsdp.update.accepted import steps_elementwise as steps_elementwise
     from harness.fsdp.update.blank import create_state as create_state
     from harness.fsdp.update.blank import entries_of as entries_of
     from harness.fsdp.update.optimizer import ShardedOptimizer as ShardedOptimizer
@@ -99,6 +100,7 @@ _EXPORTS = {
         "portion_of",
     ),
     "tensor_parallel.portion": ("Portion",),
+    "update.accepted": ("steps_elementwise",),
     "update.blank": (
         "create_state",
         "entries_of",

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass, replace
-from typing import Any
 
-from harness.config.adapter import Description, describe
+from harness.config import own
 from harness.config.compose import Cell
-from harness.config.schema import EngineName, Rerun
+from harness.config.schema import Rerun
 from harness.launch.plan import Action, Decision, decide
 from harness.store import provenance, status
 from harness.store.files import Lock
@@ -56,14 +55,7 @@ def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> D
 
 
 def _is_stale(run: RunDir, cell: Cell, sources: Sources) -> bool:
-    return provenance.is_stale(run.path, sources.digest, _adapter(cell).get("adapter"))
-
-
-def _adapter(cell: Cell) -> dict[str, dict[str, Any]]:
-    """What is recorded of an engine of one's own."""
-    name = cell.config["engine"]["adapter"]
-    found = describe(name) if cell.config["engine"]["name"] == EngineName.ext.name else None
-    return {"adapter": found.facts()} if isinstance(found, Description) else {}
+    return provenance.is_stale(run.path, sources.digest, own.facts(cell.typed))
 
 
 def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
@@ -92,7 +84,7 @@ def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources,
     run.adopt(cell)
     if decision.action is Action.start_over:
         run.start_over(attempt)
-    provenance.record_start(run.path, {**sources.facts, **_adapter(cell)}, sources.diff)
+    provenance.record_start(run.path, {**sources.facts, "own": own.facts(cell.typed)}, sources.diff)
     status.write(run.path, replace(first, attempt=attempt))
     store.remember(run)
     return Opened(cell, run, attempt)

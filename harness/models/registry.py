@@ -16,7 +16,15 @@ WORKLOADS = {
 
 
 def workload_for(config: Config) -> TokenWorkload:
-    """The workload that `model.family` names, with the sizes and the seed of this configuration."""
-    module, _, name = WORKLOADS[config.model.family].partition(":")
+    """The workload that `model.family` names, of one's own `model.target`, with the sizes and the seed of this
+    configuration.
+
+    Raises:
+        ValueError: model.family=ext without a target.
+    """
+    own = config.model.family is ModelFamily.ext
+    if own and config.model.target is None:
+        raise ValueError("model=ext needs model.target=package.module:Class")
+    module, _, name = str(config.model.target if own else WORKLOADS[config.model.family]).partition(":")
     workload: TokenWorkload = getattr(import_module(module), name)(config)
     return workload

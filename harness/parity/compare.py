@@ -18,6 +18,7 @@ from harness.config.errors import refuse
 from harness.parity.alone import optimizer, structure, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record, load
+from harness.parity.reference import unbounded, with_reach
 from harness.parity.telling import wording
 from harness.parity.tiers import bitwise, comparable, finite, numeric, trajectory, updates
 from harness.parity.tiers.admissible import Admission, admissible
@@ -72,7 +73,10 @@ def judge(
     differing = [fact for fact in facts if fact.grade is not Grade.ok]
     if differing:
         return wording.not_comparable(arm, control, differing)
-    return _Judgement(arm, control, facts, admission).verdict()
+    judgement = _Judgement(arm, with_reach(arm, control), facts, admission)
+    if not judgement.envelope.is_bounded and any(bit.grade is not Grade.ok for bit in judgement.bits):
+        return wording.not_comparable(arm, control, [unbounded(arm)])
+    return judgement.verdict()
 
 
 @lru_cache(maxsize=64)
@@ -167,7 +171,9 @@ class _Judgement:
 
     @cached_property
     def numbers(self) -> list[list[Finding]]:
-        """T2, a list a kind; of the steps before the first value that is not finite."""
+        """T2, a list a kind; of the steps before the first value that is not finite. Nothing without bounds."""
+        if not self.envelope.is_bounded:
+            return []
         broken_at = finite.first_step(self.broken)
         last = None if broken_at is None else broken_at - 1
         usable = [step for step in self.steps if last is None or step <= last]

@@ -146,9 +146,8 @@ def _origin_problems(origin: Mapping[str, Any], sources: str | None) -> list[str
         return ["provenance.json has no sources_digest: what code made it is not known"]
     if sources is not None and digest != sources:
         return [f"it is stale: made by sources {digest[:8]}, and they are {sources[:8]} now"]
-    adapter = provenance.adapter_now(origin)
-    if sources is not None and adapter and adapter["digest"] != origin["adapter"]["digest"]:
-        return [f"it is stale: the files of {adapter['name']} were edited since"]
+    if sources is not None and (edited := provenance.edited(origin)):
+        return [f"it is stale: the files of {' and '.join(edited)} were edited since"]
     return []
 
 

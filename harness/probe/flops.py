@@ -11,12 +11,14 @@ PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e
 """Dense bf16 tensor-core operations a second by device name (SXM parts, vendor's data sheets)."""
 
 
-def flops_per_token(config: Config) -> float:
+def flops_per_token(config: Config) -> float | None:
     """Floating-point operations of one token's forward and backward; recomputation is not counted.
 
     Six for each trained weight of a matrix multiplication that a token meets (looking up an embedding is none,
-    projecting onto it is one).
+    projecting onto it is one). None for a model of one's own: nothing here knows what it multiplies.
     """
+    if config.model.family is ModelFamily.ext:
+        return None
     return _odd(config) if config.model.family is ModelFamily.odd else _decoder(config)
 
 

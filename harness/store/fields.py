@@ -116,10 +116,11 @@ METRICS = (
         "messages, null for engines that do not count it.",
         cost=True,
     ),
-    Metric("tflops_per_rank", "TFLOP/s", "Model arithmetic over step time.", cost=True),
+    Metric("tflops_per_rank", "TFLOP/s", "Model arithmetic over step time; null for a model of one's own.", cost=True),
     Metric("mfu", "", "`tflops_per_rank` over the device's peak; null where that is unknown.", cost=True),
     Metric("comm/*/count", "calls", "Collectives of this kind that rank 0 issued for the engine.", cost=True),
     Metric("comm/*/bytes", "bytes", "What rank 0 sent in them.", cost=True),
+    Metric("own/*", "", "What the classes of `measure.callbacks` returned, by the names they give."),
 )
 """Every metric, in the order of a line."""
 

@@ -194,10 +194,17 @@ def files_digest(root: Path, names: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def adapter_now(origin: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A run's record of its adapter (engine=ext) with the digest its files have today; None for other engines."""
-    held = origin.get("adapter")
-    return {**held, "digest": files_digest(Path(held["root"]), held["files"])} if held else None
+def own_now(origin: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """A run's record of what in it is the user's own, with the digests that the files have today."""
+    return [{**each, "digest": files_digest(Path(each["root"]), each["files"])} for each in origin.get("own", ())]
+
+
+def edited(origin: Mapping[str, Any], now: Iterable[Mapping[str, Any]] | None = None) -> list[str]:
+    """Names of what is the user's own in a run and has other files today, or (`now`) in a request for it."""
+    held, present = ({each["name"]: each["digest"] for each in some} for some in (origin.get("own", ()), now or ()))
+    if now is None:
+        present = {each["name"]: each["digest"] for each in own_now(origin)}
+    return [name for name, digest in held.items() if present.get(name, digest) != digest]
 
 
 def git_facts(folder: Path) -> dict[str, Any] | None:
@@ -253,15 +260,13 @@ def read(run: Path) -> dict[str, Any]:
     return value or {}
 
 
-def is_stale(run: Path, digest: str | None = None, adapter: Mapping[str, Any] | None = None) -> bool:
-    """Whether a run was made by sources that differ from today's (or from `digest`), its adapter's included.
+def is_stale(run: Path, digest: str | None = None, own: Iterable[Mapping[str, Any]] | None = None) -> bool:
+    """Whether a run was made by sources that differ from today's (or from `digest`), the user's own included.
 
-    `adapter` is the record of the adapter that would be used now; without it, the files of then are looked at again.
+    `own` is the record of what would be used now; without it, the files of then are looked at again.
     """
     origin = read(run)
     recorded = origin.get("sources_digest")
     if recorded is None:
         return False
-    held, now = origin.get("adapter"), adapter or adapter_now(origin)
-    edited = held is not None and now is not None and held["digest"] != now["digest"]
-    return bool(edited or recorded != (digest or sources_digest()))
+    return bool(edited(origin, own) or recorded != (digest or sources_digest()))

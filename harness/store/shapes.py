@@ -107,7 +107,7 @@ CONFIG: Shape = {
 }
 """Nothing is demanded: versions differ in what they know (`RunDir.setting` says what a reader misses)."""
 
-_ADAPTER: Shape = {"name": str, "root": str, "files": Each(list, str), "digest": str}
+_OWN: Shape = {"kind": str, "name": str, "root": str, "files": Each(list, str), "digest": str}
 
 PROVENANCE: Shape = {
     "sources_digest?": str,
@@ -115,7 +115,7 @@ PROVENANCE: Shape = {
     "environment?": Each(dict, str),
     "hosts?": Each(list, str),
     "git?": Maybe({"sha": str, "dirty": bool}),
-    "adapter?": Maybe(_ADAPTER),
+    "own?": Each(list, _OWN),
 }
 
 _ASKED: Shape = {"requested": str, "effective": str}
@@ -158,4 +158,5 @@ STEP: Shape = {
     "memory?": Each(dict, Maybe(NUMBER)),
     "counters?": Each(dict, Maybe(NUMBER)),
     "comm?": Each(dict, {"count": int, "bytes": int}),
+    "own?": Each(dict, NUMBER),
 }

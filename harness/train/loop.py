@@ -27,6 +27,7 @@ from harness.probe import nccl_log, network
 from harness.probe.collectives import Row
 from harness.store.metrics import MetricsWriter, cut_back, read_metrics
 from harness.train.bench import Bench
+from harness.train.callbacks import Callbacks
 from harness.train.captures import Captures
 from harness.train.mirror import Mirror
 from harness.train.record import Measured, StepRecords, weights_digest, write_summary
@@ -76,6 +77,7 @@ class Loop:
         self.keeps_checkpoints = session.config.ckpt.policy is not CkptPolicy.none
         self.records = StepRecords(session.config, session.ranks)
         self.captures = Captures(session, self.control)
+        self.callbacks = Callbacks(session.config)
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
         self.ahead: Fetched | None = None
         self.initial_weights = ""
@@ -102,6 +104,8 @@ class Loop:
                 self.session.progress(self._progress(record))
                 self._save_if_due(step, writer, stop)
             self.checkpoints.finish()
+            with self.session.meters.paused():
+                self.callbacks.end("done" if step == self.config.train.steps else "preempted", self.session.engine)
             status = "done" if step == self.config.train.steps else "preempted"
             self._finish(status, start, time.perf_counter() - began)
         finally:
@@ -159,7 +163,11 @@ class Loop:
         report = exchange()
         followed = None if self.bench is None else self.bench.after(step)
         memory = session.meters.memory.take(sum(self.accounted_bytes.values()), followed)
-        return self.records.line(step, report, measured, memory, self._param_norm(step)), report.stop
+        record = self.records.line(step, report, measured, memory, self._param_norm(step))
+        if self.callbacks.each:
+            with session.meters.paused():
+                record["own"] = self.callbacks.step(step, record, session.engine)
+        return record, report.stop
 
     def _update(self, step: int) -> tuple[RankBatch, list[Tensor], Measured]:
         """Feed the engine one step and measure it; losses are this rank's, one a microbatch."""

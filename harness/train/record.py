@@ -78,7 +78,8 @@ class StepRecords:
 
     def __init__(self, config: Config, ranks: Ranks) -> None:
         self.tokens = tokens_per_step(config)
-        self.flops_per_rank = flops_per_token(config) * self.tokens / ranks.world_size
+        flops = flops_per_token(config)
+        self.flops_per_rank = None if flops is None else flops * self.tokens / ranks.world_size
         self.world_size = ranks.world_size
         self.peak = None if config.dtype.fp8 else peak_flops(ranks.device, config.dtype.compute)
 
@@ -91,7 +92,7 @@ class StepRecords:
         param_norm: float | None,
     ) -> dict[str, Any]:
         """The record of one step."""
-        rate = self.flops_per_rank / measured.step_time_s
+        rate = None if self.flops_per_rank is None else self.flops_per_rank / measured.step_time_s
         spans, forward = measured.spans, measured.spans.get("forward")
         return as_line(
             {
@@ -113,9 +114,10 @@ class StepRecords:
                 **{f"memory/{name}": value for name, value in memory.items()},
                 **{metric.path: None for metric in members("counters")},
                 **{f"counters/{name}": value for name, value in measured.counters.items()},
-                "tflops_per_rank": rate / 1e12,
-                "mfu": None if self.peak is None else rate / self.peak,
+                "tflops_per_rank": None if rate is None else rate / 1e12,
+                "mfu": None if rate is None or self.peak is None else rate / self.peak,
                 "comm": by_kind(measured.rows),
+                "own": {},
             }
         )
 

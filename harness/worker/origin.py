@@ -27,11 +27,11 @@ def record(run: Path, ranks: Ranks, control: dist.ProcessGroup | None, *, resumi
         provenance.merge(run, facts)
 
 
-def find_adapter(run: Path) -> None:
-    """Let Python find the module of an engine of one's own where the desk did, wherever this rank was started."""
-    held = provenance.read(run).get("adapter")
-    if held and held["root"] not in sys.path:
-        sys.path.insert(0, held["root"])
+def find_own(run: Path) -> None:
+    """Let Python find the modules of the user's own where the desk did, wherever this rank was started."""
+    for each in provenance.read(run).get("own", ()):
+        if each["root"] not in sys.path:
+            sys.path.insert(0, each["root"])
 
 
 def _sources(run: Path, resuming: bool) -> dict[str, Any]:
@@ -40,10 +40,11 @@ def _sources(run: Path, resuming: bool) -> dict[str, Any]:
     recorded, current = origin.get("sources_digest"), provenance.sources_digest()
     if resuming and recorded is not None and recorded != current:
         raise _changed("the sources", recorded, current)
-    adapter = provenance.adapter_now(origin)
-    if resuming and adapter and origin["adapter"]["digest"] != adapter["digest"]:
-        raise _changed(f"the files of {adapter['name']}", origin["adapter"]["digest"], adapter["digest"])
-    return {"sources_digest": current} | ({"adapter": adapter} if adapter else {})
+    own = provenance.own_now(origin)
+    for then, now in zip(origin.get("own", ()), own, strict=True):
+        if resuming and then["digest"] != now["digest"]:
+            raise _changed(f"the files of {now['name']}", then["digest"], now["digest"])
+    return {"sources_digest": current} | ({"own": own} if own else {})
 
 
 def _changed(what: str, then: str, now: str) -> RuntimeError:

@@ -148,7 +148,7 @@ def _train(
     origin.record(run.path, ranks, control, resuming=resuming)
     if config.launch.preempt_at and not resuming:
         stop.rehearse(config.launch.preempt_at)
-    origin.find_adapter(run.path)
+    origin.find_own(run.path)
     timed = config.measure.mode is MeasureMode.bench
     with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
         workload = TimedWorkload(workload_for(config), meters.timers)

@@ -29,6 +29,9 @@ NEEDS = {
     "dtype=fp8_block": ["model=tiny_wide"],
     "dtype=mxfp8": ["model=tiny_wide"],
     "sharding=hfsdp": ["mesh=two_by_two"],
+    "model=ext": ["model.target=tests.own.parts:Workload"],
+    "data=ext": ["data.target=tests.own.parts:Counting"],
+    "optimizer=ext": ["optimizer.target=tests.own.parts:Plain"],
     "engine=ext": ["engine.adapter=tests.engines.adapter:Adapter", "sharding=optim"],
     "data=tokens": [f"data.path={__file__}", "model.vocab_size=65536", "data.seq_len=16", "data.header_bytes={odd}"],
 }
@@ -198,7 +201,7 @@ def test_a_model_that_does_not_say_its_family_is_refused() -> None:
     """As a file copied into conf/model/ without the line would be; a llama would train silently."""
     cfg = composed([])
     cfg.model.family = "???"
-    with pytest.raises(BadRequest, match=r"(?s)model=tiny does not say it.*valid: llama, moe, odd.*conf/model/"):
+    with pytest.raises(BadRequest, match=r"(?s)model=tiny does not say it.*valid: llama, moe, odd, ext.*conf/model/"):
         compose_cell(cfg, [])
     assert OmegaConf.is_missing(typed_root().model, "family")
     for name in load_catalog().options["model"]:

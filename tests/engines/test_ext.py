@@ -48,8 +48,8 @@ def test_a_users_engine_trains_goes_stale_and_is_checked(tmp_path: Path) -> None
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (folder / "runs" / "adhoc").glob("*-ext-*")
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 2
-    recorded = json.loads((run / "provenance.json").read_text())["adapter"]
-    assert (recorded["root"], recorded["files"]) == (str(folder), ["mine.py"])
+    (recorded,) = json.loads((run / "provenance.json").read_text())["own"]
+    assert (recorded["kind"], recorded["root"], recorded["files"]) == ("engine", str(folder), ["mine.py"])
     assert not provenance.is_stale(run)
 
     (folder / "mine.py").write_text(EXAMPLE + "\n# edited\n")

@@ -55,8 +55,8 @@ def test_the_reference_is_not_out_of_date() -> None:
 
 def test_a_line_has_every_metric_and_no_other_in_the_order_of_the_table() -> None:
     paths = dict.fromkeys(each.path.partition("/*")[0] for each in METRICS)
-    values = {path: {} if path == "comm" else 1 for path in reversed(paths)}
-    assert [path for path, _ in leaves(as_line(values))] == [path for path in paths if path != "comm"]
+    values = {path: {} if path in ("comm", "own") else 1 for path in reversed(paths)}
+    assert [path for path, _ in leaves(as_line(values))] == [path for path in paths if path not in ("comm", "own")]
     with pytest.raises(ValueError, match="lacks lr and has undeclared lrr"):
         as_line({path if path != "lr" else "lrr": value for path, value in values.items()})
 

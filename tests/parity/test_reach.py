@@ -12,7 +12,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.tiers.envelope import SAFETY, Arithmetic, Envelope
+from harness.parity.tiers.envelope import SAFETY, Arithmetic, Envelope, margin
 from harness.store.rundir import flatten
 from tests.parity.conftest import Bench
 from tests.parity.lab import CLEAN, Arm, write_capture
@@ -77,12 +77,12 @@ def test_a_damaged_reach_is_named(bench: Bench, tmp_path: Path) -> None:
 
 def test_few_elements_are_given_more_room_by_what_few_draws_can_tell() -> None:
     envelope = Envelope(RUN, RUN, draws=8)
-    rooms = [envelope._margin(numel) for numel in (1, 2, 4, 16, 32, 1000)]
+    rooms = [margin(numel, envelope.draws) for numel in (1, 2, 4, 16, 32, 1000)]
     assert rooms == sorted(rooms, reverse=True)
     assert rooms[-2:] == [SAFETY, SAFETY]
     assert 10 < rooms[0] < 30
     fewer = replace(envelope, draws=2)
-    assert fewer._margin(1) > 2 * rooms[0]
+    assert margin(1, fewer.draws) > 2 * rooms[0]
 
 
 @pytest.mark.parametrize("numel", [1, 3, 32])
@@ -91,4 +91,4 @@ def test_the_room_holds_for_errors_drawn_alike(numel: int) -> None:
     envelope = Envelope(RUN, RUN, draws=8)
     rng = np.random.default_rng(numel)
     squares = rng.chisquare(numel, 100_000), rng.chisquare(8 * numel, 100_000) / 8
-    assert np.mean(np.sqrt(squares[0]) > envelope._margin(numel) * np.sqrt(squares[1])) <= 1e-4
+    assert np.mean(np.sqrt(squares[0]) > margin(numel, envelope.draws) * np.sqrt(squares[1])) <= 1e-4

@@ -23,9 +23,9 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for folder in ("conf", "sweeps"):
         shutil.copytree(catalog.ROOT / folder, tmp_path / folder)
     monkeypatch.setattr(catalog, "ROOT", tmp_path)
-    catalog.load_catalog.cache_clear()
+    catalog._catalog.cache_clear()
     yield tmp_path
-    catalog.load_catalog.cache_clear()
+    catalog._catalog.cache_clear()
 
 
 def refusal(checkout: Path, *words: str) -> str:

@@ -26,6 +26,7 @@ from harness.config.rules import (
     model,
     network,
     numbers,
+    own,
     tensor_parallel,
 )
 from harness.config.rules.request import Request, Rule
@@ -35,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     *model.RULES,
     *batch.RULES,
     *adapter.RULES,
+    *own.RULES,
     *engine.RULES,
     *tensor_parallel.RULES,
     *eight_bits.RULES,

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from harness.config.data_source import SourceFacts, describe, inspect
 from harness.config.errors import Violation
+from harness.config.own import described
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import DataConfig, DataKind, TokenDtype
+from harness.config.schema import Config, DataConfig, DataKind, TokenDtype
 
 _READS = ("data.seq_len", "data.header_bytes", "data.num_sequences")
 
@@ -23,8 +24,15 @@ def _inspected(
     )
 
 
-def _facts(data: DataConfig) -> SourceFacts | str:
-    """Facts of the configured source, or what is wrong with it."""
+def _facts(config: Config) -> SourceFacts | str | None:
+    """Facts of the configured source, or what is wrong with it; nothing of one's own that has a rule's word already."""
+    data = config.data
+    if data.kind is DataKind.ext:
+        found = described("data", config)
+        if found is None:
+            return None
+        count = int(found.told["num_sequences"])
+        return SourceFacts(count * (data.seq_len + 1), count, int(found.told["max_token"]))
     try:
         return _inspected(data.kind, data.path, data.seq_len, data.token_dtype, data.header_bytes, data.num_sequences)
     except (ValueError, OSError) as error:
@@ -34,16 +42,16 @@ def _facts(data: DataConfig) -> SourceFacts | str:
 @rule(*_READS)
 def source_is_readable(request: Request) -> Iterator[Violation]:
     """The source exists, can be read, and holds at least one sequence."""
-    facts = _facts(request.config.data)
+    facts = _facts(request.config)
     if isinstance(facts, str):
         data = request.config.data
-        yield Violation(describe(data), facts, "stdlib, text, tokens, synthetic", "data=stdlib needs no file")
+        yield Violation(describe(data), facts, "stdlib, text, tokens, synthetic, ext", "data=stdlib needs no file")
 
 
 @rule(*_READS, "train.global_batch_size")
 def source_fills_a_batch(request: Request) -> Iterator[Violation]:
     """One global batch is made of distinct sequences."""
-    facts, batch = _facts(request.config.data), request.config.train.global_batch_size
+    facts, batch = _facts(request.config), request.config.train.global_batch_size
     if isinstance(facts, SourceFacts) and facts.num_sequences < batch:
         yield Violation(
             describe(request.config.data),
@@ -56,7 +64,7 @@ def source_fills_a_batch(request: Request) -> Iterator[Violation]:
 @rule(*_READS, "model.vocab_size")
 def ids_fit_the_vocabulary(request: Request) -> Iterator[Violation]:
     """Every token id has a row in the embedding; of token files a sample is looked at."""
-    facts, vocab = _facts(request.config.data), request.config.model.vocab_size
+    facts, vocab = _facts(request.config), request.config.model.vocab_size
     if isinstance(facts, SourceFacts) and facts.max_token is not None and facts.max_token >= vocab:
         yield Violation(
             request.show("model.vocab_size"),

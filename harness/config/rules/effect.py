@@ -49,7 +49,8 @@ def _optimizer(*names: OptimizerName) -> Condition:
     return Condition(lambda c: c.optimizer.name in names, where, lambda c: f"optimizer={c.optimizer.name.name}")
 
 
-_FILES = _data(DataKind.text, DataKind.tokens)
+_FILES = _data(DataKind.text, DataKind.tokens, DataKind.ext)
+_OWN_OPTIMIZER = _optimizer(OptimizerName.ext)
 _ADAM = _optimizer(OptimizerName.adam, OptimizerName.adamw)
 _SLURM = Condition(
     lambda c: c.cluster.backend is Backend.slurm, "cluster=slurm", lambda c: f"cluster.backend={c.cluster.backend.name}"
@@ -91,18 +92,25 @@ _DELAYED = Condition(
     lambda c: f"dtype.fp8={'null' if c.dtype.fp8 is None else c.dtype.fp8.name}",
 )
 _MOE = Condition(
-    lambda c: c.model.family is ModelFamily.moe, "model=moe", lambda c: f"model.family={c.model.family.name}"
+    lambda c: c.model.family in (ModelFamily.moe, ModelFamily.ext),
+    "model=moe",
+    lambda c: f"model.family={c.model.family.name}",
 )
 _DECODER = Condition(
     lambda c: c.model.family is not ModelFamily.odd, "model=tiny", lambda c: f"model.family={c.model.family.name}"
 )
 _ODD = Condition(
-    lambda c: c.model.family is ModelFamily.odd, "model=odd", lambda c: f"model.family={c.model.family.name}"
+    lambda c: c.model.family in (ModelFamily.odd, ModelFamily.ext),
+    "model=odd",
+    lambda c: f"model.family={c.model.family.name}",
 )
 _SPARSE = Condition(
     lambda c: c.model.family is not ModelFamily.llama,
-    "model=moe or model=odd",
+    "model=moe, model=odd or model=ext",
     lambda c: f"model.family={c.model.family.name}",
+)
+_OWN_MODEL = Condition(
+    lambda c: c.model.family is ModelFamily.ext, "model=ext", lambda c: f"model.family={c.model.family.name}"
 )
 _UB = Condition(lambda c: c.nccl_ub.mode is not Registration.none, "nccl_ub=auto", lambda c: "nccl_ub=none")
 _SHARP = Condition(lambda c: c.sharp.group is not SharpAxis.none, "sharp=dp", lambda c: "sharp=none")
@@ -119,6 +127,10 @@ _INFINIBAND = Condition(
 _OUTER = Condition(lambda c: c.mesh.dp_outer > 1, "mesh=two_by_two", lambda c: f"mesh.dp_outer={c.mesh.dp_outer}")
 
 CONDITIONS: dict[str, Condition] = {
+    "model.target": _OWN_MODEL,
+    "data.target": _data(DataKind.ext),
+    "optimizer.target": _OWN_OPTIMIZER,
+    "optimizer.options": _OWN_OPTIMIZER,
     "data.path": _FILES,
     "data.token_dtype": _data(DataKind.tokens),
     "data.header_bytes": _data(DataKind.tokens),

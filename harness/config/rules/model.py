@@ -8,12 +8,15 @@ from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import ModelFamily
 
+DECODERS = (ModelFamily.llama, ModelFamily.moe)
+"""Families with attention heads; what sizes a model of one's own can have, it says itself."""
+
 
 @rule("model.dim", "model.num_heads")
 def heads_divide_the_width(request: Request) -> Iterator[Violation]:
     """Every head has the same, even width: rotary embeddings turn pairs."""
     m = request.config.model
-    if m.family is not ModelFamily.odd and m.dim % (2 * m.num_heads):
+    if m.family in DECODERS and m.dim % (2 * m.num_heads):
         lower = max(m.dim // (2 * m.num_heads), 1) * 2 * m.num_heads
         yield Violation(
             request.show("model.dim"),
@@ -27,7 +30,7 @@ def heads_divide_the_width(request: Request) -> Iterator[Violation]:
 def groups_divide_the_heads(request: Request) -> Iterator[Violation]:
     """Query heads share key and value heads evenly."""
     m = request.config.model
-    if m.family is not ModelFamily.odd and m.num_heads % m.num_kv_heads:
+    if m.family in DECODERS and m.num_heads % m.num_kv_heads:
         valid = [d for d in range(1, m.num_heads + 1) if m.num_heads % d == 0]
         best = max(d for d in valid if d <= max(m.num_kv_heads, 1))
         yield Violation(

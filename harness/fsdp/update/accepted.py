@@ -42,8 +42,13 @@ def _has_stepped(state: Mapping[str, object]) -> bool:
     return bool(state) and not (isinstance(step, torch.Tensor) and float(step) == 0)
 
 
+def steps_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
+    """Whether a class of optimizer is known to update each element on its own, or says that it does."""
+    return _steps_as_torch_does(kind) or bool(getattr(kind, "elementwise", False))
+
+
 def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
-    if _steps_as_torch_does(type(optimizer)) or getattr(optimizer, "elementwise", False):
+    if steps_elementwise(type(optimizer)) or getattr(optimizer, "elementwise", False):
         return
     raise TypeError(
         f"{type(optimizer).__name__} is not known to update each element on its own; shards are flat pieces of"

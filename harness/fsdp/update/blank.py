@@ -48,8 +48,11 @@ def create_state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 
 
 def entries_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of what one of torch's optimizers (AdamW is an Adam to it) keeps of every parameter; of others nothing is
-    known."""
+    """Names of what an optimizer keeps of every parameter: as its attribute `entries` declares, or, of one of torch's
+    (AdamW is an Adam to it), as the table has it; of others nothing is known."""
+    declared = getattr(optimizer, "entries", None)
+    if declared is not None:
+        return tuple(declared)
     known = next((entries for kind, entries in ENTRIES.items() if isinstance(optimizer, kind)), {})
     return tuple(entry for entry, setting in known.items() if not setting or group[setting])
 

@@ -10,7 +10,7 @@ of the update: what the weights' own rounding leaves of a small change. A contro
 behind an equal one in it.
 
 Engines that keep main weights in 16 bits keep moments in 16 bits too, where small increments vanish; they are not held
-to this.
+to this. Nor is an optimizer of the user's own, whose rule is not known here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
 from harness.parity.tiers.envelope import REFUTED, SAFETY, SIGMAS
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_values, length
-from harness.parity.tiers.update_rule import Rule, UpdateState
+from harness.parity.tiers.update_rule import KNOWN, Rule, UpdateState
 
 if TYPE_CHECKING:
     from harness.parity.tensors import Float64
@@ -40,7 +40,8 @@ CLOSE = 0.05
 
 def check(run: Record) -> list[Finding]:
     """Every tensor's update at every step that can be worked out; nothing where the evidence was not captured."""
-    if run.config["dtype.main_params"] in SIXTEEN_BITS or run.weights is None:
+    known = run.config["optimizer.name"] in KNOWN
+    if not known or run.config["dtype.main_params"] in SIXTEEN_BITS or run.weights is None:
         return []
     rule = Rule.of(run.config)
     found: list[Finding] = []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
 from harness.parity.record import Record
+from harness.parity.reference import BOUNDS
 from harness.parity.tiers.admissible import Admission
 
 
@@ -18,6 +19,8 @@ def not_comparable(arm: Record, control: Record, differing: Sequence[Finding]) -
     first = differing[0]
     if first.check == "whole record":
         what = "; ".join(f"{fact.note}: {fact.observed}" for fact in differing[:3])
+    elif first.check == BOUNDS:
+        what = first.note
     else:
         what = "; ".join(_fact(fact) for fact in differing[:3])
     more = f"; and {len(differing) - 3} more" if len(differing) > 3 else ""
@@ -30,7 +33,7 @@ def not_comparable(arm: Record, control: Record, differing: Sequence[Finding]) -
         admissible="none",
         evidence=tuple(differing),
         findings=tuple(differing),
-        commands=_after_refusal(arm, control),
+        commands=_after_refusal(arm, control, differing),
     )
 
 
@@ -125,7 +128,9 @@ def shown(path: Path | str) -> str:
     return shlex.quote(relative if not relative.startswith("..") else str(path))
 
 
-def _after_refusal(arm: Record, control: Record) -> tuple[str, ...]:
+def _after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) -> tuple[str, ...]:
+    if differing[0].check == BOUNDS:
+        return (f"python run.py --from {shown(control.path)} experiment=oracle mesh=one",)
     commands = []
     for run in (arm, control):
         text = " ".join(run.problems)

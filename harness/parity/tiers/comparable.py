@@ -40,6 +40,9 @@ FREE = (
 )
 """Single settings that may differ."""
 
+FREE_OWN = ("engine", "callback")
+"""Kinds of the user's own classes that may differ."""
+
 HELD = ("cluster.device", "cluster.threads_per_rank")
 """Settings of a free group that must agree: sums depend on both."""
 
@@ -65,6 +68,7 @@ def check(arm: Record, control: Record) -> list[Finding]:
         _same("sources", Stage.record, arm, control, lambda run: str(run.provenance["sources_digest"])),
         *_config(arm, control),
         *_origin(arm, control),
+        *_own(arm, control),
         _same("initial weights", Stage.weights, arm, control, lambda run: str(run.summary["initial_weights"])),
         *(_steps(key, arm, control) for key in ("tokens", "lr", "data_digest")),
     ]
@@ -115,6 +119,15 @@ def _origin(arm: Record, control: Record) -> list[Finding]:
         Finding("T0", key, Stage.record, Grade.bad, "absent", "known", note="provenance.json does not say")
         for key in unknown
     ]
+
+
+def _own(arm: Record, control: Record) -> list[Finding]:
+    """The user's own model, data and the like; an engine is what is compared."""
+    left, right = (
+        {each["name"]: each["digest"] for each in run.provenance.get("own", ()) if each["kind"] not in FREE_OWN}
+        for run in (arm, control)
+    )
+    return [finding(f"files of {name}", Stage.record, left.get(name), right.get(name)) for name in {**left, **right}]
 
 
 def _facts(origin: Mapping[str, Any]) -> dict[str, object]:

@@ -20,6 +20,8 @@ sum, always downwards, so there the worst case n * u is the honest bound.
     reduction  k microbatches are added in the main-gradient dtype, N ranks in the accumulate dtype, in an order that a
                library chooses: all orders are simulated, and the one that errs most counts (`orders`)
 
+    ext        nobody counted the roundings of a user's own model: its bounds come from a perturbed reference alone, and
+               without one there is no verdict beyond equal bits (`Arithmetic.observed`)
     reach      where the control is a perturbed reference, each tensor's gradient has a bound of its own, observed
                instead of counted (`Envelope.tensor`, see [Note: Perturbed reference] in harness/probe/rounding.py)
 
@@ -35,7 +37,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,6 +129,9 @@ class Arithmetic:
     """Pattern of the parameters that a forward uses more than once; none where empty."""
     fp8: str = ""
     """Recipe of 8-bit products; none where empty."""
+    seen_forward: float | None = None
+    seen_gradient: float | None = None
+    """Of a model of one's own, whose roundings nobody counted: what the perturbed reference showed in their place."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
@@ -169,7 +174,7 @@ class Arithmetic:
 
         The first step of delayed scaling has scales of 1, under which anything may be lost: 1.
         """
-        if not self.fp8:
+        if not self.fp8 or self.family is ModelFamily.ext:  # what is observed has them in it
             return 0.0
         if self.fp8 == "delayed":
             return 1.0
@@ -180,7 +185,29 @@ class Arithmetic:
             squares = 2 * squares + (products + 1) * (unit**2 + of_gradients**2)
         return RMS * math.sqrt(squares)
 
+    def observed(self, reach: Mapping[str, Mapping[str, Mapping[str, float]]], draws: int) -> Arithmetic:
+        """With what a perturbed reference shows in place of counts, where there are none; `reach` as in `Envelope`.
+
+        The loss is one number of few draws and gets their margin. In double precision first-order errors are those of
+        single, smaller by the ratio of the units.
+        """
+        known = "fp32" if self.compute == "fp64" else reach_name(self.compute, self.fp8)
+        seen = reach.get(known, {}).get("", {})
+        if self.family is not ModelFamily.ext or "distance" not in seen:
+            return self
+        factor = UNIT["fp64"] / UNIT["fp32"] if self.compute == "fp64" else 1.0
+        forward = seen.get("loss", 0.0) * math.sqrt(self.tokens) * margin(1, draws) / SAFETY
+        return replace(self, seen_forward=factor * forward, seen_gradient=factor * seen["distance"])
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether anything says how far rounding moves this run's gradients."""
+        return self.family is not ModelFamily.ext or self.seen_gradient is not None
+
     def _compute(self, passes: int) -> float:
+        if self.family is ModelFamily.ext:
+            seen = self.seen_forward if passes == 1 else self.seen_gradient
+            return math.inf if seen is None else seen
         inner_dtype = "fp64" if self.compute == "fp64" else "fp32"
         depth = Depth.of(self.family, self.experts_per_token)
         elementwise = passes * (depth.block * self.layers + depth.ends)
@@ -245,6 +272,8 @@ def _model(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _reused(model: ModelConfig) -> str:
+    if model.family is ModelFamily.ext:  # any may be
+        return ".*"
     if model.family is ModelFamily.odd:
         return r"embedding\.weight|blocks\.\d+\.ffn\..*" + (r"|blocks\.0\..*" if model.repeat_unit else "")
     return r"embedding\.weight" if model.tie_embeddings else ""
@@ -267,9 +296,15 @@ class Envelope:
     def of(cls, arm: Record, control: Record) -> Envelope:
         """The envelope of two runs, made from their records."""
         known = control if control.moves else arm  # of one model, one batch and the same weights, so whose is no matter
-        left, right = (run.series("loss")[:1] for run in (arm, control))
-        same = bool(left) and left == right
-        return cls(Arithmetic.of(arm.config), Arithmetic.of(control.config), same, known.moves, known.draws)
+        losses = [run.series("loss")[:1] for run in (arm, control)]
+        same = bool(losses[0]) and losses[0] == losses[1]
+        left, right = (Arithmetic.of(run.config).observed(known.moves, known.draws) for run in (arm, control))
+        return cls(left, right, same, known.moves, known.draws)
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether anything says how far rounding may drive the two apart: a count of roundings, or a reference."""
+        return self.arm.is_bounded and self.control.is_bounded
 
     @property
     def flips(self) -> int:
@@ -343,22 +378,13 @@ class Envelope:
         moved = [self._moved(run, name) for run in (self.arm, self.control)]
         if None in moved:
             return self.few(numel) * self.distance
-        return self._margin(numel) * math.hypot(*(each for each in moved if each is not None))
+        return margin(numel, self.draws) * math.hypot(*(each for each in moved if each is not None))
 
     def _moved(self, run: Arithmetic, name: str) -> float | None:
         if run.compute == "fp64":
             return run.gradient
         found = self.reach.get(reach_name(run.compute, run.fp8), {}).get(name)
         return None if found is None else math.hypot(found["distance"], run.reduction)
-
-    def _margin(self, numel: int) -> float:
-        """SAFETY; of few elements more, because one error's square is then held against few draws of it: twice the root
-        of what F with n and n * draws degrees of freedom exceeds once in 10^5."""
-        if numel >= MANY:
-            return SAFETY
-        from scipy.special import fdtri
-
-        return max(SAFETY, 2.0 * math.sqrt(float(fdtri(numel, numel * self.draws, 1 - RARE / 10))))
 
     def floor(self, name: str) -> float:
         """Distance that reductions alone explain, of a single element too: what tells kernels that agree from equal
@@ -426,6 +452,16 @@ class Envelope:
     def is_low_precision(self) -> bool:
         """Whether a change of a main weight by one unit can flip a compute weight by a much larger one."""
         return any(run.fp8 or run.compute in SIXTEEN_BITS for run in (self.arm, self.control))
+
+
+def margin(numel: int, draws: int) -> float:
+    """SAFETY; of few elements more, because one error's square is then held against few draws of it: twice the root of
+    what F with n and n * draws degrees of freedom exceeds once in 10^5."""
+    if numel >= MANY:
+        return SAFETY
+    from scipy.special import fdtri
+
+    return max(SAFETY, 2.0 * math.sqrt(float(fdtri(numel, numel * draws, 1 - RARE / 10))))
 
 
 def _most(expected: float) -> int:

@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from harness.parity.tensors import Float64
 
 
+KNOWN = ("sgd", "adam", "adamw")
+"""Optimizers, by `optimizer.name`, whose rules are worked out here."""
+
+
 @dataclass
 class UpdateState:
     """One tensor's weights and moments before a step."""

@@ -1,0 +1,231 @@
+"""What classes of the user's own are: imported, tried on something small, and told as JSON; or why they cannot be used.
+
+`python -m harness.worker.describe`, with {"targets": [[kind, setting, name], ...], "config"} on its input, is run by
+the desk (`harness.config.own`), which never loads torch itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harness.config.compose import load_config
+from harness.config.schema import Config
+from harness.engines.describe import Unusable, imported, nearest, sources, where
+from harness.engines.optim import Group, make_optimizer
+from harness.engines.protocol import Microbatch
+from harness.fsdp import create_state, entries_of, steps_elementwise
+from harness.train.callbacks import Callback
+
+MOST_TRIED = 20_000_000
+"""Weights above which a model's loss is not tried before ranks start."""
+
+SAMPLE = 16
+"""Sequences of a source that are looked at."""
+
+WORKLOAD = ("build", "initial_weight", "materialise_buffers", "loss", "decays")
+"""What a model's class does; `harness.engines.protocol.Workload` says each."""
+
+
+def main() -> int:
+    """Print a JSON object for each class; whatever the classes print goes to stderr."""
+    asked = json.load(sys.stdin)
+    for kind, setting, name in asked["targets"]:
+        # A fork each: what one class imports is no source of another's, and one that ends the process ends its own.
+        child = os.fork()
+        if child == 0:
+            _tell(kind, setting, name, asked["config"])
+        _, status = os.waitpid(child, 0)
+        if status:
+            code = os.waitstatus_to_exitcode(status)
+            print(json.dumps(Unusable(f"trying it ended the process (exit code {code})").told), flush=True)
+    return 0
+
+
+def _tell(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> NoReturn:
+    try:
+        with redirect_stdout(sys.stderr):
+            told = described(kind, setting, name, shaping)
+    except Unusable as error:
+        told = error.told
+    print(json.dumps(told), flush=True)
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> dict[str, Any]:
+    """What the class is, the folder its module is imported from, and the sources it loads from there.
+
+    Raises:
+        Unusable: the module or class is not there, or is not what its kind demands.
+    """
+    module = imported(name.partition(":")[0])
+    attribute = name.partition(":")[2]
+    found = getattr(module, attribute, None)
+    if not inspect.isclass(found):
+        what = "has no" if found is None else "has no class"
+        classes = [
+            n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
+        ]
+        fix = nearest(module, attribute, setting)
+        raise Unusable(f"{module.__name__} {what} {attribute}", choices=", ".join(classes), fix=fix)
+    told = TRIALS[kind](found, load_config(shaping))
+    root, files = sources(module)
+    return {"told": told, "root": str(root), "files": files}
+
+
+@contextmanager
+def trying(what: str) -> Iterator[None]:
+    """What the user's code raises becomes one sentence with its place.
+
+    Raises:
+        Unusable: in place of any other exception.
+    """
+    try:
+        yield
+    except Unusable:
+        raise
+    except Exception as error:
+        raise Unusable(f"{what} failed: {where(error)}") from error
+
+
+def try_model(kind: type, config: Config) -> dict[str, Any]:
+    """Build it on the meta device, count its weights, and, unless it is large, take the loss of one sequence."""
+    abstract: frozenset[str] = getattr(kind, "__abstractmethods__", frozenset())
+    missing = [name for name in WORKLOAD if name in abstract or not hasattr(kind, name)]
+    if missing:
+        base = "class Mine(harness.models.workload.TokenWorkload)"
+        raise Unusable(f"lacks {', '.join(missing)}", choices="a harness.engines.protocol.Workload", fix=base)
+    with trying("making it"):
+        workload = kind(config)
+    for name in ("unit_classes", "may_leave_unused"):
+        if not hasattr(workload, name):
+            raise Unusable(f"has no attribute {name}", fix=f"self.{name} = ... in its __init__")
+    with trying("build('meta', torch.float32)"):
+        model = workload.build("meta", torch.float32)
+    parameters = dict(model.named_parameters())
+    _check_built(model, parameters, workload.unit_classes)
+    _check_initial(workload, parameters)
+    count = sum(param.numel() for param in parameters.values())
+    if count <= MOST_TRIED:
+        _check_loss(workload, config)
+    return {"parameters": count}
+
+
+def _check_built(model: nn.Module, parameters: Mapping[str, Tensor], units: tuple[type, ...]) -> None:
+    if not any(param.requires_grad for param in parameters.values()):
+        raise Unusable("has no parameter to train")
+    for name, tensor in (*parameters.items(), *model.named_buffers()):
+        if tensor.device.type != "meta":
+            fix = "make it with device=device, so that nothing is allocated where the model is only planned"
+            raise Unusable(f"build('meta', ...) puts {name} on the {tensor.device.type}", fix=fix)
+    wide = [name for name, param in parameters.items() if param.dtype is not torch.float32]
+    if wide:
+        raise Unusable(f"build(..., torch.float32) makes {wide[0]} {parameters[wide[0]].dtype}", fix="dtype=dtype")
+    absent = [unit.__name__ for unit in units if not any(isinstance(each, unit) for each in model.modules())]
+    if absent:
+        found = ", ".join(sorted({type(each).__name__ for each in model.modules()}))
+        raise Unusable(f"unit_classes names {', '.join(absent)}, which the model has not", choices=found)
+
+
+def _check_initial(workload: Any, parameters: Mapping[str, Tensor]) -> None:
+    """Of the smallest parameter: of a large model all would take long."""
+    name, param = min(parameters.items(), key=lambda item: item[1].numel())
+    with trying(f"initial_weight({name!r}, ...)"):
+        value, again = (workload.initial_weight(name, param.shape) for _ in range(2))
+    if not isinstance(value, Tensor) or value.shape != param.shape or value.dtype is not torch.float32:
+        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise Unusable(f"initial_weight({name!r}, ...) gives {found}", choices=f"torch.float32 {list(param.shape)}")
+    if not torch.equal(value, again):
+        fix = "draw it from a generator seeded by train.seed and the name, as TokenWorkload does"
+        raise Unusable(f"initial_weight({name!r}, ...) gives another value each time", fix=fix)
+
+
+def _check_loss(workload: Any, config: Config) -> None:
+    tokens = torch.zeros(1, config.data.seq_len, dtype=torch.int64)
+    with trying("the loss of one sequence"):
+        model = workload.build("cpu", torch.float32)
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(workload.initial_weight(name, param.shape))
+        loss = workload.loss(model, Microbatch(tokens, tokens))
+    if not isinstance(loss, Tensor) or loss.shape != () or loss.dtype not in (torch.float32, torch.float64):
+        found = f"{loss.dtype} {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise Unusable(f"loss gives {found}", choices="a scalar, fp32 or wider: the mean over the microbatch's tokens")
+    if not loss.requires_grad:
+        raise Unusable("loss gives a number without a graph", fix="leave .detach(), .item() and no_grad() out of it")
+
+
+def try_data(kind: type, config: Config) -> dict[str, Any]:
+    """Open it, and look at a few sequences."""
+    with trying("opening it"):
+        source = kind(config.data)
+        count = source.num_sequences
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise Unusable(f"has num_sequences={count!r}", choices="a whole number of at least 1")
+    largest = 0
+    for index in sorted({(count - 1) * each // (SAMPLE - 1) for each in range(SAMPLE)}):
+        with trying(f"sequence {index}"):
+            tokens, again = source[index], source[index]
+        wanted = (config.data.seq_len + 1,)
+        if not isinstance(tokens, np.ndarray) or tokens.shape != wanted or tokens.dtype != np.int64:
+            found = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
+            raise Unusable(f"sequence {index} is {found}", choices=f"a numpy array, int64 {wanted}: data.seq_len + 1")
+        if not np.array_equal(tokens, again):
+            raise Unusable(f"sequence {index} is another each time", fix="a function of its index alone")
+        if tokens.min() < 0:
+            raise Unusable(f"sequence {index} holds token {tokens.min()}", choices="0 to model.vocab_size - 1")
+        largest = max(largest, int(tokens.max()))
+    return {"num_sequences": count, "max_token": largest}
+
+
+def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
+    """Let it step two small weights, and hold what it keeps of them against what it declares."""
+    if not issubclass(kind, torch.optim.Optimizer):
+        raise Unusable("is no torch.optim.Optimizer", fix=f"class {kind.__name__}(torch.optim.Optimizer)")
+    kept = []
+    for prepared in (False, True):
+        weights = [nn.Parameter(torch.linspace(-1.0, 1.0, 6).view(shape)) for shape in ((2, 3), (6,))]
+        with trying(f"making it with lr={config.optimizer.lr} and optimizer.options={config.optimizer.options}"):
+            optimizer = make_optimizer(config.optimizer, [Group(weights[:1], True), Group(weights[1:], False)])
+        if prepared:
+            create_state(optimizer)
+        for weight in weights:
+            weight.grad = torch.full_like(weight, 0.5)
+        with trying("its step"):
+            optimizer.step()
+        kept.append({str(name) for weight in weights for name in optimizer.state.get(weight, {})})
+    declared = {entry for group in optimizer.param_groups for entry in entries_of(optimizer, group)}
+    if kept[0] != declared or kept[1] != declared:
+        held = ", ".join(repr(name) for name in sorted(kept[0] | kept[1]))
+        raise Unusable(
+            f"keeps {held or 'nothing'} of a weight, and declares {', '.join(sorted(declared)) or 'nothing'}",
+            fix=f"entries = ({held}{',' if held else ''}) in the class; each begins as zeros, so that it can be saved",
+        )
+    return {"elementwise": steps_elementwise(kind)}
+
+
+def try_callback(kind: type, config: Config) -> dict[str, Any]:
+    """A whole Callback; it is made where it runs."""
+    if not issubclass(kind, Callback):
+        raise Unusable("is no harness.train.callbacks.Callback", fix=f"class {kind.__name__}(Callback)")
+    if inspect.isabstract(kind):
+        raise Unusable(f"lacks {', '.join(sorted(kind.__abstractmethods__))}", fix="write what is missing")
+    return {}
+
+
+TRIALS = {"model": try_model, "data": try_data, "optimizer": try_optimizer, "callback": try_callback}
+"""By kind: what is demanded of a class, and told of it."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())

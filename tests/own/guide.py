@@ -1,0 +1,21 @@
+"""The files and commands of docs/own.md, as printed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "own.md").read_text(encoding="utf-8")
+FILES = dict(re.findall(r"^```(?:python|yaml) (\S+)\n(.*?)^```$", TEXT, re.M | re.S))
+COMMANDS = [line for block in re.findall(r"^```\n(python .*?)^```$", TEXT, re.M | re.S) for line in block.splitlines()]
+
+
+def written(folder: Path) -> Path:
+    """A user's folder with all of the guide's files, and a text."""
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    return folder

@@ -1,0 +1,149 @@
+"""docs/own.md from a folder of one's own: its files as printed, its commands, and what is said of each mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.config import catalog
+from harness.config.compose import composed
+from harness.config.errors import BadRequest
+from harness.engines.describe import Unusable
+from harness.store import provenance
+from harness.worker.describe import described
+from tests.own.guide import COMMANDS, FILES, ROOT, written
+
+pytestmark = pytest.mark.timeout(900)
+SMALL = ("train.steps=2", "train.global_batch_size=4", "train.microbatch_size=2", "train.warmup_steps=0")
+
+
+def typed(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=800, check=False
+    )
+
+
+def test_everything_of_ones_own_trains_at_once(tmp_path: Path) -> None:
+    """The guide's experiment: model, data, optimizer, callback and options, in one process."""
+    folder = written(tmp_path)
+    done = typed(folder, str(ROOT / "run.py"), "experiment=words", "mesh=one", "launch.inline=true", *SMALL)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (run,) = (folder / "runs" / "adhoc").glob("mixer-native-*")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [0 < line["own"]["sparsity"] < 1 for line in lines] == [True, True]
+    assert json.loads((run / "summary.json").read_text())["parameters"] == 2 * 24 * 256 + 256 + 2 * (4 * 24 * 24 + 120)
+    own = json.loads((run / "provenance.json").read_text())["own"]
+    assert {each["kind"]: each["files"] for each in own} == {
+        "model": ["my_model.py"],
+        "data": ["my_data.py"],
+        "optimizer": ["my_optimizer.py"],
+        "callback": ["my_callbacks.py"],
+    }
+    assert not provenance.is_stale(run)
+    (folder / "my_data.py").write_text(FILES["my_data.py"] + "\n# edited\n")
+    assert provenance.is_stale(run)
+
+
+@pytest.mark.full
+def test_the_guides_commands_do_what_it_says(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    shutil.copytree(folder / "conf", folder / "elsewhere" / "conf")
+    shutil.rmtree(folder / "elsewhere" / "conf" / "experiment")
+    for command in COMMANDS:
+        program, *words = shlex.split(command.replace("RUN RUN", "ARM CONTROL"))[1:]
+        if program == "run.py":
+            if "--config-dir" in words:
+                (folder / "conf").rename(folder / "no-conf")
+            done = typed(folder, str(ROOT / "run.py"), *words, *SMALL)
+        else:
+            control, arm = sorted(folder.glob("runs/adhoc/ext-*dp2*"), key=lambda path: "ddp" in path.name)
+            done = typed(folder, program, *[{"ARM": str(arm), "CONTROL": str(control)}.get(w, w) for w in words])
+            assert "EQUIVALENT" in done.stdout
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+    shutil.rmtree(next(folder.glob("runs/adhoc/ext-single*")))
+    refused = typed(folder, "-m", "harness", "compare", str(arm), str(control))
+    assert refused.returncode == 4
+    assert "nothing says how far rounding moves my_model:Workload" in refused.stdout
+    again = refused.stdout.rpartition("next: python run.py ")[2].split()
+    assert typed(folder, str(ROOT / "run.py"), *again).returncode == 0
+    assert typed(folder, "-m", "harness", "compare", str(arm), str(control)).returncode == 0
+
+
+WRONG = {
+    "build('meta', ...) puts head.weight on the cpu": (
+        "model",
+        "config.vocab_size, **where)\n\n    def",
+        "config.vocab_size)\n\n    def",
+    ),
+    "unit_classes names Other, which the model has not": ("model", "(Block,)", "(type('Other', (nn.Module,), {}),)"),
+    "lacks materialise_buffers": ("model", "    def materialise_buffers", "    def materialize_buffers"),
+    "the loss of one sequence failed: AttributeError": ("model", "self.norm(x", "self.morm(x"),
+    "is int64 (16,)": ("data", "+ self.seq_len + 1]", "+ self.seq_len]"),
+    "has num_sequences=0": ("data", "(len(self.ids) - 1) // data.seq_len", "0"),
+    "keeps 'exp_avg' of a weight, and declares nothing": ("optimizer", '("exp_avg",)', "()"),
+    "is no torch.optim.Optimizer": ("optimizer", "Lion(torch.optim.Optimizer)", "Lion(list)"),
+    "lacks step": ("callback", "def step", "def stop"),
+}
+"""What is said, of which class, after which change."""
+NAMES = {
+    "model": "my_model:Workload",
+    "data": "my_data:Words",
+    "optimizer": "my_optimizer:Lion",
+    "callback": "my_callbacks:Sparsity",
+}
+
+
+@pytest.mark.parametrize("said", [None, *WRONG])
+def test_a_class_is_tried_before_ranks_start(said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, before, after = WRONG[said] if said else ("", "", "")
+    folder = written(tmp_path)
+    monkeypatch.syspath_prepend(folder)
+    shaping = {
+        "model": {"family": "ext", "target": NAMES["model"], "dim": 8, "num_layers": 1},
+        "data": {"kind": "ext", "target": NAMES["data"], "path": str(folder / "text.txt"), "seq_len": 16},
+        "optimizer": {"name": "ext", "target": NAMES["optimizer"], "options": {"beta2": 0.5}},
+    }
+    for each, name in NAMES.items():
+        path = folder / f"{name.partition(':')[0]}.py"
+        text = path.read_text()
+        assert each != kind or before in text
+        path.write_text(text.replace(before, after) if each == kind else text)
+        monkeypatch.delitem(sys.modules, path.stem, raising=False)
+        if each == kind:
+            with pytest.raises(Unusable) as caught:
+                described(each, "setting", name, shaping)
+            assert str(said) in caught.value.told["problem"]
+        else:
+            described(each, "setting", name, shaping)
+        monkeypatch.delitem(sys.modules, path.stem)
+
+
+def test_options_lie_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(written(tmp_path))
+    assert "mixer" in catalog.load_catalog().options["model"]
+    assert composed(["model=mixer"]).model.target == "my_model:Workload"
+    assert composed(["experiment=words"]).optimizer.target == "my_optimizer:Lion"
+    (tmp_path / "hides" / "conf" / "model").mkdir(parents=True)
+    (tmp_path / "hides" / "conf" / "model" / "tiny.yaml").write_text("family: llama\n")
+    monkeypatch.chdir(tmp_path / "hides")
+    with pytest.raises(BadRequest, match="model=tiny, which would mean two things"):
+        catalog.load_catalog()
+    (tmp_path / "hides" / "conf" / "config.yaml").touch()
+    catalog._beside.cache_clear()
+    assert catalog.own_folder() is None, "another program's"
+    catalog._beside.cache_clear()
+
+
+def test_a_folder_without_options_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="holds no option of any group"):
+        catalog.choose_own_folder(str(tmp_path))
+    with pytest.raises(BadRequest, match="is no folder"):
+        catalog.choose_own_folder(str(tmp_path / "none"))
