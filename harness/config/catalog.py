@@ -13,8 +13,10 @@ from pathlib import Path
 from harness.config.errors import BadRequest, Violation, refuse
 from harness.config.faults import NONE, corpus
 
-ROOT = Path(__file__).resolve().parents[2]
-"""The checkout: `conf/` and `sweeps/` lie beside the package."""
+_CHECKOUT = Path(__file__).resolve().parents[2]
+_INSTALLED = Path(__file__).resolve().parents[1] / "shipped"
+ROOT = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
+"""Where `run.py`, `conf/` and `sweeps/` lie: in a checkout beside the package, in an installed one inside it."""
 
 NULLABLE = ("study", "experiment", "debug")
 """Groups that need no option."""

@@ -1,0 +1,24 @@
+"""The console script `harness`: `harness run ...` is run.py; any other word is a verb of `python -m harness`."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+
+
+def main() -> int:
+    """Carry out a command line; returns the exit code."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun
+    if sys.argv[1:2] != ["run"]:
+        from harness.cli.main import main as verbs
+
+        return verbs()
+    from harness.config.catalog import ROOT
+
+    script = str(ROOT / "run.py")
+    sys.argv = [script, *sys.argv[2:]]
+    runpy.run_path(script, run_name="__main__")  # ends with SystemExit
+    return 0
