@@ -36,7 +36,7 @@ class Target(NamedTuple):
     kind: str
     """model, data, optimizer or callback."""
     setting: str
-    """Where it is named."""
+    """The setting that names the class."""
     name: str
     """`package.module:Class`."""
 
@@ -48,7 +48,8 @@ class Own:
     kind: str
     name: str
     told: Mapping[str, Any]
-    """Of a model `parameters`; of data `num_sequences`, `max_token`; of an optimizer `elementwise`."""
+    """What its trial found: a model's `parameters`, data's `num_sequences` and `max_token`, whether an optimizer is
+    `elementwise`."""
     root: str
     """Folder its module is imported from."""
     files: tuple[str, ...]

@@ -138,7 +138,7 @@ def _check_built(model: nn.Module, parameters: Mapping[str, Tensor], units: tupl
 
 
 def _check_initial(workload: Any, parameters: Mapping[str, Tensor]) -> None:
-    """Of the smallest parameter: of a large model all would take long."""
+    """Try the initial value of the smallest parameter: in a large model all would take long."""
     name, param = min(parameters.items(), key=lambda item: item[1].numel())
     with trying(f"initial_weight({name!r}, ...)"):
         value, again = (workload.initial_weight(name, param.shape) for _ in range(2))

@@ -130,8 +130,9 @@ class Arithmetic:
     fp8: str = ""
     """Recipe of 8-bit products; none where empty."""
     seen_forward: float | None = None
+    """What a perturbed reference showed in place of the count behind `forward`, for a model of one's own."""
     seen_gradient: float | None = None
-    """Of a model of one's own, whose roundings nobody counted: what the perturbed reference showed in their place."""
+    """What a perturbed reference showed in place of the count behind `gradient`, for a model of one's own."""
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Arithmetic:
