@@ -26,6 +26,7 @@ from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose_cell, register
 from harness.config.errors import refuse
 from harness.store.placement import Placement, placement
+from harness.study.file import register as register_study
 from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
 from harness.study.replay import replay_run
 from harness.study.request import carry_out, refuse_study
@@ -60,6 +61,7 @@ def request(arguments: Arguments, run: Callable[[Cell], int]) -> int:
         composed.append(cfg)  # and leave Hydra: it would announce an error before we can explain it
 
     register()
+    register_study(arguments.overrides)
     sys.argv[1:] = arguments.for_hydra
     hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(keep)()
     if not composed:  # Hydra was asked to show something

@@ -49,16 +49,17 @@ def _run_argument(parser: ArgumentParser) -> None:
 
 
 def _show(arguments: Namespace) -> int:
-    run = Store(arguments.root).find(arguments.run)
-    print(show(run, probe()))
+    run, jobs = Store(arguments.root).find(arguments.run), probe()
+    print(show(run, jobs))
     if notes := run.config().get("notes"):
         print(f"  notes      {notes}")
-    found = status.effective(run.path, probe())
+    found = status.effective(run.path, jobs)
     name = run.signature()[:8]
     if found is not None and found.state in (State.failed, State.lost, State.cancelled, State.preempted):
         say_next(arguments, f"retry {name}")
     else:
-        others = [each.signature()[:8] for each in Store(arguments.root).runs(run.path.parent.name) if each != run]
+        siblings = Store(arguments.root).runs(run.path.parent.name)
+        others = [each.path.name.rpartition("-")[2] for each in siblings if each != run]
         say_next(arguments, f"compare {name} {others[0]}" if others else f"watch {run.path.parent.name}")
     return 0
 

@@ -7,6 +7,7 @@ or what `--config-dir` names) are options of the groups there are.
 from __future__ import annotations
 
 import functools
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,6 +18,9 @@ _CHECKOUT = Path(__file__).resolve().parents[2]
 _INSTALLED = Path(__file__).resolve().parents[1] / "shipped"
 ROOT = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
 """Where `run.py`, `conf/` and `sweeps/` lie: in a checkout beside the package, in an installed one inside it."""
+
+STUDY_FILE = "from_file"
+"""What Hydra calls the study whose file was named by its path."""
 
 NULLABLE = ("study", "experiment", "debug")
 """Groups that need no option."""
@@ -64,6 +68,14 @@ def own_folder() -> Path | None:
     A `./conf` with a `config.yaml` is a whole program's (or another checkout's), and is left alone.
     """
     return _CHOSEN[0] if _CHOSEN else _beside(Path.cwd())
+
+
+def study_path(value: str) -> Path | None:
+    """The file that `study=VALUE` names, absolute; None where VALUE is a name in `sweeps/`."""
+    bare = value.strip().strip("'\"")
+    if "/" not in bare and not bare.endswith((".yaml", ".yml")):
+        return None
+    return Path(os.path.abspath(os.path.expanduser(bare)))
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from harness.config.catalog import file_of, load_catalog
+from harness.config.catalog import STUDY_FILE, file_of, load_catalog
 from harness.config.compose import fault_option
 from harness.config.schema import Config
 
@@ -46,6 +46,8 @@ def chosen_apart(chosen: Iterable[str]) -> dict[str, Option]:
 
 def read_option(group: str, name: str) -> Option:
     """One option; the file is read once a process."""
+    if (group, name) == ("study", STUDY_FILE):
+        return Option(group, {}, frozenset((group,)))
     if name not in load_catalog().options.get(group, ()):
         return Option(group, {}, EVERYTHING)
     if group == "study":  # its file is written for people, and made whole when Hydra reads it

@@ -11,6 +11,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -19,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.config.catalog import NULLABLE, Catalog, load_catalog
+from harness.config.catalog import NULLABLE, STUDY_FILE, Catalog, load_catalog, study_path
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, explain_setting, nearest
@@ -128,10 +129,17 @@ def _group(text: str, group: str, override: Override, catalog: Catalog) -> Word 
 def _option_violation(group: str, option: Any, catalog: Catalog) -> Violation | None:
     if option is None and group in NULLABLE:
         return None
+    if group == "study" and (file := study_path(str(option))) is not None:
+        return None if file.is_file() else _no_study_file(str(option), file, catalog)
     if isinstance(option, dict):
         inside = ", ".join(f"{group}.{key}={value}" for key, value in option.items())
         return Violation(f"{group}={{...}}", "a group is chosen by name; its settings are set one by one", fix=inside)
     return None if str(option) in catalog.options[group] else explain_option(group, option, catalog)
+
+
+def _no_study_file(option: str, file: Path, catalog: Catalog) -> Violation:
+    valid = f"a path, or {', '.join(catalog.options['study'])}"
+    return Violation(f"study={option}", f"there is no file {file}", valid, "the path of a study file")
 
 
 @dataclass(frozen=True)
@@ -188,8 +196,15 @@ def _is_other_kind(wanted: Any, value: Any) -> bool:
 
 
 def hydra_words(overrides: Sequence[str]) -> list[str]:
-    """What Hydra is told of a request: it refuses `GROUP=null`, which is what a group without an option is anyway."""
-    return [text for text in overrides if not _is_null_option(*text.partition("=")[::2])]
+    """What Hydra is told of a request: it refuses `GROUP=null`, which is what a group without an option is anyway, and
+    knows a study that was named by its path under a name of its own (`study.file.register`)."""
+    kept = [text for text in overrides if not _is_null_option(*text.partition("=")[::2])]
+    return [f"study={STUDY_FILE}" if _names_study_file(text) else text for text in kept]
+
+
+def _names_study_file(text: str) -> bool:
+    key, _, value = text.partition("=")
+    return key == "study" and study_path(value) is not None
 
 
 def _is_null_option(key: str, value: str) -> bool:

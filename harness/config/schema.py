@@ -332,11 +332,25 @@ class ClusterConfig:
     gpus_per_node: int = 0
     """Devices asked of the scheduler per node."""
     setup: list[str] = field(default_factory=list)
-    """Shell lines run before the ranks (module loads)."""
+    """Shell lines of the batch script before the ranks (module loads)."""
+    teardown: list[str] = field(default_factory=list)
+    """Shell lines of the batch script after the ranks, however these ended; the job keeps the ranks' exit code."""
+    array_parallelism: int | None = None
+    """Cells of an array that run at once; null sets no limit."""
     sharp_network: str | None = "sharp"
     """What sbatch's --network asks for where a cell wants InfiniBand SHARP; null asks for nothing."""
+    flags: list[str] = field(default_factory=list)
+    """Further sbatch options without a value, such as exclusive."""
     additional: dict[str, str] = field(default_factory=dict)
     """Further sbatch options, as `name: value`."""
+    srun_args: list[str] = field(default_factory=list)
+    """Further words for the srun that starts the ranks, such as --mpi=none."""
+    python: str | None = None
+    """Shell words that start Python in a job; null is the interpreter of the request, by its path."""
+    container_image: str | None = None
+    """Image the ranks run in, as srun's --container-image takes it (pyxis); null runs them on the node itself."""
+    container_mounts: list[str] = field(default_factory=list)
+    """Further --container-mounts, FROM:TO each; launch.root is always mounted, under its own name."""
 
 
 @dataclass
@@ -346,13 +360,15 @@ class LaunchConfig:
     root: str = "runs"
     """Where runs are stored."""
     dry_run: bool = False
-    """Print what would run, and start nothing."""
+    """Print what would run, and start nothing; batch scripts are also written, to <root>/<study>/.dry_run/."""
     wait: bool = False
     """Stay until submitted cells end (SLURM); a local launch always stays."""
     inline: bool = False
     """Run the one rank inside this process, so that a debugger works."""
     rerun: Rerun = Rerun.never
     """Which finished cells to run again."""
+    fail_fast: bool = False
+    """Start nothing more of a request once one of its runs has failed; runs under way go on."""
     hang_timeout_s: float = 300.0
     """Seconds without a step after which every rank's stack is dumped and the run ends."""
     stop_grace_s: float = 20.0

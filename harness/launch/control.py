@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from harness.config.compose import Cell
 from harness.config.schema import Rerun
 from harness.launch.order import in_blocks
-from harness.launch.slurm.scheduler import Scheduler, SlurmError, probe
+from harness.launch.slurm.commands import SlurmError
+from harness.launch.slurm.scheduler import Scheduler, probe
 from harness.launch.slurm.scheduler import cancel as scancel
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal

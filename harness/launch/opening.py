@@ -10,6 +10,7 @@ from harness.config import own
 from harness.config.compose import Cell
 from harness.config.schema import Rerun
 from harness.launch.plan import Action, Decision, decide
+from harness.launch.snapshot import own_copy
 from harness.store import provenance, status
 from harness.store.files import Lock
 from harness.store.rundir import RunDir, Store
@@ -84,8 +85,11 @@ def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources,
     run.adopt(cell)
     if decision.action is Action.start_over:
         run.start_over(attempt)
-    provenance.record_start(run.path, {**sources.facts, "own": own.facts(cell.typed)}, sources.diff)
-    status.write(run.path, replace(first, attempt=attempt))
+    mine = own.facts(cell.typed)
+    if first.keeper is Keeper.slurm:  # a job starts later: from the files as they are now
+        mine = [own_copy(store.root, each) for each in mine]
+    provenance.record_start(run.path, {**sources.facts, "own": mine}, sources.diff)
+    status.write(run.path, replace(first, attempt=attempt, steps=cell.config["train"]["steps"]))
     store.remember(run)
     return Opened(cell, run, attempt)
 

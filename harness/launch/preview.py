@@ -1,4 +1,4 @@
-"""What a request would do, in words: launch.dry_run=true. Writes nothing, starts nothing."""
+"""What a request would do, in words: launch.dry_run=true. Starts nothing, and writes nothing but batch scripts."""
 
 from __future__ import annotations
 
@@ -9,24 +9,42 @@ from harness.config.compose import Cell
 from harness.launch.environment import rank_environment, run_environment
 from harness.launch.local.ranks import worker_command
 from harness.launch.opening import Sources, look
-from harness.launch.slurm.scheduler import probe
-from harness.launch.slurm.submission import SUBMISSIONS, is_remote, script, shapes
+from harness.launch.plan import Decision
+from harness.launch.slurm.batch import Batch
+from harness.launch.slurm.submission import is_remote, planned, probe
+from harness.store.files import write_atomic
 from harness.store.rundir import Store
 
 
 def preview(cells: Sequence[Cell]) -> str:
-    """Every cell with its directory and what would become of it, then the environment, then the batch scripts."""
+    """Every cell with its directory and what would become of it, then the environment, then the batch scripts.
+
+    These are also written, where `Batch.dry_file` says, to be read, compared or handed to sbatch by hand.
+
+    Raises:
+        BadRequest: SLURM's cluster never has what is asked for.
+        OSError: a script cannot be written.
+    """
     store = Store(cells[0].config["launch"]["root"])
     sources, jobs = Sources.gather(), probe()
-    parts = [f"{len(cells)} cell{'s' * (len(cells) > 1)}; dry run: nothing is written, nothing is started"]
+    local = [cell for cell in cells if not is_remote(cell)]
+    remote = [cell for cell in cells if is_remote(cell)]
+    decisions = {cell.signature: look(store, cell, sources, jobs) for cell in local}
+
+    def keep(cell: Cell, decision: Decision) -> None:
+        decisions[cell.signature] = decision
+
+    batches = planned(store, remote, sources, jobs, on_decision=keep) if remote else []
+    decisions |= {cell.signature: decision for batch in batches for cell, decision in batch.wanted}
+    written = "nothing is written but batch scripts" if batches else "nothing is written"
+    parts = [f"{len(cells)} cell{'s' * (len(cells) > 1)}; dry run: {written}, nothing is started"]
     for cell in cells:
-        decision = look(store, cell, sources, jobs)
+        decision = decisions[cell.signature]
         parts.append(f"\n{store.path_of(cell)}\n    {decision.action.value}: {decision.why}")
         parts.extend(f"    {override}" for override in cell.overrides)
-    local = [cell for cell in cells if not is_remote(cell)]
     if local:
         parts.append(_local(store, local[0]))
-    parts.extend(_scripts(store, [cell for cell in cells if is_remote(cell)]))
+    parts.extend(_script(store, batch) for batch in batches)
     return "\n".join(parts)
 
 
@@ -40,17 +58,14 @@ def _local(store: Store, cell: Cell) -> str:
     )
 
 
-def _scripts(store: Store, cells: Sequence[Cell]) -> list[str]:
-    parts = []
-    for shape, group in shapes(cells).items():
-        study = group[0].study
-        folder = store.root / study / SUBMISSIONS / "TOKEN"
-        text = script(folder, shape, f"{study}-TOKEN", len(group))
-        variables = _assignments(run_environment(group[0].typed))
-        parts.append(
-            f"\nsbatch script of {len(group)} cell{'s' * (len(group) > 1)}:\n\n{text}\nin each rank:\n{variables}"
-        )
-    return parts
+def _script(store: Store, batch: Batch) -> str:
+    count, text = len(batch.wanted), batch.script()
+    store.claim()
+    batch.dry_file.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(batch.dry_file, text)
+    variables = _assignments(run_environment(batch.wanted[0][0].typed))
+    title = f"sbatch script of {count} cell{'s' * (count > 1)} ({batch.dry_file}):"
+    return f"\n{title}\n\n{text}\nin each rank:\n{variables}"
 
 
 def _assignments(variables: dict[str, str]) -> str:

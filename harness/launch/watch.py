@@ -54,7 +54,7 @@ class Row:
             "" if self.loss is None else f"{self.loss:.4f}",
             "" if self.step_time_s is None else f"{1e3 * self.step_time_s:.0f}",
             "" if self.left_s is None else duration(self.left_s),
-            "" if self.state == State.done.value else self.reason,
+            "" if self.reason == f"{self.steps} steps" else self.reason,
         )
 
 
@@ -62,7 +62,7 @@ def row(run: RunDir, jobs: JobProbe | None, digest: str) -> Row:
     """Look at one run. A damaged one is a row too, so that it does not hide the others."""
     try:
         found = status.effective(run.path, jobs)
-        steps = run.setting("train.steps")
+        steps = (found.steps if found else 0) or run.setting("train.steps")
         last = last_record(run.metrics) or {}
         stale = provenance.is_stale(run.path, digest)
     except (StoreError, OSError) as error:

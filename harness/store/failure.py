@@ -24,6 +24,9 @@ ECHOES = re.compile(
 
 TORCH_ERRORS = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
 
+SILENT_PEER = "its peer left no traceback: killed, perhaps for memory, or its node died"
+"""What is said of a run in which nobody told a cause."""
+
 REPORT = "error.txt"
 _RANK_FILE = re.compile(r"error-rank([0-9]{1,9})\.txt")
 

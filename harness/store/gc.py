@@ -13,8 +13,8 @@ from pathlib import Path
 
 from harness.store import status
 from harness.store.errors import StoreError
-from harness.store.reading import folder_names
-from harness.store.rundir import CONFIG, MARK, RunDir, Store
+from harness.store.reading import folder_names, read_text
+from harness.store.rundir import CODE, CODE_OF, CONFIG, DRY_RUN, MARK, SUBMISSIONS, RunDir, Store
 from harness.store.status import JobProbe, State, Status
 
 SETTLED_S = 3600.0
@@ -132,16 +132,35 @@ def _half_made(run: Path) -> Iterator[Item]:
 
 
 def _submissions(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
+    """Folders of ended submissions, the code nobody runs from any more, and scripts of dry runs."""
     known = [_found(run, jobs) for run in store.runs()]
     living = {found.submission for found in known if isinstance(found, Status) and found.state in MOVING}
     if any(isinstance(found, StoreError) for found in known):
         return  # a run that cannot be read may need any of them
-    for path in sorted(store.root.glob("*/.submit/*")):
+    kept: set[str] = set()
+    for path in sorted(store.root.glob(f"*/{SUBMISSIONS}/*")):
         if _TOKEN.fullmatch(path.name) and path.name not in living and not path.is_symlink() and _old(path):
             yield _item(path, "its submission has ended")
+        else:
+            kept |= set(_lines(path / CODE_OF))
+    for path in sorted(store.root.glob(f"{CODE}/*")):
+        if _COPY.fullmatch(path.name) and path.name not in kept and not path.is_symlink() and _old(path):
+            yield _item(path, "code that no submission runs from")
+    for path in sorted(store.root.glob(f"*/{DRY_RUN}/*.sh")):
+        if _TOKEN.fullmatch(path.stem) and not path.is_symlink() and _old(path):
+            yield _item(path, "script of a dry run")
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return (read_text(path) or "").splitlines()
+    except StoreError:
+        return []
 
 
 _TOKEN = re.compile(r"[0-9a-f]{8}")
+_COPY = re.compile(r"(own-)?[0-9a-f]{16}|\.(own-)?[0-9a-f]{16}\.[0-9a-f]{12}\.tmp")
+"""Names that `launch.snapshot` gives."""
 
 
 def _found(run: RunDir, jobs: JobProbe | None) -> Status | StoreError | None:

@@ -194,9 +194,18 @@ def files_digest(root: Path, names: Iterable[str]) -> str:
     return digest.hexdigest()
 
 
-def own_now(origin: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """A run's record of what in it is the user's own, with the digests that the files have today."""
-    return [{**each, "digest": files_digest(Path(each["root"]), each["files"])} for each in origin.get("own", ())]
+def own_now(origin: Mapping[str, Any], *, loaded: bool = False) -> list[dict[str, Any]]:
+    """A run's record of what in it is the user's own, with the digests that the files have today.
+
+    `loaded`: of the files its ranks load, which for a submitted run are a copy.
+    """
+    return [
+        {**each, "digest": files_digest(Path(_folder(each, loaded)), each["files"])} for each in origin.get("own", ())
+    ]
+
+
+def _folder(each: Mapping[str, Any], loaded: bool) -> str:
+    return str(each.get("copy", each["root"]) if loaded else each["root"])
 
 
 def edited(origin: Mapping[str, Any], now: Iterable[Mapping[str, Any]] | None = None) -> list[str]:

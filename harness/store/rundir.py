@@ -22,6 +22,12 @@ Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 CONFIG = "config.yaml"
 LAST = ".last"
 CANCEL = "cancel"
+CODE = ".snapshots"
+"""Folder under the root: the code jobs run from, a folder for each state of it."""
+CODE_OF = "code"
+"""File in a submission's folder: names of the folders under `CODE` that its jobs run from."""
+SUBMISSIONS, DRY_RUN = ".submit", ".dry_run"
+"""Folders under a study: what was submitted, a folder for each array; and batch scripts that were only asked for."""
 MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
 RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture")
@@ -127,13 +133,17 @@ class RunDir:
         """Folder of one attempt: script, rank logs, `error.txt`."""
         return self.path / "attempts" / str(number)
 
+    def next_attempt(self) -> int:
+        """Number that the next attempt gets, unless another request makes one first."""
+        return (self.attempts() or [-1])[-1] + 1
+
     def new_attempt(self) -> int:
         """Make the folder of the next attempt; two processes never get the same one.
 
         Only its owner may look into it, whatever the umask: it holds logs, and the word by which ranks meet.
         """
         (self.path / "attempts").mkdir(parents=True, exist_ok=True)
-        number = (self.attempts() or [-1])[-1] + 1
+        number = self.next_attempt()
         while True:
             try:
                 os.mkdir(self.attempt_dir(number), 0o700)

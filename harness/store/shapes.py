@@ -90,6 +90,7 @@ STATUS: Shape = {
     "submission?": str,
     "index?": int,
     "mirror?": str,
+    "steps?": int,
     "updated?": str,
 }
 

@@ -22,6 +22,7 @@ def show(run: RunDir, jobs: JobProbe | None = None) -> str:
         str(run.path),
         _field("signature", run.signature()),
         _field("state", "new, never started" if found is None else f"{found.state.value}: {found.reason}"),
+        *_job(run, found),
         _field("attempts", ", ".join(str(number) for number in run.attempts()) or "none"),
         *([_field("mirror", found.mirror)] if found is not None and found.mirror else []),
         *(_field("asked", override) for override in run.overrides()),
@@ -31,6 +32,16 @@ def show(run: RunDir, jobs: JobProbe | None = None) -> str:
     if found is not None and (report := read_text(run.attempt_dir(found.attempt) / REPORT)) is not None:
         lines += ["", report.rstrip()]
     return "\n".join(lines)
+
+
+def _job(run: RunDir, found: status.Status | None) -> list[str]:
+    """The SLURM job of a run and the nodes of its last start, if a job runs it."""
+    if found is None or not found.job:
+        return []
+    facts = provenance.read(run.path).get("environment", {})
+    where = {"on": facts.get("SLURM_JOB_NODELIST"), "partition": facts.get("SLURM_JOB_PARTITION")}
+    told = "".join(f", {name} {value}" for name, value in where.items() if value)
+    return [_field("job", f"{found.job}{told}")]
 
 
 def _field(name: str, value: object) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -79,8 +79,13 @@ class Status:
     """Place of this cell in the submission's array."""
     mirror: str = ""
     """Why the wandb mirror of this attempt failed; empty where it did not."""
+    steps: int = 0
+    """Steps the run is to make, so that a table of a thousand runs reads no configuration; 0: look there."""
     updated: str = ""
     """UTC, ISO 8601."""
+
+
+_FIELDS = tuple(field.name for field in fields(Status))
 
 
 def read(run: Path) -> Status | None:
@@ -94,7 +99,8 @@ def read(run: Path) -> Status | None:
         return None
     try:
         age_s(raw.get("updated", ""))
-        return Status(**{**raw, "state": State(raw["state"]), "keeper": Keeper(raw["keeper"])})
+        known = {name: raw[name] for name in _FIELDS if name in raw}  # a newer version may have written more
+        return Status(**{**known, "state": State(raw["state"]), "keeper": Keeper(raw["keeper"])})
     except (TypeError, ValueError) as error:
         raise StoreError(f"{run / FILE} is damaged ({error}); without it the run counts as never started") from error
 

@@ -16,6 +16,7 @@ from harness.launch.order import is_timed
 from harness.store.study import write_study
 from harness.study.cells import Composer, Desired, desired
 from harness.study.expand import expand
+from harness.study.file import as_asked
 
 
 def refuse_study(overrides: Sequence[str]) -> None:
@@ -37,7 +38,7 @@ def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) ->
     Raises:
         BadRequest: with the violations of every cell; nothing was started.
     """
-    wanted = cells_of(loader, master, arguments)
+    wanted = cells_of(loader, master, as_asked(arguments))
     first = wanted.cells[0].typed
     if any(text.startswith("study=") for text in arguments) and not first.launch.dry_run:
         write_study(Path(first.launch.root), wanted.cells, wanted.controls)
@@ -57,7 +58,7 @@ def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str])
     return wanted
 
 
-SHARED = ("root", "dry_run", "wait")
+SHARED = ("root", "dry_run", "wait", "fail_fast")
 """Settings of `launch` that a request has one of."""
 
 

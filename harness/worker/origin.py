@@ -30,8 +30,8 @@ def record(run: Path, ranks: Ranks, control: dist.ProcessGroup | None, *, resumi
 def find_own(run: Path) -> None:
     """Let Python find the modules of the user's own where the desk did, wherever this rank was started."""
     for each in provenance.read(run).get("own", ()):
-        if each["root"] not in sys.path:
-            sys.path.insert(0, each["root"])
+        if (folder := each.get("copy", each["root"])) not in sys.path:
+            sys.path.insert(0, folder)
 
 
 def _sources(run: Path, resuming: bool) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def _sources(run: Path, resuming: bool) -> dict[str, Any]:
     recorded, current = origin.get("sources_digest"), provenance.sources_digest()
     if resuming and recorded is not None and recorded != current:
         raise _changed("the sources", recorded, current)
-    own = provenance.own_now(origin)
+    own = provenance.own_now(origin, loaded=True)
     for then, now in zip(origin.get("own", ()), own, strict=True):
         if resuming and then["digest"] != now["digest"]:
             raise _changed(f"the files of {now['name']}", then["digest"], now["digest"])

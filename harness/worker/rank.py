@@ -6,6 +6,7 @@ when an impatient user kills a run.
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from harness.config.schema import Config, MeasureMode
 from harness.store.placement import Placement, placement
 from harness.store.rundir import RunDir
 from harness.store.status import State
-from harness.worker import lifeline, requeue
+from harness.worker import job, lifeline, requeue
 from harness.worker.hang import HangWatch, dump_on_request
 from harness.worker.report import Listener, Reporter
 from harness.worker.stop import StopFlag
@@ -58,6 +59,7 @@ def main(run_dir: Path, attempt: int, place: Placement | None = None, listener: 
             return _run(RunDir(run_dir), place, reporter, stop)
     except Exception as error:
         reporter.failed(error)
+        job.after_failure(RunDir(run_dir), place, error)
         return FAILED
     finally:
         stop.restore()
@@ -75,6 +77,10 @@ def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> i
     _check_size(config, place)
     if reporter.is_superseded():
         return INTERRUPTED
+    job.blame_the_start_before(run, reporter.attempt, place)
+    if config.launch.fail_fast and (other := job.other_failure(run, reporter.attempt, place)):
+        reporter.ended(State.cancelled, f"launch.fail_fast: {other} failed before this run started")
+        return INTERRUPTED
     reporter.started()
     reporter.pipe.send("phase", name="importing torch")
     with HangWatch(config.launch.hang_timeout_s, reporter, armed=place.launcher in ("slurm", "torchrun")) as watch:
@@ -88,9 +94,10 @@ def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> i
         _say_what_has_no_effect(config, place, reporter)
         reporter.pipe.send("phase", name="building")
         try:
-            outcome = _train(run, config, ranks, stop, _progress(reporter, watch), reporter.warn)
+            seen = Divergence()
+            outcome = _train(run, config, ranks, stop, _progress(reporter, watch, seen), reporter.warn)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
-            code = _finish(place, reporter, stop, outcome)
+            code = _finish(place, reporter, stop, outcome, seen)
             connect.leave(ranks)
         finally:
             if place.launcher == "inline":
@@ -117,9 +124,23 @@ def _say_what_has_no_effect(config: Config, place: Placement, reporter: Reporter
         reporter.warn(told)
 
 
-def _progress(reporter: Reporter, watch: HangWatch) -> Callable[[Progress], None]:
+class Divergence:
+    """The first step of this start whose loss was not finite."""
+
+    step = 0
+
+    def see(self, step: int, loss: float) -> None:
+        """Look at a step's loss."""
+        self.step = self.step or (0 if math.isfinite(loss) else step)
+
+    def __str__(self) -> str:
+        return f"; loss not finite at step {self.step}" if self.step else ""
+
+
+def _progress(reporter: Reporter, watch: HangWatch, seen: Divergence) -> Callable[[Progress], None]:
     def tell(progress: Progress) -> None:
         watch.step()
+        seen.see(progress.step, progress.loss)
         reporter.pipe.send("step", **asdict(progress))
 
     return tell
@@ -164,9 +185,9 @@ def _train(
             engine.close()
 
 
-def _finish(place: Placement, reporter: Reporter, stop: StopFlag, outcome: Outcome) -> int:
+def _finish(place: Placement, reporter: Reporter, stop: StopFlag, outcome: Outcome, seen: Divergence) -> int:
     if outcome.status == "done":
-        reporter.ended(State.done, f"{outcome.step} steps")
+        reporter.ended(State.done, f"{outcome.step} steps{seen}")
         return DONE
     saved = f"saved at step {outcome.step}" if outcome.saved else f"not saved, stopped after step {outcome.step}"
     reason = f"{stop.reason or 'another rank was asked to stop'}; {saved}"

@@ -127,7 +127,7 @@ class Reporter:
             found = all_told[0]
             failure.write_report(self.folder, all_told)
         with contextlib.suppress(OSError, StoreError):  # small: room may be found for it alone
-            self._write(State.failed, found.summary())
+            self._write(State.failed, found.summary() + (f"; {failure.SILENT_PEER}" if found.echo else ""))
 
     def _write(self, state: State, reason: str, **changes: Any) -> None:
         fields = {"host": socket.gethostname(), "pid": os.getpid(), **changes}

@@ -26,7 +26,8 @@ READS = ("compare", "verdict", "watch", "show", "diff", "cancel", "gc")
 SLOW = ("study=engine_step_time", "study=stages_by_dtype", "model=odd")
 """Of so many cells that to compose them takes more than a second; and an engine that another line imports too."""
 ELSEWHERE = (
-    r"bad request:\n  (cluster\.device=cuda: this machine has \d+ NVIDIA|ckpt\.load=\S+: \S+ holds no checkpoint).*"
+    r"bad request:\n  (cluster\.device=cuda: this machine has \d+ NVIDIA|ckpt\.load=\S+: \S+ holds no checkpoint|"
+    r"study=\./mine\.yaml: there is no file).*"
 )
 """Refusals that are about this machine, or about a name that stands for the reader's own."""
 SEPARATE = re.compile(r"\s{2,}|\s+#\s")

@@ -262,6 +262,7 @@ def test_numbers_out_of_range_do_not_hide_other_mistakes() -> None:
 def test_a_typed_knob_without_effect_is_refused(knob: str) -> None:
     values = {
         "cluster.additional": "{a: 1}",
+        **{f"cluster.{name}": "[x]" for name in ("flags", "srun_args", "setup", "teardown", "container_mounts")},
         "sharding.outer": "optim",
         "data.token_dtype": "uint32",
         "nccl_ub.symmetric": "false",

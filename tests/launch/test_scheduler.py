@@ -7,8 +7,12 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from harness.launch.slurm import commands as slurm_commands
 from harness.launch.slurm import scheduler
-from harness.launch.slurm.scheduler import Job, Scheduler, SlurmError, judge, parse_sacct, parse_scontrol, parse_squeue
+from harness.launch.slurm.commands import SlurmError
+from harness.launch.slurm.judgement import judge
+from harness.launch.slurm.records import Job, parse_sacct, parse_scontrol, parse_squeue
+from harness.launch.slurm.scheduler import Scheduler
 from harness.store.status import Keeper, State, Status
 
 NOW = datetime.now(UTC).isoformat()
@@ -19,30 +23,33 @@ def of(state=State.running, job="7_1", **fields):
 
 
 def test_squeue():
-    text = "7|1|RUNNING|None|s|with|pipes-ab\n8|N/A|PENDING|Resources|one-cd\n"
+    text = "7|1|RUNNING|None|n[1-2]|s|with|pipes-ab\n8|N/A|PENDING|Resources||one-cd\nslurm says something else\n"
     assert parse_squeue(text) == [
-        Job("7_1", "s|with|pipes-ab", "RUNNING", "None"),
+        Job("7_1", "s|with|pipes-ab", "RUNNING", "None", "n[1-2]"),
         Job("8", "one-cd", "PENDING", "Resources"),
     ]
 
 
 def test_sacct():
-    text = "7_1|CANCELLED by 0|0:15|s-ab\n7_[2-3]|PENDING|0:0|s-ab\n8|FAILED|1:0|one\n8.batch|FAILED|1:0|batch\n"
+    text = (
+        "7_1|CANCELLED by 0|0:15|None assigned|s-ab\n7_[2-3]|PENDING|0:0|None assigned|s-ab\n8|FAILED|1:0|n1|one\n"
+        "8.batch|FAILED|1:0|n1|batch\n"
+    )
     assert parse_sacct(text) == [
         Job("7_1", "s-ab", "CANCELLED", "exit code 0:15"),
-        Job("8", "one", "FAILED", "exit code 1:0"),
+        Job("8", "one", "FAILED", "exit code 1:0", "n1"),
     ]
 
 
 def test_scontrol():
     text = (
         "JobId=9 ArrayJobId=7 ArrayTaskId=1 JobName=s-ab UserId=root(0) JobState=FAILED Reason=NonZeroExitCode "
-        "Restarts=0 ExitCode=1:0\n"
-        "JobId=8 JobName=one JobState=COMPLETED ExitCode=0:0\n"
+        "Restarts=0 ExitCode=1:0 NodeList=n2\n"
+        "JobId=8 JobName=one JobState=COMPLETED ExitCode=0:0 NodeList=(null)\n"
     )
-    assert [(job.id, job.state, job.detail) for job in parse_scontrol(text)] == [
-        ("7_1", "FAILED", "exit code 1:0"),
-        ("8", "COMPLETED", "exit code 0:0"),
+    assert [(job.id, job.state, job.detail, job.nodes) for job in parse_scontrol(text)] == [
+        ("7_1", "FAILED", "exit code 1:0", "n2"),
+        ("8", "COMPLETED", "exit code 0:0", ""),
     ]
 
 
@@ -72,12 +79,29 @@ def test_what_a_jobs_state_means(known, slurm, state):
     assert f"SLURM job 7_1 is {slurm}" in found[1]
 
 
-def test_a_running_job_adds_nothing_to_what_the_run_says():
-    assert judge(of(State.running), Job("7_1", "s", "RUNNING")) is None
+@pytest.mark.parametrize(
+    ("known", "job", "reason"),
+    [
+        (State.running, Job("7_1", "s", "RUNNING", "None", "n[1-2]"), "SLURM job 7_1 is RUNNING on n[1-2]"),
+        (State.queued, Job("7_1", "s", "RUNNING", "", "n1"), "SLURM job 7_1 is RUNNING on n1, starting"),
+        (State.queued, Job("7", "s", "PENDING", "JobHeldUser"), "held; scontrol release 7"),
+        (State.preempted, Job("7", "s", "REQUEUE_HOLD", "x"), "held; scontrol release 7"),
+        (State.queued, Job("7", "s", "PENDING", "PartitionTimeLimit"), "waiting will not help"),
+        (State.running, Job("7", "s", "TIMEOUT", "exit code 0:0"), "cluster.time_min"),
+        (State.running, Job("7", "s", "OUT_OF_MEMORY", "exit code 0:125"), "cluster.mem_gb"),
+        (State.running, Job("7", "s", "NODE_FAIL", "exit code 1:0", "n3"), "on n3: a node failed"),
+        (State.queued, Job("7", "s", "FAILED", "exit code 1:0"), "its log: .submit/ab/7_0_log.out"),
+        (State.preempted, Job("7", "s", "FAILED", "exit code 75:0"), "had saved, and was not put back"),
+    ],
+)
+def test_a_reason_says_what_there_is_to_know(known, job, reason):
+    found = judge(of(known, submission="ab"), job)
+    assert found is not None
+    assert reason in found[1]
 
 
 class Commands:
-    """Stands in for squeue, sacct and scontrol; a text to answer with, or None to fail."""
+    """Stands in for squeue, sacct and scontrol; a text to answer with, `error: ...` or None to fail."""
 
     def __init__(self, **texts):
         self.texts, self.asked = texts, []
@@ -85,40 +109,62 @@ class Commands:
     def __call__(self, command, **_):
         self.asked.append(command[0])
         text = self.texts.get(command[0])
-        return subprocess.CompletedProcess(command, int(text is None), text or "", "no")
+        if text is None or text.startswith("error: "):
+            return subprocess.CompletedProcess(command, 1, "", text or "no")
+        return subprocess.CompletedProcess(command, 0, text, "")
 
 
 @pytest.fixture
 def commands(monkeypatch):
     def install(**texts):
         fake = Commands(**texts)
-        monkeypatch.setattr(scheduler.subprocess, "run", fake)
+        monkeypatch.setattr(slurm_commands.subprocess, "run", fake)
         return fake
 
     return install
 
 
 def test_one_look_at_the_queue_for_many_runs(commands):
-    fake = commands(squeue="7|1|PENDING|Priority|s\n7|2|RUNNING|None|s\n")
+    fake = commands(squeue="7|1|PENDING|Priority||s\n7|2|RUNNING|None|n1|s\n")
     look = Scheduler()
     assert look(of(State.queued, "7_1")) == (State.queued, "SLURM job 7_1 is PENDING (Priority)")
-    assert look(of(State.running, "7_2")) is None
+    assert look(of(State.running, "7_2")) == (State.running, "SLURM job 7_2 is RUNNING on n1")
     assert fake.asked == ["squeue"]
 
 
 def test_without_accounting_the_controller_still_remembers(commands):
     commands(squeue="", scontrol="JobId=9 ArrayJobId=7 ArrayTaskId=1 JobName=s JobState=FAILED ExitCode=1:0\n")
-    assert Scheduler()(of()) == (State.failed, "SLURM job 7_1 is FAILED (exit code 1:0)")
+    found = Scheduler()(of())
+    assert found is not None
+    assert found[0] is State.failed
+    assert found[1].startswith("SLURM job 7_1 is FAILED (exit code 1:0)")
 
 
-def test_accounting_is_asked_first(commands):
-    fake = commands(squeue="", sacct="7_1|TIMEOUT|0:0|s\n")
-    assert Scheduler()(of()) == (State.failed, "SLURM job 7_1 is TIMEOUT (exit code 0:0)")
+def test_accounting_is_asked_first_and_once_for_an_array(commands):
+    fake = commands(squeue="", sacct="7_1|TIMEOUT|0:0|n1|s\n7_2|OUT_OF_MEMORY|0:125|n1|s\n")
+    look = Scheduler()
+    states = [look(of(job=job)) for job in ("7_1", "7_2")]
+    assert [found and found[0] for found in states] == [State.failed, State.failed]
     assert fake.asked == ["squeue", "sacct"]
 
 
+def test_with_squeue_alone_what_ended_lately_is_known(commands):
+    commands(squeue="7|1|TIMEOUT|TimeLimit|n1|s\n")
+    found = Scheduler()(of())
+    assert found is not None
+    assert found[1].startswith("SLURM job 7_1 is TIMEOUT (TimeLimit) on n1")
+
+
+def test_with_sacct_alone_what_it_does_not_know_proves_nothing(commands):
+    commands(sacct="7_1|NODE_FAIL|0:0|n1|s\n")
+    found = Scheduler()(of())
+    assert found is not None
+    assert found[0] is State.lost
+    assert Scheduler()(of(job="8")) is None
+
+
 def test_what_nobody_knows_is_lost(commands):
-    commands(squeue="")
+    commands(squeue="", scontrol="error: slurm_load_jobs error: Invalid job id specified")
     assert Scheduler()(of()) == (State.lost, "SLURM no longer knows job 7_1")
 
 
@@ -130,9 +176,7 @@ def test_a_silent_controller_proves_nothing(commands):
 
 
 def test_a_run_whose_number_was_lost_is_found_by_its_token(commands):
-    commands(
-        squeue="7|1|PENDING|None|study-0badcafe\n7|0|PENDING|None|study-0badcafe\n6|1|PENDING|None|study-1badcafe\n"
-    )
+    commands(squeue="7|1|PENDING|None||s-0badcafe\n7|0|PENDING|None||s-0badcafe\n6|1|PENDING|None||s-1badcafe\n")
     job = Scheduler().job_of(of(State.queued, "", submission="0badcafe", index=1))
     assert job is not None
     assert job.id == "7_1"
@@ -149,5 +193,7 @@ def test_a_submission_without_a_job_is_lost_after_a_while(commands, age_s, expec
 def test_the_limit_of_an_array(commands):
     commands(scontrol="MaxArraySize            = 77\n")
     assert scheduler.max_array_size() == 77
+    commands(scontrol="MaxArraySize            = 77\nSchedulerParameters     = bf_interval=1,max_array_tasks=5,x\n")
+    assert scheduler.max_array_size() == 5
     commands()
     assert scheduler.max_array_size() == 1001

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import shlex
-from pathlib import Path
+import subprocess
 
 import pytest
 
 from harness.launch import preview as preview_module
+from harness.launch.plan import Action, Decision
 from harness.launch.preview import preview
 from harness.launch.slurm import submission
-from harness.launch.slurm.submission import Shape, script, shapes
+from harness.launch.slurm.batch import Batch, batches
+from harness.launch.slurm.shape import Shape, shapes
+from harness.store.rundir import Store
 from tests.launch.cells import make_cell
 
 
@@ -19,8 +22,16 @@ def make(root, *overrides):
     return make_cell(root, "cluster.backend=slurm", *overrides)
 
 
+START = Decision(Action.start, "new")
+
+
+def batch_of(root, *overrides, count=2):
+    pairs = ((make(root, *overrides), START),) * count
+    return Batch("s", Shape.of(pairs[0][0]), pairs, "ab", root, root / ".snapshots" / "c0de", ("bad1",))
+
+
 def text_of(root, *overrides, count=2):
-    return script(root / "s" / ".submit" / "ab", Shape.of(make(root, *overrides)), "study-ab", count)
+    return batch_of(root, *overrides, count=count).script()
 
 
 def test_one_array_for_each_shape(tmp_path):
@@ -49,7 +60,7 @@ def test_what_the_cell_says_reaches_sbatch(tmp_path):
     wanted = {
         "array=0-1%2", "nodes=2", "ntasks-per-node=4", "gpus-per-node=4", "cpus-per-task=3", "mem=1536M",
         "partition=big", "account=me", "qos=low", "time=90", "signal=USR2@77", "network=sharp", "requeue",
-        "open-mode=append", "job-name=study-ab",
+        "open-mode=append", "job-name=s-ab", "exclude=bad1",
     }  # fmt: skip
     found = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
     assert wanted <= found
@@ -108,13 +119,64 @@ def test_a_surrounding_job_is_hidden_from_sbatch_and_only_then(monkeypatch):
     assert os.environ["SLURM_JOB_ID"] == "7"
 
 
-def test_more_cells_than_an_array_holds_are_several_arrays():
-    chunks = list(submission._chunks(list(range(7)), 3))
-    assert chunks == [[0, 1, 2], [3, 4, 5], [6]]
+def test_more_cells_than_an_array_holds_are_several_arrays(tmp_path):
+    cells = [make(tmp_path, f"train.replicate={i}") for i in range(7)]
+    pairs = [(cell, START) for cell in cells]
+    found = list(batches(Store(tmp_path), pairs, code=tmp_path, limit=3, exclude=()))
+    assert [[cell for cell, _ in batch.wanted] for batch in found] == [cells[:3], cells[3:6], cells[6:]]
+    assert len({batch.token for batch in found}) == 3
+    again = list(batches(Store(tmp_path), pairs, code=tmp_path, limit=3, exclude=()))
+    assert [batch.token for batch in again] == [batch.token for batch in found]
+    Store(tmp_path).create(cells[0]).new_attempt()
+    later = next(batches(Store(tmp_path), pairs, code=tmp_path, limit=3, exclude=()))
+    assert later.token != found[0].token, "another attempt is another submission"
 
 
-def test_a_preview_shows_everything_and_writes_nothing(tmp_path, monkeypatch):
+def test_flags_words_for_srun_and_what_comes_after(tmp_path):
+    text = text_of(
+        tmp_path,
+        "cluster.flags=[exclusive]",
+        "cluster.srun_args=[--mpi=none]",
+        "cluster.teardown=[rm -rf /scratch/x]",
+        "cluster.array_parallelism=3",
+        count=5,
+    )
+    assert "\n#SBATCH --exclusive\n" in text
+    assert "\n#SBATCH --array=0-4%3\n" in text
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
+    assert "--mpi=none" in shlex.split(srun)
+    assert text.endswith("ranks=$?\nrm -rf /scratch/x\nexit $ranks")
+
+
+def test_the_job_ends_as_its_ranks_did_whatever_is_done_after(tmp_path):
+    """bash itself runs the script, with a srun that fails."""
+    (tmp_path / "srun").write_text("#!/bin/sh\nexit 75\n")
+    (tmp_path / "srun").chmod(0o755)
+    text = text_of(tmp_path, "cluster.teardown=[touch 'after it']")
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", text], cwd=tmp_path, env=environment, check=False)
+    assert done.returncode == 75
+    assert (tmp_path / "after it").exists()
+
+
+def test_a_container_sees_runs_and_code_and_is_put_back_from_outside(tmp_path):
+    text = text_of(
+        tmp_path,
+        "cluster.container_image=/images/torch.sqsh",
+        "cluster.container_mounts=[/data:/data]",
+        "cluster.python=python3",
+    )
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
+    words = shlex.split(srun)
+    assert "--container-image=/images/torch.sqsh" in words
+    assert f"--container-mounts={tmp_path}:{tmp_path},/data:/data" in words
+    assert words[words.index("python3") :][:5] == ["python3", "-P", "-u", "-m", "harness.launch.slurm.task"]
+    assert "[ $ranks -ne 75 ] || scontrol requeue" in text
+
+
+def test_a_preview_shows_everything_and_writes_scripts_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(preview_module, "probe", lambda: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
     root = tmp_path / "none yet"
     cells = [make(root, "train.replicate=1"), make_cell(root, "train.replicate=2")]
     text = preview(cells)
@@ -124,4 +186,7 @@ def test_a_preview_shows_everything_and_writes_nothing(tmp_path, monkeypatch):
     assert "#SBATCH --nodes=1" in text
     assert "harness.worker" in text
     assert "OMP_NUM_THREADS=1" in text
-    assert list(Path(tmp_path).iterdir()) == []
+    (script,) = (path for path in root.rglob("*") if path.is_file() and path.name != ".store")
+    assert script.read_text() in text
+    assert str(script) in text
+    assert preview(cells) == text

@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 from harness.config.compose import Cell
+from harness.config.errors import BadRequest
 from harness.launch.control import cancel
 from harness.launch.slurm.scheduler import Scheduler
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal
+from harness.launch.watch import rows
 from harness.store import provenance, status
 from harness.store.errors import StoreError
 from harness.store.metrics import read_metrics
@@ -89,10 +91,17 @@ def test_three_runs_over_two_nodes(cluster: Cluster, tmp_path):
     root = tmp_path / "the runs"
     study = ["-m", "study.name=three", "train.replicate=0,1,2"]
     cluster.hold()
+    shown = request(root, *study, "launch.dry_run=true").stdout
     asked = request(root, *study)
     assert asked.returncode == 0, asked.stderr
     assert "submitted 3 cells" in asked.stdout
     runs = Store(root).runs("three")
+    (script,) = root.glob("three/.submit/*/*_submission.sh")
+    assert script.read_text() in shown, "a dry run shows what is submitted, to the letter"
+    (dry,) = root.glob("three/.dry_run/*.sh")
+    assert dry.read_text() == script.read_text()
+    table = "\n".join(row.reason for row in rows(Store(root), "three", Scheduler()))
+    assert f"SLURM job {job(runs[0])} is PENDING (PartitionDown)" in table
     assert {state(run) for run in runs} == {State.queued}
     assert len({job(run).partition("_")[0] for run in runs}) == 1, "one shape is one array"
     preempted, raising, last = runs
@@ -197,10 +206,22 @@ def test_a_crash_between_sbatch_and_bookkeeping_loses_no_job(cluster: Cluster, t
 
 
 def test_what_sbatch_refuses_is_failed_with_its_words(cluster: Cluster, tmp_path):
-    with pytest.raises(StoreError, match="invalid partition specified: nowhere"):
-        submit([slurm_cell(tmp_path, "cluster.partition=nowhere")], Terminal())
+    with pytest.raises(StoreError, match="reservation is invalid"):
+        submit([slurm_cell(tmp_path, "cluster.additional.reservation=nowhere")], Terminal())
     (run,) = Store(tmp_path).runs()
     assert state(run) is State.failed
+
+
+def test_what_the_cluster_never_has_is_refused_before_anything_is_written(cluster: Cluster, tmp_path):
+    """This SLURM takes a job that asks for too long, and would let it wait for ever."""
+    for words, told in (
+        (["cluster.partition=nowhere"], "no such partition"),
+        (["cluster.gpus_per_node=1"], "no node of partition main has more than 0 GPUs"),
+        (["cluster.nodes=3", "mesh.world_size=3"], "partition main has 2 such nodes"),
+    ):
+        with pytest.raises(BadRequest, match=told):
+            submit([slurm_cell(tmp_path / "runs", *words)], Terminal())
+    assert list(tmp_path.iterdir()) == []
 
 
 def slurm_cell(root: Path, *overrides: str) -> Cell:

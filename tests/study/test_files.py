@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,8 @@ from hydra.types import RunMode
 from harness.cli.failure import REQUEST_ERRORS, explained
 from harness.config import catalog
 from harness.config.compose import register
+from harness.config.overrides import check_overrides, hydra_words
+from harness.study import file as study_file
 from harness.study.request import cells_of
 
 
@@ -61,3 +65,43 @@ def test_a_mistake_in_a_file_names_the_file(file: str, content: str, told: list[
     for part in told:
         assert part in message
     assert "full_key" not in message
+
+
+def test_a_study_is_named_by_the_path_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As run.py asks: Hydra is told a name of ours, and what is recorded is the path as it was typed."""
+    (tmp_path / "my study.yaml").write_text("name: mine\ngrid: {train.seed: [1, 2]}\nbase: {data: synthetic}\n")
+    monkeypatch.chdir(tmp_path)
+    typed = ["study='./my study.yaml'", "train.steps=3", "train.warmup_steps=0"]
+    check_overrides(typed, multirun=True)
+    words = hydra_words(typed)
+    study_file.register(typed)
+    register()
+    with initialize_config_dir(str(catalog.ROOT / "conf"), version_base="1.3"):
+        hydra = GlobalHydra.instance().hydra
+        assert hydra is not None
+        master = hydra.compose_config("config", words, RunMode.MULTIRUN)
+        wanted = cells_of(hydra.config_loader, master, study_file.as_asked(words))
+    assert [(cell.study, cell.config["train"]["seed"]) for cell in wanted.cells] == [("mine", 1), ("mine", 2)]
+    assert all(typed[0] in cell.overrides for cell in wanted.cells)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, "there is no file"),
+        ("- a list\n", "is a list, not a table"),
+        ("{}\n", "the file says nothing"),
+        ("gird: {train.seed: [1]}\n", "gird"),
+    ],
+)
+def test_a_study_file_that_is_none_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, told: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    if text is not None:
+        (tmp_path / "mine.yaml").write_text(text)
+    command = [sys.executable, str(catalog.ROOT / "run.py"), "-m", "study=mine.yaml", "launch.dry_run=true"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert told in done.stderr
+    assert "Traceback" not in done.stderr

@@ -190,6 +190,16 @@ CONDITIONS: dict[str, Condition] = {
     "cluster.gpus_per_node": _SLURM,
     "cluster.sharp_network": _SLURM,
     "cluster.additional": _SLURM,
+    "cluster.flags": _SLURM,
+    "cluster.srun_args": _SLURM,
+    "cluster.setup": _SLURM,
+    "cluster.teardown": _SLURM,
+    "cluster.array_parallelism": _SLURM,
+    "cluster.python": _SLURM,
+    "cluster.container_image": _SLURM,
+    "cluster.container_mounts": Condition(
+        lambda c: c.cluster.container_image is not None, "cluster.container_image", lambda c: "no container_image"
+    ),
     "cluster.slots": _LOCAL,
 }
 """Settings that only some choices read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from harness.config.derived import against_forks
@@ -65,6 +66,57 @@ def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
         )
 
 
+OF_SETTINGS = {
+    "partition": "cluster.partition",
+    "account": "cluster.account",
+    "qos": "cluster.qos",
+    "nodes": "cluster.nodes",
+    "ntasks": "mesh.world_size",
+    "ntasks-per-node": "mesh.world_size",
+    "cpus-per-task": "cluster.threads_per_rank",
+    "gpus-per-node": "cluster.gpus_per_node",
+    "mem": "cluster.mem_gb",
+    "time": "cluster.time_min",
+    "signal": "cluster.grace_s",
+    **dict.fromkeys(("array", "job-name", "output", "error", "open-mode", "requeue", "no-requeue", "wrap", "parsable")),
+}
+"""sbatch's options that a setting gives, or (None) that finding a run's job again relies on."""
+
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+
+
+@rule()
+def sbatch_options_are_words_of_its_own(request: Request) -> Iterator[Violation]:
+    """A further option is a plain word, and none that a setting gives already."""
+    c = request.config.cluster
+    named = [("cluster.flags", flag) for flag in c.flags]
+    named += [(f"cluster.additional.{name}", name) for name in c.additional]
+    for path, name in named:
+        plain = name.replace("_", "-")
+        if not _OPTION.fullmatch(plain):
+            yield Violation(f"{path}: {name!r}", "is no long option of sbatch", fix="its name without dashes before it")
+        elif plain in OF_SETTINGS:
+            told = OF_SETTINGS[plain]
+            fix = f"{told}=VALUE" if told else "leave it out"
+            yield Violation(f"{path}: {name}", f"is {told or 'how a run finds its job again'}", fix=fix)
+    for name, value in c.additional.items():
+        if value.lower() in ("true", "", "none", "null"):
+            problem = "is an option without a value, and sbatch would be given one"
+            yield Violation(f"cluster.additional.{name}={value}", problem, fix=f"cluster.flags=[{name}]")
+
+
+@rule()
+def a_container_brings_its_own_python(request: Request) -> Iterator[Violation]:
+    """This interpreter's path means nothing in an image."""
+    c = request.config.cluster
+    if c.backend is Backend.slurm and c.container_image is not None and c.python is None:
+        yield Violation(
+            f"cluster.container_image={c.container_image}",
+            "has an interpreter of its own, with torch and this package's dependencies",
+            fix="cluster.python=python3, or its path in the image",
+        )
+
+
 @rule("launch.root")
 def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
     """The root's name goes into batch scripts and log patterns, where some characters end a line or expand."""
@@ -106,6 +158,8 @@ RULES: tuple[Rule, ...] = (
     one_machine_without_a_scheduler,
     grace_is_within_the_limit,
     every_cuda_rank_gets_a_device,
+    sbatch_options_are_words_of_its_own,
+    a_container_brings_its_own_python,
     root_survives_scripts_and_logs,
     nothing_secret_is_frozen,
     forks_on_one_machine_untimed,

@@ -61,6 +61,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "cluster.time_min": (1, 525_600),
     "cluster.grace_s": (0, 86_400),
     "cluster.gpus_per_node": (0, 1_024),
+    "cluster.array_parallelism": (1, 1_000_000),
     "launch.hang_timeout_s": (1, 1e7),
     "launch.stop_grace_s": (0, 86_400),
     "launch.preempt_at": (0, _COUNT),

@@ -27,7 +27,7 @@ from harness.launch.plan import Action, Decision
 from harness.store.errors import EXIT_BUSY
 from harness.store.files import Lock, own_folder
 from harness.store.rundir import Store
-from harness.store.status import JobProbe
+from harness.store.status import JobProbe, State
 
 TICK_S = 0.1
 TIMING = "timing.lock"
@@ -92,6 +92,7 @@ class Pool:
         self._codes: list[int] = []
         self._timing: Lock | None = None
         self._told_to_wait = False
+        self._failed = False
 
     def run(self, cells: Sequence[Cell]) -> list[int]:
         """Run what must be run; returns an exit code for each cell that was started or is not done."""
@@ -109,6 +110,8 @@ class Pool:
                     self._start(waiting.pop(0))
                 self._wait()
                 self._reap()
+                if self._failed:
+                    self._leave(waiting)
                 if asked.interrupted:
                     self._cancel_all()
                     return [*self._codes, 130]
@@ -117,6 +120,12 @@ class Pool:
                     waiting.clear()
                     self._stop_all(asked.stops[-1])
             return [*self._codes, 75] if heard else self._codes
+
+    def _leave(self, waiting: list[Cell]) -> None:
+        """Start none of these any more."""
+        for cell in waiting:
+            self._on_decision(cell, Decision(Action.leave, "not started: launch.fail_fast, and a run has failed"))
+        waiting.clear()
 
     def _fits(self, cell: Cell) -> bool:
         if is_timed(cell) or self._timing is not None:
@@ -169,6 +178,7 @@ class Pool:
             if ended is not None:
                 self._running.remove(run)
                 self._codes.append(ended.exit_code)
+                self._failed |= ended.state is State.failed and run.opened.cell.config["launch"]["fail_fast"]
                 self._on_end(run.opened, ended)
 
     def _stop_all(self, reason: str) -> None:

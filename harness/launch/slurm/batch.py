@@ -1,0 +1,98 @@
+"""An array before it is submitted: which cells stand in it, what it is called, and its script to the letter.
+
+Everything here follows from the cells, their attempts so far and the code, so that `launch.dry_run=true` shows the very
+script that the request would submit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.config.compose import Cell
+from harness.launch.plan import Decision
+from harness.launch.slurm.shape import Shape, shapes
+from harness.store.rundir import DRY_RUN, SUBMISSIONS, RunDir, Store
+
+Wanted = Sequence[tuple[Cell, Decision]]
+"""Cells whose next attempt is to be started, each with why."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Cells of one study that are submitted together: an array, or one job where there is one cell."""
+
+    study: str
+    shape: Shape
+    wanted: tuple[tuple[Cell, Decision], ...]
+    token: str
+    """Tells this submission from every other one of the user's: hash of the root, the cells and their attempts."""
+    root: Path
+    code: Path
+    """Folder whose `harness` the jobs run."""
+    exclude: tuple[str, ...]
+    """Nodes that are not to be used."""
+
+    @property
+    def name(self) -> str:
+        """The job's name, by which it is found where its number was lost."""
+        return f"{self.study}-{self.token}"
+
+    @property
+    def folder(self) -> Path:
+        """Where submitit keeps the script, what the tasks are, and their logs."""
+        return self.root / self.study / SUBMISSIONS / self.token
+
+    @property
+    def dry_file(self) -> Path:
+        """Where the script is written that is only asked for."""
+        return self.root / self.study / DRY_RUN / f"{self.token}.sh"
+
+    @property
+    def command(self) -> str:
+        """What srun starts as each rank; -P, so that the working directory's `harness` is not taken for the copy's."""
+        python = self.shape.python or shlex.quote(sys.executable)
+        return f"{python} -P -u -m harness.launch.slurm.task {shlex.quote(str(self.folder))}"
+
+    @property
+    def parameters(self) -> dict[str, Any]:
+        """The submission in submitit's words."""
+        several = {"map_count": len(self.wanted)} if len(self.wanted) > 1 else {}
+        return self.shape.parameters(self.name, self.code, self.exclude) | several
+
+    def script(self) -> str:
+        """The batch script as submitit writes it; needs no SLURM."""
+        from submitit.slurm.slurm import _make_sbatch_string
+
+        text: str = _make_sbatch_string(command=self.command, folder=self.folder, **self.parameters)
+        return text
+
+
+def batches(store: Store, wanted: Wanted, *, code: Path, limit: int, exclude: Sequence[str]) -> Iterator[Batch]:
+    """One array for each study and shape, or several where there are more than `limit` cells.
+
+    Args:
+        store: where the runs lie.
+        wanted: the cells, in the order they are to start.
+        code: folder whose `harness` the jobs run.
+        limit: most elements of an array.
+        exclude: nodes that are not to be used.
+    """
+    for study in dict.fromkeys(cell.study for cell, _ in wanted):
+        decisions = {cell.signature: decision for cell, decision in wanted}
+        for shape, cells in shapes([cell for cell, _ in wanted if cell.study == study]).items():
+            for start in range(0, len(cells), limit):
+                chunk = cells[start : start + limit]
+                pairs = tuple((cell, decisions[cell.signature]) for cell in chunk)
+                yield Batch(study, shape, pairs, _token(store, chunk), store.root, code, tuple(exclude))
+
+
+def _token(store: Store, cells: Sequence[Cell]) -> str:
+    attempts: Mapping[str, int] = {cell.signature: RunDir(store.path_of(cell)).next_attempt() for cell in cells}
+    text = "\n".join([str(store.root), *(f"{signature} {number}" for signature, number in attempts.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:8]

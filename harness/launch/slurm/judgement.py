@@ -1,0 +1,75 @@
+"""What a job's state means for the run in it: alive, waiting, held, dead or lost, and why, in a line.
+
+What a run says of itself (`status.json`) is believed as long as its job can bear it out. A job that ended while its run
+says otherwise ended it without a word: what SLURM knows of that end is all there is.
+"""
+
+from __future__ import annotations
+
+import re
+
+from harness.launch.slurm.records import Job
+from harness.store.rundir import SUBMISSIONS
+from harness.store.status import State, Status
+
+WAITING = frozenset(
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED"}
+)
+RUNNING = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"})
+
+_HELD = re.compile(r"held|hold|SPECIAL_EXIT", re.IGNORECASE)
+_NEVER = re.compile(
+    r"PartitionNodeLimit|PartitionTimeLimit|BadConstraints|DependencyNeverSatisfied|InvalidAccount|InvalidQOS|"
+    r"AccountNotAllowed|QOSNotAllowed"
+)
+"""Reasons that waiting does not cure."""
+
+ENDS: dict[str, tuple[State, str]] = {
+    "CANCELLED": (State.cancelled, ""),
+    "TIMEOUT": (
+        State.failed,
+        ": the time limit (cluster.time_min) came before the run had saved and put itself back (cluster.grace_s)",
+    ),
+    "OUT_OF_MEMORY": (State.failed, ": a node ran out of the memory that was asked for (cluster.mem_gb)"),
+    "DEADLINE": (State.failed, ": its deadline came"),
+    "NODE_FAIL": (State.lost, ": a node failed, and the job was not put back"),
+    "BOOT_FAIL": (State.lost, ": a node did not start"),
+    "PREEMPTED": (State.lost, ": another job took its nodes, and it was not put back"),
+    "REVOKED": (State.lost, ": another cluster took it"),
+    "COMPLETED": (State.lost, ", and the run has not ended"),
+}
+"""What an end means for a run that had not said how it ended; every other end is a failure."""
+
+
+def judge(status: Status, job: Job) -> tuple[State, str] | None:
+    """State and reason of a run that `status.json` calls queued, running or preempted."""
+    where = f"SLURM job {job.id} is {job.state}"
+    if job.state in WAITING:
+        state = State.preempted if status.state is State.preempted else State.queued
+        return state, f"{where} ({job.detail}){_advice(job)}"
+    if job.state in RUNNING:
+        on = f" on {job.nodes}" if job.nodes else ""
+        return State.running, f"{where}{on}" + ("" if status.state is State.running else ", starting")
+    state, why = ENDS.get(job.state, (State.failed, f" before the run could say why; its log: {log_of(status, job)}"))
+    if status.state is State.preempted and state is not State.cancelled:
+        return State.lost, f"{where} ({job.detail}); the run had saved, and was not put back into the queue"
+    told = f" ({job.detail})" if job.detail else ""
+    return state, f"{where}{told}{_on(job)}{why}"
+
+
+def _on(job: Job) -> str:
+    return f" on {job.nodes}" if job.nodes else ""
+
+
+def _advice(job: Job) -> str:
+    """What to do about a job that does not start by itself."""
+    if _HELD.search(job.state) or _HELD.search(job.detail):
+        return f": held; scontrol release {job.id}"
+    if _NEVER.search(job.detail):
+        return ": waiting will not help; cancel it, change cluster.*, and ask again"
+    return ""
+
+
+def log_of(status: Status, job: Job) -> str:
+    """Log of the batch script, under the study's folder."""
+    return f"{SUBMISSIONS}/{status.submission or '*'}/{job.id}_0_log.out"

@@ -1,0 +1,93 @@
+"""The code as it was when a job was submitted: jobs run from a copy, so that edits while they wait change nothing.
+
+`<root>/.snapshots/<digest>/` holds what is shipped, named by what is in it: a thousand cells submitted from the same
+sources share one copy, and a requeued job starts from the very files it started from before. What is the user's
+own (an engine, a model) is copied likewise. `harness gc` removes a copy when no submission names it any more.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from harness.store.errors import StoreError
+from harness.store.provenance import PACKAGE, files_digest
+from harness.store.rundir import CODE
+
+SHIPPED = ("harness", "hydra_plugins/harness_hydra", "conf", "sweeps", "run.py")
+"""Everything a run needs, and what it takes to ask for one, beside the package."""
+
+
+class Snapshot:
+    """The code of this process's own package, to be copied under a store's root."""
+
+    def __init__(self, root: Path, origin: Path = PACKAGE.parent) -> None:
+        """
+        Args:
+            root: the store's root.
+            origin: the folder that holds the package.
+        """
+        self._root, self._origin = root, origin
+
+    @cached_property
+    def path(self) -> Path:
+        """Where the copy lies, or will."""
+        return self._root / CODE / files_digest(self._origin, self._names)[:16]
+
+    @cached_property
+    def _names(self) -> list[str]:
+        return sorted(name for shipped in SHIPPED for name in _files(self._origin, shipped))
+
+    def take(self) -> Path:
+        """Make the copy, unless it is there, and return its folder.
+
+        Raises:
+            StoreError: a file changed while it was copied.
+            OSError: the root is not writable, or the disk is full.
+        """
+        return copied(self._origin, self._names, self.path)
+
+
+def own_copy(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """The record of something of the user's own for `provenance.json`, with the folder of its copy as `copy`."""
+    target = root / CODE / f"own-{facts['digest'][:16]}"
+    return {**facts, "copy": str(copied(Path(facts["root"]), facts["files"], target))}
+
+
+def copied(origin: Path, names: Iterable[str], target: Path) -> Path:
+    """Copy files to a folder whose name ends in their digest; a crash at any moment leaves the whole folder or none."""
+    if target.is_dir():
+        os.utime(target)  # in use: `gc` takes only what nobody has asked for lately
+        return target
+    names = list(names)
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        for name in names:
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(origin / name, temporary / name)
+        if not target.name.endswith(files_digest(temporary, names)[:16]):
+            raise StoreError(f"a file under {origin} changed while it was copied; ask again")
+        os.replace(temporary, target)
+    except OSError:
+        if not target.is_dir():  # somebody else has made it meanwhile
+            raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _files(origin: Path, name: str) -> Iterable[str]:
+    """Regular files of a folder or the file itself, relative; what Python compiled and what is hidden is left out."""
+    if (origin / name).is_file():
+        yield name
+    for folder, folders, files in os.walk(origin / name):
+        folders[:] = [each for each in folders if each != "__pycache__" and not each.startswith(".")]
+        for file in files:
+            path = Path(folder, file)
+            if not file.startswith(".") and path.is_file():
+                yield path.relative_to(origin).as_posix()
