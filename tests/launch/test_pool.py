@@ -143,3 +143,16 @@ def test_an_interrupted_study_goes_on_with_what_is_missing(tmp_path: Path, monke
     assert again.pool.run(cells) == [0, 0]
     assert again.decisions == ["done"]
     assert [name for what, name in again.told if what == "begin"] == [cell.name for cell in cells[1:]]
+
+
+@pytest.mark.parametrize("fail_fast", [True, False])
+def test_after_a_failure_nothing_more_is_started_if_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fail_fast: bool
+) -> None:
+    watched = Watched(tmp_path, monkeypatch)
+    monkeypatch.setenv("FAKE", "raise|done")
+    flag = f"launch.fail_fast={str(fail_fast).lower()}"
+    cells = [make_cell(tmp_path, "cluster.slots=2", flag, f"train.replicate={n}") for n in range(3)]
+    assert watched.pool.run(cells) == ([1] if fail_fast else [1, 1, 1])
+    assert watched.decisions == ["not started: launch.fail_fast, and a run has failed"] * (2 if fail_fast else 0)
+    assert len(Store(tmp_path).runs()) == (1 if fail_fast else 3)

@@ -1,4 +1,4 @@
-"""A real SLURM of several nodes on this one machine, on loopback, without root, systemd or accounting.
+"""A real SLURM of several nodes on this one machine, on loopback, without root or systemd; with accounting if asked.
 
     python -m tests.slurm.cluster start DIR     prints the SLURM_CONF to export;  stop DIR   ends what start has started
 
@@ -21,6 +21,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
+from tests.slurm import accounting
+
+NO_ACCOUNTING = "AccountingStorageType=accounting_storage/none"
 DAEMONS = ("munged", "slurmctld", "slurmd")
 
 SLURM_CONF = """
@@ -43,7 +48,7 @@ TaskPlugin=task/none
 MpiDefault=none
 SwitchType=switch/none
 JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
+{accounting}
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdParameters=config_overrides
@@ -107,6 +112,21 @@ class Cluster:
         """Start a requeued job without the two minutes that SLURM waits."""
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
+    def kill_node(self, name: str) -> None:
+        """End a node as a power failure does: its slurmd, and all that runs in its jobs, without a word."""
+        pid = int((self.folder / f"slurmd-{name}.pid").read_text())
+        doomed = [psutil.Process(pid), *_of_node(name, self.folder)]
+        for process in doomed:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def start_node(self, name: str) -> None:
+        """Start a node's slurmd, anew where it was killed, and let the node be used."""
+        _daemon(self, "slurmd", "-N", name, "-f", str(self.folder / "slurm.conf"))
+        deadline = time.monotonic() + 60
+        while "down" in self.ask("sinfo", "-h", "-n", name, "-o", "%T") and time.monotonic() < deadline:
+            time.sleep(0.2)
+
     def clear(self) -> None:
         """End all jobs, and let new ones start."""
         self.ask("scancel", f"--user={os.getuid()}")
@@ -127,6 +147,20 @@ class Cluster:
         return "\n".join(parts)
 
 
+def _of_node(name: str, folder: Path) -> Iterator[psutil.Process]:
+    """Processes of this cluster's jobs on a node, and the slurmstepds above them."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            environment = process.environ()
+            if environment.get("SLURMD_NODENAME") == name and environment.get("SLURM_CONF") == str(
+                folder / "slurm.conf"
+            ):
+                parent = process.parent()
+                if parent is not None and parent.name().startswith("slurmstepd"):
+                    yield parent
+                yield process
+
+
 def missing() -> list[str]:
     """Daemons that are not installed."""
     return [name for name in DAEMONS if _which(name) is None]
@@ -137,16 +171,25 @@ def _which(name: str) -> str | None:
 
 
 @contextlib.contextmanager
-def running(folder: Path, *, nodes: int = 2, cpus: int = 2) -> Iterator[Cluster]:
+def running(
+    folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "", with_accounting: bool = False
+) -> Iterator[Cluster]:
     """A cluster for the time of the block."""
     try:
-        yield start(folder, nodes=nodes, cpus=cpus)
+        yield start(folder, nodes=nodes, cpus=cpus, more=more, with_accounting=with_accounting)
     finally:
         stop(folder)
 
 
-def start(folder: Path, *, nodes: int = 2, cpus: int = 2) -> Cluster:
+def start(folder: Path, *, nodes: int = 2, cpus: int = 2, more: str = "", with_accounting: bool = False) -> Cluster:
     """Start munged, slurmctld and one slurmd a node, and wait until all nodes are idle.
+
+    Args:
+        folder: of every file of the cluster.
+        nodes: how many machines SLURM believes in.
+        cpus: processors of each.
+        more: further lines of slurm.conf.
+        with_accounting: start slurmdbd and its database too.
 
     Raises:
         RuntimeError: they are not within 30 seconds; the message holds the daemons' logs.
@@ -154,30 +197,34 @@ def start(folder: Path, *, nodes: int = 2, cpus: int = 2) -> Cluster:
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o755)
     cluster = Cluster(folder, tuple(f"n{number + 1}" for number in range(nodes)))
-    _configure(cluster, cpus)
+    dbd, database = _free_ports(2)
+    kept = accounting.SLURM_LINES.format(port=dbd, folder=folder) if with_accounting else NO_ACCOUNTING
+    _configure(cluster, cpus, more, kept)
     _munge(folder)
+    if with_accounting:
+        accounting.start(folder, dbd, database, cluster.environment)
     _daemon(cluster, "slurmctld", "-c", "-f", str(folder / "slurm.conf"))
     for name in cluster.nodes:
         (folder / f"spool-{name}").mkdir(exist_ok=True)
         _daemon(cluster, "slurmd", "-N", name, "-f", str(folder / "slurm.conf"))
     deadline = time.monotonic() + 30
-    while cluster.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split() != list(cluster.nodes):
+    while set(cluster.ask("sinfo", "-h", "-N", "-t", "idle", "-o", "%N", check=False).split()) != set(cluster.nodes):
         if time.monotonic() > deadline:
             raise RuntimeError(f"the nodes did not become idle\n{cluster.log()}")
         time.sleep(0.1)
     return cluster
 
 
-def _configure(cluster: Cluster, cpus: int) -> None:
+def _configure(cluster: Cluster, cpus: int, more: str, kept: str) -> None:
     host = socket.gethostname().partition(".")[0]
     ports = _free_ports(len(cluster.nodes) + 1)
-    text = SLURM_CONF.format(host=host, port=ports[0], user=getpass.getuser(), folder=cluster.folder)
+    text = SLURM_CONF.format(host=host, port=ports[0], user=getpass.getuser(), folder=cluster.folder, accounting=kept)
     for name, port in zip(cluster.nodes, ports[1:], strict=True):
         text += (
             f"NodeName={name} NodeAddr=127.0.0.1 NodeHostname={host} Port={port} CPUs={cpus} Sockets=1 "
             f"CoresPerSocket={cpus} ThreadsPerCore=1 RealMemory=4000 State=UNKNOWN\n"
         )
-    (cluster.folder / "slurm.conf").write_text(text)
+    (cluster.folder / "slurm.conf").write_text(text + more)
     (cluster.folder / "cgroup.conf").write_text("CgroupAutomount=no\nConstrainCores=no\nConstrainRAMSpace=no\n")
     (cluster.folder / "state").mkdir(exist_ok=True)
 
@@ -223,6 +270,7 @@ def stop(folder: Path) -> None:
             if _lives(pid):
                 os.kill(pid, signal.SIGKILL)
         path.unlink(missing_ok=True)
+    accounting.stop(folder)
 
 
 def _lives(pid: int) -> bool:

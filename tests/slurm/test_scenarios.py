@@ -1,0 +1,326 @@
+"""What happens to jobs on a real cluster: nodes die, are drained and taken away; people cancel, requeue and edit."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from harness.launch.slurm.scheduler import Scheduler
+from harness.store import nodes, status
+from harness.store.metrics import read_metrics
+from harness.store.rundir import RunDir, Store
+from harness.store.status import State
+from tests.house.places import Copy
+from tests.slurm import accounting
+from tests.slurm.cluster import Cluster, missing, running
+from tests.slurm.conftest import named
+from tests.slurm.test_study import REPOSITORY, REQUEST, final_weights, job, numbers, state, until
+
+pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timeout(1800)]
+
+MORE = """
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmdTimeout=10
+PartitionName=low Nodes=ALL Default=NO MaxTime=30 State=UP PriorityTier=1 PreemptMode=REQUEUE GraceTime=60
+PartitionName=high Nodes=ALL Default=NO MaxTime=30 State=UP PriorityTier=10 PreemptMode=OFF
+"""
+PATIENCE_S = 600.0
+STEPS = 150
+WORDS = [word for word in REQUEST[2:] if not word.startswith(("cluster.nodes", "train.steps"))]
+
+
+@pytest.fixture(scope="module", params=["without accounting", "with accounting"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """Three nodes of four processors, and partitions that take nodes from one another."""
+    with_accounting = request.param == "with accounting"
+    lacking = missing() + (accounting.missing() if with_accounting else [])
+    if lacking:
+        pytest.skip(f"not installed: {', '.join(lacking)} (apt packages: .ci/apt.txt)")
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    try:
+        with running(folder, nodes=3, cpus=4, more=MORE, with_accounting=with_accounting) as made, named(made):
+            yield made
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def clear(cluster: Cluster) -> Iterator[None]:
+    """No test sees another's jobs, or nodes that it broke."""
+    yield
+    cluster.clear()
+    for name in cluster.nodes:
+        cluster.ask("scontrol", "update", f"nodename={name}", "state=resume", check=False)
+
+
+def request(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Ask run.py for something on the cluster."""
+    steps = [] if any(word.startswith("train.steps") for word in words) else [f"train.steps={STEPS}"]
+    command = [*REQUEST[:2], *WORDS, *steps, f"launch.root={root}", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=REPOSITORY)
+
+
+def one(root: Path, *words: str) -> RunDir:
+    """A run of one cell on one node, submitted."""
+    before = set(Store(root).runs())
+    asked = request(root, *words)
+    assert asked.returncode == 0, asked.stderr
+    (new,) = set(Store(root).runs()) - before
+    return new
+
+
+def effective(run: RunDir) -> State:
+    found = status.effective(run.path, Scheduler())
+    assert found is not None
+    return found.state
+
+
+def reason(run: RunDir) -> str:
+    found = status.effective(run.path, Scheduler())
+    assert found is not None
+    return found.reason
+
+
+def step_of(run: RunDir) -> int:
+    return len(read_metrics(run.metrics))
+
+
+def node_of(cluster: Cluster, number: str) -> str:
+    return cluster.ask("squeue", "--noheader", f"--job={number}", "--format=%N").strip()
+
+
+def go_on(cluster: Cluster, run: RunDir) -> None:
+    """Wait until a run is in the queue again, start it without SLURM's two minutes, and wait for its end."""
+    until(cluster, lambda: cluster.job_states().get(job(run)) == "PENDING", PATIENCE_S)
+    cluster.start_now(job(run))
+    until(cluster, lambda: effective(run) not in (State.queued, State.running, State.preempted), PATIENCE_S)
+
+
+def same_as_undisturbed(cluster: Cluster, root: Path, run: RunDir) -> None:
+    """Its numbers are those of the same cell under another replicate, which nothing has happened to."""
+    twin = one(root, "train.replicate=9")
+    until(cluster, lambda: effective(twin) is State.done, PATIENCE_S)
+    assert [line["step"] for line in read_metrics(run.metrics)] == list(range(1, STEPS + 1))
+    assert numbers(run) == numbers(twin)
+    assert final_weights(run) == final_weights(twin)
+
+
+def test_edits_while_it_waits_change_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    """Broken code and a broken conf/, saved between sbatch and the job's start."""
+    (tmp_path / "checkout").mkdir()
+    checkout = Copy(tmp_path / "checkout")
+    cluster.hold()
+    done = checkout.run("run.py", *WORDS, "train.steps=3", f"launch.root={tmp_path / 'runs'}")
+    assert done.returncode == 0, done.stderr
+    (run,) = Store(tmp_path / "runs").runs()
+    (checkout.folder / "harness" / "worker" / "rank.py").write_text("raise SystemExit('edited')\n")
+    (checkout.folder / "harness" / "launch" / "slurm" / "task.py").write_text("raise SystemExit('edited')\n")
+    shutil.rmtree(checkout.folder / "conf")
+    cluster.go()
+    until(cluster, lambda: effective(run) not in (State.queued, State.running), PATIENCE_S)
+    assert effective(run) is State.done, reason(run)
+
+
+def test_a_node_dies_under_a_run_which_goes_on_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
+    """Power is gone: no daemon and no rank can say anything. The node is remembered."""
+    run = one(tmp_path, "ckpt.every=5")
+    until(cluster, lambda: step_of(run) >= 12, PATIENCE_S)
+    name = node_of(cluster, job(run))
+    cluster.kill_node(name)
+    until(cluster, lambda: effective(run) is State.queued, PATIENCE_S)
+    go_on(cluster, run)
+    assert effective(run) is State.done, reason(run)
+    told = [json.loads(line) for line in (tmp_path / nodes.FILE).read_text().splitlines()]
+    assert [(each["node"], each["run"]) for each in told] == [(name, run.name)]
+    cluster.start_node(name)
+    same_as_undisturbed(cluster, tmp_path, run)
+    nodes.blame(tmp_path, name, run.name, "another start", "again")
+    asked = request(tmp_path, "train.replicate=8")
+    assert f"not on {name}" in asked.stdout
+    assert f"#SBATCH --exclude={name}" in next(tmp_path.glob("adhoc/*-r8-*/attempts/0/submit.sh")).read_text()
+
+
+def test_a_drained_node_lets_its_run_end_and_takes_no_other(cluster: Cluster, tmp_path: Path) -> None:
+    run = one(tmp_path)
+    until(cluster, lambda: step_of(run) >= 2, PATIENCE_S)
+    name = node_of(cluster, job(run))
+    cluster.ask("scontrol", "update", f"nodename={name}", "state=drain", "reason=test")
+    other = one(tmp_path, "train.replicate=1")
+    until(cluster, lambda: {effective(run), effective(other)} == {State.done}, PATIENCE_S)
+    assert name not in json.loads(other.provenance.read_text())["environment"]["SLURM_JOB_NODELIST"]
+
+
+def test_put_back_by_hand(cluster: Cluster, tmp_path: Path) -> None:
+    run = one(tmp_path)
+    until(cluster, lambda: step_of(run) >= 5, PATIENCE_S)
+    cluster.ask("scontrol", "requeue", job(run))
+    until(cluster, lambda: state(run) is State.preempted, PATIENCE_S)
+    assert "saved at step" in (run.status() or pytest.fail("no status")).reason
+    go_on(cluster, run)
+    same_as_undisturbed(cluster, tmp_path, run)
+
+
+def test_held_says_how_to_release(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.hold()
+    run = one(tmp_path)
+    cluster.ask("scontrol", "hold", job(run))
+    assert f"held; scontrol release {job(run)}" in reason(run)
+
+
+def test_a_higher_partition_takes_its_node(cluster: Cluster, tmp_path: Path) -> None:
+    run = one(tmp_path, "cluster.partition=low")
+    until(cluster, lambda: step_of(run) >= 5, PATIENCE_S)
+    node = node_of(cluster, job(run))
+    taker = ["sbatch", "--parsable", "--partition=high", f"--nodelist={node}", "--exclusive", "--wrap=sleep 5"]
+    cluster.ask(*taker, f"--output={tmp_path / 'taker.log'}")
+    until(cluster, lambda: state(run) is State.preempted, PATIENCE_S)
+    go_on(cluster, run)
+    same_as_undisturbed(cluster, tmp_path, run)
+
+
+@pytest.mark.parametrize("cells", [1, 2, 5])
+def test_the_time_limit_comes(cluster: Cluster, tmp_path: Path, cells: int) -> None:
+    """Every element saves, is put back and waits, the last one too; SLURM's shortest limit is a minute."""
+    words = [
+        "-m",
+        f"train.replicate=range(0,{cells})",
+        "train.steps=100000",
+        "cluster.time_min=1",
+        "cluster.grace_s=50",
+    ]
+    asked = request(tmp_path, *words)
+    assert asked.returncode == 0, asked.stderr
+    runs = Store(tmp_path).runs()
+    until(cluster, lambda: all(state(run) is State.preempted for run in runs), PATIENCE_S)
+    until(cluster, lambda: all(cluster.job_states().get(job(run)) == "PENDING" for run in runs), PATIENCE_S)
+    assert all("SIGUSR2 received; saved at step" in (run.status() or pytest.fail("no")).reason for run in runs)
+    assert {effective(run) for run in runs} == {State.preempted}
+
+
+def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(cluster: Cluster, tmp_path: Path) -> None:
+    """Its ranks are stopped, as in a hung file system: SLURM kills them, and says so."""
+    run = one(tmp_path, "train.steps=100000", "cluster.time_min=1", "cluster.grace_s=10")
+    until(cluster, lambda: step_of(run) >= 2, PATIENCE_S)
+    for process in ranks_of(run):
+        process.suspend()
+    until(cluster, lambda: effective(run) is State.failed, PATIENCE_S)
+    assert "is TIMEOUT" in reason(run)
+    assert "cluster.time_min" in reason(run)
+
+
+def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: Path) -> None:
+    asked = request(tmp_path, "-m", "train.replicate=0,1")
+    assert asked.returncode == 0, asked.stderr
+    killed, other = Store(tmp_path).runs()
+    until(cluster, lambda: step_of(killed) >= 3, PATIENCE_S)
+    next(process for process in ranks_of(killed) if process.environ()["SLURM_PROCID"] == "1").kill()
+    until(cluster, lambda: effective(killed) is State.failed, PATIENCE_S)
+    assert "left no traceback" in reason(killed) or "is FAILED" in reason(killed)
+    until(cluster, lambda: effective(other) is State.done, PATIENCE_S)
+
+
+def test_fail_fast_starts_nothing_more(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.hold()
+    words = ["-m", "train.replicate=0,1,2", "launch.fail_fast=true", "cluster.array_parallelism=1"]
+    assert request(tmp_path, *words).returncode == 0
+    first, *others = Store(tmp_path).runs()
+    first.capture.write_text("a file where the run needs a folder")
+    cluster.go()
+    until(cluster, lambda: {state(run) for run in others} == {State.cancelled}, PATIENCE_S)
+    assert state(first) is State.failed
+    assert all(f"{first.path.name} failed" in reason(run) for run in others)
+    assert [step_of(run) for run in others] == [0, 0]
+
+
+def test_a_submitter_killed_at_any_moment_loses_and_doubles_nothing(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed ten times on its way through a study of six cells; then asked once more, in peace."""
+    monkeypatch.setattr("harness.launch.slurm.scheduler.SUBMISSION_GRACE_S", 0.0)
+    cluster.hold()
+    before = set(cluster.job_states())
+    code = (
+        "import sys; from harness.launch.slurm import scheduler; scheduler.SUBMISSION_GRACE_S = 2.0; "
+        "import run; sys.exit(run.main(sys.argv[1:]))"
+    )
+    words = [*REQUEST[2:], "-m", "train.replicate=range(0,6)", f"launch.root={tmp_path}"]
+    command = [sys.executable, "-c", code, *[word for word in words if word != "cluster.nodes=2"]]
+    began = time.monotonic()
+    whole = subprocess.run([*command, "launch.dry_run=true"], cwd=REPOSITORY, capture_output=True, check=False)
+    assert whole.returncode == 0, whole.stderr
+    takes, draw = time.monotonic() - began, random.Random(0)
+    for _ in range(10):
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(takes * draw.uniform(0.5, 1.2))
+        process.kill()
+        process.wait()
+    time.sleep(3)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    runs = Store(tmp_path).runs()
+    assert len(runs) == 6
+    waiting = [number for number in cluster.job_states() if number not in before]
+    assert len(waiting) == len({job(run) or reason(run) for run in runs}) == 6, "one job a cell"
+    cluster.go()
+    until(cluster, lambda: Counter(effective(run) for run in runs) == {State.done: 6}, PATIENCE_S)
+
+
+def test_whichever_command_exists_tells_how_it_ended(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.hold()
+    run = one(tmp_path)
+    cluster.ask("scancel", job(run))
+    present = run.status()
+    assert present is not None
+    answers = ["squeue", "scontrol", *(["sacct"] if "slurmdbd" in (cluster.folder / "slurm.conf").read_text() else [])]
+    for name in answers:
+        only = tmp_path / f"only {name}"
+        only.mkdir()
+        (only / name).symlink_to(str(shutil.which(name, path=os.defpath)))
+        with monkeypatch.context() as patch:
+            patch.setenv("PATH", str(only))
+            deadline = time.monotonic() + 30  # accounting lags behind
+            while (found := Scheduler()(present)) is None or found[0] is not State.cancelled:
+                assert time.monotonic() < deadline, (name, found)
+                time.sleep(0.5)
+
+
+def test_three_by_four_over_two_nodes_and_its_verdict(cluster: Cluster, tmp_path: Path) -> None:
+    file = tmp_path / "grid.yaml"
+    grid = {
+        "sharding": ["no_shard", "optim", "optim_grads", "optim_grads_params"],
+        "dtype": ["fp32", "bf16", "bf16_comm"],
+    }
+    file.write_text(json.dumps({"question": "equal?", "control": {"sharding": "no_shard"}, "grid": grid}))
+    asked = request(tmp_path / "runs", "-m", f"study={file}", "cluster.nodes=2", "train.steps=3")
+    assert asked.returncode == 0, asked.stderr
+    runs = Store(tmp_path / "runs").runs("grid")
+    assert len(runs) == 12
+    until(cluster, lambda: all(effective(run) is State.done for run in runs), PATIENCE_S)
+    command = [sys.executable, "-m", "harness", "verdict", "grid", "--root", str(tmp_path / "runs")]
+    verdict = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert verdict.returncode == 0, verdict.stdout + verdict.stderr
+
+
+def ranks_of(run: RunDir) -> list[psutil.Process]:
+    """The processes of a run's ranks, all on this machine."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "harness.worker" in words and str(run.path) in words:
+            found.append(process)
+    return found
