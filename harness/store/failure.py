@@ -22,7 +22,10 @@ ECHOES = re.compile(
 )
 """What gloo, NCCL and the store say when a peer is gone."""
 
-TORCH_ERRORS = frozenset({"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"})
+LOSERS = frozenset(
+    {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "CollectiveError"}
+)
+"""Errors by which a rank says that it lost a peer: torch's, and our engine's around one of them."""
 
 SILENT_PEER = "its peer left no traceback: killed, perhaps for memory, or its node died"
 """What is said of a run in which nobody told a cause."""
@@ -52,10 +55,10 @@ class Failure:
 
 
 def is_echo(text: str) -> bool:
-    """Whether a traceback only says that a peer is gone: a RuntimeError or one of torch's own, with one of `ECHOES`."""
+    """Whether a traceback only says that a peer is gone: one of `LOSERS`, with one of `ECHOES`."""
     message = _message(text)
     kind = message.partition(":")[0].rpartition(".")[2]
-    return kind in TORCH_ERRORS and ECHOES.search(message) is not None
+    return kind in LOSERS and ECHOES.search(message) is not None
 
 
 def last_line(text: str) -> str:

@@ -181,10 +181,18 @@ def test_held_says_how_to_release(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_a_higher_partition_takes_its_node(cluster: Cluster, tmp_path: Path) -> None:
-    run = one(tmp_path, "cluster.partition=low")
+    run = one(tmp_path, "cluster.partition=low", "cluster.time_min=20")
     until(cluster, lambda: step_of(run) >= 5, PATIENCE_S)
     node = node_of(cluster, job(run))
-    taker = ["sbatch", "--parsable", "--partition=high", f"--nodelist={node}", "--exclusive", "--wrap=sleep 5"]
+    taker = [
+        "sbatch",
+        "--parsable",
+        "--partition=high",
+        f"--nodelist={node}",
+        "--exclusive",
+        "--time=5",
+        "--wrap=sleep 5",
+    ]
     cluster.ask(*taker, f"--output={tmp_path / 'taker.log'}")
     until(cluster, lambda: state(run) is State.preempted, PATIENCE_S)
     go_on(cluster, run)

@@ -75,8 +75,8 @@ def submit_cells(
             of_study = [cell for cell in cells if cell.study == study]
             wanted = _wanted(store, of_study, sources, jobs, on_decision)
             if wanted:
-                Snapshot(store.root).take()
-            submitted += [_submit(store, batch, sources) for batch in _batches(store, wanted)]
+                code = Snapshot(store.root).take()
+                submitted += [_submit(store, batch, sources) for batch in _batches(store, wanted, code)]
     return submitted
 
 
@@ -89,12 +89,11 @@ def planned(
         BadRequest: as `submit_cells`.
     """
     check_facts(list(shapes(cells)))
-    return list(_batches(store, _wanted(store, cells, sources, jobs, on_decision)))
+    return list(_batches(store, _wanted(store, cells, sources, jobs, on_decision), Snapshot(store.root).path))
 
 
-def _batches(store: Store, wanted: Wanted) -> Iterator[Batch]:
-    code, exclude = Snapshot(store.root).path, nodes.excluded(store.root)
-    return batches(store, wanted, code=code, limit=max_array_size(), exclude=exclude)
+def _batches(store: Store, wanted: Wanted, code: Path) -> Iterator[Batch]:
+    return batches(store, wanted, code=code, limit=max_array_size(), exclude=nodes.excluded(store.root))
 
 
 def _wanted(
