@@ -116,6 +116,7 @@ def build(request: Request) -> Components:
     components = _wire(request, ground, units)
     components.weights.agree_on_scales()
     components.user_buffers.model_built()
+    ground.runtime.keep_pages()
     parts = components.reduce, components.gather, components.weights, components.watches
     weakref.finalize(components, _end, *parts).atexit = False
     return components

@@ -35,7 +35,15 @@ class GatherPipeline:
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
         self._weights = {unit.name: UnitWeights(unit, runtime) for unit in self.order}
         self._outgoing: list[LateGather] = []
+        self._ahead: dict[Unit, None] = {}
+        """Units on their way, not the root, that have memory for that already, in the order they were begun."""
+        self._whole: set[Unit] = set()
+        """Units, not the root, that are whole from a gather."""
         self._sweep: list[Unit] = []
+        self._places: dict[Unit, int] = {}
+        """Of the units in the sweep."""
+        self._passed = 0
+        """The place in the sweep before which no gather is under way."""
         self._resting: list[Unit] = []
         self._kept: list[Unit] = []
         self._next = 0
@@ -91,7 +99,7 @@ class GatherPipeline:
 
     def unshard(self, unit: Unit) -> None:
         """Have a unit's weights whole for what the caller does next, and prefetch the units that follow."""
-        if unit not in self.order:
+        if self.is_resident(unit):
             return
         self._ran.append(unit)
         self._wake(unit)
@@ -122,7 +130,7 @@ class GatherPipeline:
 
     def _is_gathered(self, unit: Unit) -> bool:
         """Whether a unit other than the root has its weights from a gather."""
-        return unit in self.order and not unit.is_root and self._is(unit, WeightState.UNSHARDED)
+        return unit in self._whole
 
     def unshard_next(self, unit: Unit | None = None) -> None:
         """Have the unit whole that is wanted next, before it is asked for; None: the one the sweep comes to, if it is
@@ -136,8 +144,9 @@ class GatherPipeline:
 
     @property
     def _following(self) -> Unit | None:
-        on_way = [unit for unit in self._sweep if self._is(unit, WeightState.UNSHARDING)]
-        return next(iter([*on_way, *self._sweep[self._next :]]), None)
+        begun = (self._sweep[place] for place in range(self._passed, self._next))
+        on_way = (unit for unit in begun if self._is(unit, WeightState.UNSHARDING))
+        return next(on_way, self._sweep[self._next] if self._next < len(self._sweep) else None)
 
     def reshard_after_forward(self, unit: Unit) -> None:
         """Drop a unit's whole weights, unless its backward needs them as they are."""
@@ -163,7 +172,8 @@ class GatherPipeline:
 
     def _reshard_all_but(self, kept: Sequence[Unit]) -> None:
         self._begin([])
-        for unit in [unit for unit in self.order if unit not in kept]:
+        stay = set(kept)
+        for unit in [unit for unit in self.order if unit not in stay]:
             if self._is(unit, WeightState.UNSHARDING):
                 self._wait_for_unshard(unit)
             if self._is(unit, WeightState.UNSHARDED):
@@ -194,7 +204,7 @@ class GatherPipeline:
         """
         found = [unit for unit in units if unit.name not in self._held]
         for unit in sorted(found, key=lambda unit: self.order.index(unit) if unit in self.order else 0):
-            if unit not in self.order:
+            if self.is_resident(unit):
                 self._held.add(unit.name)
                 continue
             if self._is(unit, WeightState.SHARDED):
@@ -228,8 +238,8 @@ class GatherPipeline:
         """
         if unit.is_root:
             self._take_turns(len(self._sweep))
-        elif unit in self._sweep:
-            place = self._sweep.index(unit)
+        elif unit in self._places:
+            place = self._places[unit]
             self._take_turns(place if keeps else place + 1)
             if keeps and place == self._next and self._has_room(unit):
                 self._next += 1
@@ -243,11 +253,12 @@ class GatherPipeline:
         return self._weights[unit.name].state is state
 
     def _begin(self, sweep: list[Unit]) -> None:
-        self._sweep, self._next = sweep, 0
+        self._sweep, self._next, self._passed = sweep, 0, 0
+        self._places = {unit: place for place, unit in enumerate(sweep)}
 
     def _reach(self, unit: Unit) -> None:
         """Bring the sweep to a unit: those before it take their turn, or it is out of turn."""
-        place = self._sweep.index(unit) if unit in self._sweep else -1
+        place = self._places.get(unit, -1)
         self._take_turns(max(place, 0))
         if place == self._next:
             self._next += 1
@@ -256,7 +267,8 @@ class GatherPipeline:
 
     def _take_turns(self, until: int, keep: Unit | None = None) -> None:
         """Gather the units before place `until` that have not had their turn; drop those fetched and not in use."""
-        for place, unit in enumerate(self._sweep[:until]):
+        for place in range(self._passed, until):
+            unit = self._sweep[place]
             if place >= self._next:
                 self._next = place + 1
                 self._start_unshard(unit)
@@ -264,21 +276,21 @@ class GatherPipeline:
                 self._wait_for_unshard(unit)
                 if unit is not keep and not unit.is_root:
                     self._reshard(unit)
+            self._passed = place + 1
 
     def _prefetch(self) -> None:
         while self._next < len(self._sweep):
-            ahead = [unit for unit in self.order if self._takes_storage(unit)]
             following = self._sweep[self._next]
-            if len(ahead) >= self.prefetch or not self._has_room(following):
+            if len(self._ahead) >= self.prefetch or not self._has_room(following):
                 return
-            if self.limit_bytes is not None and sum(u.weight_bytes for u in [*ahead, following]) > self.limit_bytes:
+            if self.limit_bytes is not None and self._bytes_with(following) > self.limit_bytes:
                 return
             self._next += 1
             self._start_unshard(self._sweep[self._next - 1])
 
-    def _takes_storage(self, unit: Unit) -> bool:
-        """Whether a unit on its way, not the root, has memory for that already."""
-        return not unit.is_root and self._weights[unit.name].take_storage
+    def _bytes_with(self, following: Unit) -> int:
+        """Bytes of the weights that are gathered ahead, one unit more counted."""
+        return sum(unit.weight_bytes for unit in [*self._ahead, following])
 
     def _start_unshard(self, unit: Unit) -> None:
         """Start gathering a unit, unless it is on its way or here."""
@@ -286,21 +298,26 @@ class GatherPipeline:
         if weights.state is not WeightState.SHARDED:
             return
         weights.unshard()
+        if weights.take_storage and not unit.is_root:
+            self._ahead[unit] = None
         self.num_alive_peak = max(self.num_alive_peak, self._num_alive())
 
     def _num_alive(self) -> int:
         """Units, the root apart, whose gathered weights take memory now."""
-        alive = [u for u in self.order if self._takes_storage(u) or self._is(u, WeightState.UNSHARDED)]
-        return sum(not each.is_root for each in alive)
+        return len(self._ahead) + len(self._whole)
 
     def _wait_for_unshard(self, unit: Unit) -> None:
+        self._ahead.pop(unit, None)
         self._weights[unit.name].wait()
+        if not unit.is_root:
+            self._whole.add(unit)
 
     def _reshard(self, unit: Unit) -> None:
         if unit.name in self._held:
             self._dropped_while_held.add(unit.name)
             return
         self._kept = [each for each in self._kept if each is not unit]
+        self._whole.discard(unit)
         self._outgoing += self._weights[unit.name].reshard()
 
     def _learn_order(self) -> None:

@@ -23,13 +23,14 @@ class WeakHook:
         args: what it is called with, before what comes with a call.
     """
 
-    __slots__ = ("_args", "_function", "_owner")
+    __slots__ = ("_args", "_function", "_has_weak", "_owner")
 
     def __init__(self, method: Callable[..., Any], *args: Any) -> None:
         bound = cast(MethodType, method)
         self._owner = weakref.ref(bound.__self__)
         self._function = bound.__func__
         self._args = tuple(_Weak(each) if getattr(each, "kept_by_engine", False) else each for each in args)
+        self._has_weak = any(type(each) is _Weak for each in self._args)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it.
@@ -43,6 +44,8 @@ class WeakHook:
                 "the sharded model that this module or tensor belonged to is gone: keep the ShardedModel, or the module"
                 " that was sharded, as long as its parts and outputs are used"
             )
+        if not self._has_weak:
+            return self._function(owner, *self._args, *args, **kwargs)
         first = [each() if type(each) is _Weak else each for each in self._args]
         return self._function(owner, *first, *args, **kwargs)
 

@@ -115,7 +115,7 @@ class Segment:
         """Elements over all ranks, padding included."""
         return self.bounds[-1]
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         """Elements of a rank's shard, the same on every rank.
 
@@ -129,7 +129,7 @@ class Segment:
             )
         return self.bounds[1]
 
-    @property
+    @cached_property
     def inner_numel(self) -> int:
         """Elements of a shard of the inner axis, the same on every inner rank; raises as `shard_numel` does."""
         return self.shard_numel * self.outer

@@ -66,7 +66,8 @@ class ParameterViews:
         each = zip(self._params, self._handlings, self._views, self._placeholders, strict=True)
         for (name, param), handling, view, nothing in each:
             values = handling.values(param)
-            if values.dtype == view.dtype and values.data_ptr() in (view.data_ptr(), nothing.data_ptr()):
+            here = values.data_ptr()
+            if values.dtype == view.dtype and (here == view.data_ptr() or here == nothing.data_ptr()):
                 continue
             raise RuntimeError(
                 f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved or"

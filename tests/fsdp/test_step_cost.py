@@ -1,0 +1,126 @@
+"""What a step costs the host beside its arithmetic: Python calls grow with units and not with their square, and memory
+that a step takes, frees and takes again stays with the process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from harness.fsdp import fully_shard
+from harness.fsdp.runtime.gather import GatherPipeline
+from tests.fsdp.checked import Mutant, holds, is_found
+from tests.fsdp.pairs import STRATEGIES
+from tests.support.mutants import each
+
+FEW, MANY = 6, 24
+"""Units."""
+
+
+def calls_of_step(rank: int, strategy: str, units: int) -> int:
+    """Calls of the engine's Python functions in the second step of a model of so many units."""
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(units)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
+    count = 0
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        nonlocal count
+        count += event == "call" and "/harness/fsdp/" in frame.f_code.co_filename
+
+    for step in range(2):
+        sys.setprofile(note if step else None)
+        try:
+            model(torch.full((2, 4), 1.0 + rank)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            sys.setprofile(None)
+    model.close()
+    return count
+
+
+def growing(rank: int, strategy: str) -> list[str]:
+    """Four times the units are at most four times the calls, and some more."""
+    few, many = (calls_of_step(rank, strategy, units) for units in (FEW, MANY))
+    return [] if many <= 1.1 * few * MANY / FEW else [f"{few} calls with {FEW} units, {many} with {MANY}"]
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {"growing": growing}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_calls_of_a_step_grow_with_its_units(strategy: str) -> None:
+    holds(__name__, strategy, "growing")
+
+
+def _looks_at_all(self: GatherPipeline) -> int:
+    return sum(not self.is_resident(unit) and self.is_whole(unit) for unit in self.order)
+
+
+MUTANTS = {
+    "all units are asked": Mutant(
+        "Each gather of a unit looks at all others",
+        lambda: mock.patch.object(GatherPipeline, "_num_alive", _looks_at_all),
+        "growing",
+    )
+}
+
+
+@pytest.mark.parametrize("name", each("What a step costs the host", [(n, m.breaks) for n, m in MUTANTS.items()]))
+def test_what_costs_too_much_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+FAULTS = """
+import resource, sys, torch, torch.distributed as dist
+from torch import nn
+from harness.fsdp import fully_shard
+from harness.fsdp.comm import device
+strategy, device.HEAP_BYTES = sys.argv[1], int(sys.argv[2]) or device.HEAP_BYTES
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+module = nn.Sequential(*(nn.Sequential(nn.Linear(384, 1536), nn.Linear(1536, 384)) for _ in range(4)))
+optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
+found = []
+for step in range(9):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    model(torch.ones(4, 384)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(sorted(found[-5:])[2])
+"""
+"""A program for a new process, of which nobody has freed anything yet."""
+
+
+def faults(strategy: str, heap_bytes: int = 0) -> int:
+    """Pages of memory that a step takes anew."""
+    command = [sys.executable, "-c", FAULTS, strategy, str(heap_bytes)]
+    told = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    return int(told.stdout)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_step_takes_no_pages_anew(strategy: str) -> None:
+    assert faults(strategy) < 100
+
+
+@pytest.mark.full
+def test_pages_that_go_back_are_found() -> None:
+    assert faults("optim_grads_params", heap_bytes=1) > 500
