@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from harness.fsdp.components import Components
 from harness.fsdp.options import Options
 from harness.fsdp.runtime.step import StepError, StepState
 from harness.fsdp.state import by_parameter
-from harness.fsdp.state.named import ShardedState
+from harness.fsdp.state.named import ShardedState, StateMismatch
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.tensor_parallel.declared import successor_of
 from harness.fsdp.update.optimizer import ShardedOptimizer
@@ -90,6 +91,7 @@ def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool =
     optimizer.register_step_pre_hook(partial(_before, model, sharded))
     optimizer.register_step_post_hook(partial(_after, model))
     optimizer.zero_grad = partial(_zero_grad, model, sharded, optimizer)  # type: ignore[method-assign] # as above
+    optimizer.state = _State(dict, optimizer.state)
     optimizer.state_dict = partial(_state_dict, model, sharded, optimizer)  # type: ignore[method-assign] # as above
     optimizer.load_state_dict = partial(_load_state_dict, model, sharded, optimizer)  # type: ignore[method-assign] # as above
     optimizer.add_param_group = partial(sharded.add_group, optimizer)  # type: ignore[method-assign] # as above
@@ -167,14 +169,9 @@ def _state_dict(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.
     """See `harness.fsdp.state.by_parameter`. *Collective.*
 
     Raises:
-        NotImplementedError: torch's helpers ask, which look the tensors of the groups up among the module's parameters.
+        NotImplementedError: ranks hold different experts under one name; or a parameter was never updated, and what the
+            optimizer keeps of it before that cannot be told.
     """
-    if sys._getframe(1).f_globals.get("__name__") == TORCH_HELPERS:
-        raise NotImplementedError(
-            "get_optimizer_state_dict() and get_state_dict() of torch name state by the parameters in the optimizer's"
-            " groups, which hold flat tensors of a sharded model: call optimizer.state_dict(), by a parameter's number,"
-            " or model.sharded_state(), by its name; torch.distributed.checkpoint saves and loads either"
-        )
     by_parameter.have_state(optimizer, to_load=False)
     return by_parameter.state_dict_of(optimizer, sharded, model.sharded_state(), model._parts.everyone)
 
@@ -187,10 +184,35 @@ def _load_state_dict(
     Raises:
         StateMismatch: it does not fit; nothing was loaded.
     """
-    by_parameter.have_state(optimizer, to_load=True)
+    had = any(optimizer.state.values())
+    by_parameter.have_state(optimizer, to_load=len(state_dict["state"]) > 0)
     held = model.sharded_state()
-    by_parameter.load_state_dict(optimizer, sharded, held, state_dict)
+    try:
+        by_parameter.load_state_dict(optimizer, sharded, held, state_dict)
+    except StateMismatch:
+        if not had:  # zeros are not what every optimizer begins with
+            optimizer.state.clear()
+        raise
     model.adopt_state(held)
+
+
+class _State(defaultdict[Any, Any]):
+    """State of an optimizer that torch's helpers cannot name."""
+
+    def __bool__(self) -> bool:
+        """Whether there is any: what torch's helpers ask first, to save and to load.
+
+        Raises:
+            NotImplementedError: they ask; they look the tensors of the groups up among the module's parameters.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == TORCH_HELPERS:
+            raise NotImplementedError(
+                "get_optimizer_state_dict(), set_optimizer_state_dict(), get_state_dict() and set_state_dict() of torch"
+                " name state by the parameters in the optimizer's groups, which hold flat tensors of a sharded model:"
+                " call optimizer.state_dict() and load_state_dict(), by a parameter's number, or model.sharded_state()"
+                " and adopt_state(), by its name; torch.distributed.checkpoint saves and loads either"
+            )
+        return len(self) > 0
 
 
 _ASKED_BY_SCALER = "_step_supports_amp_scaling"

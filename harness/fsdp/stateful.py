@@ -131,6 +131,11 @@ class StatefulModule(ModuleWrapper):
         """How data moves between ranks here, with the reason where the faster way was asked for and not found."""
         return self._parts.transport()
 
+    def optimizer_kernels(self) -> list[str]:
+        """By parameter group, in the order they were bound: with which of torch's kernels it is stepped, and whether
+        the user or the engine has chosen them; see `harness.fsdp.update.kernels`."""
+        return [] if self._sharded_optimizer is None else self._sharded_optimizer.groups.kernels()
+
     def user_buffers(self) -> dict[str, str]:
         """NCCL user buffers: requested, effective, and the reason where these differ."""
         return self._parts.user_buffers.facts()

@@ -25,6 +25,7 @@ MODULES = (
     "tests.fsdp.test_hidden_tensors",
     "tests.fsdp.test_megatron",
     "tests.fsdp.test_mutants",
+    "tests.fsdp.test_optimizer_choices",
     "tests.fsdp.test_optimizers",
     "tests.fsdp.test_rank_dependent",
     "tests.fsdp.test_released",

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness.fsdp import (
@@ -505,11 +505,26 @@ def refusing(rank: int, strategy: str) -> list[str]:
     told = said(lambda: model.finish_grad_sync(True), NotImplementedError, "force_all_reduce=True", "full_gradients()")
     told += said(lambda: model.start_param_sync(force_sync=True), NotImplementedError, "force_sync=True", "gathered()")
     told += said(lambda: optimizer.step(clip=1), NotImplementedError, "step(clip)", "sync_grad_before_optimizer_step")
-    told += said(lambda: get_optimizer_state_dict(model, optimizer), NotImplementedError, "call optimizer.state_dict()")
+    told += _helpers(model, optimizer)
     for name in ELSEWHERE:
         told += said(lambda name=name: getattr(model, name), AttributeError, name, "megatron-fsdp's own")
         told += [f"{name} is there"] if hasattr(model, name) else []
     return told + said(lambda: model.nothing, AttributeError, "no attribute 'nothing'")
+
+
+def _helpers(model: MegatronModel, optimizer: torch.optim.Optimizer) -> list[str]:
+    """torch's helpers for an optimizer's state, before a first step and after it."""
+    told = []
+    given = {"state": {"0.weight": {}}, "param_groups": []}
+    for stepped in (False, True):
+        if stepped:
+            optimizer.state_dict()  # makes state
+        for ask in (
+            lambda: get_optimizer_state_dict(model, optimizer),
+            lambda: set_optimizer_state_dict(model, optimizer, given),
+        ):
+            told += said(ask, NotImplementedError, "call optimizer.state_dict() and load_state_dict()")
+    return told
 
 
 ALL = (

@@ -17,11 +17,9 @@ from torch import Tensor
 from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.state.named import OPTIMIZER, ShardedState, StateMismatch, check_fit
 from harness.fsdp.state.row_shard import RowShard
-from harness.fsdp.update.blank import create_state
+from harness.fsdp.update.blank import begins_with_gradient, create_state_of
+from harness.fsdp.update.kernels import KERNELS
 from harness.fsdp.update.optimizer import ShardedOptimizer
-
-KERNELS = frozenset({"foreach", "fused"})
-"""Settings of a group that choose kernels: the engine may have chosen, and what is loaded does not choose again."""
 
 
 def have_state(optimizer: torch.optim.Optimizer, *, to_load: bool) -> None:
@@ -29,8 +27,9 @@ def have_state(optimizer: torch.optim.Optimizer, *, to_load: bool) -> None:
 
     SGD's momentum with dampening has none before its first step, which begins it otherwise than with zeros.
     """
-    if to_load or not any(group.get("dampening") for group in optimizer.param_groups):
-        create_state(optimizer)
+    for group in optimizer.param_groups:
+        if to_load or not begins_with_gradient(group):
+            create_state_of(optimizer, group)
 
 
 def state_dict_of(
@@ -44,8 +43,8 @@ def state_dict_of(
         if name in numbers:
             state.setdefault(numbers[name], {})[entry] = counters.get((name, entry), value)
     groups = []
-    for group, names in zip(optimizer.param_groups, owner.groups.names_by_group(optimizer), strict=True):
-        settings = {key: value for key, value in group.items() if key != "params"}
+    given = owner.groups.given(optimizer)
+    for settings, names in zip(given, owner.groups.names_by_group(optimizer), strict=True):
         groups.append(settings | {"params": [numbers[name] for name in names]})
     return {"state": dict(sorted(state.items())), "param_groups": groups}
 

@@ -27,7 +27,7 @@ from harness.fsdp.storage.bucket_context import BucketContext
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from harness.fsdp.storage.placement import REPLICATE, SHARD, On
 from harness.fsdp.tensor_parallel.portion import Portion
-from harness.fsdp.update.blank import COUNTERS, blank, entries_of
+from harness.fsdp.update.blank import COUNTERS, begins_with_gradient, blank, entries_of
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.update.runs import FlatRun, is_moment
 
@@ -228,7 +228,7 @@ def _complete(optimizer: ShardedOptimizer, entries: Mapping[str, torch.dtype | N
             continue
         stepped_by, group = optimizer.stepped_by(flat), optimizer.group_of(flat)
         known = entries_of(stepped_by, group)
-        if not known:
+        if not known or begins_with_gradient(group):
             raise NotImplementedError(
                 f"{flat.members[0][1].spec.name if flat.members else flat.name} has never been updated, and what"
                 f" {type(stepped_by).__name__} keeps of it before that is not known: save after a step that"

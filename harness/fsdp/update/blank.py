@@ -33,9 +33,22 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
     """Give every parameter the state torch would create in its first step: zeros, and a step count of 0.
 
     State then has the same keys and bytes before the first step as after it, and the first update is unchanged.
+
+    Raises:
+        NotImplementedError: it begins with something that no state made before the first gradient can say.
     """
+    if any(map(begins_with_gradient, optimizer.param_groups)):
+        raise NotImplementedError(
+            "SGD's momentum with dampening begins with the first gradient, undampened, and not with zeros: step once"
+            " before its state is made, saved or loaded, or use dampening=0"
+        )
     for group in optimizer.param_groups:
         create_state_of(optimizer, group)
+
+
+def begins_with_gradient(group: Mapping[str, Any]) -> bool:
+    """Whether what is kept begins with the first gradient, as SGD's momentum, and zeros would be something else."""
+    return bool(group.get("dampening") and group.get("momentum"))
 
 
 def create_state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> None:

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.tensor_parallel.declared import successor_of
+from harness.fsdp.update.kernels import named
 
 
 class Groups:
@@ -22,6 +23,8 @@ class Groups:
         self.buckets = buckets
         self._groups: list[tuple[Optimizer, int]] = []
         """An optimizer and one of its groups."""
+        self._chosen: list[tuple[Optimizer, int, dict[str, Any]]] = []
+        """An optimizer, one of its groups, and what the user had where the engine has chosen."""
         self.places: dict[str, int] = {}
         """Group by parameter, those of frozen ones among them."""
 
@@ -52,6 +55,27 @@ class Groups:
         self._groups.append((optimizer, index))
         self.places |= found
         return found
+
+    def choose(self, optimizer: Optimizer, index: int, settings: Mapping[str, Any]) -> None:
+        """Give a group settings of the engine's choice; `given` tells what the user had."""
+        group = optimizer.param_groups[index]
+        self._chosen.append((optimizer, index, {name: group[name] for name in settings}))
+        group.update(settings)
+
+    def given(self, optimizer: Optimizer) -> list[dict[str, Any]]:
+        """Settings of every group of an optimizer as the user has them, `params` left out."""
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        for owner, index, before in self._chosen:
+            if owner is optimizer:
+                groups[index] |= before
+        return groups
+
+    def kernels(self) -> list[str]:
+        """How each group is stepped, and whether the user or the engine has chosen it."""
+        return [
+            f"{named(owner.param_groups[index])}, {'chosen by the engine' if before else 'as given'}"
+            for owner, index, before in self._chosen
+        ]
 
     @property
     def optimizers(self) -> list[Optimizer]:

@@ -18,6 +18,7 @@ from harness.fsdp.storage.layout import Slot
 from harness.fsdp.update.accepted import check_optimizer
 from harness.fsdp.update.blank import create_state_of
 from harness.fsdp.update.groups import Groups
+from harness.fsdp.update.kernels import chosen_for
 from harness.fsdp.update.lost_gradients import LostGradients
 from harness.fsdp.update.runs import FlatRun, is_moment
 from harness.fsdp.vocabulary import Numerics
@@ -91,10 +92,10 @@ class ShardedOptimizer:
         taken = [bucket for bucket in self.buckets if id(bucket) in self._stepped]
         group = optimizer.param_groups[index]
         group["params"] = []
-        self._add_runs(taken, self.groups.add(optimizer, index, names))
-        exact = self.numerics is Numerics.exact
-        if exact or (self.numerics.bitwise and not _all_fusable(self.buckets)):
-            group.update({name: False for name in ("fused", "foreach") if name in group})
+        places = self.groups.add(optimizer, index, names)
+        chosen = chosen_for(optimizer, group, self.numerics, fusable=_all_fusable(self.buckets))
+        self.groups.choose(optimizer, index, chosen)
+        self._add_runs(taken, places)
 
     @property
     def runs(self) -> list[FlatRun]:

@@ -1,0 +1,161 @@
+"""What the engine chooses for an optimizer, and what it can tell of one before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp import ShardedModel, create_state, fully_shard
+from harness.fsdp.state import by_parameter
+from harness.fsdp.update import optimizer
+from tests.fsdp.checked import RANKS, Mutant, holds, is_found
+from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, arguments_of, data, loss_of
+from tests.support.mutants import each
+
+CHOSEN, DEFAULT = "fused, chosen by the engine", "the optimizer's default, as given"
+
+
+def sharded(strategy: str, made: Any, **more: Any) -> tuple[ShardedModel, torch.optim.Optimizer]:
+    """made: an optimizer over a module's parameters, both new."""
+    module = Model()
+    return fully_shard(module, made(module), fsdp_unit_modules=[Block], **arguments_of(Pair(strategy, "")), **more)
+
+
+def step(model: nn.Module, updates: torch.optim.Optimizer, number: int, ranks: list[int]) -> None:
+    updates.zero_grad()
+    for index in ranks:
+        (loss_of(model, data(number, index)) / len(ranks)).backward()
+    updates.step()
+
+
+def off(model: ShardedModel, plain: nn.Module, what: str) -> list[str]:
+    right = dict(plain.named_parameters())
+    return [f"{what}: {n}" for n, w in model.full_weights() if not torch.allclose(w, right[n], rtol=1e-5, atol=1e-6)]
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+
+def adam(kind: Any = torch.optim.AdamW, **more: Any) -> Callable[[nn.Module], torch.optim.Optimizer]:
+    return lambda module: kind(module.parameters(), lr=0.01, **more)
+
+
+def choosing(rank: int, strategy: str) -> list[str]:
+    """Adam and AdamW are fused where the user left that open and the bits allow it; nothing else is changed; what is
+    saved has the user's setting."""
+    told = []
+    for made, more, right in (
+        (adam(), {}, CHOSEN),
+        (adam(torch.optim.Adam, amsgrad=True), {"numerics": "deterministic"}, CHOSEN),
+        (adam(), {"numerics": "ordered"}, "one tensor at a time, chosen by the engine"),  # odd rows
+        (adam(), {"numerics": "exact"}, "one tensor at a time, chosen by the engine"),
+        (adam(foreach=False), {}, "one tensor at a time, as given"),
+        (adam(foreach=True), {}, "foreach, as given"),
+        (adam(fused=True), {}, "fused, as given"),
+        (adam(torch.optim.SGD, momentum=0.9), {}, DEFAULT),
+        (adam(torch.optim.RMSprop), {}, DEFAULT),
+    ):
+        model, updates = sharded(strategy, made, **more)
+        given = made(Model()).param_groups[0]
+        saved = updates.state_dict()["param_groups"][0]
+        kernels = model.optimizer_kernels()
+        told += [] if kernels == [right] else [f"{more}: {kernels}, not {right}"]
+        told += [f"{right}: saved as {saved[k]}" for k in ("fused", "foreach") if saved.get(k) != given.get(k)]
+        model.close()
+    return told
+
+
+def fusing(rank: int, strategy: str) -> list[str]:
+    """What is chosen does what one process does."""
+    plain = Model()
+    theirs = adam()(plain)
+    model, updates = sharded(strategy, adam())
+    for number in range(3):
+        step(plain, theirs, number, list(range(RANKS)))
+        step(model, updates, number, [rank])
+    return off(model, plain, "fused")
+
+
+# -- dampening ---------------------------------------------------------------------------------------------------------
+
+
+class Late(Model):
+    """Its last block is used from step 2 on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks if self.all else self.blocks[:-1]:  # type: ignore[union-attr] # a ModuleList
+            x = block(x)
+        out: Tensor = self.exit(x)
+        return out
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+
+
+def dampening(rank: int, strategy: str) -> list[str]:
+    """The first update is undampened, also after loading a state from before it; and a state that could not say which
+    parameters had theirs is refused, both ways."""
+    plain = Model()
+    theirs = sgd(plain)
+    model, updates = sharded(strategy, sgd)
+    updates.load_state_dict(sharded(strategy, sgd)[1].state_dict())
+    misfit = sgd(Model()).state_dict() | {"state": {0: {"momentum_buffer": torch.zeros(1)}}}
+    told = refused(lambda: updates.load_state_dict(misfit), ValueError, "nothing was loaded")
+    told += refused(lambda: create_state(updates), NotImplementedError, "step once before")
+    for number in range(2):
+        step(plain, theirs, number, list(range(RANKS)))
+        step(model, updates, number, [rank])
+    told += off(model, plain, "after a blank state")
+    module = Late()
+    late, updates = fully_shard(module, sgd(module), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    step(late, updates, 0, [rank])
+    told += refused(updates.state_dict, NotImplementedError, "has never been updated")
+    return told
+
+
+def refused(action: Callable[[], Any], kind: type[Exception], words: str) -> list[str]:
+    try:
+        action()
+    except kind as error:
+        return [] if words in str(error) else [str(error)]
+    return [f"not refused: {words}"]
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {check.__name__: check for check in (choosing, fusing, dampening)}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_an_optimizer_is_stepped_as_was_promised(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+MUTANTS = {
+    "bits may change": Mutant(
+        "Under numerics=ordered the fused kernel is chosen for segments that it cannot step bit by bit",
+        lambda: mock.patch.object(optimizer, "_all_fusable", return_value=True),
+        "choosing",
+    ),
+    "momentum begins with zeros": Mutant(
+        "A state of SGD's momentum with dampening is made before the first gradient",
+        lambda: mock.patch.object(by_parameter, "begins_with_gradient", return_value=False),
+        "dampening",
+        "no_shard",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("The engine, by what it chooses", [(n, m.breaks) for n, m in MUTANTS.items()]))
+def test_a_wrong_choice_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
