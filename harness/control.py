@@ -64,6 +64,26 @@ class Control:
 
         return end
 
+    def begin_totals(self, sums: torch.Tensor, largest: torch.Tensor) -> Callable[[], None]:
+        """Begin to add up the one and to take the largest of the other, elementwise over ranks, in place on the first
+        rank (elsewhere they are scratch); what is returned waits for the end."""
+        if self.group is None:
+            return lambda: None
+        group = self.group
+        with self.meter.paused():
+            works = [
+                dist.reduce(sums, 0, group=group, async_op=True),
+                dist.reduce(largest, 0, dist.ReduceOp.MAX, group=group, async_op=True),
+            ]
+
+        def end() -> None:
+            with watched(EXCHANGE, group):
+                for work in works:
+                    if work is not None:
+                        work.wait()
+
+        return end
+
     def report(self, losses: Sequence[float], digest: int, stop: bool) -> StepReport:
         """One exchange a step: this rank's losses in order, its data digest, and whether it was asked to stop."""
         return self.begin_report(losses, digest, stop)()

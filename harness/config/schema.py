@@ -301,6 +301,11 @@ class MeasureConfig:
     """No gradients are captured where one step of them would take more."""
     callbacks: list[str] = field(default_factory=list)
     """Classes of one's own that see every step, as package.module:Class; what they return is recorded as `own`."""
+    vouch: bool = True
+    """Look at every step beside the engine and write what was found to `vouch/`: local gradients against their sum,
+    gathered weights against kept ones, the optimizer's rule on a sample. Never while timing (bench)."""
+    vouch_limit_mib: int = 256
+    """Beyond the first 512 steps, sketches of every tensor are kept as often as fits into so much."""
 
 
 @dataclass

@@ -183,6 +183,14 @@ class Engine(ABC):
         """Where local gradients and the weights of the forward can be seen; None where they cannot."""
         return None
 
+    def local_gradients(self) -> Mapping[str, Tensor] | None:
+        """This rank's averaged gradients before clipping, by parameter name, of the elements that it has of
+        `state()`'s weights: plain tensors over the engine's own memory, not to be written to.
+
+        Valid where `named_gradients` is; gathers nothing. None where they cannot be seen so.
+        """
+        return None
+
     def scaled(self) -> Scaled | None:
         """The loss scale of the step taken last; None where losses are not scaled."""
         return None

@@ -56,6 +56,15 @@ class StatefulModule(ModuleWrapper):
         """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
         return self._state.full_gradients()
 
+    def local_gradients(self) -> dict[str, Tensor]:
+        """This rank's part of every main gradient, by parameter name: the rows that it has of `sharded_state()`'s
+        weights, over the engine's own memory; none of frozen parameters. Ends the step's reductions, gathers nothing.
+
+        Raises:
+            RuntimeError: a reduction failed, or there are no gradients of a step.
+        """
+        return self._state.local_gradients()
+
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override] # torch's has overloads for destinations
         """Main weights as DTensors over the engine's own memory, and buffers that are saved as the first rank has them,
         by all names torch gives them. *Collective.*

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from harness.fsdp.fp8.formats import is_8_bit
 from harness.fsdp.fp8.linear import Fp8Linear, layers_of
 from harness.fsdp.fp8.quantize import Quantized
+from harness.probe.hooks import ParameterHooks
 
 UNSEEN = -1
 """Stands for a checksum where a rank's forward did not use a parameter."""
@@ -77,38 +78,39 @@ class Witness:
     checksums: dict[str, set[int]] = field(default_factory=dict)
     """Checksums of every value that a forward used, by parameter."""
     _sums: dict[str, _Sum] = field(default_factory=dict)
-    _handles: list[Any] = field(default_factory=list)
     _quantized: dict[str, Fp8Linear] = field(default_factory=dict)
     """Layers whose weights are not cast to the compute dtype, but quantized from the main weights', by the weight."""
+    _hooks: ParameterHooks | None = None
+    _handles: list[Any] = field(default_factory=list)
 
     def __enter__(self) -> Witness:
-        names = {id(param): name for name, param in self.module.named_parameters()}
         for name, param in self.module.named_parameters():
             self.checksums[name] = set()
             if param.requires_grad:
                 self._sums[name] = _Sum()
-                self._handles.append(param.register_hook(self._sums[name].add))
-        for module in self.module.modules():
-            own = {slot: names[id(param)] for slot, param in module._parameters.items() if param is not None}
-            if own:
-                self._handles.append(module.register_forward_pre_hook(partial(self._forward, own)))
+        names = {id(param): name for name, param in self.module.named_parameters()}
         self._quantized = {names[id(layer.weight)]: layer for layer in layers_of(self.module) if layer.is_held}
         for name, layer in self._quantized.items():
             before = layer.__dict__.get("weight_for")
             layer.__dict__["weight_for"] = partial(self._multiplied, name, layer, layer.weight_for)
             self._handles.append(_Restored(layer, before))
+        self._hooks = ParameterHooks(self.module, self._gradient, self._forward)
+        self._hooks.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _forward(self, own: dict[str, str], module: nn.Module, _args: object) -> None:
-        for slot, name in own.items():  # looked up as the module does: a cast copy may stand before the parameter
-            value = getattr(module, slot)
-            if not is_8_bit(value.dtype):  # of those `_multiplied` sees the scales too
-                self.checksums[name].add(checksum(value))
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        self._sums[name].add(gradient)
+
+    def _forward(self, name: str, weight: Tensor) -> None:
+        if not is_8_bit(weight.dtype):  # of those `_multiplied` sees the scales too
+            self.checksums[name].add(checksum(weight))
 
     def _multiplied(self, name: str, layer: Fp8Linear, weight_for: Any, *, turned: bool) -> Quantized:
         """What a product takes, in the forward and, turned, in the backward: of a weight in 8 bits one and the same."""

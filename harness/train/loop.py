@@ -32,6 +32,7 @@ from harness.train.captures import Captures
 from harness.train.mirror import Mirror
 from harness.train.record import Measured, StepRecords, weights_digest, write_summary
 from harness.train.session import Outcome, Progress, Session
+from harness.train.vouching import Vouching
 
 
 def run(session: Session) -> Outcome:
@@ -78,6 +79,7 @@ class Loop:
         self.records = StepRecords(session.config, session.ranks)
         self.captures = Captures(session, self.control)
         self.callbacks = Callbacks(session.config)
+        self.vouching: Vouching | None = None
         self.bench = Bench(session, self.control) if self.config.measure.mode is MeasureMode.bench else None
         self.ahead: Fetched | None = None
         self.initial_weights = ""
@@ -93,6 +95,8 @@ class Loop:
         began = time.perf_counter()
         start = self._begin()
         writer, mirror = self._open_record(start)
+        with self.session.meters.paused():
+            self.vouching = Vouching.open(self.session, self.control, start)
         step, stop = start, False
         try:
             while step < self.config.train.steps and not stop:
@@ -106,13 +110,22 @@ class Loop:
             self.checkpoints.finish()
             with self.session.meters.paused():
                 self.callbacks.end("done" if step == self.config.train.steps else "preempted", self.session.engine)
+            self._close_vouching(finished=step == self.config.train.steps)
             status = "done" if step == self.config.train.steps else "preempted"
             self._finish(status, start, time.perf_counter() - began)
         finally:
             if writer is not None:
                 writer.close()
+            if self.vouching is not None:
+                self.vouching.abandon()
             mirror.close(hurry=step < self.config.train.steps)
         return Outcome("done" if status == "done" else "preempted", step, self.saved_step == step)
+
+    def _close_vouching(self, *, finished: bool) -> None:
+        if self.vouching is not None:
+            with self.session.meters.paused():
+                self.vouching.close(finished=finished)
+            self.vouching = None
 
     def _begin(self) -> int:
         """Restore, or note the weights a new run begins with; returns the steps already done."""
@@ -157,10 +170,12 @@ class Loop:
         if before is not None:
             self.captures.update(step, before)
         self.last_rows = measured.rows
+        told = self._vouch(step, measured)
         exchange = self.control.begin_report([loss.item() for loss in losses], batch.digest, session.should_stop())
         if step < self.config.train.steps:
             self.ahead = self._fetch(step + 1)  # while the exchange is under way
         report = exchange()
+        told()
         followed = None if self.bench is None else self.bench.after(step)
         memory = session.meters.memory.take(sum(self.accounted_bytes.values()), followed)
         record = self.records.line(step, report, measured, memory, self._param_norm(step))
@@ -178,16 +193,21 @@ class Loop:
         session.engine.counters()
         fetched, self.ahead = self.ahead or self._fetch(step), None
         batch, microbatches = fetched.take()
-        began = time.perf_counter()
+        aside, began = 0.0, time.perf_counter()
         witness = self.captures.witness(step)
-        with meters.timers.span("forward_backward"), witness or nullcontext():
+        vouching = self.vouching
+        if vouching is not None:
+            aside = self._outside(vouching.before)
+        watch = nullcontext() if vouching is None else vouching.watch()
+        with meters.timers.span("forward_backward"), witness or nullcontext(), watch:
             losses = [
                 session.engine.forward_backward(microbatch, last=number == len(microbatches))
                 for number, microbatch in enumerate(microbatches, start=1)
             ]
-        aside = 0.0
+        if vouching is not None:
+            aside += vouching.watched_for() + self._outside(vouching.reduced)
         if step in self.captures.steps:
-            aside = self._outside(lambda: self.captures.gradients(step, witness, microbatches))
+            aside += self._outside(lambda: self.captures.gradients(step, witness, microbatches))
         with meters.timers.span("optimizer"):
             grad_norm = session.engine.step(lr)
         spans = meters.timers.take()  # waits for the device, so that the step's time is all of it
@@ -195,6 +215,13 @@ class Loop:
         rows, exposed_comm_s = meters.collectives.take(), meters.waits.take()
         counters, scaled = session.engine.counters(), session.engine.scaled()
         return batch, losses, Measured(lr, grad_norm, step_time_s, spans, exposed_comm_s, rows, scaled, counters)
+
+    def _vouch(self, step: int, measured: Measured) -> Callable[[], None]:
+        """Look at what the step left; what is returned waits until the first rank knows."""
+        if self.vouching is None:
+            return lambda: None
+        with self.session.meters.paused():
+            return self.vouching.after(step, measured.lr, measured.grad_norm)
 
     def _fetch(self, step: int) -> Fetched:
         """Load a step's batch. What goes wrong is kept until the batch is wanted: the step before is not over yet."""
@@ -232,6 +259,8 @@ class Loop:
         if not due or not self.keeps_checkpoints:
             return
         if writer is not None:
+            if self.vouching is not None:
+                self.vouching.sync()
             writer.sync()  # a checkpoint stands on the lines up to its step
         with self.session.meters.paused():
             self.checkpoints.save(self.session.engine, step, self.initial_weights, self.begins_after)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from harness.fsdp.comm import communicator
-from tests.support import forking
+from tests.support import forking, spawn
 from tests.support.forking import fork_ranks
 from tests.support.spawn import RankFailed, run_ranks
 
@@ -230,3 +230,27 @@ def test_calls_of_several_threads_run_side_by_side(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(run_ranks, meet, 2, *paths) for paths in ((one, other), (other, one))]
         assert [call.result() for call in calls] == [[True, True]] * 2
+
+
+@pytest.mark.parametrize(("met", "meant"), [(False, "again"), (True, "told")])
+def test_ranks_that_gloo_could_not_connect_begin_again_and_no_others(
+    monkeypatch: pytest.MonkeyPatch, met: bool, meant: str
+) -> None:
+    calls = []
+
+    def refused_once(function: Any, world_size: int, *args: Any, **options: Any) -> list[int]:
+        calls.append(args[1])
+        if len(calls) > 1:
+            return fork_ranks(function, world_size, *args, **options)
+        (args[1] / "1.txt").write_text("RuntimeError: Gloo connectFullMesh failed with [pair.cc] Connection closed")
+        if met:
+            (args[1] / "met").touch()
+        return [-9, 1]
+
+    monkeypatch.setattr(spawn, "fork_ranks", refused_once)
+    if meant == "again":
+        assert run_ranks(summed, 2, 0) == [(0, 2, 1), (1, 2, 1)]
+    else:
+        with pytest.raises(RankFailed, match="connectFullMesh"):
+            run_ranks(summed, 2, 0)
+    assert len(calls) == (2 if meant == "again" else 1)

@@ -70,6 +70,11 @@ _BENCH = Condition(
     lambda c: c.measure.mode is MeasureMode.bench, "measure=bench", lambda c: f"measure.mode={c.measure.mode.name}"
 )
 _RECORD = Condition(lambda c: c.measure.mode is MeasureMode.record, "measure=default", lambda c: "measure=bench")
+_VOUCH = Condition(
+    lambda c: c.measure.mode is MeasureMode.record and c.measure.vouch,
+    "measure.vouch=true",
+    lambda c: "measure.vouch=false",
+)
 _CKPT = Condition(lambda c: c.ckpt.policy is not CkptPolicy.none, "ckpt=last", lambda c: "ckpt=none")
 _NARROW_SUMS = Condition(
     lambda c: (
@@ -175,6 +180,8 @@ CONDITIONS: dict[str, Condition] = {
         "measure.rounding_draws=8",
         lambda c: f"measure.rounding_draws={c.measure.rounding_draws}",
     ),
+    "measure.vouch": _RECORD,
+    "measure.vouch_limit_mib": _VOUCH,
     "measure.warmup_steps": _BENCH,
     "train.param_norm_every": _RECORD,
     "study.order_seed": _BENCH,

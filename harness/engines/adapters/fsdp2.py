@@ -42,7 +42,7 @@ from harness.config.schema import Config, OptimizerName, Strategy
 from harness.engines import optim
 from harness.engines.base.eight_bits import scales_of
 from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid_mesh, refuse_scalars, units_of
-from harness.engines.protocol import Ranks, State, Workload
+from harness.engines.protocol import Ranks, Seen, State, Workload
 from harness.fsdp import cut_portion, portion_of
 
 
@@ -119,6 +119,13 @@ class Fsdp2Engine(ShardedEngine):
         # Asked for each time: torch replaces the local tensor once, in the first forward, to pad it.
         tensor = tensor.detach()
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def seen(self) -> Seen | None:
+        """The wrapped module, in whose slots unsharded parameters stand while it runs; its losses are scaled by 1 / k,
+        which leaves the division by the ranks. None under tensor parallelism, where no rank has whole weights."""
+        if self.tensor is not None:
+            return None
+        return Seen(self.model, self.ranks.world_size, self.compute_dtype)
 
     def state(self) -> State:
         """The sharded parameters themselves and their moments: DTensors, cut as `torch.chunk` does."""

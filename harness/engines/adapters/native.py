@@ -103,6 +103,12 @@ class NativeEngine(Engine):
             self.loss_scale.unscale_()
         return self.model.full_gradients()
 
+    def local_gradients(self) -> Mapping[str, Tensor]:
+        """This rank's main gradients, where they lie; not scaled, whatever the loss was."""
+        if self.loss_scale is not None:
+            self.loss_scale.unscale_()
+        return self.model.local_gradients()
+
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole main weights on the CPU, gathered one bucket at a time; frozen ones are kept in the compute dtype."""
         main = TORCH_DTYPES[self.config.dtype.main_params]

@@ -116,6 +116,10 @@ class ReplicatedEngine(Engine):
             return None
         return Seen(self.model, self.ranks.world_size, self.compute_dtype)
 
+    def local_gradients(self) -> Mapping[str, Tensor]:
+        """The gradients themselves, which every rank has whole; under tensor parallelism, its portions."""
+        return dict(self._gradients())
+
     def state_dict(self) -> dict[str, Tensor]:
         """Main weights and optimizer state by parameter name; not copied."""
         state = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}

@@ -138,6 +138,10 @@ class ShardedEngine(Engine):
         for name, weight in self.weights.items():
             yield name, self._gather(name, self._piece(weight))
 
+    def local_gradients(self) -> Mapping[str, Tensor]:
+        """Gradients of this rank's pieces."""
+        return {name: self._piece(gradient) for name, gradient in self._gradients().items()}
+
     def weight_norm(self) -> float:
         """Norm of the main weights, where their pieces lie."""
         return self._norm({name: self._piece(weight) for name, weight in self.weights.items()})

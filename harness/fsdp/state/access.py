@@ -80,6 +80,11 @@ class StateAccess:
         trainable = [bucket for bucket in self.buckets if bucket.trainable]
         return self._in_model_order(flat.full_gradients(self.buckets), trainable)
 
+    def local_gradients(self) -> dict[str, Tensor]:
+        """This rank's rows of every finished gradient, by parameter name; not copied."""
+        self.gradients.finish()
+        return dict(flat.local_gradients([bucket for bucket in self.buckets if bucket.trainable]))
+
     def _settle(self) -> None:
         """Let weights, and their names, be what they are everywhere.
 

@@ -31,6 +31,15 @@ def full_gradients(buckets: Sequence[Bucket]) -> Iterator[tuple[str, Tensor]]:
     return _full([bucket for bucket in buckets if bucket.trainable], lambda bucket: bucket.grad_shards, "gradients")
 
 
+def local_gradients(buckets: Sequence[Bucket]) -> Iterator[tuple[str, Tensor]]:
+    """Every trained parameter's main gradient, flat, of the rows that this rank keeps; empty where it has none."""
+    for bucket in buckets:
+        for slot in bucket.layout.slots:
+            local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
+            memory = bucket.grad_shards[slot.segment].detach()
+            yield slot.spec.name, memory[local.offset : local.offset + local.numel] if local.numel else memory[:0]
+
+
 def _full(
     buckets: Sequence[Bucket], shards_of: Callable[[Bucket], list[Tensor]], what: str
 ) -> Iterator[tuple[str, Tensor]]:

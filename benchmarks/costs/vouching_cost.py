@@ -1,0 +1,203 @@
+"""What it costs that every step is looked at (`measure.vouch`). Writes data/vouching_cost.json.
+
+    python benchmarks/costs/vouching_cost.py [CELL ...]
+
+Two ranks of one thread train 12.7 M weights (the model of `experiment=bench_comm`) in fp32 on 4096 tokens a rank and
+step, in two microbatches. Every other step is not looked at: it and the one after it are a block. A step is all the
+wall time from the end of one to the end of the next on rank 0. Each figure is a share of the step that is not looked
+at, with a bootstrap interval (harness/bench/stats.py):
+
+- `extra`: by wall time. Leaves nothing out, and needs a quiet machine.
+- `extra_cpu`: by both ranks' processor time.
+- `direct`: rank 0's clocks around all that looking does, in hooks and between, over the rest of the same step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from benchmarks.costs.capture_cost import interval
+from harness.bench.stats import median_ratio
+from harness.config.schema import CkptPolicy, Config, EngineName, Strategy
+from harness.train import loop
+from harness.train.vouching import Vouching
+from tests.support.factory import small_config, train
+from tests.support.spawn import run_ranks
+
+BLOCKS = 8
+WARMUP = 2
+SEQUENCES = 16
+OUTPUT = Path(__file__).resolve().parents[1] / "data" / "vouching_cost.json"
+
+CELLS = {
+    **{f"native {each.name}": (EngineName.native, each) for each in Strategy},
+    "fsdp2 optim_grads_params": (EngineName.fsdp2, Strategy.optim_grads_params),
+    "ddp": (EngineName.ddp, Strategy.no_shard),
+}
+
+
+def config_of(name: str) -> Config:
+    """The cell's configuration."""
+    engine, strategy = CELLS[name]
+    config = small_config(
+        engine__name=engine,
+        mesh__world_size=2,
+        sharding__strategy=strategy,
+        data__seq_len=512,
+        data__num_sequences=256,
+        train__steps=WARMUP + 2 * BLOCKS,
+        train__global_batch_size=SEQUENCES,
+        train__microbatch_size=SEQUENCES // 4,
+        train__param_norm_every=0,
+        measure__capture_steps=[],
+        measure__vouch=True,
+        ckpt__policy=CkptPolicy.none,
+    )
+    model = config.model
+    model.dim, model.num_layers, model.ffn_dim, model.vocab_size = 512, 4, 1344, 256
+    model.num_heads = model.num_kv_heads = 8
+    model.max_seq_len = 2048
+    return config
+
+
+class Step(NamedTuple):
+    """One step of one rank, in seconds."""
+
+    wall: float
+    cpu: float
+    looking: float
+
+
+class EveryOther:
+    """Looks at every second step only, and counts what that takes."""
+
+    def __init__(self, vouching: Vouching) -> None:
+        self.vouching, self.step, self.seconds = vouching, 0, 0.0
+
+    def _timed(self, work: Callable[..., Any], *args: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return work(*args)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    @property
+    def looks(self) -> bool:
+        return self.step % 2 == 0
+
+    def before(self) -> None:
+        self.step += 1
+        self.vouching.left = None
+        if self.looks:
+            self._timed(self.vouching.before)
+
+    def watch(self) -> Any:
+        return self.vouching.watch() if self.looks else nullcontext()
+
+    def watched_for(self) -> float:
+        return self.vouching.watched_for() if self.looks else 0.0
+
+    def reduced(self) -> None:
+        if self.looks:
+            self.seconds += self.vouching.watched_for()
+            self._timed(self.vouching.reduced)
+
+    def after(self, step: int, lr: float, norm: float) -> Callable[[], None]:
+        if not self.looks:
+            return lambda: None
+        told = self._timed(self.vouching.after, step, lr, norm)
+        return lambda: self._timed(told)
+
+    def close(self, *, finished: bool) -> None:
+        self.vouching.abandon()
+
+    def abandon(self) -> None:
+        pass
+
+    sync = abandon
+
+    def take(self) -> float:
+        taken, self.seconds = self.seconds, 0.0
+        return taken
+
+
+def one_cell(rank: int, name: str) -> list[Step]:
+    """Every step of this rank after the warm-up."""
+    found: list[EveryOther] = []
+
+    class Opened:
+        @staticmethod
+        def open(*args: Any) -> EveryOther:
+            vouching = Vouching.open(*args)
+            assert vouching is not None
+            found.append(EveryOther(vouching))
+            return found[0]
+
+    loop.Vouching = Opened  # type: ignore[misc, assignment] # in this process alone
+    steps: list[Step] = []
+    with tempfile.TemporaryDirectory() as folder:
+        began = [time.perf_counter(), time.process_time()]
+
+        def over(_: Any) -> None:
+            steps.append(Step(time.perf_counter() - began[0], time.process_time() - began[1], found[0].take()))
+            began[:] = time.perf_counter(), time.process_time()
+
+        train(config_of(name), Path(folder), rank, progress=over)
+    return steps[WARMUP:]
+
+
+def summary(name: str) -> dict[str, Any]:
+    """Run a cell; its figures."""
+    print(name, file=sys.stderr)
+    load = os.getloadavg()[0]
+    first, second = run_ranks(one_cell, 2, name)
+    without, looked = first[::2], first[1::2]
+    cpu = [one.cpu + other.cpu for one, other in zip(first, second, strict=True)]
+    return {
+        "step_s": round(statistics.median(step.wall for step in without), 3),
+        "extra": interval(median_ratio([step.wall for step in looked], [[step.wall for step in without]])),
+        "extra_cpu": interval(median_ratio(cpu[1::2], [cpu[::2]])),
+        "direct": interval(
+            median_ratio([step.wall for step in looked], [[step.wall - step.looking for step in looked]])
+        ),
+        "load_average": {"before": load, "after": os.getloadavg()[0]},
+    }
+
+
+def main() -> None:
+    """Measure the cells named, or all, and write."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    names = sys.argv[1:] or list(CELLS)
+    if unknown := set(names) - set(CELLS):
+        raise SystemExit(f"no cell {', '.join(sorted(unknown))}; there are: {', '.join(CELLS)}")
+    result = {
+        "weights": "12.7 M, fp32",
+        "tokens_a_rank": SEQUENCES // 2 * 512,
+        "microbatches_a_rank": 2,
+        "blocks": BLOCKS,
+        "cells": {name: summary(name) for name in names},
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "cores": os.cpu_count(),
+    }
+    text = json.dumps(result, indent=2) + "\n"
+    if names == list(CELLS):
+        OUTPUT.write_text(text, encoding="utf-8")
+    print(text, end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""An optimizer's rule, worked out from its configuration: what a step should do to a tensor, and how far roundings can
+drive it. For numpy arrays and torch tensors alike, in fp64.
+
+[Note: Single updates] One element's update is a dozen operations, so the bound is a worst case, not a walk: every
+operation errs by its unit at most, errors pass through the derivatives, and constants are rounded up to powers of two.
+What exceeds it was not rounded but done otherwise. With |x| the size of an element, u the unit in which it is kept:
+
+    gradient        |g| (4 u_g + 8 u_fp32): averaged, clipped by a factor that is a quotient by the logged norm, kept
+    first moment    4 u (b1 |m| + (1 - b1) |g|) + (1 - b1) e_g
+    second moment   4 u (b2 v + (1 - b2) g^2) + (1 - b2) 2 |g| e_g
+    root            e_v / 2 sqrt(v), no more than sqrt(e_v)
+    change          e_m / root + |change| (e_root / root + 16 u)
+    weight          that, times the rate, and 4 u (|w before| + |w after|), decay and sum
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from harness.config.roundoff import UNIT
+
+COEFFICIENT = 8 * UNIT["fp32"]
+"""Relative error of the factor that clips: of a norm that was summed in fp32 or wider, and of a quotient."""
+
+TINY = 1e-300
+"""Keeps a quotient of noughts a number."""
+
+OWN = 2.0**-50
+"""Relative error of the fp64 in which a rule is worked out again."""
+
+
+class Units(NamedTuple):
+    """Unit roundoffs in which an optimizer keeps what it works on."""
+
+    weights: float
+    gradients: float
+    moments: float
+
+
+@dataclass
+class UpdateState:
+    """One tensor's weights and moments before a step."""
+
+    weights: Any
+    first: Any = 0.0
+    """Momentum, or Adam's first moment."""
+    second: Any = 0.0
+
+
+class Update(NamedTuple):
+    """What a step should make of some elements, and the most that roundings can move each of the three."""
+
+    weights: Any
+    first: Any
+    second: Any
+    weights_error: Any
+    first_error: Any
+    second_error: Any
+
+
+@dataclass(frozen=True)
+class Rule:
+    """SGD with momentum, Adam with the decay in the gradient, AdamW with decoupled decay (Kingma & Ba 2015, Loshchilov
+    & Hutter 2019, as torch states them), with its constants."""
+
+    name: str
+    betas: tuple[float, float]
+    eps: float
+    momentum: float
+    decay: float
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Rule:
+        """Read it from a frozen configuration (flat, dotted keys)."""
+        beta1, beta2 = (float(beta) for beta in config["optimizer.betas"])
+        return cls(
+            str(config["optimizer.name"]),
+            (beta1, beta2),
+            float(config["optimizer.eps"]),
+            float(config["optimizer.momentum"]),
+            float(config["optimizer.weight_decay"]),
+        )
+
+    def update(self, state: UpdateState, gradient: Any, step: int, lr: float) -> Any:
+        """What the step adds to the weights; moves the state's moments on. `gradient` is clipped."""
+        decay = self.decay if state.weights.ndim > 1 else 0.0  # matrices decay, vectors do not
+        return self._update(state, gradient, step, lr, decay)
+
+    def _update(self, state: UpdateState, gradient: Any, step: int, lr: float, decay: Any) -> Any:
+        if self.name != "adamw":
+            gradient = gradient + decay * state.weights
+        if self.name == "sgd":
+            state.first = self.momentum * state.first + gradient
+            return -lr * state.first
+        beta1, beta2 = self.betas
+        state.first = beta1 * state.first + (1 - beta1) * gradient
+        state.second = beta2 * state.second + (1 - beta2) * gradient**2
+        root = (state.second / (1 - beta2**step)) ** 0.5 + self.eps
+        change = -lr * (state.first / (1 - beta1**step)) / root
+        return change - lr * decay * state.weights if self.name == "adamw" else change
+
+    def bounded(self, state: UpdateState, gradient: Any, step: int, lr: float, decay: Any, units: Units) -> Update:
+        """What a step makes of single elements, and the most that roundings can move them: see [Note: Single updates].
+
+        Args:
+            state: before the step.
+            gradient: averaged and clipped.
+            step: counted from 1.
+            lr: of the step.
+            decay: of each element, or of all.
+            units: of the dtypes that the engine keeps them in.
+        """
+        after = UpdateState(state.weights, state.first, state.second)
+        weights = state.weights + self._update(after, gradient, step, lr, decay)
+        off = abs(gradient) * (4 * units.gradients + COEFFICIENT)
+        given = abs(gradient)
+        if self.name != "adamw":
+            given = given + decay * abs(state.weights)
+            off = off + 4 * units.weights * decay * abs(state.weights)
+        unit = units.moments + OWN
+        if self.name == "sgd":
+            first_error = 4 * unit * (self.momentum * abs(state.first) + given) + off
+            moved = lr * (first_error + 4 * units.weights * abs(after.first))
+            second_error: Any = 0.0
+        else:
+            first_error, second_error, moved = self._adams(state, after, given, off, step, lr, unit)
+        weights_error = moved + 4 * (units.weights + OWN) * (abs(state.weights) + abs(weights))
+        return Update(weights, after.first, after.second, weights_error, first_error, second_error)
+
+    def _adams(
+        self, state: UpdateState, after: UpdateState, given: Any, off: Any, step: int, lr: float, unit: float
+    ) -> tuple[Any, Any, Any]:
+        """Errors of both moments, and of the change that they make."""
+        beta1, beta2 = self.betas
+        first_error = 4 * unit * (beta1 * abs(state.first) + (1 - beta1) * given) + (1 - beta1) * off
+        second_error = 4 * unit * (beta2 * state.second + (1 - beta2) * given**2) + (1 - beta2) * 2 * given * off
+        correction = 1 - beta2**step
+        root = (after.second / correction) ** 0.5 + self.eps
+        # of a root: half the relative error, but no more than the root of what is not known at all
+        root_error = (second_error / correction) ** 0.5
+        halved = second_error / (2 * correction * (root - self.eps + TINY))
+        root_error = root_error * (halved > root_error) + halved * (halved <= root_error)
+        rate = lr / (1 - beta1**step)
+        least = root - root_error
+        least = least * (least > self.eps) + self.eps * (least <= self.eps)
+        change = abs(rate * after.first / root)
+        moved = rate * first_error / least + change * (root_error / least + 16 * unit)
+        return first_error, second_error, moved
+
+    def corrected(self, step: int) -> float:
+        """What Adam's bias corrections multiply an update with at a step."""
+        return math.sqrt(1.0 - self.betas[1] ** step) / (1.0 - self.betas[0] ** step)

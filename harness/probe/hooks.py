@@ -1,0 +1,59 @@
+"""Where a step can be listened to without the engine: the gradients that autograd hands to parameters, and the weights
+that modules look up in their forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+Heard = Callable[[str, Tensor], None]
+
+
+class ParameterHooks:
+    """A context manager around forwards and backwards.
+
+    An engine may put another parameter in a module's slot while the forward runs (FSDP2's unsharded one): autograd
+    hands its gradient to that one, which is listened to from then on.
+
+    Args:
+        module: whose parameters have the names that are told.
+        gradient: told a parameter's name and each gradient that autograd hands to it.
+        forward: told a parameter's name and the tensor that a module's forward is about to use, a cast copy if one
+            stands before the parameter.
+    """
+
+    def __init__(self, module: nn.Module, gradient: Heard, forward: Heard) -> None:
+        self._module, self._gradient, self._forward = module, gradient, forward
+        self._listened: dict[int, nn.Parameter] = {}
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> ParameterHooks:
+        names = {id(param): name for name, param in self._module.named_parameters()}
+        for name, param in self._module.named_parameters():
+            self._listen(name, param)
+        for module in self._module.modules():
+            own = {slot: names[id(param)] for slot, param in module._parameters.items() if param is not None}
+            if own:
+                self._handles.append(module.register_forward_pre_hook(partial(self._before, own)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._listened.clear()
+
+    def _listen(self, name: str, param: nn.Parameter) -> None:
+        if param.requires_grad and id(param) not in self._listened:
+            self._listened[id(param)] = param
+            self._handles.append(param.register_hook(partial(self._gradient, name)))
+
+    def _before(self, own: dict[str, str], module: nn.Module, _args: object) -> None:
+        for slot, name in own.items():  # looked up as the module does
+            weight = getattr(module, slot)
+            if isinstance(weight, nn.Parameter):
+                self._listen(name, weight)
+            self._forward(name, weight)

@@ -1,0 +1,92 @@
+"""Sketches of what only a forward and a backward show: local gradients, and the weights that modules compute with."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp.fp8.formats import is_8_bit
+from harness.probe.hooks import ParameterHooks
+from harness.probe.vouching.sketch import Place, Signs, Sketch
+
+
+class LocalWatch:
+    """A context manager around a step's forwards and backwards; asked afterwards.
+
+    Hooks see the gradient that autograd hands to a parameter, before the engine touches it, and a weight as the module
+    looks it up. What they cost is counted apart.
+
+    Args:
+        module: whose own parameters autograd hands local gradients to.
+        names: of its parameters, in model order.
+        signs: of all sketches.
+    """
+
+    def __init__(self, module: nn.Module, names: list[str], signs: Signs) -> None:
+        self.module = module
+        self.signs = signs
+        self._places = {name: place for place, name in enumerate(names)}
+        self._gradients: list[tuple[int, Sketch]] = []
+        self._weights: list[tuple[int, Sketch]] = []
+        self.hidden: set[int] = set()
+        """Tensors whose weights the forward used in 8 bits, by their places."""
+        self.seconds = 0.0
+        """What looking has taken."""
+        self._hooks = ParameterHooks(module, self._gradient, self._forward)
+
+    def __enter__(self) -> LocalWatch:
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.__exit__()
+
+    def _gradient(self, name: str, gradient: Tensor) -> None:
+        self._look(self._gradients, name, gradient)
+
+    def _forward(self, name: str, weight: Tensor) -> None:
+        if is_8_bit(weight.dtype):  # quantized from the main weight, not cast: no sketch of that one is its own
+            self.hidden.add(self._places[name])
+        else:
+            self._look(self._weights, name, weight)
+
+    def _look(self, seen: list[tuple[int, Sketch]], name: str, tensor: Tensor) -> None:
+        began = time.perf_counter()
+        seen.append((self._places[name], self.signs.sketch(name, tensor.shape, tensor, Place.whole(tensor.shape))))
+        self.seconds += time.perf_counter() - began
+
+    @property
+    def saw_gradients(self) -> bool:
+        """Whether autograd handed this rank any gradient where it was expected."""
+        return bool(self._gradients)
+
+    def gradients(self) -> Sketch:
+        """Sketches of the sum of this rank's local gradients [tensors, m]; their squared norms, added up [tensors]."""
+        found = Sketch(self._table(0.0), self._table(0.0)[:, 0])
+        if self._gradients:
+            places, seen = _together(self._gradients)
+            found.values.index_add_(0, places, seen.values)
+            found.squares.index_add_(0, places, seen.squares)
+        return found
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """The largest and the least sketch [tensors, m] of what forwards of this rank used; -inf and inf of tensors
+        that none used."""
+        largest, least = self._table(-math.inf), self._table(math.inf)
+        if self._weights:
+            places, seen = _together(self._weights)
+            np.maximum.at(largest.numpy(), places.numpy(), seen.values.numpy())
+            np.minimum.at(least.numpy(), places.numpy(), seen.values.numpy())
+        return largest, least
+
+    def _table(self, value: float) -> Tensor:
+        return torch.full((len(self._places), self.signs.sketches), value, dtype=torch.float64)
+
+
+def _together(seen: Sequence[tuple[int, Sketch]]) -> tuple[Tensor, Sketch]:
+    return torch.tensor([place for place, _ in seen]), Sketch.stack([sketch for _, sketch in seen])

@@ -1,0 +1,178 @@
+"""Single elements of every tensor, followed through every step: what the optimizer's rule makes of them, and whether
+weights and moments are next time what they were left as."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from harness.config.update_rule import Rule, Units, UpdateState
+from harness.probe.vouching.pieces import Piece
+
+PER_TENSOR = 32
+"""Elements followed of each tensor, over all ranks. A fault in a share p of a tensor's elements is among them with
+probability 1 - (1 - p)^32: 96 % for a tenth of them. What is smaller shows in the sketches."""
+
+
+def entries_of(rule: Rule) -> tuple[str, ...]:
+    """Entries of torch's optimizers that a rule speaks of, in its order."""
+    if rule.name == "sgd":
+        return ("momentum_buffer",) if rule.momentum else ()
+    return ("exp_avg", "exp_avg_sq")
+
+
+def unit_of(dtype: torch.dtype) -> float:
+    """Unit roundoff: half the gap between 1 and the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def chosen(name: str, numel: int) -> list[int]:
+    """Flat indices of the elements that are followed of a tensor; the same in every layout and every run."""
+    if numel <= PER_TENSOR:
+        return list(range(numel))
+    return sorted(random.Random(zlib.crc32(name.encode())).sample(range(numel), PER_TENSOR))
+
+
+@dataclass(frozen=True)
+class Followed:
+    """This rank's elements of one tensor."""
+
+    tensor: int
+    """The tensor's index in model order."""
+    weight: Piece
+    moments: tuple[Piece, ...]
+    """None of a tensor that is not trained."""
+    indices: Tensor
+    """Flat, into the pieces; int64."""
+    decay: float
+
+
+@dataclass(frozen=True)
+class Values:
+    """What a rank's followed elements are, one after the other; fp64 [elements] on the CPU."""
+
+    weights: Tensor
+    moments: tuple[Tensor, ...]
+
+
+class Sample:
+    """The followed elements of one rank.
+
+    Args:
+        rule: the optimizer's.
+        weights: this rank's pieces, in model order.
+        moments: by tensor name, those of the rule's moments that this rank has.
+        trained: names of the tensors that have gradients.
+        decay_of: weight decay by name.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        weights: Sequence[Piece],
+        moments: Mapping[str, Sequence[Piece]],
+        trained: set[str],
+        decay_of: Mapping[str, float],
+    ) -> None:
+        self.rule = rule
+        self.count = len(entries_of(rule))
+        self.followed: list[Followed] = []
+        for tensor, weight in enumerate(weights):
+            own = tuple(moments.get(weight.name, ()))
+            if weight.name in trained and (len(own) != self.count or any(m.place != weight.place for m in own)):
+                continue  # another rank steps it
+            numel = 1
+            for extent in weight.shape:
+                numel *= extent
+            indices = weight.indices(chosen(weight.name, numel))
+            if len(indices):
+                decay = decay_of[weight.name]
+                self.followed.append(Followed(tensor, weight, own, indices.to(weight.local.device), decay))
+        owners = [torch.full((len(each.indices),), each.tensor) for each in self.followed]
+        self.tensor_of = torch.cat([torch.empty(0, dtype=torch.int64), *owners])
+        """Index of the tensor that each followed element is of; int64."""
+        self._decays = self._spread([each.decay for each in self.followed])
+        self._trained = self._spread([float(each.weight.name in trained) for each in self.followed])
+        self.units = Units(
+            max((unit_of(e.weight.local.dtype) for e in self.followed), default=0.0),
+            0.0,
+            max((unit_of(m.local.dtype) for e in self.followed for m in e.moments), default=0.0),
+        )
+
+    def _spread(self, values: Sequence[float]) -> Tensor:
+        """A number a tensor, repeated for each of its elements."""
+        parts = [torch.full((len(e.indices),), value, dtype=torch.float64) for e, value in self._with(values)]
+        return torch.cat(parts or [torch.empty(0, dtype=torch.float64)])
+
+    def _with(self, values: Sequence[float]) -> list[tuple[Followed, float]]:
+        return list(zip(self.followed, values, strict=True))
+
+    @torch.no_grad()
+    def look(self) -> Values:
+        """Weights and moments as they are."""
+        weights = self._take([each.weight.local for each in self.followed])
+        moments = tuple(
+            self._take([each.moments[number].local if each.moments else None for each in self.followed])
+            for number in range(self.count)
+        )
+        return Values(weights, moments)
+
+    @torch.no_grad()
+    def gradients(self, pieces: Mapping[str, Tensor]) -> Tensor:
+        """Averaged gradients, of trained tensors; 0 of others. `pieces` has them in the places of the weights."""
+        return self._take([pieces.get(each.weight.name) for each in self.followed])
+
+    def _take(self, sources: Sequence[Tensor | None]) -> Tensor:
+        parts = [
+            torch.zeros(len(each.indices), dtype=torch.float64)
+            if source is None
+            else source.take(each.indices).to("cpu", torch.float64)
+            for each, source in zip(self.followed, sources, strict=True)
+        ]
+        return torch.cat(parts or [torch.empty(0, dtype=torch.float64)])
+
+    def moved(self, left: Values, found: Values) -> Tensor:
+        """By element: how far weights and moments are from those that were left, relative to the largest of each kind
+        on this rank; 0 where none moved. fp64 [elements]."""
+        off = torch.zeros_like(found.weights)
+        pairs = ((left.weights, found.weights), *zip(left.moments, found.moments, strict=True))
+        for before, now in pairs if len(off) else ():
+            off = torch.maximum(off, (now - before).abs() / before.abs().max().clamp(min=1e-300))
+        return off
+
+    def held_to_rule(self, before: Values, after: Values, gradients: Tensor, gradient_unit: float, step: int,
+                     lr: float) -> Tensor:  # fmt: skip
+        """By element: how far the step is from what the rule makes of it, over the most that roundings explain; at most
+        1 where it is right. Elements that are not trained must not move at all. fp64 [elements]."""
+        nothing = torch.zeros_like(before.weights)
+        first, second = (*before.moments, nothing, nothing)[:2]
+        state = UpdateState(before.weights, first, second)
+        units = self.units._replace(gradients=gradient_unit)
+        rule = self.rule.bounded(state, gradients, step, lr, self._decays, units)
+        ratio = _ratio(after.weights, rule.weights, rule.weights_error)
+        expected = ((rule.first, rule.first_error), (rule.second, rule.second_error))
+        for value, (wanted, allowed) in zip(after.moments, expected, strict=False):
+            ratio = torch.maximum(ratio, _ratio(value, wanted, allowed))
+        unmoved = _ratio(after.weights, before.weights, torch.zeros_like(ratio))
+        return torch.where(self._trained > 0, ratio, unmoved)
+
+    def largest(self, values: Tensor, tensors: int) -> Tensor:
+        """The largest of a number an element, by tensor; 0 where none of it is here. fp64 [tensors]."""
+        found = torch.zeros(tensors, dtype=torch.float64)
+        np.maximum.at(found.numpy(), self.tensor_of.numpy(), values.numpy())
+        return found
+
+    def elements(self, tensors: int) -> Tensor:
+        """How many of each tensor's elements this rank follows; fp64 [tensors]."""
+        return torch.bincount(self.tensor_of, minlength=tensors).to(torch.float64)
+
+
+def _ratio(value: Tensor, wanted: Tensor, allowed: Tensor) -> Tensor:
+    off = (value - wanted).abs()
+    return torch.where(off == 0, torch.zeros_like(off), off / allowed)

@@ -1,0 +1,157 @@
+"""What ranks add up and compare at the end of a step, and the numbers that come of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from harness.probe.vouching.sketch import Sketch
+
+Table = NDArray[np.float64]
+
+WITH_SQUARES = ("reduced", "before", "after")
+"""Sketches beside which the sum of squares is kept."""
+SUMMED = ("local", "reduced", "before", "cast", "after", "dissent")
+"""Sketches that are added up over ranks: of local gradients; of reduced ones; of weights before the step, and cast to
+the compute dtype; of weights after it; and those of copies, each times its weight (`pieces.shares`)."""
+
+ORDER = 1e-12
+"""Relative: how far sums in fp64 of the same numbers may be apart, in another order or on other ranks."""
+
+
+class SummedTable:
+    """One rank's share of a step's sums; a row a tensor."""
+
+    def __init__(self, tensors: int, sketches: int) -> None:
+        self.sketches = sketches
+        self._places: dict[str, slice] = {}
+        width = 0
+        for name in SUMMED:
+            self._places[name] = slice(width, width + sketches)
+            width += sketches
+        for name in ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed"):
+            self._places[name] = slice(width, width + 1)
+            width += 1
+        self.values = torch.zeros(tensors, width, dtype=torch.float64)
+
+    def part(self, name: str) -> Tensor:
+        """[tensors, sketches], or [tensors, 1] of squares, `terms`, `saw`, `hidden`, `followed`; a view."""
+        return self.values[:, self._places[name]]
+
+    def put(self, name: str, found: Sketch, shares: Tensor) -> None:
+        """Put sketches of this rank's pieces [tensors, m], each times its share [tensors]."""
+        self.part(name)[:] = shares[:, None] * found.values
+        if name in WITH_SQUARES:
+            self.part(f"{name}_squares")[:, 0] = shares * found.squares
+
+    def read(self, name: str) -> Table:
+        """What `part` gives as an array, without the last axis where it is of length one."""
+        values = self.part(name).numpy()
+        return values if self._places[name].stop - self._places[name].start > 1 else values[:, 0]
+
+
+class LargestTable:
+    """One rank's candidates for a step's largest values; a row a tensor."""
+
+    def __init__(self, tensors: int, sketches: int) -> None:
+        self.sketches = sketches
+        self.values = torch.zeros(tensors, 2 * sketches + 2, dtype=torch.float64)
+        self.used[:] = -torch.inf
+
+    @property
+    def used(self) -> Tensor:
+        """[tensors, 2 sketches]: the largest sketch of what forwards used, and the negative of the least."""
+        return self.values[:, : 2 * self.sketches]
+
+    @property
+    def kept(self) -> Tensor:
+        """[tensors]"""
+        return self.values[:, -2]
+
+    def differ_from(self, summed: SummedTable, left: Table) -> None:
+        """Let `kept` be no less than how far the weights before the step are from the sketches [tensors, sketches] of
+        those that were left."""
+        off = _relative(np.abs(summed.read("before") - left).max(1), np.sqrt(summed.read("before_squares")))
+        self.kept[:] = torch.maximum(self.kept, torch.from_numpy(np.where(off > ORDER, off, 0.0)))
+
+    @property
+    def rule(self) -> Tensor:
+        """[tensors]"""
+        return self.values[:, -1]
+
+
+class Looked(NamedTuple):
+    """What could be looked at, so that a nought is not taken for an answer."""
+
+    gradients: bool
+    """Local gradients and the weights of forwards."""
+    reduced: bool
+    """The engine's averaged gradients."""
+    rule: bool
+    """The optimizer's rule: the reduced gradients and all moments, of a step that was not scaled."""
+
+
+def step_numbers(
+    summed: SummedTable, largest: LargestTable, seen: Looked, divisor: float, norm: float
+) -> tuple[list[float], Table]:
+    """A step's row of the stream, and its tensors' (`harness.store.vouching`).
+
+    Args:
+        summed: over all ranks.
+        largest: over all ranks.
+        seen: what of it was looked at.
+        divisor: of the sum of local gradients.
+        norm: the logged gradient norm.
+    """
+    m = summed.sketches
+    saw = seen.gradients and bool(summed.read("saw").any())
+    local, terms = summed.read("local") / divisor, summed.read("terms") / divisor**2
+    reduced, squares = summed.read("reduced"), summed.read("reduced_squares")
+    before, after = np.sqrt(summed.read("before_squares")), np.sqrt(summed.read("after_squares"))
+    nothing = np.full(len(terms), np.nan)
+    sums = _relative(np.abs(reduced - local).max(1), np.sqrt(terms)) if saw and seen.reduced else nothing
+    used = largest.values.numpy()[:, : 2 * m]
+    off = np.abs(used * np.repeat([1.0, -1.0], m) - np.tile(summed.read("cast"), 2)).max(1)
+    gathered = np.where(np.isinf(used).any(1), 0.0, _relative(off, before)) if saw else nothing
+    gathered = np.where(summed.read("hidden") > 0, np.nan, gathered)
+    dissent = _relative(np.abs(summed.read("dissent")).max(1), after)
+    rule = np.where(summed.read("followed") > 0, largest.rule.numpy(), np.nan) if seen.rule else nothing
+    checks = [sums, gathered, largest.kept.numpy(), dissent, rule]
+    row = [number for check in checks for number in _worst(check)]
+    whole = math.sqrt(float(squares.sum()))
+    row.append(abs(norm - whole) / whole if seen.reduced and whole > 0 else math.nan)
+    local = local if saw else np.full_like(local, np.nan)
+    if not seen.reduced:
+        reduced, squares = np.full_like(reduced, np.nan), nothing
+    row += [*local.sum(0), *reduced.sum(0), squares.sum(), *summed.read("after").sum(0), float((after**2).sum())]
+    table = np.concatenate(
+        [local, terms[:, None], reduced, squares[:, None], summed.read("after"), (after**2)[:, None]], axis=1
+    )
+    return [float(value) for value in row], table
+
+
+def closing_numbers(columns: Sequence[str], kept: Table) -> list[float]:
+    """The row after the last step: only what was kept is known."""
+    largest, tensor = _worst(kept)
+    known = {"kept": largest, "kept_tensor": tensor}
+    return [known.get(name, math.nan) for name in columns]
+
+
+def _relative(off: Table, scale: Table) -> Table:
+    with np.errstate(divide="ignore", invalid="ignore"):
+        found: Table = np.where(off == 0.0, 0.0, off / scale)
+    return found
+
+
+def _worst(values: Table) -> tuple[float, float]:
+    """The largest and where it is; a value that is no number, and so was not looked at, is larger than all."""
+    if not len(values):
+        return math.nan, math.nan
+    place = int(np.where(np.isnan(values), np.inf, values).argmax())
+    return float(values[place]), float(place)

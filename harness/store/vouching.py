@@ -1,0 +1,252 @@
+"""The stream in which a run vouches for itself: one row of numbers a step, and one for every tensor at kept steps.
+
+[Note: Stream of vouching] `metrics.jsonl` says what a step came to; these files say that it was right: what was found
+beside the engine at every step (`STEP_COLUMNS`), and sketches of every tensor (`TENSOR_COLUMNS`) by which any two runs
+can be compared at a step that nobody captured. All are little-endian float64, appended to, and cut back on resume as
+`metrics.jsonl` is. NaN means that the engine shows nothing of that kind; 0 that it was looked at and is right.
+
+    vouch/stream.json   version, sketches (m), every, tensors (name and shape, in model order)
+    vouch/steps.f64     a row a step; a finished run has one more, of which only `kept` and `kept_tensor` are there: the
+                        weights and moments it ended with against those that its last step left
+    vouch/tensors.f64   for each kept step a row [tensor][column]; kept are the first `DENSE` and each `every`-th
+
+A sketch S_j, j < m, is a signed sum over a tensor's elements in fp64, whose signs depend on j, the tensor's name and
+the element's place alone (`harness.probe.vouching.sketch`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
+
+from harness.store.errors import StoreError
+from harness.store.files import write_json
+from harness.store.reading import read_json
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+FOLDER = "vouch"
+VERSION = 1
+DENSE = 512
+"""Steps from the first on of which every tensor's sketches are kept."""
+BYTES = 8
+
+CHECKS = ("sum", "gather", "kept", "replicas", "rule")
+"""What is looked at in every step, each the largest over all tensors, beside the index of that tensor."""
+
+
+class VouchedTensor(NamedTuple):
+    """A parameter of the model, by its full shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def step_columns(sketches: int) -> tuple[str, ...]:
+    """Names of a step's numbers, in order.
+
+    `sum` is relative to the norm of the local gradients that were added, `gather`, `kept` and `replicas` to the norm of
+    the weight, `rule` to the most that rounding explains of an element; `norm` is relative. The others are sketches and
+    squared norms of all tensors added up: of the averaged sum of local gradients, of the reduced gradient, of the
+    weights after the update.
+    """
+    checks = tuple(name for check in CHECKS for name in (check, f"{check}_tensor"))
+    return (
+        *checks, "norm",
+        *_numbered("local", sketches), *_numbered("reduced", sketches), "reduced_squares",
+        *_numbered("after", sketches), "after_squares",
+    )  # fmt: skip
+
+
+def tensor_columns(sketches: int) -> tuple[str, ...]:
+    """Names of a tensor's numbers at a kept step, in order; `terms_squares` is of all local gradients, averaged."""
+    return (
+        *_numbered("local", sketches), "terms_squares",
+        *_numbered("reduced", sketches), "reduced_squares",
+        *_numbered("after", sketches), "after_squares",
+    )  # fmt: skip
+
+
+def _numbered(name: str, count: int) -> tuple[str, ...]:
+    return tuple(f"{name}_{number}" for number in range(count))
+
+
+def is_kept(step: int, every: int) -> bool:
+    """Whether the tensors of a step are kept."""
+    return step <= DENSE or step % every == 0
+
+
+def kept_until(step: int, every: int) -> int:
+    """How many of the first so many steps are kept."""
+    return step if step <= DENSE else DENSE + step // every - DENSE // every
+
+
+def cadence(steps: int, tensors: int, sketches: int, limit_bytes: int) -> int:
+    """The smallest `every` with which all kept steps fit into so many bytes, or the number of steps if none does."""
+    row = tensors * len(tensor_columns(sketches)) * BYTES
+    room = limit_bytes // row - DENSE if row else steps
+    beyond = steps - DENSE
+    return 1 if beyond <= room else max(1, -(-beyond // max(1, room)))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+class StreamWriter:
+    """Appends to the stream of one run; of a resumed one, after the steps it has done."""
+
+    def __init__(self, run_dir: Path, tensors: Sequence[VouchedTensor], sketches: int, every: int, done: int) -> None:
+        """
+        Args:
+            run_dir: the run's directory.
+            tensors: in model order.
+            sketches: m.
+            every: cadence of kept steps beyond `DENSE`.
+            done: steps to keep of what is there.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        folder = run_dir / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self.every = every
+        self._row = len(step_columns(sketches)) * BYTES
+        facts = {
+            "version": VERSION,
+            "sketches": sketches,
+            "every": every,
+            "tensors": [{"name": each.name, "shape": list(each.shape)} for each in tensors],
+        }
+        write_json(folder / "stream.json", facts)
+        table = len(tensors) * len(tensor_columns(sketches)) * BYTES
+        self._steps = _appending(folder / "steps.f64", self._row, done)
+        self._tensors = _appending(folder / "tensors.f64", table, kept_until(done, every))
+
+    def write(self, step: int, row: Sequence[float], tensors: NDArray[np.float64]) -> None:
+        """A step's numbers, and its tensors' where they are kept."""
+        self._steps.write(_packed(row))
+        if is_kept(step, self.every):
+            self._tensors.write(tensors.astype("<f8").tobytes())
+
+    def write_closing(self, row: Sequence[float]) -> None:
+        """The row after the last step."""
+        self._steps.write(_packed(row))
+
+    def sync(self) -> None:
+        """Have everything on disk: a checkpoint stands on it."""
+        for file in (self._steps, self._tensors):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Finish writing."""
+        self._steps.close()
+        self._tensors.close()
+
+
+def _appending(path: Path, row_bytes: int, rows: int) -> IO[bytes]:
+    """The file, cut back to so many rows; rows that are missing are filled with NaN: nobody saw them."""
+    file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - kept open over the run
+    there = min(file.seek(0, os.SEEK_END) // row_bytes, rows) if row_bytes else 0
+    file.truncate(there * row_bytes)
+    file.seek(0, os.SEEK_END)
+    file.write(_packed([float("nan")] * ((rows - there) * row_bytes // BYTES)))
+    return file
+
+
+def _packed(values: Sequence[float]) -> bytes:
+    import struct
+
+    return struct.pack(f"<{len(values)}d", *values)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """One run's stream, read where it is asked for."""
+
+    folder: Path
+    tensors: tuple[VouchedTensor, ...]
+    sketches: int
+    every: int
+
+    @cached_property
+    def steps(self) -> NDArray[np.float64]:
+        """[rows, columns]: row s - 1 is step s; a finished run has one row more than steps."""
+        return _table(self.folder / "steps.f64", len(step_columns(self.sketches)))
+
+    def column(self, name: str) -> NDArray[np.float64]:
+        """One number over all rows.
+
+        Raises:
+            ValueError: there is no such column.
+        """
+        values: NDArray[np.float64] = self.steps[:, step_columns(self.sketches).index(name)]
+        return values
+
+    def kept(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Kept steps [n], counted from 1, and their tensors' numbers [n, tensors, columns]."""
+        import numpy as np
+
+        columns = len(tensor_columns(self.sketches))
+        rows = _table(self.folder / "tensors.f64", len(self.tensors) * columns)
+        steps = np.arange(1, len(self.steps) + 1)
+        chosen = steps[(steps <= DENSE) | (steps % self.every == 0)][: len(rows)]
+        return chosen, rows[: len(chosen)].reshape(len(chosen), len(self.tensors), columns)
+
+
+def last_weights(run_dir: Path, step: int, names: Sequence[str]) -> NDArray[np.float64] | None:
+    """Sketches [tensors, m] of the weights after a step; None where they were not kept, or are of other tensors."""
+    found = read(run_dir)
+    if found is None or [each.name for each in found.tensors] != list(names) or not is_kept(step, found.every):
+        return None
+    steps, rows = found.kept()
+    if len(steps) < kept_until(step, found.every) or steps[kept_until(step, found.every) - 1] != step:
+        return None
+    begin = tensor_columns(found.sketches).index("after_0")
+    sketches: NDArray[np.float64] = rows[kept_until(step, found.every) - 1, :, begin : begin + found.sketches].copy()
+    return None if bool((sketches != sketches).any()) else sketches
+
+
+def _table(path: Path, columns: int) -> NDArray[np.float64]:
+    """Whole rows of a file, mapped into memory; what is left of a torn last row is not one."""
+    import numpy as np
+
+    rows = path.stat().st_size // (columns * BYTES) if path.is_file() and columns else 0
+    if not rows:
+        return np.empty((0, columns))
+    return np.memmap(path, "<f8", "r", shape=(rows, columns))
+
+
+def read(run_dir: Path) -> Stream | None:
+    """The stream of a run; None where it has none.
+
+    Raises:
+        StoreError: the stream cannot be read, and why.
+    """
+    folder = run_dir / FOLDER
+    facts = read_json(folder / "stream.json")
+    if facts is None:
+        return None
+    try:
+        return _stream(folder, facts)
+    except (KeyError, TypeError, ValueError) as error:
+        raise StoreError(f"{folder / 'stream.json'} is damaged: {error!r}") from None
+
+
+def _stream(folder: Path, facts: Mapping[str, Any]) -> Stream:
+    if facts["version"] != VERSION:
+        raise StoreError(f"{folder} has version {facts['version']} of the stream, and {VERSION} is read here")
+    tensors = tuple(VouchedTensor(str(each["name"]), tuple(map(int, each["shape"]))) for each in facts["tensors"])
+    sketches, every = int(facts["sketches"]), int(facts["every"])
+    if sketches < 1 or every < 1:
+        raise ValueError(f"sketches={sketches}, every={every}")
+    return Stream(folder, tensors, sketches, every)

@@ -1,0 +1,234 @@
+"""A run's word for its own steps: what every step is looked at for, beside the engine.
+
+[Note: Vouching] A captured step is examined whole (`captures`); every other one is looked at through sketches and a
+sample, which cost a few passes over what a rank holds and nothing on the wire but a small sum. From step to step:
+
+    before      weights and a sample of moments against what the step before left; weights as forwards should see them
+    forward     weights as modules look them up; local gradients as autograd hands them over (`LocalWatch`)
+    reduced     the engine's averaged gradients, in the places of its weights, before clipping
+    after       weights after the update; of the sample, what the optimizer's rule makes of what was there before
+
+Each rank looks at what it holds. One sum and one maximum over ranks, on the loop's own group and while the next batch
+is loaded, give the first rank the numbers of the whole model, which it writes into the stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.schema import MeasureMode
+from harness.config.update_rule import Rule
+from harness.control import Control
+from harness.engines import optim
+from harness.engines.torch_dtypes import TORCH_DTYPES
+from harness.models.registry import workload_for
+from harness.probe.vouching.local import LocalWatch
+from harness.probe.vouching.pieces import Piece, own_places, shares
+from harness.probe.vouching.sample import Sample, Values, entries_of, unit_of
+from harness.probe.vouching.sketch import SKETCHES, Signs, Sketch
+from harness.probe.vouching.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
+from harness.store import vouching as stream
+from harness.store.vouching import StreamWriter, VouchedTensor
+from harness.train.session import Session
+
+
+class Vouching:
+    """Looks at every step of one run. `open` it after the first weights are there; *collective*.
+
+    The order in a step: `before`, `watch` around the forwards and backwards, `reduced`, `after`; `close` at the end.
+    """
+
+    def __init__(self, session: Session, control: Control, pieces: list[Piece], sample: Sample, done: int) -> None:
+        config = session.config
+        self.session, self.control, self.pieces, self.sample = session, control, pieces, sample
+        self.names = [piece.name for piece in pieces]
+        self.places = {name: place for place, name in enumerate(self.names)}
+        self.signs = Signs()
+        rows = control.gather(own_places(pieces))
+        self.counted, self.among = shares(pieces, rows, session.ranks.rank)
+        compute, main = TORCH_DTYPES[config.dtype.compute], TORCH_DTYPES[config.dtype.main_params]
+        self.cast = None if compute is main else compute
+        self.is_first_rank = session.ranks.rank == 0
+        self.left: tuple[Sketch, Values] | None = None
+        """What the step before left: sketches by piece, and the sample."""
+        self.whole: Table | None = None
+        """On the first rank, sketches of the whole weights that the step before left; None where nobody knows."""
+        self.done = done
+        self.writer: StreamWriter | None = None
+        if self.is_first_rank:
+            self.whole = None if not done else stream.last_weights(session.run_dir, done, self.names)
+            shapes = [VouchedTensor(piece.name, piece.shape) for piece in pieces]
+            limit = config.measure.vouch_limit_mib << 20
+            every = stream.cadence(config.train.steps, len(pieces), SKETCHES, limit)
+            self.writer = StreamWriter(session.run_dir, shapes, SKETCHES, every, done)
+        self._begin()
+
+    @classmethod
+    def open(cls, session: Session, control: Control, done: int) -> Vouching | None:
+        """For a run that has done so many steps; None where it is not asked for, or where the engine's state does not
+        say which rank has what of it. *Collective.*"""
+        config = session.config
+        if not config.measure.vouch or config.measure.mode is MeasureMode.bench:
+            return None
+        state = session.engine.state()
+        if not state.portable:
+            return None
+        try:
+            found = {key: Piece.of(key.removeprefix("weights/"), tensor) for key, tensor in state.tensors.items()}
+        except ValueError:  # parts that are no block of rows and columns
+            return None
+        weights = [piece for key, piece in found.items() if key.startswith("weights/")]
+        given = config.optimizer
+        rule = Rule(given.name.name, (given.betas[0], given.betas[1]), given.eps, given.momentum, given.weight_decay)
+        workload = workload_for(config)
+        moments = {
+            piece.name: [
+                found[key] for entry in entries_of(rule) if (key := f"optimizer/{piece.name}/{entry}") in found
+            ]
+            for piece in weights
+        }
+        model = workload.build("meta", torch.float32)
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        decays = {
+            piece.name: rule.decay if workload.decays(piece.name, torch.Size(piece.shape)) else 0.0 for piece in weights
+        }
+        return cls(session, control, weights, Sample(rule, weights, moments, trained, decays), done)
+
+    def _begin(self) -> None:
+        self.summed = SummedTable(len(self.pieces), SKETCHES)
+        self.largest = LargestTable(len(self.pieces), SKETCHES)
+        self.watching: LocalWatch | None = None
+        self.gradient_sample: Tensor | None = None
+        self.gradient_unit = 0.0
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def before(self) -> None:
+        """Look at what the step begins with."""
+        self._begin()
+        sketches = self._sketches()
+        self.summed.put("before", sketches, self.counted)
+        cast = sketches if self.cast is None else self._sketches(lambda piece: piece.local.to(self.cast))
+        self.summed.put("cast", cast, self.counted)
+        self.values = self.sample.look()
+        if self.left is not None:
+            self.largest.kept[:] = self._kept(sketches, self.values)
+
+    def watch(self) -> AbstractContextManager[Any]:
+        """Surrounds the step's forwards and backwards."""
+        seen = self.session.engine.seen()
+        if seen is None:
+            return nullcontext()
+        self.divisor = seen.divisor
+        self.watching = LocalWatch(seen.module, self.names, self.signs)
+        return self.watching
+
+    def watched_for(self) -> float:
+        """Seconds that looking took inside."""
+        return 0.0 if self.watching is None else self.watching.seconds
+
+    def reduced(self) -> None:
+        """Look at the engine's averaged gradients, before they are clipped."""
+        gradients = self.session.engine.local_gradients()
+        if gradients is None:
+            return
+        self.summed.put("reduced", self._sketches(lambda piece: gradients.get(piece.name)), self.counted)
+        self.gradient_sample = self.sample.gradients(gradients)
+        self.gradient_unit = max((unit_of(gradient.dtype) for gradient in gradients.values()), default=0.0)
+
+    def after(self, step: int, lr: float, norm: float) -> Callable[[], None]:
+        """Look at what the step left, and begin to tell the first rank; what is returned ends it and writes."""
+        sketches, values = self._sketches(), self.sample.look()
+        self.summed.put("after", sketches, self.counted)
+        self.summed.put("dissent", sketches, self.among)
+        scaled = self.session.engine.scaled() is not None
+        looked = Looked(self.watching is not None, self.gradient_sample is not None, False)
+        if self.gradient_sample is not None and not scaled:
+            looked = looked._replace(rule=True)
+            self._hold_to_rule(step, lr, norm, values)
+        if self.watching is not None:
+            self._tell_local(self.watching)
+        self.left = sketches, values
+        summed, largest, divisor = self.summed, self.largest, getattr(self, "divisor", 1)
+        end = self.control.begin_totals(summed.values, largest.values)
+
+        def write() -> None:
+            end()
+            if self.writer is not None:
+                self._follow(step, summed, largest)
+                self.writer.write(step, *step_numbers(summed, largest, looked, divisor, norm))
+
+        return write
+
+    def _follow(self, step: int, summed: SummedTable, largest: LargestTable) -> None:
+        """The whole weights, too, must be those that the step before left: of a resumed run, those in its stream."""
+        if self.whole is not None:
+            largest.differ_from(summed, self.whole)
+        elif step > 1:
+            largest.kept[:] = torch.nan
+        self.whole = summed.read("after").copy()
+
+    def _hold_to_rule(self, step: int, lr: float, norm: float, values: Values) -> None:
+        assert self.gradient_sample is not None
+        clipped = self.gradient_sample * optim.clip_coefficient(norm, self.session.config.optimizer.clip_norm)
+        self.summed.part("followed")[:, 0] = self.sample.elements(len(self.pieces))
+        ratios = self.sample.held_to_rule(self.values, values, clipped, self.gradient_unit, step, lr)
+        self.largest.rule[:] = self.sample.largest(ratios, len(self.pieces))
+
+    def _tell_local(self, watching: LocalWatch) -> None:
+        gradients, (largest, least) = watching.gradients(), watching.weights()
+        self.summed.part("local")[:] = gradients.values
+        self.summed.part("terms")[:, 0] = gradients.squares
+        self.summed.part("saw")[:] = float(watching.saw_gradients)
+        self.summed.part("hidden")[list(watching.hidden)] = 1.0
+        self.largest.used[:] = torch.cat([largest, -least], dim=1)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Have the stream on disk."""
+        if self.writer is not None:
+            self.writer.sync()
+
+    def close(self, *, finished: bool) -> None:
+        """Look once more at the weights of a run that came to its end, and close the stream. *Collective* then."""
+        if finished and self.left is not None:
+            self._begin()
+            self.largest.kept[:] = self._kept(self._sketches(), self.sample.look())
+            self.control.begin_totals(self.summed.values, self.largest.values)()
+            if self.writer is not None:
+                self.writer.write_closing(closing_numbers(stream.step_columns(SKETCHES), self.largest.kept.numpy()))
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files, and nothing else."""
+        if self.writer is not None:
+            self.writer.close()
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _sketches(self, of: Callable[[Piece], Tensor | None] = attrgetter("local")) -> Sketch:
+        """Sketch this rank's part of something of every tensor [tensors, m]; 0 of what it has no part of."""
+        nothing = Sketch(torch.zeros(SKETCHES, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
+        found = []
+        for piece in self.pieces:
+            local = None if piece.place is None else of(piece)
+            place = piece.place
+            found.append(
+                nothing if local is None or place is None else self.signs.sketch(piece.name, piece.shape, local, place)
+            )
+        return Sketch.stack(found)
+
+    def _kept(self, sketches: Sketch, values: Values) -> Tensor:
+        """By tensor: how far what is here is from what the step before left."""
+        assert self.left is not None
+        left, sampled = self.left
+        off = (sketches.values - left.values).abs().amax(1)
+        relative = torch.where(off == 0, 0.0, off / left.squares.sqrt())
+        return torch.maximum(relative, self.sample.largest(self.sample.moved(sampled, values), len(self.pieces)))

@@ -1,0 +1,86 @@
+"""Sketches are the same in every layout, linear, and tell distances."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from harness.probe.vouching import sketch as module
+from harness.probe.vouching.pieces import Piece, own_places, shares
+from harness.probe.vouching.sketch import SKETCHES, Place, Signs, Sketch
+
+
+def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_pieces_of_any_layout_add_up_to_the_whole() -> None:
+    whole, signs = drawn(7, 6, 5), Signs()
+    wanted = signs.sketch("w", whole.shape, whole, Place.whole(whole.shape))
+    for rows, columns in itertools.product([(0, 7), (0, 3, 7), (0, 1, 2, 7)], [(0, 6), (0, 2, 6)]):
+        values, squares = torch.zeros(SKETCHES, dtype=torch.float64), 0.0
+        for (top, bottom), (left, right) in itertools.product(itertools.pairwise(rows), itertools.pairwise(columns)):
+            piece = whole[top:bottom, left:right]
+            place = Place.of(whole.shape, [top, left, 0], list(piece.shape))
+            found = signs.sketch("w", whole.shape, piece, place)
+            values, squares = values + found.values, squares + float(found.squares)
+        torch.testing.assert_close(values, wanted.values, rtol=1e-13, atol=1e-13)
+        assert squares == pytest.approx(float(wanted.squares), rel=1e-13)
+
+
+def test_signs_depend_on_the_name_and_the_place_alone() -> None:
+    a, b = drawn(4, 9), drawn(4, 9, seed=1)
+    at = Place.whole(a.shape)
+    first, again, other = (signs.sketch(name, a.shape, a, at).values for signs, name in
+                           ((Signs(), "w"), (Signs(), "w"), (Signs(), "v")))  # fmt: skip
+    assert torch.equal(first, again)
+    assert not torch.equal(first, other)
+    signs = Signs()
+    linear = signs.sketch("w", a.shape, a + 2 * b, at).values
+    torch.testing.assert_close(linear, first + 2 * signs.sketch("w", b.shape, b, at).values, rtol=1e-5, atol=1e-5)
+
+
+def test_parts_that_are_widened_one_by_one_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, signs = drawn(64, 8), Signs()
+    at_once = signs.sketch("w", a.shape, a, Place.whole(a.shape))
+    monkeypatch.setattr(module, "AT_ONCE", 40)
+    in_parts = signs.sketch("w", a.shape, a, Place.whole(a.shape))
+    torch.testing.assert_close(in_parts.values, at_once.values, rtol=1e-13, atol=1e-13)
+    assert float(in_parts.squares) == pytest.approx(float(at_once.squares), rel=1e-13)
+
+
+@pytest.mark.parametrize("shape", [(40, 30), (300,), (1, 200), (5, 3, 3, 3), ()])
+def test_the_mean_square_is_the_squared_norm(shape: tuple[int, ...]) -> None:
+    """Over many names, with the spread of a product of signs: a fourth moment of at most 9."""
+    a = drawn(*shape)
+    squares = torch.stack([Signs().sketch(f"w{n}", shape, a, Place.whole(shape)).values for n in range(400)]) ** 2
+    error = (9 - 1) ** 0.5 / squares.numel() ** 0.5
+    assert float(squares.mean()) == pytest.approx(float((a.double() ** 2).sum()), rel=4 * error)
+
+
+def test_a_piece_that_is_no_block_of_rows_and_columns_is_refused() -> None:
+    with pytest.raises(ValueError, match="cut behind its second dimension"):
+        Place.of((4, 5, 6), (0, 0, 3), (4, 5, 3))
+
+
+def test_copies_count_once_and_their_weights_add_up_to_nought() -> None:
+    whole = Piece.of("a", drawn(4, 2))
+    half = [Piece("b", (4, 2), drawn(2, 2), Place((top, top + 2), (0, 2))) for top in (0, 2)]
+    missing = Piece("c", (4, 2), drawn(0, 2), None)
+    ranks = [[whole, half[rank % 2], missing] for rank in range(4)]
+    rows = [own_places(pieces) for pieces in ranks]
+    told = [shares(pieces, rows, rank) for rank, pieces in enumerate(ranks)]
+    assert torch.stack([counted for counted, _ in told]).tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0], [0, 0, 0]]
+    among = torch.stack([weights for _, weights in told])
+    assert torch.allclose(among[:, 0].sum(), torch.zeros((), dtype=torch.float64), atol=1e-12)
+    assert torch.allclose(among[[0, 2], 1].sum(), torch.zeros((), dtype=torch.float64), atol=1e-12)
+    assert bool((among[:, :2].abs() > 0.01).all())
+    assert among[:, 2].tolist() == [0.0] * 4
+
+
+def test_a_stack_has_an_axis_in_front() -> None:
+    found = Sketch.stack([Sketch(torch.ones(4), torch.tensor(2.0)), Sketch(torch.zeros(4), torch.tensor(0.0))])
+    assert found.values.shape == (2, 4)
+    assert found.squares.tolist() == [2.0, 0.0]

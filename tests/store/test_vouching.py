@@ -1,0 +1,94 @@
+"""The stream on disk: written, cut back, read, and refused where it is damaged."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.store import vouching
+from harness.store.errors import StoreError
+from harness.store.vouching import (
+    DENSE,
+    StreamWriter,
+    VouchedTensor,
+    cadence,
+    is_kept,
+    kept_until,
+    last_weights,
+    step_columns,
+    tensor_columns,
+)
+
+TENSORS = [VouchedTensor("a", (3, 2)), VouchedTensor("b", ())]
+M = 4
+
+
+def write(run_dir: Path, steps: range, *, every: int = 1, done: int = 0) -> None:
+    writer = StreamWriter(run_dir, TENSORS, M, every, done)
+    for step in steps:
+        row = [float(step)] * len(step_columns(M))
+        writer.write(step, row, np.full((2, len(tensor_columns(M))), float(step)))
+    writer.sync()
+    writer.close()
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 8))
+    found = vouching.read(tmp_path)
+    assert found is not None
+    assert found.tensors == tuple(TENSORS)
+    assert found.column("rule").tolist() == [1, 2, 3, 4, 5, 6, 7]
+    steps, rows = found.kept()
+    assert steps.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert rows.shape == (7, 2, len(tensor_columns(M)))
+    assert rows[4, 1, 0] == 5.0
+    assert vouching.read(tmp_path / "nowhere") is None
+
+
+def test_a_resumed_run_goes_on_where_its_checkpoint_was(tmp_path: Path) -> None:
+    write(tmp_path, range(1, 8))
+    with open(tmp_path / "vouch" / "steps.f64", "ab") as file:
+        file.write(b"torn")
+    write(tmp_path, range(5, 7), done=4)
+    found = vouching.read(tmp_path)
+    assert found is not None
+    assert found.column("sum").tolist() == [1, 2, 3, 4, 5, 6]
+    assert found.kept()[0].tolist() == [1, 2, 3, 4, 5, 6]
+
+
+def test_steps_that_nobody_saw_are_no_numbers(tmp_path: Path) -> None:
+    write(tmp_path, range(4, 6), done=3)
+    found = vouching.read(tmp_path)
+    assert found is not None
+    assert [math.isnan(value) for value in found.column("sum")] == [True, True, True, False, False]
+    assert last_weights(tmp_path, 3, ["a", "b"]) is None
+    assert last_weights(tmp_path, 5, ["a", "b"]).tolist() == [[5.0] * M] * 2  # type: ignore[union-attr] # there it is
+    assert last_weights(tmp_path, 5, ["a", "c"]) is None
+
+
+def test_tensors_are_kept_as_often_as_fits(tmp_path: Path) -> None:
+    every = 100
+    write(tmp_path, range(1, DENSE + 350), every=every)
+    found = vouching.read(tmp_path)
+    assert found is not None
+    steps, rows = found.kept()
+    assert steps.tolist() == [*range(1, DENSE + 1), 600, 700, 800]
+    assert rows[-1, 0, 0] == 800.0
+    assert [kept_until(s, every) for s in (0, 5, DENSE, 599, 600, 861)] == [
+        sum(is_kept(step, every) for step in range(1, s + 1)) for s in (0, 5, DENSE, 599, 600, 861)
+    ]
+    row = 2 * len(tensor_columns(M)) * 8
+    assert cadence(100_000, 2, M, row * 100_000) == 1
+    assert cadence(100_000, 2, M, row * (DENSE + 100)) == math.ceil((100_000 - DENSE) / 100)
+    assert cadence(400, 2, M, 1) == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 2}', '{"version": 1}', '{"version": 1, "tensors": 3}'])
+def test_a_damaged_description_is_named(tmp_path: Path, text: str) -> None:
+    write(tmp_path, range(1, 3))
+    (tmp_path / "vouch" / "stream.json").write_text(text)
+    with pytest.raises(StoreError, match="stream"):
+        vouching.read(tmp_path)

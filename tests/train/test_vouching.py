@@ -1,0 +1,218 @@
+"""Every step of every engine that can be seen vouches for itself, and a later fault is there, at its step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, OptimizerName, OuterStrategy, Strategy
+from harness.engines.protocol import Engine
+from harness.store import vouching
+from harness.store.vouching import Stream
+from tests.support.factory import small_config, train, with_dtypes
+from tests.support.spawn import run_ranks
+
+ROUNDED = 5e-7
+"""Relative to the terms: what sums of a few fp32 numbers may be off by in one of some hundred projections."""
+
+SEEN: dict[str, dict[str, Any]] = {
+    **{f"native-{each.name}": {"engine__name": EngineName.native, "sharding__strategy": each} for each in Strategy},
+    "native-hybrid": {
+        "engine__name": EngineName.native,
+        "sharding__strategy": Strategy.optim_grads_params,
+        "sharding__outer": OuterStrategy.optim,
+        "mesh__dp_outer": 2,
+    },
+    "fsdp2": {"engine__name": EngineName.fsdp2, "sharding__strategy": Strategy.optim_grads_params},
+    "ddp": {"engine__name": EngineName.ddp},
+    "ddp-optim": {"engine__name": EngineName.ddp, "sharding__strategy": Strategy.optim},
+}
+
+
+def configured(kind: str, **changes: Any) -> Config:
+    usual = {"mesh__world_size": 2, "measure__vouch": True, "train__steps": 5}
+    return small_config(**{**usual, **SEEN[kind], **changes})
+
+
+def trains(rank: int, folder: str, kinds: list[str], changes: dict[str, Any]) -> None:
+    for kind in kinds:
+        train(configured(kind, **changes), Path(folder, kind), rank)
+        train(with_dtypes(configured(kind, **changes), Dtype.bf16, Dtype.fp32), Path(folder, f"{kind}-bf16"), rank)
+
+
+def read(run_dir: Path) -> Stream:
+    found = vouching.read(run_dir)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("optimizer", OptimizerName)
+def test_every_step_of_every_engine_vouches_for_itself(tmp_path: Path, optimizer: OptimizerName) -> None:
+    run_ranks(trains, 2, str(tmp_path), list(SEEN), {"optimizer__name": optimizer, "optimizer__clip_norm": 0.5})
+    for run in tmp_path.iterdir():
+        stream = read(run)
+        assert len(stream.steps) == 6, "five, and one at the end"
+        assert (stream.column("sum")[:5] <= ROUNDED).all(), (run.name, stream.column("sum"))
+        assert (stream.column("gather")[:5] <= 1e-12).all(), (run.name, stream.column("gather"))
+        assert (stream.column("kept") == 0).all(), run.name
+        assert (stream.column("replicas")[:5] <= 1e-12).all(), run.name
+        assert (stream.column("rule")[:5] <= 1).all(), (run.name, stream.column("rule"))
+        assert (stream.column("rule")[:5] > 0).all(), run.name
+        assert (stream.column("norm")[:5] <= 1e-6).all(), run.name
+
+
+def test_sketches_of_all_layouts_agree(tmp_path: Path) -> None:
+    """To what their own sums are rounded by: the layouts add local gradients in other orders."""
+    run_ranks(trains, 2, str(tmp_path), list(SEEN), {"train__steps": 2})
+    rows = {kind: read(tmp_path / kind).kept()[1] for kind in SEEN}
+    first = rows.pop("ddp")
+    for kind, found in rows.items():
+        assert found.shape == first.shape
+        np.testing.assert_allclose(found[0], first[0], rtol=2e-4, atol=1e-6, err_msg=kind)
+
+
+# -- late faults -------------------------------------------------------------------------------------------------------
+
+FAULTY_FROM = 3
+
+
+class Faulty:
+    """Stands before an engine and does something wrong from a step on."""
+
+    def __init__(self, engine: Engine, fault: Callable[[Faulty, str], None]) -> None:
+        self.engine, self.fault, self.number, self.asked = engine, fault, 1, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def step(self, lr: float) -> float:
+        if self.number >= FAULTY_FROM:
+            self.fault(self, "before step")
+        norm = self.engine.step(lr)
+        if self.number >= FAULTY_FROM:
+            self.fault(self, "after step")
+        self.number += 1
+        return norm
+
+    def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
+        if self.number >= FAULTY_FROM:
+            self.fault(self, "before forward")
+        loss = self.engine.forward_backward(batch, last=last)
+        if self.number >= FAULTY_FROM and last:
+            self.fault(self, "after backward")
+        return loss
+
+    def counters(self) -> dict[str, int]:
+        self.asked += 1
+        if self.asked == 2 * FAULTY_FROM - 1:  # asked at the beginning and at the end of a step
+            self.fault(self, "between steps")
+        return self.engine.counters()
+
+    def held(self, kind: str) -> dict[str, Tensor]:
+        found = self.engine.state().tensors
+        return {key: getattr(value, "_local_tensor", value) for key, value in found.items() if key.endswith(kind)}
+
+
+@torch.no_grad()
+def skips_the_update(engine: Faulty, when: str) -> None:
+    held = [value for key, value in engine.engine.state().tensors.items() if key.startswith("weights/")]
+    held = [getattr(value, "_local_tensor", value) for value in held]
+    if when == "before step":
+        engine.kept = [value.clone() for value in held]  # type: ignore[attr-defined] # of this fault alone
+    if when == "after step":
+        for value, old in zip(held, engine.kept, strict=True):
+            value.copy_(old)
+
+
+@torch.no_grad()
+def rounds_reduced_gradients(engine: Faulty, when: str) -> None:
+    if when == "after backward":
+        for gradient in engine.engine.local_gradients().values():  # type: ignore[union-attr] # these engines have them
+            gradient.copy_(gradient.bfloat16())
+
+
+@torch.no_grad()
+def rounds_momentum(engine: Faulty, when: str) -> None:
+    if when == "after step":
+        for moment in engine.held("/exp_avg").values():
+            moment.copy_(moment.bfloat16())
+
+
+@torch.no_grad()
+def swaps_momentum(engine: Faulty, when: str) -> None:
+    if when == "between steps":
+        for moment in engine.held("/exp_avg").values():
+            moment.copy_(moment.flip(0))
+
+
+@torch.no_grad()
+def is_a_step_ahead(engine: Faulty, when: str) -> None:
+    if when == "before step" and engine.number == FAULTY_FROM:
+        for state in engine.engine.optimizer.state.values():  # type: ignore[attr-defined] # both engines have one
+            state["step"] += 1
+
+
+@torch.no_grad()
+def alters_weights(engine: Faulty, when: str) -> None:
+    if when == "after step" and engine.number == 5:
+        for key, value in engine.engine.state().tensors.items():
+            if key.startswith("weights/"):
+                getattr(value, "_local_tensor", value).mul_(1 + 1e-6)
+
+
+LATE = {
+    "skips_the_update": (skips_the_update, "rule", 3),
+    "rounds_reduced_gradients": (rounds_reduced_gradients, "sum", 3),
+    "rounds_momentum": (rounds_momentum, "rule", 3),
+    "swaps_momentum": (swaps_momentum, "kept", 3),
+    "is_a_step_ahead": (is_a_step_ahead, "rule", 3),
+    "alters_weights": (alters_weights, "rule", 5),
+}
+
+
+def faulty(rank: int, folder: str, kind: str) -> None:
+    for name, (fault, _, _) in LATE.items():
+        config = configured(kind)
+        train(config, Path(folder, name), rank, wrap_engine=lambda engine, fault=fault: Faulty(engine, fault))
+
+
+@pytest.mark.parametrize("kind", ["native-optim_grads_params", "ddp"])
+def test_what_goes_wrong_later_is_there_at_its_step(tmp_path: Path, kind: str) -> None:
+    run_ranks(faulty, 2, str(tmp_path), kind)
+    limits = {"sum": ROUNDED, "gather": 1e-9, "kept": 1e-9, "replicas": 1e-9, "rule": 1.0}
+    for name, (_, column, step) in LATE.items():
+        stream = read(tmp_path / name)
+        first = {check: np.flatnonzero(~(stream.column(check) <= limit)) for check, limit in limits.items()}
+        beyond = {check: int(found[0]) + 1 for check, found in first.items() if len(found) and found[0] < 5}
+        assert beyond.get(column) == step, (name, beyond)
+        assert min(beyond.values()) == step, (name, beyond)
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def resumes(rank: int, folder: str, spoil: bool) -> None:
+    config = configured("native-optim_grads", ckpt__policy=CkptPolicy.last)
+    stopping = iter([False, False, True])
+    train(config, Path(folder), rank, should_stop=lambda: next(stopping))
+    if spoil and rank == 0:
+        path = Path(folder, "vouch", "tensors.f64")
+        table = np.fromfile(path)
+        path.write_bytes((table * (1 + 1e-6)).tobytes())
+    torch.distributed.barrier()
+    train(config, Path(folder), rank)
+
+
+@pytest.mark.parametrize("spoil", [False, True])
+def test_a_resumed_run_begins_with_what_its_last_step_left(tmp_path: Path, spoil: bool) -> None:
+    run_ranks(resumes, 2, str(tmp_path), spoil)
+    kept = read(tmp_path).column("kept")
+    assert len(kept) == 6
+    assert (kept[3] > 1e-9) == spoil, kept
+    assert not np.isnan(kept).any()
