@@ -176,7 +176,7 @@ class Bisection:
         self._tell(f"how far the first one is: {ends[0].log(self._request.words)}; each version has such a file")
         self._control = ends[0].run(self._request.words)
         verdict = self._verdict(self.bad)
-        check_ends(verdict, self.good.label, self.bad.label)
+        check_ends(verdict, self.good.label, self.bad.label, undecided=self._request.undecided)
         last = len(self._line) - 1
         self._verdicts[last] = verdict
         self._tell(f"  the end  {self.bad.title}: {brief(verdict)}")
@@ -204,7 +204,8 @@ class Bisection:
             self._tell(f"{head}: skipped, {self._reasons[at]}")
             return Answer.unresolved
         self._verdicts[at] = verdict
-        answer = answer_of(verdict, self._verdicts[len(self._line) - 1].outcome)
+        sought = self._verdicts[len(self._line) - 1].outcome
+        answer = answer_of(verdict, sought, undecided=self._request.undecided)
         if answer is Answer.unresolved:
             self._reasons[at] = verdict.sentence
         self._tell(f"{head}: {'skipped, ' * (answer is Answer.unresolved)}{brief(verdict)}")

@@ -119,7 +119,8 @@ class KeySearch:
             f"{self._good_run.name} and {self._bad_run.name} differ in {len(names)} settings: {', '.join(names)}"
         )
         everything = self._judge(names)
-        check_ends(everything, "the good run", "the good run with every setting of the bad one")
+        bad_end = "the good run with every setting of the bad one"
+        check_ends(everything, "the good run", bad_end, undecided=self._request.undecided)
         self._tell(f"  all {len(names)}: {brief(everything)}")
         self._sought = everything.outcome
         found = smallest(names, self._try)
@@ -134,7 +135,7 @@ class KeySearch:
         except BadRequest as error:
             self._tell(f"{head}: skipped, {' '.join(str(error.violations[0]).split())}")
             return Answer.unresolved
-        answer = answer_of(verdict, self._sought)
+        answer = answer_of(verdict, self._sought, undecided=self._request.undecided)
         self._tell(f"{head}: {'skipped, ' * (answer is Answer.unresolved)}{brief(verdict)}")
         return answer
 

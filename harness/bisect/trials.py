@@ -19,11 +19,13 @@ PASSED = (Outcome.EQUAL, Outcome.EQUIVALENT)
 
 @dataclass(frozen=True)
 class Request:
-    """What every trial is asked: overrides as typed, where runs lie, and whether any unequal bit is a difference."""
+    """What every trial is asked: overrides as typed, where runs lie, and what counts as a difference: any unequal bit
+    (`bitwise`), what is in doubt (`undecided`)."""
 
     words: tuple[str, ...] = ()
     root: str = "runs"
     bitwise: bool = False
+    undecided: bool = False
 
     def check(self) -> None:
         """Refuse what no version could answer.
@@ -39,7 +41,7 @@ class Request:
 
     def command(self, *before: str) -> str:
         """A command line of ours that asks the same."""
-        flags = ["--bitwise"] * self.bitwise
+        flags = ["--bitwise"] * self.bitwise + ["--undecided"] * (self.undecided and before[0] == "bisect")
         flags += [] if Path(self.root) == Path("runs") else ["--root", self.root]
         return shlex.join(["python", "-m", "harness", *before, *self.words, *flags])
 
@@ -62,7 +64,7 @@ def brief(verdict: Verdict) -> str:
     return verdict.sentence if first is None else f"{verdict.outcome.value}: {describe(first, first, first.note)}"
 
 
-def answer_of(verdict: Verdict, sought: Outcome) -> Answer:
+def answer_of(verdict: Verdict, sought: Outcome, *, undecided: bool = False) -> Answer:
     """What a trial's verdict says to a search.
 
     DIFFERENT differs, EQUAL and EQUIVALENT are the same, UNDECIDED is neither. NOT_COMPARABLE (other data, other
@@ -71,17 +73,18 @@ def answer_of(verdict: Verdict, sought: Outcome) -> Answer:
     Args:
         verdict: of the trial against the control.
         sought: the outcome at the bad end.
+        undecided: whether UNDECIDED differs too.
     """
     if verdict.outcome in PASSED:
         return Answer.same
-    if verdict.outcome is Outcome.DIFFERENT:
+    if verdict.outcome is Outcome.DIFFERENT or (undecided and verdict.outcome is Outcome.UNDECIDED):
         return Answer.differs
     if verdict.outcome is Outcome.NOT_COMPARABLE and verdict.outcome is sought and not unfit(verdict):
         return Answer.differs
     return Answer.unresolved
 
 
-def check_ends(verdict: Verdict, good: str, bad: str) -> None:
+def check_ends(verdict: Verdict, good: str, bad: str, *, undecided: bool = False) -> None:
     """Refuse a search between ends that do not differ.
 
     Raises:
@@ -89,6 +92,8 @@ def check_ends(verdict: Verdict, good: str, bad: str) -> None:
     """
     if why := unfit(verdict):
         raise refuse(bad, f"cannot be held against {good}: {why}", fix="both ends must run to their end on one machine")
-    if answer_of(verdict, verdict.outcome) is not Answer.differs:
+    if answer_of(verdict, verdict.outcome, undecided=undecided) is not Answer.differs:
         fix = "a longer run, another seed, or --bitwise with numerics=deterministic may tell them apart"
+        if verdict.outcome is Outcome.UNDECIDED:
+            fix = "--undecided takes what is in doubt for a difference"
         raise refuse(bad, f"does not differ from {good}, so there is nothing to find. {verdict.sentence}", fix=fix)

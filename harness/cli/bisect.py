@@ -25,10 +25,13 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--bitwise", action="store_true", help="any unequal bit is a difference (deterministic numerics)"
     )
+    parser.add_argument(
+        "--undecided", action="store_true", help="what is in doubt is a difference too: UNDECIDED counts as DIFFERENT"
+    )
 
 
 def _bisect(arguments: Namespace) -> int:
-    request = Request(tuple(arguments.overrides), arguments.root, arguments.bitwise)
+    request = Request(tuple(arguments.overrides), arguments.root, arguments.bitwise, arguments.undecided)
     search = _keys if arguments.keys else _commits
     try:
         return search(request, arguments.good, arguments.bad)

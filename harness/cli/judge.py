@@ -11,7 +11,7 @@ from harness.bisect.history import compare_code
 from harness.bisect.trials import Request
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
-from harness.parity import Verdict, compare, scripted, study_text, text, verdict, zoom
+from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
 from harness.store.rundir import Store
 
 
@@ -33,6 +33,7 @@ def _compare_arguments(parser: ArgumentParser) -> None:
         "--bitwise", action="store_true", help="with --code: demand equal bits (deterministic numerics)"
     )
     parser.add_argument("--json", action="store_true", help="the whole verdict as JSON")
+    parser.add_argument("--explain", action="store_true", help="say what each word and each check means")
     parser.add_argument("--tensor", metavar="NAME", help="look at one parameter's gradient instead")
     parser.add_argument("--step", type=int, default=1, help="the captured step to look at (default: 1)")
 
@@ -73,7 +74,7 @@ def _compare_code(arguments: Namespace) -> int:
 
 def _say(found: Verdict, arguments: Namespace) -> int:
     (found,) = _scripted(found)
-    print(json.dumps(found.as_json(), indent=2) if arguments.json else text(found))
+    print(json.dumps(found.as_json(), indent=2) if arguments.json else text(found, explained=arguments.explain))
     return found.exit_code
 
 
@@ -86,15 +87,28 @@ def _scripted(*verdicts: Verdict) -> tuple[Verdict, ...]:
 
 
 def _verdict_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("study", metavar="STUDY", help="name of a study that was run")
+    parser.add_argument("words", metavar="STUDY", nargs="+", help="name of a study that was run; with --control, runs")
+    parser.add_argument("--control", metavar="RUN", help="hold these runs against this one, whatever study they are of")
     parser.add_argument("--json", action="store_true", help="every verdict as JSON")
+    parser.add_argument("--explain", action="store_true", help="say what each word and each check means")
 
 
 def _verdict(arguments: Namespace) -> int:
-    found = verdict(arguments.root, arguments.study)
+    found = _judged(arguments)
     found = replace(found, arms=_scripted(*found.arms))
-    print(json.dumps(found.as_json(), indent=2) if arguments.json else study_text(found))
+    print(json.dumps(found.as_json(), indent=2) if arguments.json else study_text(found, explained=arguments.explain))
     return found.exit_code
+
+
+def _judged(arguments: Namespace) -> StudyVerdict:
+    words: list[str] = arguments.words
+    if arguments.control is not None:
+        store = Store(arguments.root)
+        return against([store.find(word).path for word in words], store.find(arguments.control).path)
+    if len(words) > 1:
+        fix = "python -m harness verdict RUN ... --control RUN"
+        raise refuse(" ".join(["verdict", *words]), f"takes 1 study, not {len(words)}; runs need a control", fix=fix)
+    return verdict(arguments.root, words[0])
 
 
 COMPARE = Verb(

@@ -42,15 +42,23 @@ def read(words: Sequence[str]) -> tuple[Verb, argparse.Namespace]:
         SystemExit: help was asked for (code 0).
     """
     _check_verb(words)
+    verb = next((each for each in VERBS if each.name == words[0]), None)
+    if verb is None:
+        _overview().parse_args(words)
+        raise refuse(words[0], "stands before the verb", fix=f"{PROGRAM} VERB {words[0]} ...")
+    parser = _Parser(prog=f"{PROGRAM} {verb.name}", description=verb.summary)
+    parser.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
+    verb.add_arguments(parser)
+    return verb, parser.parse_intermixed_args(words[1:])  # options stand anywhere among the other words
+
+
+def _overview() -> argparse.ArgumentParser:
+    """What `--help` shows before any verb."""
     parser = _Parser(prog=PROGRAM, description="What comes after a run: is it still the same, and how are they doing?")
     commands = parser.add_subparsers(metavar="VERB", required=True)
     for verb in VERBS:
-        command = commands.add_parser(verb.name, help=verb.summary, description=verb.summary)
-        command.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
-        verb.add_arguments(command)
-        command.set_defaults(verb=verb)
-    arguments = parser.parse_args(words)
-    return arguments.verb, arguments
+        commands.add_parser(verb.name, help=verb.summary, description=verb.summary)
+    return parser
 
 
 def _check_verb(words: Sequence[str]) -> None:

@@ -80,6 +80,23 @@ class Finding:
     """Number of checks this finding stands for."""
     note: str = ""
     """What the finding means, in a clause."""
+    since: Stage | None = None
+    """Where the step was not captured: the first stage at which the difference may have arisen; `stage` is the last.
+    None where it is known to be `stage`."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Every stage at which the difference may have arisen."""
+        order = list(Stage)
+        first = order.index(self.since or self.stage)
+        return tuple(order[min(first, order.index(self.stage)) : order.index(self.stage) + 1])
+
+    @property
+    def place(self) -> str:
+        """The stage in words: `reduction`, or `between weights and optimizer`."""
+        if self.since is None or self.since is self.stage:
+            return self.stage.value
+        return f"between {self.since.value} and {self.stage.value}"
 
     @property
     def ratio(self) -> float:

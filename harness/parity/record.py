@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from harness.parity.tensors import Capture, Unreadable
-from harness.store import provenance, status
+from harness.store import provenance, status, vouching
 from harness.store.errors import StoreError
-from harness.store.metrics import iter_metrics
+from harness.store.metrics import read_columns
 from harness.store.reading import read_json
 from harness.store.rundir import RunDir, flatten
+from harness.store.vouching import Stream
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 """Fields of a step that must be numbers; `param_norm` may be null."""
+
+FIELDS = ("step", *NUMBERS, "param_norm", "data_digest")
+"""All that a verdict reads of a step."""
 
 WEIGHTS = ("initial_weights", "final_weights")
 """Digests in `summary.json`."""
@@ -49,8 +53,9 @@ class Record:
     """Frozen configuration, one level of dotted keys."""
     provenance: Mapping[str, Any]
     summary: Mapping[str, Any]
-    steps: tuple[Mapping[str, Any], ...]
-    """Lines of `metrics.jsonl`, in order."""
+    columns: Mapping[str, Sequence[Any]]
+    """The fields of `metrics.jsonl` that a verdict reads (`FIELDS`), each a list over the steps; None where a step has
+    none."""
     captures: Mapping[int, Capture]
     """Captured gradients by step."""
     updates: Mapping[int, Capture]
@@ -66,17 +71,24 @@ class Record:
     """Number of draws that `moves` is the mean square of."""
     attempts: int
     """How often the run was started; above one it was resumed."""
+    stream: Stream | None
+    """The run's own word on every step, read where it is asked for; None where there is none."""
     problems: tuple[str, ...]
     """Why no verdict can stand on this run; empty for a whole one."""
 
     def unwitnessed(self) -> Record:
         """This run without what it says of itself: what is left is what any two runs can be compared by."""
         summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
-        return replace(self, witnesses={}, weights=None, summary=summary)
+        return replace(self, witnesses={}, weights=None, summary=summary, stream=None)
 
-    def series(self, key: str) -> list[float | None]:
+    @property
+    def length(self) -> int:
+        """Number of recorded steps."""
+        return len(self.columns["step"])
+
+    def series(self, key: str) -> Sequence[float | None]:
         """One field over the steps; None where a step has none."""
-        return [None if step.get(key) is None else float(step[key]) for step in self.steps]
+        return self.columns[key]
 
 
 def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] | None = None) -> Record:
@@ -97,8 +109,8 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
     origin = _read(lambda: provenance.read(run.path), {}, problems)
     problems += _origin_problems(origin, sources)
     summary = _read(lambda: read_json(run.summary), None, problems)
-    steps = _read(lambda: tuple(iter_metrics(run.metrics)), (), problems)
-    problems += _step_problems(steps, int(config["train.steps"]))
+    columns = _read(lambda: read_columns(run.metrics, FIELDS), {key: [] for key in FIELDS}, problems)
+    problems += _step_problems(columns, int(config["train.steps"]))
     problems += _summary_problems(summary)
     captures = _captures(run, "step", config["measure.capture_steps"], problems)
     updates = _captures(run, "update", config["measure.update_steps"], problems)
@@ -108,13 +120,14 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
         config,
         origin,
         summary or {},
-        steps,
+        columns,
         captures,
         updates,
         _captures(run, "weights", [1] if 1 in updates else [], problems).get(1),
         _testimonies(run, config["measure.capture_steps"], problems),
         *_rounding(run, problems),
         len(run.attempts()),
+        _read(lambda: vouching.read(run.path), None, problems),
         tuple(problems),
     )
 
@@ -151,21 +164,22 @@ def _origin_problems(origin: Mapping[str, Any], sources: str | None) -> list[str
     return []
 
 
-def _step_problems(steps: Sequence[Mapping[str, Any]], expected: int) -> list[str]:
-    numbers = [step.get("step") for step in steps]
-    if numbers != list(range(1, expected + 1)):
-        return [f"metrics.jsonl holds {_gaps(numbers, expected)}"]
+def _step_problems(columns: Mapping[str, Sequence[Any]], expected: int) -> list[str]:
+    if columns["step"] != list(range(1, expected + 1)):
+        return [f"metrics.jsonl holds {_gaps(columns['step'], expected)}"]
     broken = [
-        f"step {step['step']} has no {key}"
-        for step in steps
+        (step, key)
         for key in (*NUMBERS, "data_digest")
-        if (key == "data_digest" and not step.get(key)) or (key != "data_digest" and not _is_number(step.get(key)))
+        for step, value in enumerate(columns[key], start=1)
+        if not (_is_number(value) if key in NUMBERS else value)
     ]
-    return [f"metrics.jsonl is damaged: {', '.join(broken[:3])}"] if broken else []
+    said = [f"step {step} has no {key}" for step, key in sorted(broken)[:3]]
+    return [f"metrics.jsonl is damaged: {', '.join(said)}"] if said else []
 
 
 def _gaps(numbers: Sequence[Any], expected: int) -> str:
-    missing = [step for step in range(1, expected + 1) if step not in set(numbers)]
+    there = set(numbers)
+    missing = [step for step in range(1, expected + 1) if step not in there]
     if missing:
         return f"{expected - len(missing)} of {expected} steps; the first missing one is {missing[0]}"
     return f"{len(numbers)} lines for {expected} steps: repeated, out of order, or beyond the end"

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from harness.config.errors import refuse
 from harness.parity.compare import CHECKOUT, judge
-from harness.parity.outcome import Outcome, StudyVerdict
-from harness.parity.record import Record, load
+from harness.parity.outcome import Outcome, StudyVerdict, Verdict
+from harness.parity.record import load
 from harness.parity.tiers.seeds import over_seeds
 from harness.store.provenance import sources_digest
-from harness.store.rundir import Store
+from harness.store.rundir import RunDir, Store, flatten
 from harness.store.study import read_study
 
 REPETITION = "train.replicate"
+MANY = 64
+"""Pairs from which on it pays to start a process a core."""
 
 
 def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> StudyVerdict:
@@ -44,23 +49,61 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
         text = f"{len(absent)} of {len(cells)} cells were never started: {', '.join(absent[:4])}"
         raise refuse(f"verdict {study}", text, fix=f"python run.py -m study={study} starts what is missing")
     digest = sources_digest() if sources == CHECKOUT else sources
-    runs = {cell["signature"]: load(folder / cell["directory"], digest) for cell in cells}
-    pairs = [(runs[cell["signature"]], runs[cell["control"]]) for cell in cells if cell["control"]]
-    pairs += _repetitions([runs[cell["signature"]] for cell in cells if not cell["control"]])
-    verdicts = tuple(judge(arm, control) for arm, control in pairs)
-    comparable = [
-        pair for pair, each in zip(pairs, verdicts, strict=True) if each.outcome is not Outcome.NOT_COMPARABLE
-    ]
+    paths = {cell["signature"]: folder / cell["directory"] for cell in cells}
+    pairs = [(paths[cell["signature"]], paths[cell["control"]]) for cell in cells if cell["control"]]
+    pairs += _repetitions([paths[cell["signature"]] for cell in cells if not cell["control"]])
+    verdicts = _verdicts(pairs, digest)
     margins, window = record.get("margins") or {}, int(record.get("window") or 0)
+    told = zip(pairs, verdicts, strict=True) if margins else ()
+    comparable = [
+        (load(arm, digest), load(control, digest))
+        for (arm, control), each in told
+        if each.outcome is not Outcome.NOT_COMPARABLE
+    ]
     return StudyVerdict(study, record["question"], verdicts, tuple(over_seeds(comparable, margins, window)))
 
 
-def _repetitions(controls: list[Record]) -> list[tuple[Record, Record]]:
+def _verdicts(pairs: Sequence[tuple[Path, Path]], digest: str | None) -> tuple[Verdict, ...]:
+    """The verdict on every pair, in order; many of them on all cores."""
+    if len(pairs) < MANY:
+        return tuple(_chunk(digest, pairs))
+    chunks = [pairs[begin : begin + MANY // 4] for begin in range(0, len(pairs), MANY // 4)]
+    with ProcessPoolExecutor() as pool:
+        return tuple(each for chunk in pool.map(partial(_chunk, digest), chunks) for each in chunk)
+
+
+def _chunk(digest: str | None, pairs: Sequence[tuple[Path, Path]]) -> list[Verdict]:
+    """Some pairs; a control is read once, because many arms are held against it."""
+    controls = {control: load(control, digest) for _, control in pairs}
+    return [judge(load(arm, digest), controls[control]) for arm, control in pairs]
+
+
+def against(arms: Sequence[Path], control: Path, *, sources: str | None = CHECKOUT) -> StudyVerdict:
+    """Judge runs that no study put together, each against one control.
+
+    Args:
+        arms: run directories; one that is the control itself is left out.
+        control: the run directory they are held against.
+        sources: as in `compare`.
+
+    Raises:
+        BadRequest: no run is left.
+        StoreError: one of them is no run.
+    """
+    chosen = [path for path in dict.fromkeys(Path(each).resolve() for each in arms) if path != Path(control).resolve()]
+    if not chosen:
+        raise refuse(f"verdict --control {control}", "has no run to hold against it", fix="name runs before --control")
+    digest = sources_digest() if sources == CHECKOUT else sources
+    return StudyVerdict("", "", _verdicts([(path, Path(control)) for path in chosen], digest))
+
+
+def _repetitions(controls: list[Path]) -> list[tuple[Path, Path]]:
     """Controls that differ from an earlier one in nothing but the number of the repetition, with that one."""
-    first: dict[Any, Record] = {}
+    first: dict[Any, Path] = {}
     pairs = []
     for control in controls:
-        kind = tuple(sorted((key, str(value)) for key, value in control.config.items() if key != REPETITION))
+        config = flatten(RunDir(control).config())
+        kind = tuple(sorted((key, str(value)) for key, value in config.items() if key != REPETITION))
         if first.setdefault(kind, control) is not control:
             pairs.append((control, first[kind]))
     return pairs

@@ -66,7 +66,7 @@ class Capture:
         """The whole file, mapped."""
         import numpy as np
 
-        return np.memmap(self.path, dtype=np.uint8, mode="r")
+        return np.memmap(self.path, dtype=np.uint8, mode="r").view(np.ndarray)  # a subclass costs at every slice
 
     def raw(self, name: str) -> NDArray[np.generic]:
         """The tensor as stored, flat, without a copy; bf16 as uint16."""

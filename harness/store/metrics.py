@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +140,41 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     if wrong:
         raise StoreError(f"{where} is not a record of a step: {wrong}")
     return record
+
+
+def read_columns(path: Path, keys: Sequence[str]) -> dict[str, list[Any]]:
+    """Some fields of all records, a list a field; None where a record lacks one. Non-finite numbers are floats.
+
+    For readers of long runs: of 100,000 records these few lists take a hundredth of the memory that the records do.
+
+    Raises:
+        StoreError: a line before the last is not a record, or one of these fields is of another kind than `STEP` says.
+    """
+    columns: dict[str, list[Any]] = {key: [] for key in keys}
+    file = open_regular(path)
+    if file is None:
+        return columns
+    with file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                break
+            try:
+                record = json.loads(line)
+                values = [record.get(key) for key in keys]
+            except (ValueError, AttributeError, RecursionError):
+                values = [_record(line, f"{path}, line {number}").get(key) for key in keys]
+            for key, value in zip(keys, values, strict=True):
+                columns[key].append(NON_FINITE.get(value, value) if type(value) is str else value)
+    for name, shape in STEP.items():
+        key = name.removesuffix("?")
+        for number, value in enumerate(columns.get(key, ()), start=1):
+            if type(value) not in _NUMBERS and (wrong := fault(value, shape, key)):
+                raise StoreError(f"{path}, line {number} is not a record of a step: {wrong}")
+    return columns
+
+
+_NUMBERS = (float, int)
+"""Types that need no closer look."""
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

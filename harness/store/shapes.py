@@ -149,7 +149,7 @@ STUDY: Shape = {
     ),
 }
 
-STEP: Shape = {
+STEP: Mapping[str, Shape] = {
     "step": int,
     "loss?": Maybe(NUMBER),
     "grad_norm?": Maybe(NUMBER),

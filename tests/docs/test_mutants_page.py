@@ -40,6 +40,7 @@ MODULES = (
     "tests.parity.test_optimizer",
     "tests.parity.test_stability",
     "tests.parity.test_structure",
+    "tests.parity.test_vouched",
     "tests.parity.test_witness",
     "tests.train.test_resume",
 )

@@ -26,12 +26,22 @@ from harness.store.identity import signature
 from harness.store.metrics import encode
 from harness.store.rundir import RunDir, Store
 from harness.store.study import write_study
+from tests.parity.streams import Silent, Voucher
 
 Array = NDArray[Any]
 Params = dict[str, Array]
 
 DIM, HIDDEN, FEATURES, CLASSES, LAYERS = 32, 64, 24, 12, 2
 CLEAN = "sources-of-this-test"
+
+
+def nothing(*_: Any) -> None:
+    """Does nothing."""
+
+
+def unchanged(step: int, values: Params) -> Params:
+    """As they are."""
+    return values
 
 
 @dataclass
@@ -59,6 +69,18 @@ class Fault:
     """Step at which the loss is not a number."""
     lr_factor: float = 1.0
     """What the optimizer, not the record, multiplies the learning rate with."""
+    ahead_from: int = 1
+    """First step at which `adam_steps_ahead` acts."""
+    skipped: int | None = None
+    """Step whose update is left out."""
+    between: Callable[[int, Params, Optimizer], None] = nothing
+    """Changes weights or moments before a step, by something that is no optimizer; after the last one too."""
+    moments: Callable[[int, Optimizer], None] = nothing
+    """Changes the moments as an update leaves them."""
+    used: Callable[[int, Params], Params] = unchanged
+    """Changes the weights that the last rank computes a step with."""
+    local: Callable[[int, Params], Params] = unchanged
+    """Changes a microbatch's gradients as the backward hands them out."""
 
 
 @dataclass
@@ -83,6 +105,8 @@ class Arm:
     updates: tuple[int, ...] = (1, 2, 3)
     witnessed: bool = False
     """Whether local gradients are seen beside the engine in captured steps."""
+    vouched: bool = False
+    """Whether a stream says of every step that it was right (`tests.parity.streams`)."""
     batch: int = 16
     seq_len: int = 16
     fault: Fault = field(default_factory=Fault)
@@ -235,7 +259,8 @@ class Optimizer:
         self.v = {name: np.zeros_like(value) for name, value in weights.items()}
 
     def step(self, weights: Params, grads: Params, lr: float, step: int) -> None:
-        arm, t = self.arm, step + self.arm.fault.adam_steps_ahead
+        fault = self.arm.fault
+        arm, t = self.arm, step + fault.adam_steps_ahead * (step >= fault.ahead_from)
         lr = lr * arm.fault.lr_factor
         for name, w in weights.items():
             g = grads[name]
@@ -268,6 +293,7 @@ class Outcome:
     summary: dict[str, Any]
     witnesses: dict[int, tuple[Params, dict[str, float]]] = field(default_factory=dict)
     """By step: the mean of all local gradients in fp64, and the norms of their terms."""
+    voucher: Silent = field(default_factory=Silent)
 
 
 def witness(grads: list[list[Params]]) -> tuple[Params, dict[str, float]]:
@@ -287,15 +313,19 @@ def train(arm: Arm) -> Outcome:
     compute = {name: rounder(arm.compute)(value) for name, value in weights.items()}
     optimizer, lines, captures, updates = Optimizer(arm, weights), [], {}, {}
     witnesses: dict[int, tuple[Params, dict[str, float]]] = {}
+    voucher = Voucher(arm, weights) if arm.vouched else Silent()
     for step in range(1, arm.steps + 1):
         x, y = batch(arm, step)
+        fault.between(step, weights, optimizer)
+        used = [*([compute] * (arm.ranks - 1)), fault.used(step, compute)]
+        voucher.before(weights, optimizer, used, {n: rounder(arm.compute)(w) for n, w in weights.items()})
         parts = np.split(np.arange(arm.batch), arm.ranks)
         parts = [parts[0]] * arm.ranks if fault.same_data else parts
         losses, grads = [], []
-        for part in parts:
-            micro = [forward_backward(compute, x[i], y[i], arm.compute) for i in np.split(part, arm.k)]
+        for part, seen in zip(parts, used, strict=True):
+            micro = [forward_backward(seen, x[i], y[i], arm.compute) for i in np.split(part, arm.k)]
             losses += [loss for loss, _ in micro]
-            grads.append([g for _, g in micro])
+            grads.append([fault.local(step, g) for _, g in micro])
         mean = reduce(arm, grads, step)
         if step in arm.captures:
             captures[step] = mean
@@ -305,7 +335,13 @@ def train(arm: Arm) -> Outcome:
         scale = 1.0 if arm.clip is None else min(1.0, arm.clip / (norm + 1e-6))
         lr = arm.lr * min(1.0, step / 2)
         before = {name: value.copy() for name, value in weights.items()}
-        optimizer.step(weights, {n: g * g.dtype.type(scale) for n, g in mean.items()}, lr, step)
+        clipped = {n: g * g.dtype.type(scale) for n, g in mean.items()}
+        had = tuple({n: v.copy() for n, v in each.items()} for each in (weights, optimizer.m, optimizer.v))
+        voucher.step(step, grads, mean, clipped, norm, lr)
+        if step != fault.skipped:
+            optimizer.step(weights, clipped, lr, step)
+        fault.moments(step, optimizer)
+        voucher.after(weights, optimizer, had)
         if step in arm.updates:
             updates[step] = {name: weights[name] - before[name] for name in weights}
         for name in weights:
@@ -328,8 +364,10 @@ def train(arm: Arm) -> Outcome:
                 "comm": {"reduce_scatter": {"count": 4, "bytes": 1000}},
             }
         )
+    fault.between(arm.steps + 1, weights, optimizer)
+    voucher.end(weights, optimizer)
     summary = {"initial_weights": first, "final_weights": digest(weights), "step": arm.steps}
-    return Outcome(lines, captures, updates, summary, witnesses)
+    return Outcome(lines, captures, updates, summary, witnesses, voucher)
 
 
 @dataclass(frozen=True)
@@ -367,6 +405,7 @@ def write(root: Path, arm: Arm, overrides: tuple[str, ...] = ()) -> Path:
         write_capture(run.path, step, changes, "update")
     if 1 in outcome.updates:
         write_capture(run.path, 1, initial(arm.seed), "weights")
+    outcome.voucher.write(run.path)
     for step, (mean, terms) in outcome.witnesses.items():
         write_capture(run.path, step, mean, "witness", terms=terms, kept={}, wrong_weights=[])
     return run.path

@@ -21,6 +21,7 @@ from harness.parity.tiers import numeric
 from harness.parity.tiers.admissible import Admission
 from harness.parity.tiers.envelope import Arithmetic, Envelope
 from harness.parity.tiers.gradients import Block, TensorPair
+from harness.parity.tiers.trajectory import Span
 from harness.store.rundir import flatten
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, OURS_BF16, TWINS, WIDE, Case, fifteen_bits, stored_as
@@ -73,7 +74,7 @@ NUDGES: list[tuple[str, Arm, Arm, Callable[[Path], None], Outcome]] = [
     ("loss 1 + 8e-7", LONG, LONG_CONTROL, times("loss", 1 + 8e-7, 1, 1), Outcome.UNDECIDED),
     ("loss 1 + 3e-6", LONG, LONG_CONTROL, times("loss", 1 + 3e-6, 1, 1), Outcome.DIFFERENT),
     ("loss 1 + 4e-5 at step 6", LONG, LONG_CONTROL, times("loss", 1 + 1e-5, 6, 6), Outcome.UNDECIDED),
-    ("loss 1 + 6e-5 at step 6", LONG, LONG_CONTROL, times("loss", 1 + 6e-5, 6, 6), Outcome.DIFFERENT),
+    ("loss 1 + 5e-4 at step 6", LONG, LONG_CONTROL, times("loss", 1 + 5e-4, 6, 6), Outcome.DIFFERENT),
     ("loss up and down late", LONG, LONG_CONTROL, lambda run: _up_and_down(run), Outcome.UNDECIDED),
     ("norm 1 + 1e-6", LONG, LONG_CONTROL, times("grad_norm", 1 + 3e-7, 1, 1), Outcome.EQUIVALENT),
     ("norm 1 + 8e-6", LONG, LONG_CONTROL, times("grad_norm", 1 + 8e-6, 1, 1), Outcome.DIFFERENT),
@@ -203,8 +204,8 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "T0 off": ("comparable", "check", lambda _: empty),
     "T0 facts off": ("comparable", "_origin", lambda _: empty),
     "T0 configuration off": ("comparable", "_config", lambda _: empty),
-    "T1 never owed": ("compare", "admissible", lambda _: lambda *a, **k: Admission("T2", "mutant")),
-    "T1 always owed": ("compare", "admissible", lambda _: lambda *a, **k: Admission("T1", "mutant")),
+    "T1 never owed": ("judgement", "admissible", lambda _: lambda *a, **k: Admission("T2", "mutant")),
+    "T1 always owed": ("judgement", "admissible", lambda _: lambda *a, **k: Admission("T1", "mutant")),
     "T1 blind to weights": ("bitwise", "_weights", lambda check: lambda a, c: replace(check(a, a), count=0)),
     "bits never differ": ("bitwise", "same_float", lambda _: lambda a, c: True),
     "NaN passes": ("finite", "check", lambda _: empty),
@@ -217,18 +218,18 @@ MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     "no scale of a tensor": ("numeric", "_scale", lambda check: lambda p, e, f: check(replace(p, b=0), e, f)),
     "no pooled scale": ("numeric", "_pooled", lambda check: lambda p, e, f: check(replace(p, b=0), e, f)),
     "standard errors are naive": ("gradients", "_standard_error", lambda _: lambda *a: 0.0),
-    "no losses": ("trajectory", "_losses", lambda _: empty),
-    "no norms": ("trajectory", "_norms", lambda _: empty),
+    "no losses": ("trajectory", "losses", lambda _: empty),
+    "no norms": ("trajectory", "_norms", lambda check: lambda a, c, e, p, s: check(a, c, e, p, Span(0, 0))),
     "no updates": ("updates", "check", lambda _: empty),
     "updates a hundred times as wide": (
         "updates",
         "_bounds",
         lambda bounds: lambda *a: tuple(100 * bound for bound in bounds(*a)),
     ),
-    "no weight norms": ("trajectory", "_weights", lambda _: empty),
+    "no weight norms": ("trajectory", "_weights", lambda check: lambda a, c, e, p, s: check(a, c, e, p, Span(0, 0))),
     "no later half": ("trajectory", "_tail", lambda _: empty),
     "no logged norms": ("numeric", "logged_norm", lambda check: lambda r, s, n, a: check(r, s, n, 1e9)),
-    "no growth": ("trajectory", "growth", lambda _: lambda rate, step: 0.0),
+    "no growth": ("trajectory", "growths", lambda _: lambda rate, steps: steps * 0.0),
     "no later captures": ("numeric", "later_step", lambda _: empty),
 }
 
@@ -241,7 +242,7 @@ def sentence(name: str) -> str:
 @pytest.mark.parametrize("name", each("The comparator", ((name, sentence(name)) for name in MUTANTS)))
 def test_a_mutant_is_noticed(bench: Bench, root: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     module, attribute, mutate = MUTANTS[name]
-    target = importlib.import_module(f"harness.parity.{'' if module == 'compare' else 'tiers.'}{module}")
+    target = importlib.import_module(f"harness.parity.{'' if module == 'judgement' else 'tiers.'}{module}")
     monkeypatch.setattr(target, attribute, mutate(getattr(target, attribute)))
     try:
         noticed = list(itertools.islice(broken_expectations(bench, root), 1))

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from harness.parity import Outcome, compare
-from harness.parity.tiers import trajectory
-from harness.parity.tiers.trajectory import stable_until
+from harness.parity.tiers import stability
+from harness.parity.tiers.stability import stable_until
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import CLEAN, edit_lines
@@ -65,5 +65,5 @@ def test_apart_in_a_stable_control_is_different_and_in_a_bursting_one_not(bench:
 def test_a_rule_that_looks_away_too_easily_is_noticed(
     bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trajectory, "UNSTABLE", 0.2)
+    monkeypatch.setattr(stability, "UNSTABLE", 0.2)
     assert changed(bench, tmp_path, arm_bursts=False, control_bursts=False) is not Outcome.DIFFERENT

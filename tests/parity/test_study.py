@@ -158,7 +158,7 @@ def test_a_step_is_placed_once_however_many_of_its_tensors_are_wrong(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     placed: list[int | None] = []
-    judgement = import_module("harness.parity.compare")._Judgement  # `harness.parity.compare` alone is the function
-    monkeypatch.setattr(judgement, "_place", lambda _, step, push: placed.append(step) or Stage.gradient)
+    judgement = import_module("harness.parity.judgement").Judgement
+    monkeypatch.setattr(judgement, "_place", lambda _, step: placed.append(step) or Stage.gradient)
     assert compare(bench.run(broken(OURS, reduced=duplicated)), bench.run(FP32), sources=CLEAN).exit_code == 1
     assert placed == [1]

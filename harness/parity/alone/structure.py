@@ -19,7 +19,7 @@ def _replicas(run: Record) -> list[Finding]:
     others = run.summary.get("other_replicas")
     if others is None:
         return []
-    step = len(run.steps) or None
+    step = run.length or None
     if not others:
         return [_finding(run, "replicas", Stage.gather, "equal", step)]
     said = f"rank {', '.join(map(str, others))} ends with other weights"

@@ -9,6 +9,7 @@ from typing import Any
 PAIR = (("arm", "step"), ("control", "step"))
 UPDATES = (("arm", "update"), ("control", "update"))
 WITNESS = (("arm", "step"), ("arm", "witness"))
+TESTIMONIES = (("arm", "witness"), ("control", "witness"))
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Look:
     key: str = ""
     file: str = ""
     keys: tuple[str, ...] = ()
+    row: int = 0
 
     @property
     def updates(self) -> bool:
@@ -41,7 +43,8 @@ class Look:
 
     def values(self, step: int) -> Mapping[str, Any]:
         """Constants that do not depend on the finding."""
-        return {"KEY": self.key, "FILE": self.file.format(step=step), "KEYS": list(self.keys)}
+        row = {"COLUMN": self.key, "ROW": step - 1 + self.row}
+        return {"KEY": self.key, "FILE": self.file.format(step=step), "KEYS": list(self.keys), **row}
 
 
 def _tensors(measure: str, sides: tuple[tuple[str, str], ...] = PAIR) -> Look:
@@ -95,6 +98,23 @@ OF_SERIES = {
 }
 """What a script measures of two series, by name, in the words of `scripts/series.txt`."""
 
+STREAMED = (
+    ("sum at every step", "sum", 0),
+    ("weights of every forward", "gather", 0),
+    ("weights between steps", "kept", 0),
+    ("weights after the last step", "kept", 1),
+    ("copies of every step", "replicas", 0),
+    ("update by the rule, sampled", "rule", 0),
+    ("logged norm of every step", "norm", 0),
+)
+"""Checks of a run's stream: their column, and whether they are of the row after the step."""
+
+
+def _stream(column: str, after: int) -> Look:
+    again = "Makes one run again and reads what it says of its own step."
+    return Look("stream", "", ("COLUMN", "ROW"), (), again, True, whole=bool(after), key=column, row=after)
+
+
 NORM_AGAIN = "Makes one run again: the norm it logs against that of the gradients it captures."
 
 LOOKS: Mapping[str, Look] = {
@@ -122,6 +142,11 @@ LOOKS: Mapping[str, Look] = {
     "state as saved": _fact("summary.json", "restored", "wrong"),
     "final weights": _fact("summary.json", "final_weights", alone=False),
     "logged norm": Look("norm", again=NORM_AGAIN, alone=True, captured=True),
+    **{check: _stream(column, after) for check, column, after in STREAMED},
+    "local gradient given the weights": _tensors("distance", TESTIMONIES),
+    "gradient given the weights": _tensors("distance"),
+    "weights given those before": _tensors("distance", UPDATES),
+    "loss given the weights": _series("relative", "loss"),
     "loss": _series("relative", "loss"),
     "gradient norm": _series("relative", "grad_norm"),
     "weight norm": _series("relative", "param_norm"),

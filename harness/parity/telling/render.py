@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from harness.parity.outcome import Finding, Grade, StudyVerdict, Verdict, percent
+from harness.parity.telling import explain
 from harness.parity.telling.wording import shown
 from harness.store import screen
 from harness.store.screen import fold
@@ -16,10 +17,11 @@ LISTED = 6
 """Failed checks listed below the table; `--json` has all."""
 
 
-def text(verdict: Verdict) -> str:
-    """A verdict for the terminal, without a trailing newline."""
+def text(verdict: Verdict, *, explained: bool = False) -> str:
+    """A verdict for the terminal, without a trailing newline; `explained` with what its words mean."""
     room = screen.width()
-    lines = [*fold(verdict.sentence, room), "", f"arm      {shown(verdict.arm)}", f"control  {shown(verdict.control)}"]
+    lines = [*fold(verdict.sentence, room), *fold(explain.OUTCOMES[verdict.outcome], room)]
+    lines += ["", f"arm      {shown(verdict.arm)}", f"control  {shown(verdict.control)}"]
     if verdict.tier != "T0":
         lines += fold(f"admits   {verdict.admissible}", room, " " * 9)
     lines += ["", *_findings(verdict, verdict.evidence, room)]
@@ -27,24 +29,31 @@ def text(verdict: Verdict) -> str:
     if failed and verdict.tier != "T0":
         lines += ["", f"first of {len(verdict.findings)} checks that did not pass:"]
         lines += _findings(verdict, verdict.findings[:LISTED], room)
+    if explained:
+        lines += ["", *(line for each in explain.lines(verdict.evidence) for line in fold(each, room, "    "))]
     alone = [verdict.script] if verdict.script else []
     return "\n".join([*lines, "", *_next([*verdict.commands, *alone])])
 
 
-def study_text(study: StudyVerdict) -> str:
+def study_text(study: StudyVerdict, *, explained: bool = False) -> str:
     """A study's verdicts for the terminal: a row an arm, then the sentence of each that did not pass."""
     if not study.arms:
         return f"{study.outcome.value}: study {study.study} has no arm to hold against its control."
     room = screen.width()
-    lines = [f"{study.outcome.value}: study {study.study}, {len(study.arms)} comparisons"]
+    what = f"study {study.study}" if study.study else "runs held against one control"
+    lines = [f"{study.outcome.value}: {what}, {len(study.arms)} comparisons"]
     if study.question:
         lines += fold(study.question, room)
+    lines += fold(explain.OUTCOMES[study.outcome], room)
     lines += ["", *_arms(study, room)]
     lines += [line for each in study.seeds for line in ("", *fold(each.sentence, room))]
     failed = [arm for arm in study.arms if arm.exit_code != 0]
     lines += [
         line for arm in failed for line in ("", *fold(arm.sentence, room), *_next([arm.script] if arm.script else []))
     ]
+    if explained:
+        rows = [finding for arm in study.arms for finding in arm.evidence]
+        lines += ["", *(line for each in explain.lines(rows) for line in fold(each, room, "    "))]
     return "\n".join([*lines, "", *_next(_study_commands(study, failed))])
 
 
@@ -72,7 +81,7 @@ def _arms(study: StudyVerdict, room: int) -> list[str]:
 
 def _study_commands(study: StudyVerdict, failed: Sequence[Verdict]) -> list[str]:
     """The first commands of the arms that did not pass; for stale or unfinished ones the study itself again."""
-    if any(finding.check == "whole record" for arm in failed for finding in arm.findings):
+    if study.study and any(finding.check == "whole record" for arm in failed for finding in arm.findings):
         return [f"python run.py -m study={study.study} launch.rerun=stale"]
     return list(dict.fromkeys(command for arm in failed or study.arms for command in arm.commands[:1]))[:2]
 
@@ -109,7 +118,19 @@ def _farthest(verdict: Verdict) -> tuple[str, str]:
 
 
 def _findings(verdict: Verdict, findings: Sequence[Finding], room: int) -> list[str]:
-    return screen.table(HEAD, [_row(verdict, each) for each in findings], room, flexible=(1, 3, 4, 5))
+    rows = [_row(verdict, each) for each in findings]
+    ending = _ending([row[TENSOR] for row in rows])
+    rows = [(*row[:TENSOR], row[TENSOR].removesuffix(ending), *row[TENSOR + 1 :]) for row in rows]
+    return screen.table(HEAD, rows, room, flexible=(1, 3, 4, 5))
+
+
+TENSOR = HEAD.index("tensor")
+
+
+def _ending(names: Sequence[str]) -> str:
+    """What all names end with after their last dot, such as `.weight`; nothing where there are fewer than two."""
+    found = {f".{name.rpartition('.')[2]}" for name in names if "." in name}
+    return found.pop() if len(found) == 1 and len({name for name in names if name}) > 1 else ""
 
 
 def _next(commands: Sequence[str]) -> list[str]:

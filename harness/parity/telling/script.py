@@ -19,7 +19,7 @@ from typing import Any
 
 from harness.config.overrides import quote
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict
-from harness.parity.telling.looks import LOOKS, Look
+from harness.parity.telling.looks import LOOKS, MEASURES, Look
 from harness.parity.telling.wording import shown
 from harness.store.files import write_atomic
 from harness.store.identity import EXCLUDED
@@ -78,10 +78,17 @@ def script(verdict: Verdict) -> str | None:
     finding = first_shown(verdict)
     if finding is None:
         return None
-    plan = _plan(verdict, finding, LOOKS[finding.check])
+    plan = _plan(verdict, finding, look_of(finding))
     if len(plan.runs) == 2 and len({tuple(sorted(overrides)) for overrides in plan.runs.values()}) == 1:
         return None
     return _render(verdict, plan)
+
+
+def look_of(finding: Finding) -> Look:
+    """How its check is looked at again; a factor of all tensors together is weighed as the verdict weighs it."""
+    look = LOOKS[finding.check]
+    pooled = look.measure == MEASURES["scale"] and finding.tensor is None
+    return replace(look, body="pooled", measure="", constants=("SIDES",)) if pooled else look
 
 
 def first_shown(verdict: Verdict) -> Finding | None:
@@ -247,7 +254,8 @@ def _imports(body: str) -> str:
     theirs = [*(["import torch"] if "torch." in body else [])]
     theirs += ["from safetensors import safe_open"] if "safe_open(" in body else []
     theirs += ["from safetensors.torch import load_file"] if "load_file(" in body else []
-    lines = [*(f"import {name}" for name in own), "from pathlib import Path"]
+    lines = [*(f"import {name}" for name in own), *(["from array import array"] if "array(" in body else [])]
+    lines.append("from pathlib import Path")
     return "\n".join([*lines, *(["", *theirs] if theirs else [])])
 
 

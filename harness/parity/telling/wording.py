@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
 from harness.parity.record import Record
 from harness.parity.reference import BOUNDS
+from harness.parity.telling import deciding
+from harness.parity.telling.deciding import shown
 from harness.parity.tiers.admissible import Admission
+
+__all__ = ["describe", "not_comparable", "shown", "standing_for", "verdict"]
 
 
 def not_comparable(arm: Record, control: Record, differing: Sequence[Finding]) -> Verdict:
@@ -33,7 +34,7 @@ def not_comparable(arm: Record, control: Record, differing: Sequence[Finding]) -
         admissible="none",
         evidence=tuple(differing),
         findings=tuple(differing),
-        commands=_after_refusal(arm, control, differing),
+        commands=deciding.after_refusal(arm, control, differing),
     )
 
 
@@ -51,12 +52,13 @@ def verdict(
     evidence: Sequence[Finding],
     findings: Sequence[Finding],
     resolution: float | None,
+    certain: bool = False,
 ) -> Verdict:
-    """Put a decision on comparable runs into words."""
+    """Put a decision on comparable runs into words; `certain` where both were seen to be right at every step."""
     decided = findings[0].tier if findings else ("T1" if outcome is Outcome.EQUAL else "T2")
     return Verdict(
         outcome=outcome,
-        sentence=f"{outcome.value}: {_sentence(outcome, arm, control, evidence, findings, resolution)}.",
+        sentence=f"{outcome.value}: {_sentence(outcome, arm, control, evidence, findings, resolution, certain)}.",
         arm=str(arm.path),
         control=str(control.path),
         tier=decided,
@@ -64,7 +66,7 @@ def verdict(
         evidence=tuple(evidence),
         findings=tuple(findings),
         resolution=resolution,
-        commands=_commands(outcome, arm, control, findings),
+        commands=deciding.commands(outcome, arm, control, findings),
     )
 
 
@@ -75,6 +77,7 @@ def _sentence(
     evidence: Sequence[Finding],
     findings: Sequence[Finding],
     resolution: float | None,
+    certain: bool,
 ) -> str:
     pair = f"{arm.name} against {control.name}"
     if outcome is Outcome.EQUAL:
@@ -83,7 +86,8 @@ def _sentence(
         return f"{pair} agrees in every recorded bit ({recorded}, and the final weights)"
     if outcome is Outcome.EQUIVALENT:
         reach = f"; a wrong scale of {percent(resolution)} or more would have shown" if resolution is not None else ""
-        return f"{pair} differs by no more than rounding explains over {len(arm.steps)} steps{reach}"
+        seen = "; each run was seen to be right at every step" if certain else ""
+        return f"{pair} differs by no more than rounding explains over {arm.length} steps{seen}{reach}"
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
     named = first if first.tensor else _named(first, findings, grave)
@@ -109,7 +113,7 @@ def describe(first: Finding, named: Finding, hint: str) -> str:
     """A finding as a clause: step, stage, tensor, what was measured and what was allowed."""
     tensor = named.tensor
     where = f"at step {first.step}, " if first.step is not None else ""
-    subject = f"{first.check} ({first.stage.value}{f', first in {tensor}' if tensor else ''})"
+    subject = f"{first.check} ({first.place}{f', first in {tensor}' if tensor else ''})"
     if isinstance(first.observed, str) or isinstance(first.allowed, str):
         measured = f"is {first.observed} against {first.allowed}"
     else:
@@ -120,38 +124,3 @@ def describe(first: Finding, named: Finding, hint: str) -> str:
 def standing_for(finding: Finding, count: int) -> Finding:
     """The finding as the worst of `count`."""
     return replace(finding, count=count)
-
-
-def shown(path: Path | str) -> str:
-    """A path as one would type it here."""
-    relative = os.path.relpath(path)
-    return shlex.quote(relative if not relative.startswith("..") else str(path))
-
-
-def _after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) -> tuple[str, ...]:
-    if differing[0].check == BOUNDS:
-        return (f"python run.py --from {shown(control.path)} experiment=oracle mesh=one",)
-    commands = []
-    for run in (arm, control):
-        text = " ".join(run.problems)
-        if "stale" in text:
-            commands.append(f"python run.py --from {shown(run.path)} launch.rerun=stale")
-        elif run.problems:
-            commands.append(f"python run.py --from {shown(run.path)}")
-    return tuple(commands) or (f"python -m harness diff {shown(arm.path)} {shown(control.path)}",)
-
-
-def _commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
-    judge = f"python -m harness compare {shown(arm.path)} {shown(control.path)}"
-    tensor = next((f for f in findings if f.tensor and f.step in arm.captures and f.step in control.captures), None)
-    if tensor is not None:
-        step = f" --step {tensor.step}" if tensor.step != 1 else ""
-        return (
-            f"{judge} --tensor {tensor.tensor}{step}",
-            f"python -m harness diff {shown(arm.path)} {shown(control.path)}",
-        )
-    steps = sorted({1, *(f.step for f in findings if f.step)})[:3]
-    if outcome in (Outcome.DIFFERENT, Outcome.UNDECIDED) and (1 not in arm.captures or len(steps) > 1):
-        wanted = f'"measure.capture_steps={steps}"'.replace(" ", "")
-        return tuple(f"python run.py --from {shown(run.path)} {wanted}" for run in (arm, control))
-    return (f"{judge} --json",)

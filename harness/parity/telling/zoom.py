@@ -7,6 +7,7 @@ from pathlib import Path
 from harness.config.errors import refuse
 from harness.parity.outcome import Grade, grade, percent
 from harness.parity.record import Record, load
+from harness.parity.telling.deciding import shown
 from harness.parity.tiers.envelope import REFUTED, Envelope
 from harness.parity.tiers.gradients import BLOCKS, Block, compare_tensor
 from harness.store.screen import table
@@ -47,7 +48,8 @@ def zoom(arm: Path, control: Path, tensor: str, *, step: int = 1) -> str:
 def _require(run: Record, tensor: str, step: int) -> None:
     if step not in run.captures:
         held = ", ".join(map(str, sorted(run.captures))) or "none"
-        fix = f'python run.py --from {run.path} "measure.capture_steps=[{step}]"'
+        wanted = ",".join(map(str, sorted({step, *run.config["measure.capture_steps"]})))
+        fix = f'python run.py --from {shown(run.path)} "measure.capture_steps=[{wanted}]"'
         raise refuse(f"--step {step}", f"{run.name} did not capture it", choices=held, fix=fix)
     if tensor not in run.captures[step].tensors:
         choices = ", ".join(sorted(run.captures[step].tensors))

@@ -69,4 +69,4 @@ def _gradients(step: int, pairs: Sequence[TensorPair], mismatches: Sequence[Mism
 def _weights(arm: Record, control: Record) -> Finding:
     left, right = (str(run.summary["final_weights"]) for run in (arm, control))
     verdict = Grade.ok if left == right else Grade.bad
-    return Finding("T1", "final weights", Stage.optimizer, verdict, left[:16], right[:16], step=len(arm.steps))
+    return Finding("T1", "final weights", Stage.optimizer, verdict, left[:16], right[:16], step=arm.length)

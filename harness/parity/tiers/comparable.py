@@ -141,8 +141,10 @@ def _facts(origin: Mapping[str, Any]) -> dict[str, object]:
 
 def _steps(key: str, arm: Record, control: Record) -> Finding:
     stage = Stage.optimizer if key == "lr" else Stage.data
-    for left, right in zip(arm.steps, control.steps, strict=False):  # of another length: train.steps says so
-        if left[key] != right[key]:
-            note = "the two runs were not fed the same tokens" if key == "data_digest" else ""
-            return finding(key, stage, left[key], right[key], step=int(left["step"]), note=note)
-    return Finding("T0", key, stage, Grade.ok, "equal", "equal", count=len(arm.steps))
+    series = arm.columns[key], control.columns[key]
+    if series[0] != series[1]:
+        for step, (left, right) in enumerate(zip(*series, strict=False), start=1):  # of another length: train.steps
+            if left != right:
+                note = "the two runs were not fed the same tokens" if key == "data_digest" else ""
+                return finding(key, stage, left, right, step=step, note=note)
+    return Finding("T0", key, stage, Grade.ok, "equal", "equal", count=arm.length)

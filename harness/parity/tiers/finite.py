@@ -1,13 +1,15 @@
 """Numbers that are none: a NaN or an infinity is never within a tolerance and never equal to another.
 
-In one run only it is a difference. In both at the same place the evidence from there on is void: no verdict can call
-the runs the same, so the answer is UNDECIDED.
+In one run only it is a difference, unless the control had left stability by then: what overflows in the one may stay
+just below it in the other. In both at the same place the evidence from there on is void: no verdict can call the runs
+the same, so the answer is UNDECIDED.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
@@ -16,12 +18,28 @@ from harness.parity.tiers.gradients import TensorPair
 LOGGED = (("loss", Stage.forward), ("grad_norm", Stage.gradient), ("param_norm", Stage.optimizer))
 
 
-def check(arm: Record, control: Record, pairs: Mapping[int, Sequence[TensorPair]]) -> list[Finding]:
-    """Findings of values that are not finite, the earliest step first; none where there is no such value."""
+def check(
+    arm: Record, control: Record, pairs: Mapping[int, Sequence[TensorPair]], steady: int | None = None
+) -> list[Finding]:
+    """Findings of values that are not finite, the earliest step first; none where there is no such value.
+
+    Args:
+        arm: one run.
+        control: the other, with the same steps.
+        pairs: tensors by captured step.
+        steady: the last step at which the control was stable (`stability.stable_until`); all where None.
+    """
     found = [finding for step in sorted(pairs) for finding in _captured(step, pairs[step])]
     for key, stage in LOGGED:
         found += _logged(key, stage, arm, control)
-    return sorted(found, key=lambda finding: finding.step or 0)
+    placed = [_after_stability(each) if steady is not None and (each.step or 0) > steady else each for each in found]
+    return sorted(placed, key=lambda finding: finding.step or 0)
+
+
+def _after_stability(finding: Finding) -> Finding:
+    if finding.grade is not Grade.bad:
+        return finding
+    return replace(finding, grade=Grade.doubt, note="in one run only, after the control had left stability")
 
 
 def first_step(findings: Sequence[Finding]) -> int | None:
@@ -40,11 +58,20 @@ def _captured(step: int, pairs: Sequence[TensorPair]) -> list[Finding]:
 
 
 def _logged(key: str, stage: Stage, arm: Record, control: Record) -> list[Finding]:
+    if not _any(arm.series(key)) and not _any(control.series(key)):
+        return []
     for step, (left, right) in enumerate(zip(arm.series(key), control.series(key), strict=True), start=1):
         fine, control_fine = (value is None or math.isfinite(value) for value in (left, right))
         if not (fine and control_fine):
             return [_finding(key, stage, step, fine, control_fine)]
     return []
+
+
+def _any(series: Sequence[float | None]) -> bool:
+    """Whether any of these numbers is not finite."""
+    import numpy as np
+
+    return not bool(np.isfinite(np.array([0.0 if value is None else value for value in series], np.float64)).all())
 
 
 def _finding(what: str, stage: Stage, step: int, fine: bool, control_fine: bool, tensor: str | None = None) -> Finding:

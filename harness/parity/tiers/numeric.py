@@ -17,7 +17,8 @@ from harness.parity.outcome import Finding, Grade, Stage, grade, percent
 from harness.parity.record import Record
 from harness.parity.tiers.envelope import REFUTED, Envelope
 from harness.parity.tiers.gradients import HANDFUL, Mismatch, Pooled, TensorPair, pool
-from harness.parity.tiers.trajectory import EXPECTED_GROWTH, MOST_GROWTH, Kick, growth
+from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
+from harness.parity.tiers.trajectory import Kick
 
 CEILING = 0.5
 """Later captured steps are judged while the distance that is allowed stays below this."""
@@ -80,17 +81,25 @@ def _doubt(finding: Finding) -> Finding:
     return replace(finding, grade=Grade.doubt, note=f"{note}tokens that took another route may explain it")
 
 
-def later_step(step: int, pairs: Sequence[TensorPair], envelope: Envelope, push: Kick) -> list[Finding]:
+def later_step(
+    step: int, pairs: Sequence[TensorPair], envelope: Envelope, push: Kick, grown: float = 0.0
+) -> list[Finding]:
     """Distances at a captured step after the first, against a bound that grows; none once it is too wide to tell.
 
-    Where routes may differ, none is refuted.
+    Args:
+        step: counted from 1.
+        pairs: tensors that both runs have, all finite.
+        envelope: of the pair; where routes may differ, nothing is refuted.
+        push: what the first updates may differ by.
+        grown: distance that growth explains by what was seen of it before (`stability.grown`); infinite where growth
+            is not bounded, after a step at which the control was not stable.
     """
     drift, worst = (push.weights * growth(rate, step) for rate in (EXPECTED_GROWTH, MOST_GROWTH))
     found = []
     for pair in pairs:
         own = envelope.tensor(pair.name, pair.numel)
         # How many routes differ by now depends on how far the weights have come apart.
-        refuted = math.inf if envelope.flips else REFUTED * (own + worst)
+        refuted = math.inf if envelope.flips else REFUTED * (own + max(worst, grown))
         if own + drift <= CEILING:
             found.append(_distance(pair, own + drift, refuted, step))
     return found

@@ -11,9 +11,10 @@ noise. The early steps carry the information, and the bounds say where it ends:
     lever      an error of the trajectory moves the loss by at most that share of what the trajectory moved it.
     growth     EXPECTED_GROWTH a step is what stable training shows (measured: 1.0 to 1.7). MOST_GROWTH is the most a
                step can do while training stays stable at all: an update multiplies a difference along a curvature h by
-               |1 - lr * h|, and curvature beyond 2 / lr in size makes the run itself diverge.
-    stability  where the control's own gradient norm bursts, no growth is bounded: from two steps before it on, single
-               steps are not judged (`stable_until`)
+               |1 - lr * h|, and curvature beyond 2 / lr in size makes the run itself diverge. Where a pair is seen to
+               grow faster than that, what it was seen to grow by bounds it instead (`stability.grown`).
+    stability  where the control's own gradient norm bursts or its loss climbs, no growth is bounded: from two steps
+               before it on, a step whose losses differ by more than LOSS_CEILING is in doubt, and none is refuted
     ceiling    once the expected drift passes LOSS_CEILING, a single pair knows nothing more about single steps: what
                lies above is in doubt, and only what even MOST_GROWTH cannot explain is refuted. A persistent gap of the
                later half is in doubt beyond LOSS_MARGIN; paired seeds decide that, not a bound.
@@ -25,25 +26,28 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from harness.config.roundoff import RMS, UNIT
 from harness.parity.outcome import Finding, Stage, grade
 from harness.parity.record import Record
 from harness.parity.tiers.envelope import REFUTED, Arithmetic, Envelope
+from harness.parity.tiers.graded import Series
+from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, grown, growths
 
-EXPECTED_GROWTH = 1.5
-MOST_GROWTH = 3.0
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Float64 = NDArray[np.float64]
+    Int64 = NDArray[np.int64]
+
 LOSS_CEILING = 0.01
 """Relative. Clean runs that have reached run-to-run noise differ by 1 to 5 % at single steps."""
 NORM_CEILING = 0.1
 LOSS_MARGIN = 1e-3
 """Relative, of a mean over the later half: the usual margin of an equivalence test over seeds."""
 NORM_MARGIN = 0.05
-UNSTABLE = 2.0
-"""A gradient norm so many times the largest before it is that of a run which leaves stability, and differences with it:
-one of SGD with momentum grew ninefold a step then."""
-LEAD = 2
-"""Steps by which differences grow before the norm does: they begin along the sharp direction as rounding."""
 TAIL = 20
 """Runs shorter than this have no later half worth a mean."""
 
@@ -81,140 +85,158 @@ def _walk(run: Arithmetic) -> float:
     return run.reduction + RMS * UNIT[run.main] * math.sqrt(run.global_microbatches)
 
 
+LOSS = "loss"
 NORM = "gradient norm"
-"""Name of the check of the logged norm against the control's."""
+"""Names of the checks of the logged loss and norm against the control's."""
+
+ROUNDED = 4 * UNIT["fp32"]
+"""What a logged number of equal runs may differ by: a mean or a root of sums in fp32."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """Which steps are judged, and how.
+
+    last: the last to look at (before a value that is not finite). steady: the last at which growth is bounded.
+    """
+
+    last: int
+    steady: int
 
 
 def check(
-    arm: Record, control: Record, envelope: Envelope, observed: float | None, last: int | None = None
+    arm: Record, control: Record, envelope: Envelope, observed: float | None, span: Span, *, whole: bool = True
 ) -> list[list[Finding]]:
-    """Every step's finding, a list a kind: loss, gradient norm, weight norm, later half.
+    """Findings of all steps, a list a kind: loss, gradient norm, weight norm, later half.
 
     Args:
         arm: the run under test.
         control: what it is held against; it has the same steps.
         envelope: of the pair.
         observed: distance of the whole gradients at step 1; None where none were captured.
-        last: the last step to look at (before a value that is not finite); all where None.
+        span: which steps.
+        whole: whether the runs' later halves are looked at too.
     """
     push = kick(envelope, str(control.config["optimizer.name"]), observed)
-    steady = stable_until(control.series("grad_norm"))
-    bounded = steady if last is None else min(last, steady)
     kinds = [
-        _losses(arm, control, envelope, push, bounded),
-        _norms(arm, control, envelope, push, bounded),
-        _weights(arm, control, envelope, push, bounded),
-        *([finding] for finding in _tail(arm, control, envelope) if last is None),
+        *(each.findings() for each in losses(arm, control, envelope, push, span)),
+        _norms(arm, control, envelope, push, span).findings(),
+        _weights(arm, control, envelope, push, span).findings(),
+        *([finding] for finding in _tail(arm, control, envelope) if whole),
     ]
     return [findings for findings in kinds if findings]
 
 
-def stable_until(norms: Sequence[float | None]) -> int:
-    """The last step for which bounds on growth hold, from a control's gradient norms: two steps before the first that
-    is more than `UNSTABLE` times all before it; else the last step there is."""
-    largest = math.inf
-    for step, norm in enumerate(norms, start=1):
-        if norm is not None and norm > UNSTABLE * largest:
-            return max(1, step - LEAD)
-        if norm is not None:
-            largest = norm if math.isinf(largest) else max(largest, norm)
-    return len(norms)
+def _pairs(key: str, arm: Record, control: Record, last: int) -> tuple[Int64, Float64, Float64]:
+    """Steps up to the last at which both have a number, and the numbers."""
+    import numpy as np
+
+    left, right = (np.array(run.series(key)[:last], dtype=np.float64) for run in (arm, control))
+    there = [a is not None and c is not None for a, c in zip(arm.series(key), control.series(key), strict=True)]
+    places = np.flatnonzero(np.array(there[:last], dtype=bool))
+    return places + 1, left[places], right[places]
 
 
-def _pairs(key: str, arm: Record, control: Record, last: int | None) -> list[tuple[int, float, float]]:
-    series = zip(arm.series(key), control.series(key), strict=True)
-    numbered = [(t, a, c) for t, (a, c) in enumerate(series, start=1) if a is not None and c is not None]
-    return [entry for entry in numbered if last is None or entry[0] <= last]
-
-
-def relative(left: float, right: float) -> float:
+def _relative(left: Float64, right: Float64) -> Float64:
     """|left - right| over |right|."""
-    if left == right:
-        return 0.0
-    return abs(left - right) / abs(right) if right else math.inf
+    import numpy as np
+
+    with np.errstate(divide="ignore", invalid="ignore"):
+        off: Float64 = np.where(left == right, 0.0, np.abs(left - right) / np.abs(right))
+    return off
 
 
-def _finding(check: str, stage: Stage, step: int, observed: float, allowed: float, refuted: float) -> Finding:
-    return Finding("T2", check, stage, grade(observed, allowed, refuted), observed, allowed, step=step)
+def losses(arm: Record, control: Record, envelope: Envelope, push: Kick, span: Span) -> list[Series]:
+    """The losses: of step 1, and of the later ones, whose weights are what the updates before made."""
+    import numpy as np
+
+    steps, left, right = _pairs("loss", arm, control, span.last)
+    if not len(steps):
+        return []
+    moved = np.maximum(np.abs(right - right[0]), np.abs(np.diff(right, prepend=right[:1])))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        levers = np.where(right != 0.0, np.maximum.accumulate(moved) / np.abs(right), 0.0)
+    observed, drift = _relative(left, right), push.loss * levers
+    allowed = envelope.loss + np.minimum(drift * growths(EXPECTED_GROWTH, steps), LOSS_CEILING)
+    most = np.maximum(drift * growths(MOST_GROWTH, steps), np.where(steps > 2, grown(observed, ROUNDED), 0.0))
+    refuted = np.maximum(allowed, REFUTED * (envelope.loss + envelope.rerouted_loss + most))
+    hot = steps > span.steady
+    allowed, refuted = (np.where(hot, bound, each) for bound, each in ((LOSS_CEILING, allowed), (np.inf, refuted)))
+    allowed = np.where(hot, np.maximum(allowed, envelope.loss), allowed)
+    first = int((steps == 1).sum())
+    parts = ((slice(0, first), Stage.forward, None), (slice(first, None), Stage.optimizer, Stage.weights))
+    return [
+        Series(LOSS, stage, steps[part], observed[part], allowed[part], refuted[part], since)
+        for part, stage, since in parts
+    ]
 
 
-def _losses(arm: Record, control: Record, envelope: Envelope, push: Kick, last: int | None) -> list[Finding]:
-    findings, lever = [], 0.0
-    first = control.series("loss")[0] or 0.0
-    before = first
-    for step, left, right in _pairs("loss", arm, control, last):
-        lever = max(lever, abs(right - first), abs(right - before))
-        before = right
-        drift = push.loss * lever / abs(right) if right else 0.0
-        allowed = envelope.loss + min(drift * growth(EXPECTED_GROWTH, step), LOSS_CEILING)
-        refuted = REFUTED * (envelope.loss + envelope.rerouted_loss + drift * growth(MOST_GROWTH, step))
-        stage = Stage.forward if step == 1 else Stage.optimizer  # later weights are what the updates before made
-        findings.append(_finding("loss", stage, step, relative(left, right), allowed, max(refuted, allowed)))
-    return findings
+def _norms(arm: Record, control: Record, envelope: Envelope, push: Kick, span: Span) -> Series:
+    import numpy as np
+
+    steps, left, right = _pairs("grad_norm", arm, control, min(span.last, span.steady))
+    drift = push.weights * growths(EXPECTED_GROWTH, steps)
+    judged = drift <= NORM_CEILING
+    observed = _relative(left, right)
+    most = np.maximum(push.weights * growths(MOST_GROWTH, steps), np.where(steps > 2, grown(observed, ROUNDED), 0.0))
+    refuted = REFUTED * (envelope.norm + envelope.rerouted_norm + most)
+    return Series(
+        NORM, Stage.gradient, steps[judged], observed[judged], (envelope.norm + drift)[judged], refuted[judged]
+    )
 
 
-def growth(rate: float, step: int) -> float:
-    """Growth at a later step of a difference made by the first update; 0 at step 1, where there was none."""
-    return 0.0 if step < 2 else math.exp(min(700.0, (step - 2) * math.log(rate)))
-
-
-def _norms(arm: Record, control: Record, envelope: Envelope, push: Kick, last: int | None) -> list[Finding]:
-    findings = []
-    for step, left, right in _pairs("grad_norm", arm, control, last):
-        drift = push.weights * growth(EXPECTED_GROWTH, step)
-        if drift > NORM_CEILING:
-            break
-        refuted = REFUTED * (envelope.norm + envelope.rerouted_norm + push.weights * growth(MOST_GROWTH, step))
-        findings.append(_finding(NORM, Stage.gradient, step, relative(left, right), envelope.norm + drift, refuted))
-    return findings
-
-
-def _weights(arm: Record, control: Record, envelope: Envelope, push: Kick, last: int | None) -> list[Finding]:
+def _weights(arm: Record, control: Record, envelope: Envelope, push: Kick, span: Span) -> Series:
     """The weights' norm: an update of another size changes it in first order, a direction that wanders in second."""
-    findings = []
-    for step, left, right in _pairs("param_norm", arm, control, last):
-        path = path_length(control, envelope.control.parameters, step, right)
-        wander = path * min(1.0, push.weights * growth(EXPECTED_GROWTH, step + 1))
-        worst = path * min(1.0, push.weights * growth(MOST_GROWTH, step + 1))
-        size = path * push.loss * math.sqrt(step)
-        rounding = 4 * UNIT["fp32"]
-        allowed = rounding + size + wander**2 / 2 + wander / math.sqrt(envelope.control.parameters)
-        refuted = REFUTED * (rounding + size + worst)
-        findings.append(
-            _finding("weight norm", Stage.optimizer, step, relative(left, right), allowed, max(refuted, allowed))
-        )
-    return findings
+    import numpy as np
+
+    steps, left, right = _pairs("param_norm", arm, control, min(span.last, span.steady))
+    path = path_lengths(control, envelope.control.parameters)[steps - 1] / right
+    wander = path * np.minimum(1.0, push.weights * growths(EXPECTED_GROWTH, steps + 1))
+    worst = path * np.minimum(1.0, push.weights * growths(MOST_GROWTH, steps + 1))
+    size = path * push.loss * np.sqrt(steps)
+    allowed = ROUNDED + size + wander**2 / 2 + wander / math.sqrt(envelope.control.parameters)
+    refuted = np.maximum(allowed, REFUTED * (ROUNDED + size + worst))
+    return Series("weight norm", Stage.optimizer, steps, _relative(left, right), allowed, refuted, Stage.weights)
 
 
-def path_length(run: Record, parameters: int, step: int, norm: float) -> float:
-    """Length of all updates up to a step over the weights' norm. Adam moves every weight by about lr; SGD moves all by
-    lr times the clipped gradient, and momentum adds its past."""
-    rates = [rate or 0.0 for rate in run.series("lr")[:step]]
+def path_lengths(run: Record, parameters: int) -> Float64:
+    """Length of all updates up to each step. Adam moves every weight by about lr; SGD moves all by lr times the clipped
+    gradient, and momentum adds its past."""
+    import numpy as np
+
+    rates = np.array([rate or 0.0 for rate in run.series("lr")])
     if run.config["optimizer.name"] != "sgd":
-        return math.fsum(rates) * math.sqrt(parameters) / norm
+        lengths: Float64 = np.cumsum(rates) * math.sqrt(parameters)
+        return lengths
     clip = run.config["optimizer.clip_norm"] or math.inf
-    norms = [min(value or 0.0, clip) for value in run.series("grad_norm")[:step]]
-    total = math.fsum(rate * value for rate, value in zip(rates, norms, strict=True))
-    return total / (1 - float(run.config["optimizer.momentum"])) / norm
+    norms = np.array([min(value or 0.0, clip) for value in run.series("grad_norm")])
+    lengths = np.cumsum(rates * norms) / (1 - float(run.config["optimizer.momentum"]))
+    return lengths
 
 
 def _tail(arm: Record, control: Record, envelope: Envelope) -> list[Finding]:
     """Persistent gaps of the later half. They can raise a doubt, never refute: chaos and fault look alike by then."""
-    count = len(control.steps)
+    count = control.length
     if count < TAIL:
         return []
-    losses = _pairs("loss", arm, control, None)[count // 2 :]
-    gap = abs(statistics.fmean(a - c for _, a, c in losses)) / abs(statistics.fmean(c for _, _, c in losses))
+    left, right = (run.series("loss")[count // 2 :] for run in (arm, control))
+    known = [(a, c) for a, c in zip(left, right, strict=True) if a is not None and c is not None]
+    gap = abs(statistics.fmean(a - c for a, c in known)) / abs(statistics.fmean(c for _, c in known))
     found = [
         _finding("loss, mean of the later half", Stage.trajectory, count, gap, LOSS_MARGIN + envelope.loss, math.inf)
     ]
-    ratios = [math.log(a / c) for _, a, c in _pairs("grad_norm", arm, control, None)[count // 2 :] if a > 0 and c > 0]
+    norms = zip(arm.series("grad_norm")[count // 2 :], control.series("grad_norm")[count // 2 :], strict=True)
+    ratios = [math.log(a / c) for a, c in norms if a and c and a > 0 and c > 0]
     if len(ratios) > 1:
         noise = 4 * _error_of_mean(ratios)
         allowed = max(NORM_MARGIN, noise) + envelope.norm
         check = "gradient norm, mean of the later half"
         found.append(_finding(check, Stage.trajectory, count, abs(statistics.fmean(ratios)), allowed, math.inf))
     return found
+
+
+def _finding(check: str, stage: Stage, step: int, observed: float, allowed: float, refuted: float) -> Finding:
+    return Finding("T2", check, stage, grade(observed, allowed, refuted), observed, allowed, step=step)
 
 
 def _error_of_mean(values: Sequence[float]) -> float:

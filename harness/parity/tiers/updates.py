@@ -16,7 +16,8 @@ from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
 from harness.parity.tiers.envelope import REFUTED, Envelope
 from harness.parity.tiers.gradients import TensorPair
-from harness.parity.tiers.trajectory import EXPECTED_GROWTH, MOST_GROWTH, growth, kick
+from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
+from harness.parity.tiers.trajectory import kick
 from harness.parity.tiers.update_rule import Rule
 
 CEILING = 0.5
@@ -29,6 +30,7 @@ def check(
     envelope: Envelope,
     runs: tuple[Record, Record],
     gradients: Mapping[str, TensorPair],
+    grown: float = 0.0,
 ) -> list[Finding]:
     """The size of every tensor's update at a step.
 
@@ -38,12 +40,13 @@ def check(
         envelope: of the pair.
         runs: the arm and what it is held against.
         gradients: of step 1 by name; where there are none, the envelope's distance stands in.
+        grown: error of a size that growth explains by what was seen of it before; infinite where it is not bounded.
     """
     found = []
     for pair in pairs:
         allowed, refuted = _bounds(step, pair, envelope, runs, gradients.get(pair.name))
         if allowed <= CEILING:
-            found.append(_size(step, pair, allowed, refuted, runs[1]))
+            found.append(_size(step, pair, allowed, max(refuted, REFUTED * grown), runs[1]))
     return found
 
 

@@ -1,0 +1,330 @@
+"""Two comparable runs, and what is measured between them, each thing once; and what it all comes to.
+
+The order of answers stands in `harness.parity.compare`. [Note: Certainty] A run that was seen to be right at every step
+up to some step is right so far, whatever it is held against. Where both are, differences after step 1 are what rounding
+grew to: bounds on growth are not asked, and only a jump (`parting`) raises a doubt. Where they are not, growth is
+bounded by what is expected and what was seen of it, while the control is stable; after that nothing is refuted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from harness.parity.alone import optimizer, structure, vouched, witness
+from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
+from harness.parity.record import Record
+from harness.parity.telling import wording
+from harness.parity.tiers import bitwise, finite, numeric, parting, placing, trajectory, updates
+from harness.parity.tiers.admissible import Admission, admissible
+from harness.parity.tiers.envelope import Arithmetic, Envelope
+from harness.parity.tiers.graded import listed
+from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor, names, pool
+from harness.parity.tiers.parting import Parting
+from harness.parity.tiers.stability import grown, stable_until
+from harness.parity.tiers.trajectory import Kick, Span
+
+
+@lru_cache(maxsize=64)
+def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> tuple[Finding, ...]:
+    """What one run says of itself; kept, because a study holds many arms against one control."""
+    seen = sorted(run.witnesses.keys() & run.captures.keys())
+    return (
+        *witness.restored(run),
+        *structure.check(run),
+        *optimizer.check(run),
+        *vouched.check(run, arithmetic),
+        *(finding for step in seen for finding in witness.check(run, step, arithmetic, factors)),
+    )
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Two comparable runs, and what is measured between them, each thing once."""
+
+    arm: Record
+    control: Record
+    facts: list[Finding]
+    ruled: Admission | None = None
+
+    @cached_property
+    def admission(self) -> Admission:
+        if self.ruled is not None:
+            return self.ruled
+        resumed = self.arm.attempts > 1 or self.control.attempts > 1
+        return admissible(self.arm.config, self.control.config, resumed=resumed)
+
+    @cached_property
+    def envelope(self) -> Envelope:
+        return Envelope.of(self.arm, self.control)
+
+    @cached_property
+    def steps(self) -> list[int]:
+        """Steps that both runs captured."""
+        return sorted(self.arm.captures.keys() & self.control.captures.keys())
+
+    @cached_property
+    def pairs(self) -> Mapping[int, list[TensorPair]]:
+        found: dict[int, list[TensorPair]] = {}
+        for step in self.steps:
+            left, right = self.arm.captures[step], self.control.captures[step]
+            found[step] = [compare_tensor(name, left, right) for name in names(left, right)[0]]
+        return found
+
+    @cached_property
+    def mismatches(self) -> Mapping[int, list[Mismatch]]:
+        return {step: names(self.arm.captures[step], self.control.captures[step])[1] for step in self.steps}
+
+    @cached_property
+    def updates(self) -> Mapping[int, list[TensorPair]]:
+        """Updates that both runs captured."""
+        found: dict[int, list[TensorPair]] = {}
+        for step in sorted(self.arm.updates.keys() & self.control.updates.keys()):
+            left, right = self.arm.updates[step], self.control.updates[step]
+            found[step] = [compare_tensor(name, left, right) for name in names(left, right)[0]]
+        return found
+
+    @cached_property
+    def testimony(self) -> list[list[Finding]]:
+        """What each run's own witnesses say of it, a list a kind."""
+        factors = tuple(numeric.suspects(self.envelope))
+        kinds: dict[str, list[Finding]] = {}
+        for run, arithmetic in ((self.arm, self.envelope.arm), (self.control, self.envelope.control)):
+            for finding in _alone(run, arithmetic, factors):
+                kinds.setdefault(finding.check, []).append(finding)
+        return list(kinds.values())
+
+    def _locally_equal(self, step: int, push: Kick) -> bool:
+        """Whether the witnesses of both runs saw the same gradients at a step: what differs then came after them."""
+        left, right = self.arm.witnesses.get(step), self.control.witnesses.get(step)
+        if left is None or right is None:
+            return False
+        pairs = [compare_tensor(name, left.capture, right.capture) for name in names(left.capture, right.capture)[0]]
+        if step > 1:
+            found = numeric.later_step(step, pairs, self.envelope, push)
+        else:
+            kinds = numeric.first_step(pairs, [], self.envelope, numeric.suspects(self.envelope))
+            found = [finding for kind in kinds for finding in kind]
+        return bool(pairs) and all(finding.grade is Grade.ok for finding in found)
+
+    @cached_property
+    def steady(self) -> int:
+        """The last step at which the control is stable."""
+        return stable_until(self.control.series("grad_norm"), self.control.series("loss"))
+
+    @cached_property
+    def certain(self) -> int:
+        """The last step up to which both runs were seen to be right at every step; 0 where one was not seen."""
+        left = vouched.vouched_until(self.arm, self.envelope.arm)
+        return min(left, vouched.vouched_until(self.control, self.envelope.control))
+
+    @cached_property
+    def broken(self) -> list[Finding]:
+        """Values that are not finite."""
+        return finite.check(self.arm, self.control, self.pairs, self.steady)
+
+    @cached_property
+    def last(self) -> int:
+        """The last step before the first value that is not finite."""
+        broken_at = finite.first_step(self.broken)
+        return self.control.length if broken_at is None else broken_at - 1
+
+    @cached_property
+    def push(self) -> Kick:
+        observed = pool(self.pairs[1]).distance if 1 in self.steps and self.last else None
+        return trajectory.kick(self.envelope, str(self.control.config["optimizer.name"]), observed)
+
+    @cached_property
+    def parting(self) -> Parting | None:
+        """What the streams say of how the two part; None where they cannot."""
+        captured = 1 in self.steps and not self.mismatches[1]
+        return Parting.of(self.arm, self.control, self.envelope, self.push, self.steady, first_captured=captured)
+
+    @cached_property
+    def bits(self) -> list[Finding]:
+        return bitwise.check(self.arm, self.control, self.pairs, self.mismatches)
+
+    @cached_property
+    def numbers(self) -> list[list[Finding]]:
+        """T2, a list a kind; of the steps before the first value that is not finite. Nothing without bounds."""
+        if not self.envelope.is_bounded:
+            return []
+        usable = [step for step in self.steps if step <= self.last]
+        kinds: list[list[Finding]] = []
+        if 1 in usable:
+            factors = numeric.suspects(self.envelope)
+            kinds += numeric.first_step(self.pairs[1], self.mismatches[1], self.envelope, factors)
+        kinds += [self._logged_norms(usable), *self._captured(usable)]
+        observed = pool(self.pairs[1]).distance if 1 in usable else None
+        span = Span(self.last, min(self.last, self.steady))
+        whole = self.last == self.control.length and not self._is_certain(self.last)
+        steps = trajectory.check(self.arm, self.control, self.envelope, observed, span, whole=whole)
+        kinds += [[f for f in kind if f.step == 1 or not self._is_certain(f.step)] for kind in steps]
+        if self.parting is not None:
+            kinds += self.parting.check(self.certain)
+        if self.certain:
+            until = min(self.last, self.steady, self.certain + 1)
+            kinds += [parting.losses(self.arm, self.control, self.envelope, until)]
+        return self._placed([kind for kind in kinds if kind])
+
+    def losses(self) -> list[Finding]:
+        """Every step's loss against what rounding explains of it, one a step."""
+        span = Span(self.last, min(self.last, self.steady))
+        parts = trajectory.losses(self.arm, self.control, self.envelope, self.push, span)
+        return [finding for part in parts for finding in part.every()]
+
+    def _is_certain(self, step: int | None) -> bool:
+        """Whether a step after the first stands on steps that both runs were seen to do right."""
+        return step is not None and 1 < step <= self.certain + 1
+
+    def _captured(self, usable: Sequence[int]) -> list[list[Finding]]:
+        """Gradients and updates that were captured after step 1, where no witness speaks for them."""
+        kinds = []
+        bounds = self._grown({step: self.pairs[step] for step in usable})
+        for step in usable:
+            if step > 1 and not self._is_certain(step):
+                kinds += [numeric.later_step(step, self.pairs[step], self.envelope, self.push, bounds[step])]
+        first = {pair.name: pair for pair in self.pairs[1]} if 1 in usable else {}
+        updated = {step: pairs for step, pairs in self.updates.items() if step <= self.last}
+        bounds = self._grown(updated)
+        for step, pairs in updated.items():
+            if not self._is_certain(step):
+                runs = (self.arm, self.control)
+                kinds += [updates.check(step, pairs, self.envelope, runs, first, bounds[step])]
+        return kinds
+
+    def _grown(self, pairs: Mapping[int, Sequence[TensorPair]]) -> dict[int, float]:
+        """What growth explains at each of these steps, by what was seen of it before; infinite where unbounded."""
+        import numpy as np
+
+        steps = np.array(sorted(pairs), dtype=np.int64)
+        off = [max((p.distance for p in pairs[step] if math.isfinite(p.distance)), default=0.0) for step in steps]
+        bounds = grown(np.array(off), trajectory.ROUNDED, steps)
+        found = zip(steps.tolist(), bounds.tolist(), strict=True)
+        return {step: math.inf if step > self.steady else bound for step, bound in found}
+
+    def _placed(self, kinds: list[list[Finding]]) -> list[list[Finding]]:
+        """Differences where they arose: at captured steps in the reduction where the local gradients agree, and in
+        what follows where the gradients do and only their norm does not; elsewhere as near as is known."""
+        wrong = [f for kind in kinds for f in kind if f.stage is Stage.gradient and f.grade is not Grade.ok]
+        summed = {f.step for f in wrong if f.check != trajectory.NORM and f.since is None} & self.pairs.keys()
+        places = {step: self._place(step) for step in summed if step is not None}
+        own = [(f.step, f.stage) for kind in self.testimony for f in kind if f.grade is not Grade.ok]
+
+        def place(finding: Finding) -> Finding:
+            step = finding.step
+            if finding.grade is Grade.ok or step is None:
+                return finding
+            if finding.stage is Stage.gradient and finding.since is None and step in self.pairs:
+                finding = self._arisen(finding, places.get(step, Stage.clipping))
+            elif step > 1 and finding.check == trajectory.NORM:
+                finding = replace(finding, since=Stage.forward, stage=Stage.optimizer)
+            if finding.since is None:
+                return finding
+            return placing.narrowed(finding, placing.cleared((self.arm, self.control), step, own))
+
+        return [[place(finding) for finding in kind] for kind in kinds]
+
+    def _place(self, step: int) -> Stage:
+        return Stage.reduction if self._locally_equal(step, self.push) else Stage.gradient
+
+    def _arisen(self, finding: Finding, stage: Stage) -> Finding:
+        """A captured step's finding, in this stage; or in any of the step before, where that was not captured and the
+        gradients themselves differ: by then the weights may."""
+        step = finding.step or 1
+        if stage is Stage.gradient and step > 1 and step - 1 not in self.pairs:
+            return replace(finding, stage=Stage.optimizer, since=Stage.weights)
+        return replace(finding, stage=stage)
+
+    def _logged_norms(self, usable: Sequence[int]) -> list[Finding]:
+        found = []
+        for step in usable:
+            if self.mismatches[step]:
+                continue
+            norms = [pair.arm_norm for pair in self.pairs[step]], [pair.norm for pair in self.pairs[step]]
+            found.append(numeric.logged_norm(self.arm, step, norms[0], self.envelope.arm.logged_norm))
+            found.append(numeric.logged_norm(self.control, step, norms[1], self.envelope.control.logged_norm))
+        return found
+
+    @cached_property
+    def blindness(self) -> list[Finding]:
+        """Why a T2 pass would prove too little."""
+        if 1 not in self.steps and self.certain and self.parting is not None and self.parting.sees_gradients:
+            return []
+        if 1 not in self.steps:
+            note = "no gradients were captured at step 1, and Adam can hide a wrong one from every later number"
+            return [Finding("T2", "gradients captured", Stage.record, Grade.doubt, "none", "step 1", step=1, note=note)]
+        seen, needed = numeric.resolution(self.pairs[1], self.envelope), self.envelope.smallest_fault
+        if seen <= needed:
+            return []
+        note = "rounding could hide one rank's contribution; hold it against a control of the same compute dtype"
+        return [Finding("T2", "resolution", Stage.gradient, Grade.doubt, seen, needed, step=1, note=note)]
+
+    @cached_property
+    def one_sided(self) -> list[Finding]:
+        """Gradients that both were asked to capture and only one has: equal bits elsewhere do not speak for them."""
+        asked = [set(run.config["measure.capture_steps"]) for run in (self.arm, self.control)]
+        missing = (self.arm.captures.keys() ^ self.control.captures.keys()) & asked[0] & asked[1]
+        held = {True: "captured", False: "absent"}
+        return [
+            Finding(
+                "T1",
+                "gradients captured",
+                Stage.record,
+                Grade.doubt,
+                held[step in self.arm.captures],
+                held[step in self.control.captures],
+                step=step,
+                note="raise measure.capture_limit_mib, or run it again",
+            )
+            for step in sorted(missing)
+        ]
+
+    def verdict(self) -> Verdict:
+        """By the order in the module's docstring."""
+        bits = [finding for finding in self.bits if finding.grade is not Grade.ok]
+        own = [finding for kind in self.testimony for finding in kind if finding.grade is not Grade.ok]
+        failed = sorted([*self.broken, *self.one_sided, *own, *(self._failures(bits) if bits else [])], key=_order)
+        outcome = self._outcome(bits, failed)
+        resolution = numeric.resolution(self.pairs[1], self.envelope) if 1 in self.steps and not self.broken else None
+        return wording.verdict(
+            outcome=outcome,
+            arm=self.arm,
+            control=self.control,
+            admission=self.admission,
+            evidence=self._evidence(),
+            findings=failed,
+            resolution=resolution,
+            certain=self.certain >= self.control.length,
+        )
+
+    def _failures(self, bits: Sequence[Finding]) -> list[Finding]:
+        """What unequal bits come to: a fault where bits are owed, and all that T2 found."""
+        numbers = [finding for kind in self.numbers for finding in kind if finding.grade is not Grade.ok]
+        return [*(bits if self.admission.tier == "T1" else []), *numbers, *self.blindness]
+
+    def _outcome(self, bits: Sequence[Finding], failed: Sequence[Finding]) -> Outcome:
+        if any(finding.grade is Grade.bad for finding in failed):
+            return Outcome.DIFFERENT
+        if failed:
+            return Outcome.UNDECIDED
+        return Outcome.EQUIVALENT if bits else Outcome.EQUAL
+
+    def _evidence(self) -> tuple[Finding, ...]:
+        """The worst of each kind, with how many it stands for."""
+        count = sum(fact.count for fact in self.facts)
+        comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
+        rows = [comparable_row, *self.broken, *self.one_sided, *self.bits]
+        for kind in [*self.testimony, *self.numbers]:
+            found = worst(kind)
+            if found is not None:
+                rows.append(wording.standing_for(found, listed(kind)))
+        return (*rows, *(self.blindness if any(bit.grade is not Grade.ok for bit in self.bits) else ()))
+
+
+def _order(finding: Finding) -> tuple[int, int, int, float]:
+    """First cause first: the earliest step, the gravest grade, the stage within the step, the farthest out."""
+    grades, stages = [Grade.bad, Grade.doubt, Grade.ok], list(Stage)
+    return (finding.step or 0, grades.index(finding.grade), stages.index(finding.stage), -finding.ratio)

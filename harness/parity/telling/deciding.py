@@ -1,0 +1,99 @@
+"""What to type after a verdict: the command that shows what is wrong, or the one that would decide what is not known.
+
+Whatever is printed here is accepted when it is typed: steps are those of the run, settings are those that it knows,
+paths are quoted.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from harness.parity.outcome import Finding, Grade, Outcome
+from harness.parity.record import Record
+from harness.parity.reference import BOUNDS
+
+VOUCH = "measure.vouch"
+"""The setting by which a run vouches for its steps."""
+
+
+def shown(path: Path | str) -> str:
+    """A path as one would type it here."""
+    relative = os.path.relpath(path)
+    return shlex.quote(relative if not relative.startswith("..") else str(path))
+
+
+def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) -> tuple[str, ...]:
+    """What makes two runs comparable that are not; where no command does, the one that says in what they differ."""
+    if differing[0].check == BOUNDS:
+        return (f"python run.py --from {shown(control.path)} experiment=oracle mesh=one",)
+    commands = []
+    for run in (arm, control):
+        text = " ".join(run.problems)
+        if "stale" in text:
+            commands.append(f"python run.py --from {shown(run.path)} launch.rerun=stale")
+        elif run.problems:
+            commands.append(f"python run.py --from {shown(run.path)}")
+    return tuple(commands) or (f"python -m harness diff {shown(arm.path)} {shown(control.path)}",)
+
+
+def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
+    """The commands after a verdict on comparable runs, the most useful first."""
+    judge = f"python -m harness compare {shown(arm.path)} {shown(control.path)}"
+    tensor = next((f for f in findings if f.tensor and f.step in arm.captures and f.step in control.captures), None)
+    if tensor is not None and tensor.tensor in arm.captures[tensor.step or 1].tensors:
+        step = f" --step {tensor.step}" if tensor.step != 1 else ""
+        return (
+            f"{judge} --tensor {shlex.quote(str(tensor.tensor))}{step}",
+            *_deciding(outcome, arm, control, findings)[:1],
+            f"python -m harness diff {shown(arm.path)} {shown(control.path)}",
+        )
+    return _deciding(outcome, arm, control, findings) or (f"{judge} --json",)
+
+
+def _deciding(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
+    """What makes the runs anew so that the first thing in doubt, or the first that is wrong, is seen."""
+    grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
+    first = next((finding for finding in findings if finding.grade is grave), None)
+    if outcome not in (Outcome.DIFFERENT, Outcome.UNDECIDED) or first is None:
+        return ()
+    if first.check == "resolution":
+        return tuple(_same_dtype(arm, control))
+    wanted = _steps(first, arm)
+    if missing := [run for run in (arm, control) if not wanted <= run.captures.keys()]:
+        return tuple(_again(run, _capturing(run, wanted)) for run in missing)
+    if silent := [run for run in (arm, control) if run.stream is None and run.config.get(VOUCH) is False]:
+        return tuple(_again(run, f"{VOUCH}=true") for run in silent)
+    if outcome is Outcome.UNDECIDED:
+        seed = int(arm.config["train.seed"]) + 1
+        return tuple(_again(run, f"train.seed={seed}") for run in (arm, control))
+    return ()
+
+
+def _steps(finding: Finding, run: Record) -> set[int]:
+    """The step that a finding is about, the one before, and the first."""
+    step = min(finding.step or 1, run.length)
+    return {1, max(1, step - 1), step}
+
+
+def _capturing(run: Record, steps: Iterable[int]) -> str:
+    wanted = ",".join(map(str, sorted({*steps, *run.config["measure.capture_steps"]})))
+    return f'"measure.capture_steps=[{wanted}]"'
+
+
+def _same_dtype(arm: Record, control: Record) -> Iterable[str]:
+    """A control in which no rounding hides what is looked for."""
+    keys = [key for key in arm.config if key.startswith("dtype.") and arm.config[key] != control.config.get(key)]
+    words = [f"{key}={_word(arm.config[key])}" for key in keys if key != "dtype.name"]
+    if words:
+        yield _again(control, *words)
+
+
+def _word(value: object) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _again(run: Record, *words: str) -> str:
+    return f"python run.py --from {shown(run.path)} {' '.join(words)}"

@@ -1,0 +1,233 @@
+"""How far two runs are apart at every step, tensor by tensor, from the sketches in their streams; and whether that ever
+jumped.
+
+A sketch S_j is linear and the same in every layout, so that E[(S_j(a) - S_j(c))^2] = |a - c|^2: the mean over m of them
+is the squared distance, with the error of a chi-square of m degrees of freedom (a factor of two either way for m = 4).
+
+[Note: Jumps] Two right runs part as a power of time: their weights by rounding that each step multiplies, their
+gradients because their weights differ. So the question to ask of a gradient is not how far apart the two are, but how
+far *given how far the weights are*: with x the relative distance of the weights before a step and d that of one
+tensor's gradient,
+
+    d(s) <= DRAW * max(floor, JUMP * K * x(s)),      K = max over s' < s of d(s') / x(s'),  at least 1
+
+floor being what the rounding of one forward and backward explains (`Envelope.tensor`). K is a relative curvature: it
+changes from step to step as batches and curvature change. A forward, backward or reduction that is wrong from some
+step on adds to d what x knows nothing of, and it jumps. Where runs have parted (K x near 1) nothing is a jump any more,
+and nothing is said.
+
+K is taken per tensor and over all, whichever is larger, of what lies above the rounding at step 1; gradients are held
+against the largest of their last `WINDOW` norms, because one that happens to cancel is not far off for that.
+
+Weights may jump too, where nobody saw the optimizer at work: beyond JUMP times the farthest they were before, and four
+times what rounding makes of one update (`trajectory.kick` of its size).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from harness.store.vouching import tensor_columns
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from harness.parity.tiers.envelope import Envelope
+    from harness.parity.tiers.trajectory import Kick
+    from harness.store.vouching import Stream
+
+    Float64 = NDArray[np.float64]
+
+JUMP = 10.0
+"""How much farther off a gradient may be, given the weights, than it ever was; weights, than they ever were. Clean
+pairs in stable training: 3 at most (docs/verdicts.md)."""
+
+DRAW = 3.5
+"""What a distance estimated from four sketches may be too large by: the root of a chi-square of four degrees of freedom
+over four is beyond that once in 10^9."""
+
+WINDOW = 8
+"""Kept steps over which a gradient's norm counts."""
+
+CHUNK = 256
+"""Kept steps that are in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Relative distances of two runs at the steps whose sketches both kept. Arrays are [steps, tensors]; NaN where an
+    engine shows nothing."""
+
+    steps: NDArray[np.int64]
+    names: tuple[str, ...]
+    numel: tuple[int, ...]
+    weights: Float64
+    """After the step."""
+    local: Float64
+    """Sums of local gradients."""
+    reduced: Float64
+    """What the engine calls the gradient."""
+    moved: Float64
+    """The control's weights after the step against those after the kept step before; NaN at the first."""
+    whole: Float64
+    """[steps]: of all weights after the step together."""
+
+    @property
+    def before(self) -> Float64:
+        """[steps]: distance of all weights before each kept step; 0 at step 1, at which both begin alike. Where the
+        step before was not kept, the distance after the step itself."""
+        import numpy as np
+
+        shifted = np.concatenate(([0.0], self.whole[:-1]))
+        follows = np.diff(self.steps, prepend=0) == 1
+        found: Float64 = np.where(follows, shifted, self.whole)
+        return found
+
+
+def apart(arm: Stream, control: Stream) -> Apart | None:
+    """Distances of two streams; None where they have no sketch in common."""
+    import numpy as np
+
+    (left_steps, left), (right_steps, right) = arm.kept(), control.kept()
+    steps, at_left, at_right = np.intersect1d(left_steps, right_steps, return_indices=True)
+    places = {each.name: (place, each.shape) for place, each in enumerate(control.tensors)}
+    here = [place for place, each in enumerate(arm.tensors) if places.get(each.name, (0, None))[1] == each.shape]
+    there = [places[arm.tensors[place].name][0] for place in here]
+    if arm.sketches != control.sketches or not len(steps) or not here:
+        return None
+    squares = _Squares(arm.sketches)
+    for begin in range(0, len(steps), CHUNK):
+        chunk = slice(begin, begin + CHUNK)
+        squares.add(left[at_left[chunk]][:, here], right[at_right[chunk]][:, there])
+    found = squares.all()
+    gradient = _largest(found["gradient"], WINDOW)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return Apart(
+            steps,
+            tuple(arm.tensors[place].name for place in here),
+            tuple(int(np.prod(arm.tensors[place].shape, dtype=np.int64)) for place in here),
+            weights=np.sqrt(found["weights apart"] / found["weights"]),
+            local=np.sqrt(found["local apart"] / gradient),
+            reduced=np.sqrt(found["reduced apart"] / gradient),
+            moved=np.sqrt(found["moved"] / found["weights"]),
+            whole=np.sqrt(np.nansum(found["weights apart"], 1) / np.nansum(found["weights"], 1)),
+        )
+
+
+class _Squares:
+    """Squared distances and norms, [steps, tensors] each, gathered a piece at a time: a stream may be larger than what
+    one wants in memory."""
+
+    def __init__(self, sketches: int) -> None:
+        columns = tensor_columns(sketches)
+        self._of = {
+            key: [columns.index(f"{key}_{number}") for number in range(sketches)]
+            for key in ("local", "reduced", "after")
+        }
+        self._norms = {key: columns.index(f"{key}_squares") for key in ("reduced", "after")}
+        self._parts: list[dict[str, Float64]] = []
+        self._last: Float64 | None = None
+
+    def add(self, arm: Float64, control: Float64) -> None:
+        """The next steps of both runs, [steps, tensors, columns]."""
+        import numpy as np
+
+        def squared(values: Float64) -> Float64:
+            found: Float64 = (values**2).mean(-1)
+            return found
+
+        after = control[..., self._of["after"]]
+        before = np.full_like(after[:1], np.nan) if self._last is None else self._last
+        reduced = control[..., self._norms["reduced"]]
+        self._last = after[-1:]
+        self._parts.append(
+            {
+                "weights apart": squared(arm[..., self._of["after"]] - after),
+                "weights": control[..., self._norms["after"]],
+                "local apart": squared(arm[..., self._of["local"]] - control[..., self._of["local"]]),
+                "reduced apart": squared(arm[..., self._of["reduced"]] - control[..., self._of["reduced"]]),
+                "gradient": np.where(np.isnan(reduced), squared(control[..., self._of["local"]]), reduced),
+                "moved": squared(np.diff(after, axis=0, prepend=before)),
+            }
+        )
+
+    def all(self) -> dict[str, Float64]:
+        """Everything that was added, in order."""
+        import numpy as np
+
+        return {key: np.concatenate([part[key] for part in self._parts]) for key in self._parts[0]}
+
+
+def _largest(values: Float64, window: int) -> Float64:
+    """The largest of so many rows up to each."""
+    import numpy as np
+
+    found = values.copy()
+    for lag in range(1, min(window, len(values))):
+        found[lag:] = np.fmax(found[lag:], values[:-lag])
+    return found
+
+
+@dataclass(frozen=True)
+class Jump:
+    """One kind of distance at every kept step: the tensor that lies farthest out, and its bound."""
+
+    steps: NDArray[np.int64]
+    tensors: NDArray[np.int64]
+    """Place in `Apart.names`."""
+    observed: Float64
+    allowed: Float64
+
+
+def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope) -> Jump:
+    """Distances of gradients given those of the weights; see [Note: Jumps].
+
+    Args:
+        found: of the pair.
+        distances: `found.local` or `found.reduced`.
+        envelope: of the pair.
+    """
+    import numpy as np
+
+    floors = np.array([envelope.tensor(name, numel) for name, numel in zip(found.names, found.numel, strict=True)])
+    before = found.before[:, None]
+    known = np.nan_to_num(distances, nan=0.0)
+    rounding = np.maximum(4 * known[:1], floors / 4) if found.steps[0] == 1 else floors
+    above = np.sqrt(np.maximum(0.0, known**2 - rounding**2))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        curvature = np.where(before > 0, above / before, 0.0)
+    typical = np.sqrt((curvature**2).mean(1, keepdims=True))
+    largest = np.maximum.accumulate(np.maximum(np.maximum(curvature, typical), 1.0))
+    held = np.concatenate((np.ones_like(largest[:1]), largest[:-1]))
+    return _farthest(found, distances, DRAW * np.maximum(floors, JUMP * held * before))
+
+
+def weight_jumps(found: Apart, push: Kick) -> Jump:
+    """Distances of weights after each kept step from the second on, against the farthest that they were before."""
+    import numpy as np
+
+    known = np.nan_to_num(found.weights, nan=0.0)
+    typical = np.sqrt((known**2).mean(1, keepdims=True))
+    largest = np.maximum.accumulate(np.maximum(known, typical))
+    held = np.concatenate((np.full_like(largest[:1], np.inf), largest[:-1]))
+    kick = 4.0 * push.weights * np.nan_to_num(found.moved, nan=np.inf)
+    return _farthest(found, found.weights, DRAW * (JUMP * held + kick))
+
+
+def _farthest(found: Apart, distances: Float64, allowed: Float64) -> Jump:
+    """The tensor that lies farthest out of its bound at each step; steps at which nothing was seen are left out."""
+    import numpy as np
+
+    seen = ~np.isnan(distances).all(1)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratios = np.where(np.isnan(distances), -1.0, np.nan_to_num(distances / allowed, nan=0.0, posinf=np.inf))
+    places = ratios.argmax(1)
+    rows = np.flatnonzero(seen)
+    return Jump(
+        found.steps[rows],
+        places[rows],
+        distances[rows, places[rows]],
+        np.broadcast_to(allowed, ratios.shape)[rows, places[rows]],
+    )

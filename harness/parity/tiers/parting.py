@@ -1,0 +1,149 @@
+"""How two runs part that both vouch for their steps: by chaos, each right given its own past, or by something else.
+
+Where every step of both runs was seen to be right, a difference between them is no difference of what they do. What the
+streams cannot see is the forward and the backward of a later step: that they compute the model. There two questions
+remain, and both are asked of what is known of the weights' distance D:
+
+    gradients  do they jump, given the weights?  (`apart`)
+    losses     a loss differs by no more than its gradient along the way between the two: by the trapezoid rule
+               L(a) - L(c) = (g(a) + g(c)) / 2 . (a - c), up to the third order, and so by at most the mean of the two
+               gradients' norms times D. The factor SAFETY covers the third order and the error of D.
+
+Their answers raise a doubt and refute nothing: a difference alone, where all witnesses pass, is never DIFFERENT. They
+are asked while the control is stable (`stability.stable_until`): where curvature itself bursts, K bursts with it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.record import Record
+from harness.parity.tiers.apart import Apart, Jump, apart, gradient_jumps, weight_jumps
+from harness.parity.tiers.envelope import SAFETY, Envelope
+from harness.parity.tiers.graded import Series
+from harness.parity.tiers.trajectory import ROUNDED, Kick
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Float64 = NDArray[np.float64]
+
+GIVEN = "{} given the weights"
+WEIGHTS = "weights given those before"
+END = "weights at the end"
+
+
+@dataclass(frozen=True)
+class Parting:
+    """What the streams of two runs say of how they part.
+
+    found: distances. steady: the last step at which the control is stable. first_captured: whether the gradients of
+    step 1 were captured by both, and so are judged elsewhere.
+    """
+
+    found: Apart
+    envelope: Envelope
+    push: Kick
+    steady: int
+    first_captured: bool
+
+    @classmethod
+    def of(
+        cls, arm: Record, control: Record, envelope: Envelope, push: Kick, steady: int, *, first_captured: bool
+    ) -> Parting | None:
+        """None where one of the two has no stream, or they have no sketch in common."""
+        if arm.stream is None or control.stream is None:
+            return None
+        found = apart(arm.stream, control.stream)
+        return None if found is None else cls(found, envelope, push, steady, first_captured)
+
+    @property
+    def sees_gradients(self) -> bool:
+        """Whether local gradients of step 1 were sketched in both."""
+        import numpy as np
+
+        return bool(self.found.steps[0] == 1 and not np.isnan(self.found.local[0]).all())
+
+    def check(self, certain: int) -> list[list[Finding]]:
+        """Every jump, and how far apart the two are, a list a kind.
+
+        Args:
+            certain: the last step up to which both were seen to be right: what their weights do follows from gradients.
+        """
+        local = gradient_jumps(self.found, self.found.local, self.envelope)
+        reduced = gradient_jumps(self.found, self.found.reduced, self.envelope)
+        weights = weight_jumps(self.found, self.push)
+        seen, after = bool(len(local.steps)), Stage.clipping if len(reduced.steps) else Stage.forward
+        kinds = [
+            self._graded(GIVEN.format("local gradient"), local, Stage.gradient, Stage.forward),
+            self._graded(
+                GIVEN.format("gradient"), reduced, Stage.reduction, Stage.reduction if seen else Stage.forward
+            ),
+            self._graded(WEIGHTS, weights, Stage.optimizer, after, certain),
+            self._end(),
+        ]
+        return [kind for kind in kinds if kind]
+
+    def _graded(self, check: str, jump: Jump, stage: Stage, since: Stage, certain: int = 0) -> list[Finding]:
+        import numpy as np
+
+        judged = (jump.steps <= self.steady) & (jump.steps > max(certain, int(self.first_captured)))
+        steps, observed, allowed = jump.steps[judged], jump.observed[judged], jump.allowed[judged]
+        series = Series(
+            check,
+            stage,
+            steps,
+            observed,
+            allowed,
+            np.full(len(steps), np.inf),
+            since,
+            note="a jump: nothing that the two runs had come apart by before explains it",
+        )
+        tensors = jump.tensors[judged]
+        return series.findings(lambda at: self.found.names[int(tensors[at])])
+
+    def _end(self) -> list[Finding]:
+        """The weights that the runs end with: how far apart the farthest tensor is. No bound of its own: whether it
+        came there step by step is what the jumps say."""
+        import numpy as np
+
+        last = self.found.weights[-1]
+        if np.isnan(last).all():
+            return []
+        place, step = int(np.nanargmax(last)), int(self.found.steps[-1])
+        name, off = self.found.names[place], float(last[place])
+        return [Finding("T2", END, Stage.optimizer, Grade.ok, off, math.inf, step=step, tensor=name, count=len(last))]
+
+
+def losses(arm: Record, control: Record, envelope: Envelope, last: int) -> list[Finding]:
+    """Losses after step 1 against what the weights' distance explains, up to the step `last`."""
+    import numpy as np
+
+    if arm.stream is None or control.stream is None:
+        return []
+    count = arm.stream.sketches
+    pairs = [tuple(run.stream.column(f"after_{j}") for run in (arm, control) if run.stream) for j in range(count)]
+    rows = min(last, *(len(each) for pair in pairs for each in pair))
+    squares = np.mean([(left[:rows] - right[:rows]) ** 2 for left, right in pairs], axis=0)
+    distances = np.maximum.accumulate(np.sqrt(np.nan_to_num(squares, nan=np.inf)))
+    values = [np.array(run.series(key)[:rows], float) for key in ("loss", "grad_norm") for run in (arm, control)]
+    left, right, steep, steeper = (each[1:] for each in values)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        observed = np.where(left == right, 0.0, np.abs(left - right) / np.abs(right))
+        slope = SAFETY * (steep + steeper) / 2 * distances[:-1] / np.abs(right)
+    allowed = np.nan_to_num(envelope.loss + ROUNDED + slope, nan=np.inf)
+    note = "a jump: the distance of the two runs' weights does not explain it"
+    return Series(
+        GIVEN.format("loss"),
+        Stage.gradient,
+        np.arange(2, rows + 1),
+        observed,
+        allowed,
+        np.full(len(observed), np.inf),
+        Stage.forward,
+        note,
+    ).findings()

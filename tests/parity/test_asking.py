@@ -1,0 +1,107 @@
+"""How verdicts are asked for and told: any runs against one, options anywhere, what words mean, what to type next."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from harness.bisect.search import Answer
+from harness.bisect.trials import Request, answer_of
+from harness.cli.main import main, read
+from harness.config.errors import BadRequest
+from harness.config.overrides import check_overrides
+from harness.parity import Outcome, Verdict, against, compare, study_text, text
+from harness.parity.telling.explain import CHECKS, OUTCOMES
+from harness.parity.telling.looks import LOOKS
+from harness.store import provenance
+from tests.parity.conftest import Bench
+from tests.parity.corpus import FAULTS, FP32, OURS, Case, scaled
+from tests.parity.lab import CLEAN, broken, edit_json, write
+
+DOUBTED = broken(replace(OURS, updates=()), reduced=scaled(0.98, "blocks"), reduced_from=8)
+"""UNDECIDED at step 8 or later: nothing was captured there."""
+
+
+def doubted(bench: Bench) -> Verdict:
+    return compare(bench.run(DOUBTED), bench.run(FP32), sources=CLEAN)
+
+
+def test_any_runs_are_held_against_one(bench: Bench) -> None:
+    arms = [bench.run(replace(OURS, strategy=each)) for each in ("optim", "optim_grads")]
+    found = against([*arms, bench.run(FP32)], bench.run(FP32), sources=CLEAN)
+    assert [Path(each.arm) for each in found.arms] == arms  # the control itself is no arm
+    assert study_text(found).startswith(f"{found.outcome.value}: runs held against one control, 2 comparisons")
+    with pytest.raises(BadRequest, match="no run to hold against it"):
+        against([bench.run(FP32)], bench.run(FP32), sources=CLEAN)
+
+
+def test_verdict_takes_runs_and_a_control(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    control, *arms = (write(tmp_path, each) for each in (FP32, OURS, replace(OURS, strategy="optim_grads")))
+    for run in (control, *arms):
+        edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
+    assert main(["verdict", str(arms[0]), "--control", str(control), str(arms[1]), "--explain"]) == 0
+    out = capsys.readouterr().out
+    assert "2 comparisons" in out
+    assert OUTCOMES[Outcome.EQUIVALENT] in " ".join(out.split())
+    assert CHECKS["gradient scale"] in out
+    assert main(["verdict", "a", "b"]) == 2
+    assert "verdict RUN ... --control RUN" in capsys.readouterr().err
+
+
+def test_options_stand_anywhere() -> None:
+    _, arguments = read(["bisect", "GOOD", "--keys", "BAD", "train.steps=3", "--undecided", "data.seq_len=8"])
+    assert (arguments.good, arguments.bad, arguments.keys, arguments.undecided) == ("GOOD", "BAD", True, True)
+    assert arguments.overrides == ["train.steps=3", "data.seq_len=8"]
+    _, arguments = read(["compare", "RUN", "--json", "OTHER", "--root", "x"])
+    assert (arguments.words, arguments.json, arguments.root) == (["RUN", "OTHER"], True, "x")
+
+
+def test_what_is_in_doubt_differs_on_request(bench: Bench) -> None:
+    verdict = doubted(bench)
+    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
+    assert answer_of(verdict, verdict.outcome) is Answer.unresolved
+    assert answer_of(verdict, verdict.outcome, undecided=True) is Answer.differs
+    assert "--undecided" in Request(undecided=True).command("bisect", "a", "b")
+    assert "--undecided" not in Request(undecided=True).command("compare", "--code", "a", "b")
+
+
+def accepted(command: str) -> None:
+    """What a shell makes of it is taken by the parser it is meant for."""
+    words = shlex.split(command)
+    if words[:2] == ["python", "run.py"]:
+        rest = words[4:] if words[2] == "--from" else words[2:]
+        assert words[2] != "--from" or Path(words[3]).is_dir()
+        check_overrides([word for word in rest if word != "-m"], multirun="-m" in rest)
+    else:
+        assert words[:3] == ["python", "-m", "harness"], command
+        read(words[3:])
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in FAULTS[::4]])
+def test_what_is_next_can_be_typed(bench: Bench, case: Case) -> None:
+    for verdict in (bench.judge(case), doubted(bench)):
+        for command in re.findall(r"^next: (.*)", text(verdict), re.M):
+            accepted(command)
+
+
+def test_what_is_in_doubt_names_the_steps_that_would_decide_it(bench: Bench) -> None:
+    verdict = doubted(bench)
+    step = next(finding.step for finding in verdict.findings)
+    assert step is not None
+    assert step >= 8
+    assert f'"measure.capture_steps=[1,{step - 1},{step}]"' in verdict.commands[0]
+
+
+def test_a_table_leaves_out_what_all_names_share(bench: Bench) -> None:
+    verdict = compare(bench.run(replace(OURS, strategy="optim_grads")), bench.run(FP32), sources=CLEAN)
+    assert any((row.tensor or "").endswith(".weight") for row in verdict.evidence)
+    assert ".weight" not in text(verdict)
+
+
+def test_each_check_that_can_be_shown_is_explained() -> None:
+    told = {check for check in LOOKS if not check.endswith((" bits", "is finite"))}
+    assert told <= set(CHECKS)

@@ -1,0 +1,103 @@
+"""A verdict's time and memory grow with the number of steps, not with its square."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import time
+import tracemalloc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from harness.parity import Outcome, compare
+from harness.store.vouching import FOLDER, step_columns
+from tests.parity.conftest import Bench
+from tests.parity.corpus import FP32, OURS
+from tests.parity.lab import CLEAN, edit_config
+from tests.parity.streams import SKETCHES
+
+EXPONENT = 1.1
+ARM, CONTROL = (replace(each, vouched=True, updates=()) for each in (replace(OURS, strategy="optim_grads"), FP32))
+
+
+def lengthened(run: Path, path: Path, steps: int) -> Path:
+    """A run with its last step repeated: so many lines and rows, and the row after the end."""
+    shutil.copytree(run, path)
+    edit_config(path, "train", steps=steps)
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    last = json.loads(lines[-1])
+    lines += [json.dumps({**last, "step": step}) for step in range(len(lines) + 1, steps + 1)]
+    (path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    file = path / FOLDER / "steps.f64"
+    rows = np.fromfile(file).reshape(-1, len(step_columns(SKETCHES)))
+    np.concatenate((rows[:-1], np.repeat(rows[-2:-1], steps - len(rows) + 1, 0), rows[-1:])).tofile(file)
+    return path
+
+
+def pair(bench: Bench, root: Path, steps: int) -> tuple[Path, Path]:
+    arm, control = (lengthened(bench.run(each), root / f"{steps}" / each.engine, steps) for each in (ARM, CONTROL))
+    return arm, control
+
+
+def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
+    """Of the power law through the points, by least squares of logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+
+
+def seconds(runs: tuple[Path, Path]) -> float:
+    """Processor seconds of a verdict."""
+    began = time.process_time()
+    assert compare(*runs, sources=CLEAN).outcome is Outcome.EQUIVALENT
+    return time.process_time() - began
+
+
+def bytes_at_most(runs: tuple[Path, Path]) -> float:
+    tracemalloc.start()
+    compare(*runs, sources=CLEAN)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return float(most)
+
+
+def fitted(bench: Bench, root: Path, sizes: Sequence[int], cost: Callable[[tuple[Path, Path]], float]) -> float:
+    """The exponent of what lies above the cost of the shortest pair, which has captures and few steps."""
+    runs = [pair(bench, root, size) for size in (100, *sizes)]
+    cost(runs[0])  # imports
+    least = cost(runs[0])
+    return exponent(sizes, [max(1e-3, cost(each) - least) for each in runs[1:]])
+
+
+def test_time_grows_with_the_number_of_steps(bench: Bench, tmp_path: Path) -> None:
+    """Eightfold steps within eightfold time; a quadratic one would take 64 times as long."""
+    assert fitted(bench, tmp_path, (2_000, 16_000), seconds) <= 1.3  # two short times; the whole range is below
+
+
+def test_a_quadratic_path_is_noticed(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness.parity.tiers import trajectory
+
+    lengths = trajectory.path_lengths
+
+    def anew(run, parameters):  # type: ignore[no-untyped-def]
+        rates = run.series("lr")
+        for step in range(len(rates)):
+            math.fsum(rates[:step])
+        return lengths(run, parameters)
+
+    monkeypatch.setattr(trajectory, "path_lengths", anew)
+    assert fitted(bench, tmp_path, (1_000, 4_000), seconds) > 1.3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("cost", [seconds, bytes_at_most])
+def test_a_hundred_thousand_steps(bench: Bench, tmp_path: Path, cost: Callable[[tuple[Path, Path]], float]) -> None:
+    sizes = (1_000, 3_000, 10_000, 30_000, 100_000)
+    assert fitted(bench, tmp_path, sizes, cost) <= EXPONENT
+    if cost is seconds:
+        assert seconds(pair(bench, tmp_path / "again", 100_000)) < 5.0
+    else:
+        assert bytes_at_most(pair(bench, tmp_path / "again", 100_000)) < 300e6

@@ -1,0 +1,249 @@
+"""Runs that vouch for every step: what begins late is found at its step, stage and tensor; chaos alone is no fault."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.parity import Grade, Outcome, Verdict, compare, judgement
+from harness.parity.alone import vouched
+from harness.parity.outcome import Finding, Stage
+from harness.parity.tiers import apart, parting
+from harness.store.vouching import FOLDER, step_columns
+from tests.parity.conftest import Bench
+from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16, OURS_SGD, SGD, bf16, scaled, stored_as
+from tests.parity.lab import CLEAN, Arm, Optimizer, Params, broken
+from tests.parity.streams import SKETCHES
+from tests.support.mutants import each
+
+AT = 8
+"""Step at which faults begin here; nothing but step 1 is captured."""
+CONTROL = replace(FP32, vouched=True)
+SEEN = replace(OURS, vouched=True, strategy="optim_grads", updates=())
+HOT = {"lr": 0.1}
+NAME = "blocks.1.w_up.weight"
+
+
+def late(what: Callable[[Params], Params]) -> Callable[[int, Params], Params]:
+    """From step 8 on."""
+    return lambda step, values: what(values) if step >= AT else values
+
+
+def noisy(share: float) -> Callable[[Params], Params]:
+    """Noise of a share of each element."""
+    rng = np.random.default_rng(3)
+    return lambda values: {n: v * (1 + share * rng.standard_normal(v.shape).astype(v.dtype)) for n, v in values.items()}
+
+
+def one_element(values: Params) -> Params:
+    """A gathered element + 0.1."""
+    changed = {name: value.copy() for name, value in values.items()}
+    changed[NAME].ravel()[5] += 0.1
+    return changed
+
+
+def in_bf16(step: int, optimizer: Optimizer) -> None:
+    """Adam's momentum is kept in bf16."""
+    if step >= AT:
+        optimizer.m = {name: bf16(value) for name, value in optimizer.m.items()}
+
+
+def swapped(step: int, weights: Params, optimizer: Optimizer) -> None:
+    """Momentum changes places between two halves of a shard."""
+    if step == AT:
+        flat = optimizer.m[NAME].ravel()
+        flat[:] = np.concatenate((flat[flat.size // 2 :], flat[: flat.size // 2]))
+
+
+def larger(step: int, weights: Params, optimizer: Optimizer) -> None:
+    """All weights x 1.1 after the last step."""
+    if step == OURS.steps + 1:
+        for value in weights.values():
+            value *= value.dtype.type(1.1)
+
+
+def chaotic(step: int, values: Params) -> Params:
+    """What hot training does: gradients part a hundredfold a step, and weights with them. (The laboratory's own network
+    is too tame to do so by itself.)"""
+    share = min(0.3, 1e-7 * 100 ** (step - 1)) if step > 1 else 0.0
+    rng = np.random.default_rng(step)
+    return {n: v * (1 + share * rng.standard_normal(v.shape)).astype(v.dtype) for n, v in values.items()}
+
+
+FAULTS: dict[str, tuple[dict[str, Any], int, Stage, str]] = {
+    "last update skipped": ({"skipped": 12}, 12, Stage.optimizer, ""),
+    "weights x 1.1 after the last step": ({"between": larger}, 12, Stage.weights, ""),
+    "gradients rounded to bf16": ({"reduced": stored_as(bf16), "reduced_from": AT}, AT, Stage.reduction, ""),
+    "momentum in bf16": ({"moments": in_bf16}, AT, Stage.optimizer, ""),
+    "momentum swapped": ({"between": swapped}, AT, Stage.weights, NAME),
+    "a gathered element + 0.1": ({"used": late(one_element)}, AT, Stage.gather, NAME),
+    "Adam's count one too high": ({"adam_steps_ahead": 1, "ahead_from": AT}, AT, Stage.optimizer, ""),
+    "1 % noise on reduced gradients": (
+        {"reduced": lambda mean, own, arm: noisy(0.01)(mean), "reduced_from": AT},
+        AT,
+        Stage.reduction,
+        "",
+    ),
+    "gradients x 1.00001": ({"reduced": scaled(1.00001), "reduced_from": AT}, AT, Stage.reduction, ""),
+}
+"""What passed as EQUIVALENT before (docs/verdicts.md): hooks, step, stage, tensor."""
+
+
+def held(bench: Bench, arm: Arm, control: Arm) -> Verdict:
+    return compare(bench.run(arm), bench.run(control), sources=CLEAN)
+
+
+def first(verdict: Verdict) -> Finding:
+    return next(finding for finding in verdict.findings if finding.grade is not Grade.ok)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_begins_late_is_different_where_it_begins(bench: Bench, name: str) -> None:
+    hooks, step, stage, tensor = FAULTS[name]
+    verdict = held(bench, broken(SEEN, **hooks), CONTROL)
+    assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
+    found = first(verdict)
+    assert (found.step, found.stage, found.since) == (step, stage, None), verdict.sentence
+    assert not tensor or found.tensor == tensor
+
+
+@pytest.mark.parametrize("name", ["1 % noise", "a tenth missing in one tensor"])
+def test_a_late_backward_is_in_doubt_where_it_begins(bench: Bench, name: str) -> None:
+    """No witness knows what the gradient of a model is: but it jumps, given the weights."""
+    missing = lambda values: {n: v * v.dtype.type(0.9 if n == NAME else 1.0) for n, v in values.items()}  # noqa: E731
+    verdict = held(bench, broken(SEEN, local=late(noisy(0.01) if name == "1 % noise" else missing)), CONTROL)
+    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
+    found = first(verdict)
+    assert (found.check, found.step, found.place) == (
+        "local gradient given the weights",
+        AT,
+        "between forward and gradient",
+    )
+    assert name == "1 % noise" or found.tensor == NAME
+    assert f'"measure.capture_steps=[1,{AT - 1},{AT}]"' in verdict.commands[0]
+
+
+CLEAN_PAIRS: list[tuple[Arm, Arm]] = [
+    *((replace(SEEN, seed=seed), replace(CONTROL, seed=seed)) for seed in range(3)),
+    *((replace(SEEN, k=k), CONTROL) for k in (1, 4)),
+    (replace(SEEN, captures=()), replace(CONTROL, captures=())),
+    (replace(OURS_SGD, vouched=True, k=1), replace(SGD, vouched=True)),
+    (replace(OURS_BF16, vouched=True, k=1), replace(BF16, vouched=True)),
+    (replace(SEEN, captures=(1, 2, 3), updates=(1, 2, 3)), replace(CONTROL, captures=(1, 2, 3), updates=(1, 2, 3))),
+    (replace(SEEN, steps=40), replace(CONTROL, steps=40)),
+    *((replace(SEEN, k=1, seed=seed, **HOT), replace(CONTROL, seed=seed, **HOT)) for seed in range(3)),
+    (replace(OURS_SGD, vouched=True, k=1, lr=1.0, clip=None), replace(SGD, vouched=True, lr=1.0, clip=None)),
+]
+
+
+@pytest.mark.parametrize("pair", CLEAN_PAIRS)
+def test_a_clean_pair_passes_hot_or_not(bench: Bench, pair: tuple[Arm, Arm]) -> None:
+    verdict = held(bench, *pair)
+    assert verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT), verdict.sentence
+    assert "was seen to be right at every step" in verdict.sentence or verdict.outcome is Outcome.EQUAL
+    looks = {look.check for look in vouched.LOOKS.values()}
+    assert max(row.ratio for row in verdict.evidence if row.check in looks) < 0.7
+
+
+def test_chaos_is_equivalent_where_both_vouch_and_in_doubt_where_they_do_not(bench: Bench) -> None:
+    assert held(bench, CHAOS, CONTROL).outcome is Outcome.EQUIVALENT
+    verdict = held(bench, *(replace(arm, **CAPTURED, vouched=False) for arm in (CHAOS, CONTROL)))
+    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_hot_training_without_witnesses_is_never_different(bench: Bench, seed: int) -> None:
+    hot = {**HOT, "seed": seed, "captures": (1, 2, 3), "updates": (1, 2, 3)}
+    verdict = held(bench, replace(OURS, k=1, **hot), replace(FP32, **hot))
+    assert verdict.outcome in (Outcome.EQUIVALENT, Outcome.UNDECIDED), verdict.sentence
+
+
+def test_a_late_fault_without_witnesses_has_an_interval_of_stages(bench: Bench) -> None:
+    hooks = {"reduced": scaled(0.0, "blocks"), "reduced_from": AT}
+    verdict = held(bench, broken(OURS, **hooks), FP32)
+    found = first(verdict)
+    assert verdict.outcome is not Outcome.EQUIVALENT
+    assert Stage.reduction in found.stages
+    assert found.place.startswith("between ")
+    assert "(between weights and optimizer" in verdict.sentence
+
+
+def damaged(run: Path, path: Path, change: Callable[[Any], None]) -> Path:
+    """A copy of a run with its steps' numbers changed: an array [rows, columns] by `change`."""
+    shutil.copytree(run, path)
+    file = path / FOLDER / "steps.f64"
+    rows = np.fromfile(file).reshape(-1, len(step_columns(SKETCHES)))
+    change(rows)
+    rows.tofile(file)
+    return path
+
+
+def test_steps_that_nobody_saw_are_not_vouched_for(bench: Bench, tmp_path: Path) -> None:
+    """NaN is no zero: what was not looked at is not right."""
+
+    def blind(rows: Any) -> None:
+        rows[3:, step_columns(SKETCHES).index("rule")] = np.nan
+
+    arm = damaged(bench.run(SEEN), tmp_path / "lab" / "arm", blind)
+    verdict = compare(arm, bench.run(CONTROL), sources=CLEAN)
+    assert "was seen to be right at every step" not in verdict.sentence
+
+
+def test_another_version_of_the_stream_is_named(bench: Bench, tmp_path: Path) -> None:
+    arm = tmp_path / "lab" / "arm"
+    shutil.copytree(bench.run(SEEN), arm)
+    (arm / FOLDER / "stream.json").write_text('{"version": 99}')
+    verdict = compare(arm, bench.run(CONTROL), sources=CLEAN)
+    assert verdict.outcome is Outcome.NOT_COMPARABLE
+    assert "version 99" in verdict.sentence
+
+
+MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "no look at every step": (vouched, "check", lambda _: lambda *a: []),
+    "bounds a thousand times as wide": (vouched, "bound", lambda bound: lambda *a: 1000 * bound(*a)),
+    "bounds a thousandth": (vouched, "bound", lambda bound: lambda *a: bound(*a) / 1000),
+    "nothing is vouched for": (vouched, "vouched_until", lambda _: lambda *a: 0),
+    "no jump of gradients": (apart, "JUMP", lambda _: 1e9),
+    "every step is a jump": (apart, "DRAW", lambda _: 1e-4),
+    "losses are explained by nothing": (parting, "SAFETY", lambda _: 0.0),
+    "no growth is seen": (judgement, "grown", lambda _: lambda differences, *_: 0 * differences),
+}
+
+
+def broken_expectations(bench: Bench) -> list[str]:
+    """What does not hold of a few late faults and clean pairs."""
+    wrong = []
+    for name in ("gradients x 1.00001", "momentum in bf16", "weights x 1.1 after the last step"):
+        hooks, step, stage, _ = FAULTS[name]
+        verdict = held(bench, broken(SEEN, **hooks), CONTROL)
+        if verdict.outcome is not Outcome.DIFFERENT or (first(verdict).step, first(verdict).stage) != (step, stage):
+            wrong.append(name)
+    if held(bench, broken(SEEN, local=late(NOISE)), CONTROL).outcome is not Outcome.UNDECIDED:
+        wrong.append("a late backward passes")
+    unseen = (replace(arm, **CAPTURED, vouched=False) for arm in (CHAOS, CONTROL))
+    if held(bench, *unseen).outcome is not Outcome.UNDECIDED:
+        wrong.append("chaos without witnesses is not in doubt")
+    clean = [held(bench, arm, CONTROL) for arm in (SEEN, CHAOS)]
+    return wrong + [verdict.sentence for verdict in clean if verdict.outcome is not Outcome.EQUIVALENT]
+
+
+NOISE = noisy(0.01)
+CHAOS = broken(SEEN, local=chaotic)
+CAPTURED: dict[str, Any] = {"captures": (1, 2, 3, 4, 5), "updates": (1, 2, 3, 4, 5)}
+
+
+def test_the_judge_as_it_is_breaks_nothing(bench: Bench) -> None:
+    assert broken_expectations(bench) == []
+
+
+@pytest.mark.parametrize("mutant", each("The comparator: vouched steps", ((name, name) for name in MUTANTS)))
+def test_a_mutant_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch, mutant: str) -> None:
+    module, name, change = MUTANTS[mutant]
+    monkeypatch.setattr(module, name, change(getattr(module, name)))
+    assert broken_expectations(bench), f"{mutant} survives"
