@@ -44,12 +44,12 @@ def test_verdict_takes_runs_and_a_control(tmp_path: Path, capsys: pytest.Capture
     for run in (control, *arms):
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
     assert main(["verdict", str(arms[0]), "--control", str(control), str(arms[1]), "--explain"]) == 0
-    out = capsys.readouterr().out
+    out = " ".join(capsys.readouterr().out.split())
     assert "2 comparisons" in out
-    assert OUTCOMES[Outcome.EQUIVALENT] in " ".join(out.split())
+    assert OUTCOMES[Outcome.EQUIVALENT] in out
     assert CHECKS["gradient scale"] in out
     assert main(["verdict", "a", "b"]) == 2
-    assert "verdict RUN ... --control RUN" in capsys.readouterr().err
+    assert "verdict RUN ... --control RUN" in " ".join(capsys.readouterr().err.split())
 
 
 def test_options_stand_anywhere() -> None:

@@ -40,6 +40,8 @@ class Judged:
     """Whether each published rule passes the pair."""
     unwitnessed: str = ""
     """The outcome where neither run says anything of itself, as engines without witnesses cannot."""
+    stages: tuple[str, ...] = ()
+    """Every stage that the first finding leaves open; `named` is the last of them."""
 
     @property
     def caught(self) -> bool:
@@ -48,8 +50,8 @@ class Judged:
 
     @property
     def placed(self) -> bool:
-        """Whether the fault was caught and its stage named rightly."""
-        return self.caught and self.named == self.stage
+        """Whether the fault was caught, and its stage is the one that is named, or lies in the interval that is."""
+        return self.caught and self.stage in (self.stages or (self.named,))
 
 
 def judge_pair(
@@ -78,6 +80,7 @@ def judge_pair(
         sentence=verdict.sentence,
         published=_published(losses),
         unwitnessed=blind.outcome.value,
+        stages=() if first is None else tuple(stage.value for stage in first.stages),
     )
 
 
