@@ -37,7 +37,7 @@ def with_reach(arm: Record, control: Record) -> Record:
 def _facts(run: Record) -> tuple[object, ...]:
     """What the first step's gradients follow from: code, weights, tokens."""
     own = [(each["kind"], each["digest"]) for each in run.provenance.get("own", ()) if each["kind"] == "model"]
-    first = run.steps[0].get("data_digest") if run.steps else None
+    first = run.columns["data_digest"][0] if run.length else None
     return (run.provenance.get("sources_digest"), own, run.summary.get("initial_weights"), first)
 
 
