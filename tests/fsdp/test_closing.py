@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp import fully_shard
+from harness.fsdp import construction, fully_shard
 from harness.fsdp.runtime.reduce import ReducePipeline
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.support.mutants import each
 
-LATE_S = 0.3
+LATE_S, GONE_S = 0.3, 12.0
 WIDTH = 300
 
 
@@ -52,12 +56,36 @@ def refused_step(rank: int, strategy: str) -> list[str]:
     return [] if found else ["it closed while the other rank was still to take its gradients"]
 
 
-CHECKS: dict[str, Callable[[int, str], list[str]]] = {"refused step": refused_step}
+def collected_late(rank: int, strategy: str) -> list[str]:
+    """A model whose group is destroyed, with a reduction under way that the second rank never came to, is collected
+    without waiting for it: that may be in the middle of another program, whose ranks would wait in vain."""
+    group = dist.new_group(timeout=timedelta(seconds=GONE_S))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)))
+    updates = torch.optim.SGD(module.parameters(), lr=0.1)
+    model, updates = fully_shard(module, updates, zero_dp_strategy=strategy, device_mesh=mesh, dp_shard_dim="dp")
+    loss = model(torch.full((2, WIDTH), float(rank))).sum()
+    if rank == 0:
+        loss.backward()
+    dist.destroy_process_group(group)
+    began = time.perf_counter()
+    del model, updates, module, loss
+    gc.collect()
+    return [] if time.perf_counter() - began < GONE_S / 2 else ["it waited for a rank that is gone"]
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {"refused step": refused_step, "collected late": collected_late}
 MUTANTS = {
     "sums are left behind": Mutant(
         "A rank closes its model while others are still to take its gradients",
         lambda: mock.patch.object(ReducePipeline, "wait_until_sent"),
         "refused step",
+        "optim",
+    ),
+    "nobody is ever gone": Mutant(
+        "A model that is collected waits for ranks of a group that was destroyed",
+        lambda: mock.patch.object(construction, "is_destroyed", return_value=False),
+        "collected late",
         "optim",
     ),
 }

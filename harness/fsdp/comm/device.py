@@ -118,7 +118,7 @@ class DeviceRuntime:
         gloo has no abort that reaches waits by the host, but one wait that times out closes the connections under all
         of them: so one is made for a message that nobody sends.
         """
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank, size = group.rank(), group.size()
         if size == 1:
             return
         with suppress(RuntimeError):  # closed already
@@ -127,6 +127,11 @@ class DeviceRuntime:
                 return
             nothing = torch.empty(1, dtype=torch.uint8)
             group.recv([nothing], (rank + 1) % size, NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def is_destroyed(group: dist.ProcessGroup) -> bool:
+    """Whether the program has destroyed a group: nobody comes to a collective of it any more."""
+    return group not in dist.distributed_c10d._world.pg_map
 
 
 def usual_device(of_parameters: torch.device, group: dist.ProcessGroup | None) -> torch.device:
