@@ -16,7 +16,14 @@ from harness.fsdp.vocabulary import OuterStrategy
 EXCLUDED = ("cluster", "launch", "wandb", "notes", "study")
 """Top-level keys that say where, how or why a cell runs, not what it computes."""
 
-ADDED = {("dtype", "fp8"): None, ("dtype", "fp8_history"): 1024, ("measure", "rounding_fp8"): False}
+ADDED = {
+    ("dtype", "fp8"): None,
+    ("dtype", "fp8_history"): 1024,
+    ("measure", "rounding_fp8"): False,
+    ("measure", "callbacks"): [],
+    ("measure", "vouch"): True,
+    ("measure", "vouch_limit_mib"): 256,
+}
 """Settings that came later, each with the value under which a run is what it was before they were there."""
 
 SHORT = 8
