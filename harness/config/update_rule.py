@@ -22,6 +22,9 @@ from typing import Any, NamedTuple
 
 from harness.config.roundoff import UNIT
 
+KNOWN = ("sgd", "adam", "adamw")
+"""Optimizers, by `optimizer.name`, whose rules are worked out here."""
+
 COEFFICIENT = 8 * UNIT["fp32"]
 """Relative error of the factor that clips: of a norm that was summed in fp32 or wider, and of a quotient."""
 

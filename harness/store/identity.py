@@ -16,7 +16,7 @@ from harness.fsdp.vocabulary import OuterStrategy
 EXCLUDED = ("cluster", "launch", "wandb", "notes", "study")
 """Top-level keys that say where, how or why a cell runs, not what it computes."""
 
-ADDED = {
+ADDED: dict[tuple[str, str], Any] = {
     ("dtype", "fp8"): None,
     ("dtype", "fp8_history"): 1024,
     ("measure", "rounding_fp8"): False,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from harness.config.schema import MeasureMode
-from harness.config.update_rule import Rule
+from harness.config.update_rule import KNOWN, Rule
 from harness.control import Control
 from harness.engines import optim
 from harness.engines.torch_dtypes import TORCH_DTYPES
@@ -149,7 +149,7 @@ class Vouching:
         self.summed.put("dissent", sketches, self.among)
         scaled = self.session.engine.scaled() is not None
         looked = Looked(self.watching is not None, self.gradient_sample is not None, False)
-        if self.gradient_sample is not None and not scaled:
+        if self.gradient_sample is not None and not scaled and self.sample.rule.name in KNOWN:
             looked = looked._replace(rule=True)
             self._hold_to_rule(step, lr, norm, values)
         if self.watching is not None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from harness.config.roundoff import UNIT
-from harness.parity.tiers.update_rule import Rule, UpdateState
+from harness.config.update_rule import Rule, UpdateState
 from harness.store.rundir import flatten
 from harness.store.vouching import StreamWriter, VouchedTensor, step_columns, tensor_columns
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from harness.config.update_rule import Rule, UpdateState
 from harness.parity import compare
 from harness.parity.alone import optimizer
 from harness.parity.outcome import Finding, Grade, Outcome, Stage
 from harness.parity.record import load
-from harness.parity.tiers.update_rule import Rule, UpdateState
 from tests.parity.conftest import Bench
 from tests.parity.lab import CLEAN, Arm, broken, edit_json, write_capture
 from tests.support.mutants import each

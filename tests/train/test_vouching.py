@@ -52,7 +52,7 @@ def read(run_dir: Path) -> Stream:
     return found
 
 
-@pytest.mark.parametrize("optimizer", OptimizerName)
+@pytest.mark.parametrize("optimizer", [OptimizerName.sgd, OptimizerName.adam, OptimizerName.adamw])
 def test_every_step_of_every_engine_vouches_for_itself(tmp_path: Path, optimizer: OptimizerName) -> None:
     run_ranks(trains, 2, str(tmp_path), list(SEEN), {"optimizer__name": optimizer, "optimizer__clip_norm": 0.5})
     for run in tmp_path.iterdir():

@@ -21,11 +21,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
+from harness.config.update_rule import KNOWN, Rule, UpdateState
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
 from harness.parity.tiers.envelope import REFUTED, SAFETY, SIGMAS
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_values, length
-from harness.parity.tiers.update_rule import KNOWN, Rule, UpdateState
 
 if TYPE_CHECKING:
     from harness.parity.tensors import Float64

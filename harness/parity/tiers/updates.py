@@ -12,13 +12,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 from harness.config.roundoff import UNIT
+from harness.config.update_rule import Rule
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
 from harness.parity.tiers.envelope import REFUTED, Envelope
 from harness.parity.tiers.gradients import TensorPair
 from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
 from harness.parity.tiers.trajectory import kick
-from harness.parity.tiers.update_rule import Rule
 
 CEILING = 0.5
 """An update is judged while the error that is allowed of its size stays below this."""

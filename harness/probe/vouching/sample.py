@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.update_rule import Rule, Units, UpdateState
+from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
 from harness.probe.vouching.pieces import Piece
 
 PER_TENSOR = 32
@@ -21,10 +21,10 @@ probability 1 - (1 - p)^32: 96 % for a tenth of them. What is smaller shows in t
 
 
 def entries_of(rule: Rule) -> tuple[str, ...]:
-    """Entries of torch's optimizers that a rule speaks of, in its order."""
+    """Entries of torch's optimizers that a rule speaks of, in its order; none of an optimizer that is not known."""
     if rule.name == "sgd":
         return ("momentum_buffer",) if rule.momentum else ()
-    return ("exp_avg", "exp_avg_sq")
+    return ("exp_avg", "exp_avg_sq") if rule.name in KNOWN else ()
 
 
 def unit_of(dtype: torch.dtype) -> float:
