@@ -111,7 +111,7 @@ _ODD = Condition(
 )
 _SPARSE = Condition(
     lambda c: c.model.family is not ModelFamily.llama,
-    "model=moe, model=odd or model=ext",
+    "model=ext, model=moe or model=odd",
     lambda c: f"model.family={c.model.family.name}",
 )
 _OWN_MODEL = Condition(
