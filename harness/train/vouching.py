@@ -26,6 +26,7 @@ from harness.config.schema import MeasureMode
 from harness.config.update_rule import KNOWN, Rule
 from harness.control import Control
 from harness.engines import optim
+from harness.engines.protocol import Engine
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.models.registry import workload_for
 from harness.probe.vouching.local import LocalWatch
@@ -76,12 +77,14 @@ class Vouching:
         config = session.config
         if not config.measure.vouch or config.measure.mode is MeasureMode.bench:
             return None
-        state = session.engine.state()
-        if not state.portable:
+        if type(session.engine).state is Engine.state:  # a copy of what has no places
             return None
         try:
+            state = session.engine.state()
             found = {key: Piece.of(key.removeprefix("weights/"), tensor) for key, tensor in state.tensors.items()}
-        except ValueError:  # parts that are no block of rows and columns
+        except (ValueError, NotImplementedError):  # parts that are no block of rows and columns, or have no one name
+            return None
+        if not state.portable:
             return None
         weights = [piece for key, piece in found.items() if key.startswith("weights/")]
         given = config.optimizer
