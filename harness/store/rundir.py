@@ -30,7 +30,7 @@ SUBMISSIONS, DRY_RUN = ".submit", ".dry_run"
 """Folders under a study: what was submitted, a folder for each array; and batch scripts that were only asked for."""
 MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
-RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture")
+RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch")
 """What a run produced; moved aside when it starts again from step 0."""
 
 
