@@ -53,11 +53,11 @@ def _judged(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(path: Path, _: str | None) -> Record:
         values = RunDir(path).config()
         loss, *rows = json.loads(values["notes"] or "[4.0]")
-        steps = ({"loss": loss, "grad_norm": 2.0 * loss},)
+        columns = {"step": [1], "loss": [loss], "grad_norm": [2.0 * loss]}
         summary = {"collectives": [{"bucket": name, "bytes": size} for name, size in rows]}
         origin = {"cpu_model": "a processor", "cpu_count": 2, "hosts": ["secret"], "versions": {"torch": "2.13.0"}}
         flat = flatten(values)
-        return Record(path, path.name, flat, origin, summary, steps, {}, {}, None, {}, {}, 0, 1, ())
+        return Record(path, path.name, flat, origin, summary, columns, {}, {}, None, {}, {}, 0, 1, None, ())
 
     def judge(arm: Record, control: Record) -> Verdict:
         same = arm.series("loss") == control.series("loss")

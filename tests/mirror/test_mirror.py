@@ -34,7 +34,7 @@ def line(step: int, draw: random.Random) -> dict[str, Any]:
     values = {path: value for path, value in values.items() if "*" not in path}
     values |= {"step": step, "loss": HARD[step % len(HARD)], "param_norm": None, "data_digest": "ab" * 8}
     values |= {"skipped": step % 2 == 0, "tokens": 2**53 - step, "memory/allocated": None, "memory/rss": 2**40 + step}
-    return as_line(values | {"comm": {"all_gather": {"count": step, "bytes": 8 * step}}})
+    return as_line(values | {"comm": {"all_gather": {"count": step, "bytes": 8 * step}}, "own": {}})
 
 
 def write(run: RunDir, first: int, last: int, seed: int) -> None:

@@ -65,6 +65,7 @@ LINE = {
     "tflops_per_rank": float,
     "mfu": type(None),
     "comm": dict,
+    "own": dict,
 }
 """Every key of a line, in order, with what it holds on a CPU."""
 

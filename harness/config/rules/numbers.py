@@ -54,6 +54,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "ckpt.keep": (1, _COUNT),
     "measure.warmup_steps": (0, _COUNT),
     "measure.capture_limit_mib": (0, 2**30),
+    "model.parameters": (0, 2**50),
     "measure.vouch_limit_mib": (1, 2**30),
     "measure.rounding_draws": (0, 1_000),
     "cluster.nodes": (1, 2**16),

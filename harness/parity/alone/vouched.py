@@ -5,7 +5,7 @@ Five things are looked at in each step, each the worst over all tensors, and a s
     sum        the engine's gradient against the sum of what autograd handed out           reduction
     gather     the weights that the forward used against the main weights                  gather
     kept       weights and moments before the step against those that the last one left    weights
-    replicas   what ranks hold that keep copies of one piece                               weights
+    replicas   what ranks hold after it that keep copies of one piece       from gradient to optimizer
     rule       what the optimizer did to a sample of elements against its rule             optimizer
     norm       the norm that is logged and clipped by against that of the gradient         clipping
 
@@ -59,6 +59,8 @@ class Look:
     stage: Stage
     wrong: str
     """What a value beyond its bound means, in a clause."""
+    since: Stage | None = None
+    """The first stage at which it may have arisen, where that is not `stage`."""
 
 
 LOOKS = {
@@ -67,7 +69,9 @@ LOOKS = {
     "kept": Look(
         "weights between steps", Stage.weights, "changed between two steps, by something else than the optimizer"
     ),
-    "replicas": Look("copies of every step", Stage.weights, "ranks hold different copies of one piece"),
+    "replicas": Look(
+        "copies of every step", Stage.optimizer, "ranks left with different copies of one piece", since=Stage.gradient
+    ),
     "rule": Look("update by the rule, sampled", Stage.optimizer, "not what the optimizer's rule makes of the gradient"),
     "norm": Look("logged norm of every step", Stage.clipping, "not the norm of the gradient that was reduced"),
 }
@@ -96,7 +100,14 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     ):
         note = f"in {run.name}, {wrong}"
         series = Series(
-            check, look.stage, steps[part], values[rows][part], allowed[part], REFUTED * allowed[part], note=note
+            check,
+            look.stage,
+            steps[part],
+            values[rows][part],
+            allowed[part],
+            REFUTED * allowed[part],
+            look.since,
+            note,
         )
         found += series.findings(_named(stream, name, rows[part]))
     return found

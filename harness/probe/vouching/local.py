@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.fp8.formats import is_8_bit
+from harness.fsdp.fp8.linear import layers_of
 from harness.probe.hooks import ParameterHooks
 from harness.probe.vouching.sketch import Place, Signs, Sketch
 
@@ -33,6 +33,7 @@ class LocalWatch:
         self._places = {name: place for place, name in enumerate(names)}
         self._gradients: list[tuple[int, Sketch]] = []
         self._weights: list[tuple[int, Sketch]] = []
+        self._quantized: set[str] = set()
         self.hidden: set[int] = set()
         """Tensors whose weights the forward used in 8 bits, by their places."""
         self.seconds = 0.0
@@ -40,6 +41,8 @@ class LocalWatch:
         self._hooks = ParameterHooks(module, self._gradient, self._forward)
 
     def __enter__(self) -> LocalWatch:
+        names = {id(param): name for name, param in self.module.named_parameters()}
+        self._quantized = {names[id(layer.weight)] for layer in layers_of(self.module)}
         self._hooks.__enter__()
         return self
 
@@ -50,7 +53,7 @@ class LocalWatch:
         self._look(self._gradients, name, gradient)
 
     def _forward(self, name: str, weight: Tensor) -> None:
-        if is_8_bit(weight.dtype):  # quantized from the main weight, not cast: no sketch of that one is its own
+        if name in self._quantized:  # used in 8 bits, not cast: no sketch of the main weight is its own
             self.hidden.add(self._places[name])
         else:
             self._look(self._weights, name, weight)
