@@ -77,7 +77,7 @@ class Vouching:
         config = session.config
         if not config.measure.vouch or config.measure.mode is MeasureMode.bench:
             return None
-        if type(session.engine).state is Engine.state:  # a copy of what has no places
+        if getattr(type(session.engine), "state", None) is Engine.state:  # a copy of what has no places
             return None
         try:
             state = session.engine.state()
