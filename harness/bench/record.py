@@ -51,6 +51,9 @@ class Process:
     """Most tensor storage within a settled step, of the rank that holds most."""
     growth_bytes: int | None
     """What tensor storage grew by in the step that was taken for settled; 0 where it was."""
+    outside_bytes: int | None
+    """What the device held beside tensors and their allocator, of the rank with most: NCCL's buffers and libraries'
+    work spaces. None on CPU, and where ranks share a device."""
     accounted_bytes: int
     """What rank 0's engine says it keeps."""
     rss_bytes: int
@@ -118,21 +121,26 @@ def load(path: Path) -> Process | str:
 
 
 def _storage(summary: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:
-    """From the followed allocator on CPU, from CUDA's own counters of rank 0 in timed steps elsewhere."""
+    """From the followed allocator on CPU, from CUDA's own counters in timed steps elsewhere: of the rank with most.
+
+    Records of before every rank told have rank 0's counters alone.
+    """
     followed = summary.get("tensor_bytes")
     if followed is not None:
         return {
             "persistent_bytes": max(followed["persistent"]),
             "peak_bytes": max(followed["peak"]),
             "growth_bytes": max(followed["growth"]),
+            "outside_bytes": max(followed["outside"]) if "outside" in followed else None,
         }
     memory = [line["memory"] for line in timed]
     if memory[-1].get("peak_tensor_bytes") is None:
-        return {"persistent_bytes": None, "peak_bytes": None, "growth_bytes": None}
+        return dict.fromkeys(("persistent_bytes", "peak_bytes", "growth_bytes", "outside_bytes"))
     return {
         "persistent_bytes": memory[-1]["persistent_tensor_bytes"],
         "peak_bytes": max(of_step["peak_tensor_bytes"] for of_step in memory),
         "growth_bytes": memory[-1]["persistent_tensor_bytes"] - memory[0]["persistent_tensor_bytes"],
+        "outside_bytes": None,
     }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from harness.config.schema import Dtype, EngineName, Numerics, OuterStrategy, Strategy
+from harness.config.schema import Dtype, EngineName, Numerics, OuterStrategy, Registration, Strategy
 from harness.fsdp.facts import declared_in
 from harness.fsdp.options import EngineOptions
 
@@ -47,8 +47,10 @@ class Capabilities:
     """Whether strategies that split gradients are right where the group they split over is one rank."""
     sums_itself: bool = False
     """Whether sums inside a reduction are the engine's own, in dtype.grad_accum; else the backend's, in the wire's."""
-    user_buffers: bool = False
-    """Whether the engine registers its buffers with NCCL (nccl_ub)."""
+    user_buffers: tuple[Registration, ...] = ()
+    """When the engine can register its buffers with NCCL (nccl_ub.mode); empty: it never does."""
+    idle_parameters_torch: tuple[int, int] | None = None
+    """The least torch with which it has `idle_parameters`; None: any."""
     orders_communicators: bool = False
     """Whether the engine creates the communicators of both data-parallel axes itself, the owner of SHARP first."""
     tensor_parallel: bool = False
@@ -89,7 +91,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         numerics=tuple(Numerics),
         equal_dtypes=(),
         sums_itself=True,
-        user_buffers=True,
+        user_buffers=(Registration.auto, Registration.manual),
         orders_communicators=True,
         tensor_parallel=True,
         fp8=True,
@@ -102,6 +104,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         hybrid=_HYBRID[1:],
         equal_dtypes=(("main_grads", "main_params"),),
         outer_sums_in_wire=True,
+        idle_parameters_torch=(2, 13),
         tensor_parallel=True,
         fp8=True,
     ),
@@ -125,6 +128,7 @@ ENGINES: dict[EngineName, Capabilities] = {
         equal_dtypes=(),
         idle_parameters=False,
         lone_gradient_shards=False,
+        user_buffers=(Registration.auto,),
         package="megatron-fsdp==0.6.1",
         settings=("engine.report_nan_in_param_grad",),
     ),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from harness.config.adapter import capabilities_of
@@ -16,7 +18,6 @@ from harness.config.schema import (
     ModelConfig,
     ModelFamily,
     OptimizerName,
-    SharpAxis,
 )
 from harness.fsdp import options
 from harness.fsdp.storage.placement import On, Placements
@@ -48,6 +49,28 @@ def tokens_per_step(cfg: Config) -> int:
 def ranks_per_node(cfg: Config) -> int:
     """Ranks on each machine. Exact only where world_size is divisible by nodes."""
     return cfg.mesh.world_size // cfg.cluster.nodes
+
+
+CUDA_CPUS = 4
+"""Processors of a rank on CUDA unless it says: its own, autograd's, NCCL's and a writer's."""
+
+
+def cpus_per_rank(cluster: Mapping[str, Any]) -> int:
+    """Processors a scheduler is asked for per rank, from the plain values of `cluster`."""
+    least = CUDA_CPUS if cluster["device"] == Device.cuda.name else 1
+    return int(cluster["cpus_per_rank"] or max(least, cluster["threads_per_rank"]))
+
+
+def devices_per_node(cfg: Config) -> int:
+    """CUDA devices that the ranks of each machine need. Exact only where world_size is divisible by nodes."""
+    return -(-ranks_per_node(cfg) // cfg.cluster.ranks_per_device)
+
+
+def gpus_of_gres(gres: str) -> int:
+    """GPUs that a --gres text asks for, such as gpu:h100:8; 0 where it names none."""
+    found = re.findall(r"(?:^|,)gpu((?::[^:,()]+)*)", gres)
+    counts = [parts.rpartition(":")[2] for parts in found]
+    return sum(int(count) if count.isdigit() else 1 for count in counts)
 
 
 def accumulate_dtype(cfg: Config) -> Dtype:
@@ -94,7 +117,7 @@ def fixed_buffers(cfg: Config) -> bool:
 
 def wants_infiniband_sharp(cfg: Config) -> bool:
     """Whether a communicator is to own InfiniBand SHARP."""
-    return cfg.sharp.group is not SharpAxis.none and cfg.sharp.infiniband
+    return cfg.sharp.group.is_asked and cfg.sharp.infiniband
 
 
 LARGEST_LOSS_SCALE = 2.0**40

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from harness.config import engine_group, model_group, network, schema
+from harness.config import cluster_group, engine_group, model_group, network, schema
 from harness.config.capabilities import ENGINES
 from harness.fsdp import options
 from harness.fsdp.vocabulary import Choice
@@ -103,7 +103,7 @@ def _strip_optional(kind: Any) -> tuple[Any, bool]:
 def _sentences() -> dict[str, dict[str, str]]:
     """Class name -> field name -> the string literal under the field."""
     found: dict[str, dict[str, str]] = {}
-    for module in (schema, engine_group, model_group, network):
+    for module in (schema, cluster_group, engine_group, model_group, network):
         found |= sentences_of(inspect.getsource(module))
     return found
 

@@ -42,13 +42,14 @@ class NcclUbConfig:
 class SharpConfig:
     """Reductions inside the network, by NVLink switches and InfiniBand switches; nobody promises their order of sums.
 
-    On NCCL, none turns both kinds off: what a run without SHARP sums, its own thread blocks have summed.
+    On NCCL, default leaves both kinds to it and to what the user exported, as other programs do, and records what took
+    effect; none turns both off: what such a run sums, its own thread blocks have summed.
     """
 
-    group: SharpAxis = SharpAxis.none
+    group: SharpAxis = SharpAxis.default
     """Whose communicator owns InfiniBand SHARP, of which a run has one."""
     nvlink: bool = True
-    """NVLink SHARP (NVLS), for every communicator of the run, where group is not none and the devices have it."""
+    """NVLink SHARP (NVLS), for every communicator of the run, where group names an axis and the devices have it."""
     infiniband: bool = True
     """InfiniBand SHARP (CollNet), for the one communicator of group, where two machines or more share a switch."""
     algo: str | None = None

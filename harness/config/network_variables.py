@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from harness.config.derived import wants_infiniband_sharp
-from harness.config.schema import Config, CtaPolicy, Device, NcclLog, Registration, SharpAxis
+from harness.config.schema import Config, CtaPolicy, Device, NcclLog, Numerics, Registration, SharpAxis
 
 NCCL_LOG = "nccl.%h.%p.log"
 """Name of a rank's NCCL log in the attempt's folder; NCCL puts host and process in."""
@@ -14,22 +14,33 @@ CTA_POLICIES = {CtaPolicy.default: "0", CtaPolicy.efficiency: "1", CtaPolicy.zer
 """By number: names are understood from NCCL 2.29 on."""
 
 
+SHARED_DEVICE_CTAS = 2
+"""Most thread blocks of a collective where several ranks share a device, unless nccl_ub.max_ctas says it."""
+
+
 def network_environment(config: Config, attempt: Path | None = None) -> dict[str, str]:
     """What NCCL, torch's face of it and the SHARP library are told; nothing on CPU, where gloo takes no such wish."""
     if config.cluster.device is not Device.cuda:
         return {}
-    return _algorithms(config) | _thread_blocks(config) | _sharp_library(config) | _log(config, attempt)
+    parts = (_algorithms, _thread_blocks, _shared_devices, _sharp_library)
+    return {name: value for part in parts for name, value in part(config).items()} | _log(config, attempt)
 
 
 def _algorithms(config: Config) -> dict[str, str]:
+    """[Note: Left alone] `sharp=default` sets nothing, so that a run is what it would be without this harness: NCCL
+    takes NVLS where it finds it good, and the user's exports stand. But a promise about the order of arithmetic keeps
+    switches from adding, and ranks that share a device cannot have them.
+    """
     sharp = config.sharp
-    nvlink = sharp.group is not SharpAxis.none and sharp.nvlink
-    variables = {
-        # 2 is "where the devices have it"; 1 would claim it of any device and fail while a communicator is made
-        "NCCL_NVLS_ENABLE": "2" if nvlink else "0",
-        # NCCL reads this for each communicator anew: whoever creates the one that owns SHARP raises it meanwhile
-        "NCCL_COLLNET_ENABLE": "0",
-    }
+    nvlink = sharp.group.is_asked and sharp.nvlink
+    variables = {}
+    if sharp.group is not SharpAxis.default or config.numerics.mode is not Numerics.fast:
+        variables = {
+            # 2 is "where the devices have it"; 1 would claim it of any device and fail while a communicator is made
+            "NCCL_NVLS_ENABLE": "2" if nvlink else "0",
+            # NCCL reads this for each communicator anew: whoever creates the one that owns SHARP raises it meanwhile
+            "NCCL_COLLNET_ENABLE": "0",
+        }
     if sharp.algo is not None:
         variables["NCCL_ALGO"] = sharp.algo
     if nvlink and sharp.nvls_ctas is not None:
@@ -50,6 +61,16 @@ def _thread_blocks(config: Config) -> dict[str, str]:
         # torch would register every tensor of every collective by itself, beside the engine's pool
         variables["TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"] = "0"
     return variables
+
+
+def _shared_devices(config: Config) -> dict[str, str]:
+    """Several ranks on a device, as NCCL 2.30 allows: no multicast among them, and few thread blocks each, because a
+    rank whose collective fills the device leaves no room for the one that it waits for.
+    """
+    if config.cluster.ranks_per_device == 1:
+        return {}
+    most = SHARED_DEVICE_CTAS if config.nccl_ub.max_ctas is None else config.nccl_ub.max_ctas
+    return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": str(most)}
 
 
 def _sharp_library(config: Config) -> dict[str, str]:

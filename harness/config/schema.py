@@ -10,6 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from enum import Enum
 
+from harness.config.cluster_group import Backend as Backend
+from harness.config.cluster_group import ClusterConfig as ClusterConfig
+from harness.config.cluster_group import Device as Device
 from harness.config.engine_group import EngineConfig as EngineConfig
 from harness.config.engine_group import EngineName as EngineName
 from harness.config.model_group import ModelConfig as ModelConfig
@@ -83,20 +86,6 @@ class MeasureMode(Enum):
 
     record = "record"
     bench = "bench"
-
-
-class Backend(Enum):
-    """Who starts the ranks."""
-
-    local = "local"
-    slurm = "slurm"
-
-
-class Device(Enum):
-    """Where a rank computes: cpu with gloo, cuda with NCCL."""
-
-    cpu = "cpu"
-    cuda = "cuda"
 
 
 class Rerun(Enum):
@@ -306,56 +295,6 @@ class MeasureConfig:
     gathered weights against kept ones, the optimizer's rule on a sample. Never while timing (bench)."""
     vouch_limit_mib: int = 256
     """Beyond the first 512 steps, sketches of every tensor are kept as often as fits into so much."""
-
-
-@dataclass
-class ClusterConfig:
-    """Facts of the machine; never part of the signature."""
-
-    backend: Backend = Backend.local
-    """Who starts the ranks."""
-    device: Device = Device.cpu
-    """Where a rank computes."""
-    nodes: int = 1
-    """Machines a cell uses; world_size is divided evenly over them."""
-    threads_per_rank: int = 1
-    """Intra-op threads of a rank; some sums depend on it, so a verdict checks it."""
-    slots: int = 2
-    """Ranks that run side by side on this machine; a sweep starts cells while slots are free, one at least."""
-    partition: str | None = None
-    """SLURM partition."""
-    account: str | None = None
-    """SLURM account."""
-    qos: str | None = None
-    """SLURM quality of service."""
-    time_min: int = 60
-    """Time limit of one attempt, in minutes."""
-    grace_s: int = 120
-    """Seconds before the limit at which a run is asked to save and requeue."""
-    mem_gb: float | None = None
-    """Memory a node; null leaves it to the scheduler."""
-    gpus_per_node: int = 0
-    """Devices asked of the scheduler per node."""
-    setup: list[str] = field(default_factory=list)
-    """Shell lines of the batch script before the ranks (module loads)."""
-    teardown: list[str] = field(default_factory=list)
-    """Shell lines of the batch script after the ranks, however these ended; the job keeps the ranks' exit code."""
-    array_parallelism: int | None = None
-    """Cells of an array that run at once; null sets no limit."""
-    sharp_network: str | None = "sharp"
-    """What sbatch's --network asks for where a cell wants InfiniBand SHARP; null asks for nothing."""
-    flags: list[str] = field(default_factory=list)
-    """Further sbatch options without a value, such as exclusive."""
-    additional: dict[str, str] = field(default_factory=dict)
-    """Further sbatch options, as `name: value`."""
-    srun_args: list[str] = field(default_factory=list)
-    """Further words for the srun that starts the ranks, such as --mpi=none."""
-    python: str | None = None
-    """Shell words that start Python in a job; null is the interpreter of the request, by its path."""
-    container_image: str | None = None
-    """Image the ranks run in, as srun's --container-image takes it (pyxis); null runs them on the node itself."""
-    container_mounts: list[str] = field(default_factory=list)
-    """Further --container-mounts, FROM:TO each; launch.root is always mounted, under its own name."""
 
 
 @dataclass

@@ -216,9 +216,15 @@ class Fallback(Choice):
 class SharpAxis(Choice):
     """Whose communicator may reduce inside the network."""
 
+    default = "default", "Whose NCCL and the environment say."
     none = "none", "Nobody's."
     dp = "dp", "The inner data-parallel axis'."
     dp_outer = "dp_outer", "The outer data-parallel axis'."
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether an axis was named."""
+        return self in (SharpAxis.dp, SharpAxis.dp_outer)
 
 
 class CtaPolicy(Choice):

@@ -1,4 +1,4 @@
-"""What environment a rank needs: pure functions from a configuration to variables."""
+"""What a rank that is started on this machine is given beside what its configuration says."""
 
 from __future__ import annotations
 
@@ -6,36 +6,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from harness.config.network_variables import network_environment
-from harness.config.schema import Config, Device, Numerics
+from harness.config.rank_environment import run_environment
+from harness.config.schema import Config
 from harness.store.placement import FOREIGN, START
 from harness.store.provenance import PACKAGE
-
-HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
-"""Bytes from which on glibc maps a block by itself, and hands free memory back to the kernel.
-
-Engines free and take buckets all the time; with glibc's own thresholds each of them may cost its pages anew.
-"""
-
-
-def run_environment(config: Config, attempt: Path | None = None) -> dict[str, str]:
-    """Variables every rank of a cell gets, wherever it runs.
-
-    Args:
-        config: the cell.
-        attempt: folder of the attempt, for logs; None logs nothing (a preview, a process that only imports).
-    """
-    threads = str(config.cluster.threads_per_rank)
-    variables = {
-        "OMP_NUM_THREADS": threads,
-        "MKL_NUM_THREADS": threads,
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-        **HEAP,
-    }
-    if config.cluster.device is Device.cuda and config.numerics.mode is not Numerics.fast:
-        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reruns alike only with a fixed workspace
-    return variables | network_environment(config, attempt)
 
 
 def rank_environment(
@@ -47,16 +21,19 @@ def rank_environment(
         config: the cell.
         rank: global rank; on one machine also the local one.
         start: token of this start.
-        devices: CUDA devices the cell may use, one a rank; empty on CPU.
+        devices: CUDA devices the cell may use, one for each cluster.ranks_per_device ranks; empty on CPU.
         attempt: folder of the attempt, for logs.
     """
-    variables = run_environment(config, attempt) | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(config.mesh.world_size),
-        "GLOO_SOCKET_IFNAME": loopback(),
-        START: start,
-    }
+    variables = (
+        {"GLOO_SOCKET_IFNAME": loopback()}
+        | run_environment(config, attempt)
+        | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(config.mesh.world_size),
+            START: start,
+        }
+    )
     if devices:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
     return variables

@@ -6,7 +6,8 @@ import shlex
 from collections.abc import Sequence
 
 from harness.config.compose import Cell
-from harness.launch.environment import rank_environment, run_environment
+from harness.config.rank_environment import run_environment
+from harness.launch.environment import rank_environment
 from harness.launch.local.ranks import worker_command
 from harness.launch.opening import Sources, look
 from harness.launch.plan import Decision

@@ -10,6 +10,13 @@ from harness.config.schema import Config, Dtype, ModelFamily
 PEAK_BF16_FLOPS = {"H100": 989e12, "H200": 989e12, "GH200": 989e12, "A100": 312e12, "B200": 2250e12}
 """Dense bf16 tensor-core operations a second by device name (SXM parts, vendor's data sheets)."""
 
+PEAK_OF_CARDS = {("H100", "NVL"): 835e12, ("H200", "NVL"): 835e12, ("A100", "PCIE"): 312e12}
+"""Dense bf16 operations a second of parts on a PCIe card, by two words of the device's name (vendor's data sheets: half
+of 1,671 sparse TFLOP/s for the NVL ones). A card that is not here is not rated."""
+
+CARDS = ("PCIE", "NVL")
+"""Words of a device's name, in capitals, that say it is no SXM part."""
+
 
 def flops_per_token(config: Config) -> float | None:
     """Floating-point operations of one token's forward and backward; recomputation is not counted.
@@ -50,5 +57,12 @@ def peak_flops(device: torch.device, compute: Dtype) -> float | None:
     """Operations a second this device could do in this dtype; None where that is not known for sure."""
     if device.type != "cuda" or compute is not Dtype.bf16:
         return None
-    words = torch.cuda.get_device_name(device).replace("-", " ").split()
-    return next((PEAK_BF16_FLOPS[word] for word in words if word in PEAK_BF16_FLOPS and "PCIe" not in words), None)
+    return peak_of_name(torch.cuda.get_device_name(device))
+
+
+def peak_of_name(name: str) -> float | None:
+    """Dense bf16 operations a second of a device as its driver calls it ("NVIDIA H100 NVL"); None where unknown."""
+    words = name.upper().replace("-", " ").split()
+    card = next((word for word in words if word in CARDS), None)
+    table = {word: PEAK_OF_CARDS.get((word, card)) for word in PEAK_BF16_FLOPS} if card else PEAK_BF16_FLOPS
+    return next((table[word] for word in words if word in table), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -13,6 +14,22 @@ from harness.probe.storage import StepBytes
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
+class Timed(NamedTuple):
+    """What this rank's device held over timed steps, in bytes."""
+
+    persistent: int
+    """Bytes of tensors after the last step."""
+    peak: int
+    """Most bytes of tensors at a time."""
+    growth: int
+    """Bytes by which `persistent` grew from the first step to the last."""
+    reserved: int
+    """Most bytes the caching allocator held."""
+    outside: int
+    """Bytes beyond the caching allocator, and beyond what there was before this rank met others: NCCL's buffers, and
+    libraries' work spaces. Of the whole device, so only where no other process uses it."""
+
+
 class MemoryMeter:
     """Reads once a step. On CPU the allocator is followed only over a warm-up (`storage`); else its fields are None."""
 
@@ -20,6 +37,20 @@ class MemoryMeter:
         self.device = device
         self.on_device = device.type == "cuda"
         self.resident = ResidentSet()
+        self._persistent: list[int] = []
+        self._peak = self._reserved = 0
+
+    def begin(self) -> None:
+        """Forget the steps so far: timed ones follow."""
+        self._persistent, self._peak, self._reserved = [], 0, 0
+
+    def timed(self) -> Timed | None:
+        """Over the steps since `begin`; None on CPU, or where there was none."""
+        if not self._persistent:
+            return None
+        first, last = self._persistent[0], self._persistent[-1]
+        outside = outside_allocator(self.device) - _BEFORE.get(self.device, 0)
+        return Timed(last, self._peak, last - first, self._reserved, max(0, outside))
 
     def take(self, accounted: int, followed: StepBytes | None = None) -> dict[str, int | None]:
         """A step's `memory`, in bytes: peaks of allocated and reserved since the last call, retries since the start.
@@ -41,16 +72,34 @@ class MemoryMeter:
             }
         stats = torch.cuda.memory_stats(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
-        peak = stats.get("allocated_bytes.all.peak", 0)
+        peak, reserved = stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)
+        self._persistent = [*self._persistent[:1], stats.get("allocated_bytes.all.current", 0)]
+        self._peak, self._reserved = max(self._peak, peak), max(self._reserved, reserved)
         return {
             "allocated": peak,
-            "reserved": stats.get("reserved_bytes.all.peak", 0),
+            "reserved": reserved,
             "alloc_retries": stats.get("num_alloc_retries", 0),
             "accounted": accounted,
             "persistent_tensor_bytes": stats.get("allocated_bytes.all.current", 0),
             "peak_tensor_bytes": peak,
             "rss": rss,
         }
+
+
+_BEFORE: dict[torch.device, int] = {}
+"""What each device of this process held outside the allocator before its ranks met."""
+
+
+def outside_allocator(device: torch.device) -> int:
+    """Bytes of a CUDA device that are in use and not the caching allocator's, by whatever process."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def note_before_meeting(device: torch.device) -> None:
+    """Remember what a CUDA device holds without any communicator: CUDA's own context."""
+    torch.empty(1, device=device)  # makes the context
+    _BEFORE[device] = outside_allocator(device)
 
 
 class ResidentSet:

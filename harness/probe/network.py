@@ -16,7 +16,7 @@ def without_effect(config: Config, backend: str) -> str | None:
     asked = []
     if config.nccl_ub.mode is not Registration.none:
         asked.append(f"nccl_ub={config.nccl_ub.mode.name}")
-    if config.sharp.group is not SharpAxis.none:
+    if config.sharp.group.is_asked:
         asked.append(f"sharp={config.sharp.group.name}")
     if backend == "nccl" or not asked:
         return None
@@ -67,6 +67,8 @@ def _kernels(log: NcclFacts) -> str:
 
 def _sharp(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any]:
     sharp = config.sharp
+    if sharp.group is SharpAxis.default:
+        return _left_to_nccl(config, backend, log)
     if sharp.group is SharpAxis.none:
         found = _found(log) if log is not None else []
         return _entry("none", "+".join(found) or "none", "NCCL's log shows it all the same" if found else "")
@@ -75,13 +77,26 @@ def _sharp(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any
     if backend != "nccl":
         return _entry(requested, "none", NO_NCCL.format(backend=backend))
     if log is None:
-        kept = config.launch.nccl_log is not NcclLog.none
-        why = "NCCL left no log" if kept else "launch.nccl_log=none keeps no log to read it from"
-        return _entry(requested, "unknown", why)
+        return _entry(requested, "unknown", _no_log(config))
     found = _found(log)
     missing = [_why_missing(kind, log) for kind in wanted if kind not in found]
     entry = _entry(requested, "+".join(found) or "none", "; ".join(missing))
     return entry | ({"ran": sorted(log.ran)} if log.tells_choices else {})
+
+
+def _left_to_nccl(config: Config, backend: str, log: NcclFacts | None) -> dict[str, Any]:
+    """What NCCL chose where nobody told it: kinds it set up, and, where it tells, what ran collectives."""
+    if backend != "nccl":
+        return _entry("default", "none")
+    if log is None:
+        return _entry("default", "unknown", _no_log(config))
+    entry = _entry("default", "+".join(_found(log)) or "none")
+    return entry | ({"ran": sorted(log.ran)} if log.tells_choices else {})
+
+
+def _no_log(config: Config) -> str:
+    kept = config.launch.nccl_log is not NcclLog.none
+    return "NCCL left no log" if kept else "launch.nccl_log=none keeps no log to read it from"
 
 
 def _found(log: NcclFacts) -> list[str]:

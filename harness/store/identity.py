@@ -40,6 +40,9 @@ MAX_NAME = 80
 def canonical(config: dict[str, Any]) -> str:
     """The text that defines a run: sorted, compact JSON without the excluded keys; floats round-trip.
 
+    On CPU nobody reduces inside a network, and nothing is left to NCCL: sharp=default is sharp=none there, which was
+    the default once, and runs of then are still found.
+
     Raises:
         ValueError: a value is a non-finite float.
         TypeError: a value is not plain (an enum, a tensor).
@@ -48,6 +51,8 @@ def canonical(config: dict[str, Any]) -> str:
     for (group, key), without in ADDED.items():
         if group in kept and kept[group].get(key) == without:
             kept[group] = {name: value for name, value in kept[group].items() if name != key}
+    if kept.get("sharp", {}).get("group") == "default" and config.get("cluster", {}).get("device", "cpu") == "cpu":
+        kept["sharp"] = kept["sharp"] | {"group": "none"}
     return json.dumps(kept, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
@@ -79,7 +84,7 @@ def run_name(config: dict[str, Any]) -> str:
     if config["numerics"]["mode"] != "fast":
         parts.append(config["numerics"]["mode"])
     for group, field, short in (("nccl_ub", "mode", "ub"), ("sharp", "group", "sharp")):
-        if (chosen := config.get(group, {}).get(field, "none")) != "none":
+        if (chosen := config.get(group, {}).get(field, "none")) not in ("none", "default"):
             parts.append(f"{short}_{chosen}")
     if train["seed"]:
         parts.append(f"s{train['seed']}")

@@ -101,7 +101,7 @@ def _cost(summary: dict[str, Any]) -> list[str]:
     lines += [
         _field(name, _asked(entry))
         for name, entry in (summary.get("network") or {}).items()
-        if name != "nccl" and (entry["requested"], entry["effective"]) != ("none", "none")
+        if name != "nccl" and not (entry["requested"] in ("none", "default") and entry["effective"] == "none")
     ]
     if summary.get("engine"):
         lines.append(_field("engine", ", ".join(f"{name}: {value}" for name, value in summary["engine"].items())))

@@ -54,12 +54,14 @@ class Bench:
                 self._gather(steps[-1], steps[-2])
             del steps
         gc.collect()  # what following left behind is not to be found in a timed step
+        self.session.meters.memory.begin()
         self.load.begin()
         return self.settled
 
     def facts(self) -> dict[str, Any]:
         """What the run's summary says of it, on rank 0. *Collective.*"""
         own = self.load.take()
+        self._gather_timed()
         rows = self.control.gather([_host_id(), round(own.process_s * 1e6)])
         here = sum(microseconds for host, microseconds in rows if host == rows[0][0]) / 1e6
         return {
@@ -71,6 +73,17 @@ class Bench:
                 "timed_s": own.wall_s,
             },
         }
+
+    def _gather_timed(self) -> None:
+        """On CUDA: what every rank's device held over the timed steps. *Collective.*"""
+        timed = self.session.meters.memory.timed()
+        if timed is None:
+            return
+        columns = zip(*self.control.gather(list(timed)), strict=True)
+        self.tensor_bytes = {"step": self.session.config.train.steps}
+        self.tensor_bytes |= {name: list(column) for name, column in zip(timed._fields, columns, strict=True)}
+        if self.session.config.cluster.ranks_per_device > 1:
+            del self.tensor_bytes["outside"]  # nobody can tell whose it is
 
     def _gather(self, last: StepBytes, before: StepBytes) -> None:
         rows = self.control.gather([*last, last.persistent - before.persistent])

@@ -152,7 +152,9 @@ class Loop:
 
     def _note_initial_weights(self) -> None:
         with self.session.meters.paused():
-            self.initial_weights = weights_digest(self.session.engine.named_weights(), torch.float32)
+            self.initial_weights = weights_digest(
+                self.session.engine.named_weights(), torch.float32, alive=self.session.alive
+            )
 
     def _open_record(self, start: int) -> tuple[MetricsWriter | None, Mirror]:
         if not self.is_first_rank:
@@ -288,7 +290,7 @@ class Loop:
     def _finish(self, status: str, start: int, wall_s: float) -> None:
         benched = {} if self.bench is None or status != "done" else self.bench.facts()
         with self.session.meters.paused():
-            final_weights = weights_digest(self.session.engine.named_weights())
+            final_weights = weights_digest(self.session.engine.named_weights(), alive=self.session.alive)
             own = self.control.gather([int(final_weights[:15], 16)])
         if not self.is_first_rank:
             return

@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,13 +46,21 @@ def global_loss(losses: Sequence[float]) -> float:
     return total / len(losses)
 
 
-def weights_digest(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None = None) -> str:
-    """SHA-256 over every weight's name, dtype, shape and bytes in model order, each cast to `dtype` first if given."""
+def weights_digest(
+    weights: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None = None,
+    alive: Callable[[], None] = lambda: None,
+) -> str:
+    """SHA-256 over every weight's name, dtype, shape and bytes in model order, each cast to `dtype` first if given.
+
+    `alive` is called after each: 70 billion weights take longer than a hang is given.
+    """
     digest = hashlib.sha256()
     for name, weight in weights:
         cast = weight if dtype is None else weight.to(dtype)
         digest.update(f"{name} {cast.dtype} {list(cast.shape)}\n".encode())
         digest.update(raw_bytes(cast))
+        alive()
     return digest.hexdigest()
 
 

@@ -61,6 +61,8 @@ class Session:
     """Called by every rank after every step."""
     warn: Callable[[str], None] = print
     """Told what a person should know at once; called by rank 0."""
+    alive: Callable[[], None] = lambda: None
+    """Called by every rank between the parts of work that is no step and may take minutes in a large model."""
 
 
 @dataclass(frozen=True)

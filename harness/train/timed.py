@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,11 +13,13 @@ from harness.probe.timers import Timers
 
 
 class TimedWorkload(Workload):
-    """A workload whose `loss` is a `forward` span; all else is passed on."""
+    """A workload whose `loss` is a `forward` span, and whose every initial weight is a sign of life; all else is passed
+    on."""
 
-    def __init__(self, inner: Workload, timers: Timers) -> None:
+    def __init__(self, inner: Workload, timers: Timers, alive: Callable[[], None] = lambda: None) -> None:
         self.inner = inner
         self.timers = timers
+        self.alive = alive
         self.unit_classes = inner.unit_classes
         self.may_leave_unused = inner.may_leave_unused
 
@@ -29,6 +33,7 @@ class TimedWorkload(Workload):
         self.inner.cut(model, axis, sequence_parallel=sequence_parallel)
 
     def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
+        self.alive()
         return self.inner.initial_weight(name, shape)
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:

@@ -17,7 +17,10 @@ from harness.config.derived import wants_infiniband_sharp
 from harness.config.schema import Config, Device, Numerics, SharpAxis
 from harness.engines.protocol import Ranks
 from harness.fsdp import SharpOwnership
+from harness.probe.memory import note_before_meeting
+from harness.probe.nccl_library import SEVERAL_RANKS_A_DEVICE, loaded_version
 from harness.store.placement import Placement
+from harness.worker.binding import bind, device_index, near
 from harness.worker.rendezvous import interface_towards, meet
 
 MEETING_TIMEOUT_S = 600.0
@@ -27,15 +30,45 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def set_up_torch(config: Config, place: Placement) -> torch.device:
-    """Threads, determinism and device of this process."""
+    """Threads, determinism and device of this process; on CUDA also its processors, and fp32 that is fp32.
+
+    Raises:
+        ValueError: this process sees no CUDA device for this rank.
+    """
     torch.set_num_threads(config.cluster.threads_per_rank)
     if config.numerics.mode is not Numerics.fast:
         torch.use_deterministic_algorithms(True)
     if config.cluster.device is not Device.cuda:
         return torch.device("cpu")
-    device = torch.device("cuda", place.local_rank)
+    index = device_index(place.local_rank, config.cluster.ranks_per_device, torch.cuda.device_count())
+    device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    # TF32 has 10 bits where fp32 has 23. torch leaves it off in matrix products, but on in convolutions.
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    if config.cluster.bind_to_device:
+        bind(near(index))
+    note_before_meeting(device)
     return device
+
+
+def check_sharing(config: Config) -> None:
+    """Refuse to share devices with an NCCL that would say no more than "duplicate GPU", or wait for ever.
+
+    Raises:
+        RuntimeError: ranks are to share devices, and the NCCL that is loaded cannot.
+    """
+    shared = config.cluster.ranks_per_device
+    if shared == 1 or config.cluster.device is not Device.cuda:
+        return
+    loaded = loaded_version()
+    if loaded is None or loaded[:2] < SEVERAL_RANKS_A_DEVICE:
+        least = ".".join(map(str, SEVERAL_RANKS_A_DEVICE))
+        raise RuntimeError(
+            f"cluster.ranks_per_device={shared} needs NCCL {least} or newer, and this process has loaded"
+            f" {loaded or 'one that does not tell its version'}; put a newer libnccl.so.2 before it (LD_PRELOAD=.../"
+            "libnccl.so.2, from the wheel nvidia-nccl-cu13), or set cluster.ranks_per_device=1"
+        )
 
 
 def join(config: Config, place: Placement, attempt: Path, device: torch.device) -> Ranks:
@@ -43,6 +76,7 @@ def join(config: Config, place: Placement, attempt: Path, device: torch.device) 
 
     The group's own timeout stays beyond the hang watch: a hang is reported with every rank's stack, not as a timeout.
     """
+    check_sharing(config)
     ownership = SharpOwnership(device)
     if not wants_infiniband_sharp(config):
         _create(config, place, attempt, device)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from harness.engines.protocol import Ranks
+from harness.probe.nccl_library import version_facts
 from harness.store import provenance
 
 
@@ -72,12 +73,6 @@ def _of_all(machines: list[dict[str, Any]]) -> dict[str, Any]:
     return provenance.machine_facts() | joined | {"hosts": [machine["host"] for machine in machines]}
 
 
-def _nccl_version() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    return ".".join(str(part) for part in torch.cuda.nccl.version())
-
-
 def _of_torch() -> dict[str, Any]:
     return {
         "versions": {"torch": torch.__version__},
@@ -85,7 +80,8 @@ def _of_torch() -> dict[str, Any]:
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "backend": dist.get_backend(),
         "cuda": torch.version.cuda,
-        "nccl": _nccl_version(),
+        **version_facts(),
         "allow_tf32": torch.backends.cuda.matmul.allow_tf32,
+        "cudnn_allow_tf32": torch.backends.cudnn.allow_tf32,
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
     }

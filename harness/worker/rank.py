@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from harness.config.compose import load_config
 from harness.config.faults import NONE
-from harness.config.network_variables import network_environment
+from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
 from harness.store.placement import Placement, placement
 from harness.store.rundir import RunDir
@@ -84,10 +85,10 @@ def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> i
     reporter.started()
     reporter.pipe.send("phase", name="importing torch")
     with HangWatch(config.launch.hang_timeout_s, reporter, armed=place.launcher in ("slurm", "torchrun")) as watch:
+        if place.launcher in ("torchrun", "slurm"):  # nobody who knows this cell may have set it; torch reads it now
+            os.environ.update(library_environment(config, reporter.folder))
         from harness.worker import connect
 
-        if place.launcher == "torchrun":  # nobody who knows this cell has set it
-            os.environ.update(network_environment(config, reporter.folder))
         device = connect.set_up_torch(config, place)
         reporter.pipe.send("phase", name="meeting the other ranks")
         ranks = connect.join(config, place, reporter.folder, device)
@@ -95,7 +96,8 @@ def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> i
         reporter.pipe.send("phase", name="building")
         try:
             seen = Divergence()
-            outcome = _train(run, config, ranks, stop, _progress(reporter, watch, seen), reporter.warn)
+            signs = Signs(_progress(reporter, watch, seen), reporter.warn, heartbeat(reporter, watch))
+            outcome = _train(run, config, ranks, stop, signs)
             # Before the last meeting: a rank that exits 75 early would have srun kill rank 0 while it requeues.
             code = _finish(place, reporter, stop, outcome, seen)
             connect.leave(ranks)
@@ -146,13 +148,40 @@ def _progress(reporter: Reporter, watch: HangWatch, seen: Divergence) -> Callabl
     return tell
 
 
+HEARTBEAT_S = 1.0
+"""How often a rank that makes no step says that it moves."""
+
+
+class Signs(NamedTuple):
+    """How a run tells that it moves."""
+
+    progress: Callable[[Progress], None]
+    warn: Callable[[str], None]
+    alive: Callable[[], None]
+
+
+def heartbeat(reporter: Reporter, watch: HangWatch) -> Callable[[], None]:
+    """To be called between the parts of long work that is no step: filling or reading every weight of a large model.
+    The launcher and this rank's own watch are told, as seldom as they need it."""
+    last = time.monotonic()
+
+    def beat() -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= HEARTBEAT_S:
+            last = now
+            watch.step()
+            reporter.pipe.send("alive")
+
+    return beat
+
+
 def _train(
     run: RunDir,
     config: Config,
     ranks: Ranks,
     stop: StopFlag,
-    progress: Callable[[Progress], None],
-    warn: Callable[[str], None],
+    signs: Signs,
 ) -> Outcome:
     import torch.distributed as dist
 
@@ -172,7 +201,7 @@ def _train(
     origin.find_own(run.path)
     timed = config.measure.mode is MeasureMode.bench
     with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
-        workload = TimedWorkload(workload_for(config), meters.timers)
+        workload = TimedWorkload(workload_for(config), meters.timers, signs.alive)
         engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
         if config.fault.name != NONE:
             from harness.probe.faults import inject
@@ -180,7 +209,7 @@ def _train(
             inject(config, engine, ranks.rank, ranks.world_size)
         loader = Loader(config, ranks.data_rank)
         try:
-            return train(Session(config, ranks, engine, loader, meters, control, run.path, stop, progress, warn))
+            return train(Session(config, ranks, engine, loader, meters, control, run.path, stop, *signs))
         finally:
             engine.close()
 

@@ -98,9 +98,39 @@ def test_a_mirror_nobody_could_log_into_is_refused(monkeypatch: pytest.MonkeyPat
 
 def test_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0"), Path("/dev/nvidiactl")]))
-    with pytest.raises(BadRequest, match="has 1 NVIDIA devices for 2 ranks"):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(
+        BadRequest, match=r"(?s)may use 1 CUDA devices for 2 ranks.*cluster.ranks_per_device=2 \(NCCL 2.30\)"
+    ):
         compose(["cluster.device=cuda"])
     compose(["cluster.device=cuda", "mesh=one"])
+    compose(["cluster.device=cuda", "cluster.ranks_per_device=2"])
+    with pytest.raises(BadRequest, match=r"for 4 ranks, cluster\.ranks_per_device=2"):
+        compose(["cluster.device=cuda", "cluster.ranks_per_device=2", "mesh.world_size=4"])
+
+
+def test_an_fsdp2_that_cannot_agree_on_unused_parameters_is_refused_where_ranks_would_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request = ["engine=fsdp2", "model=odd", "launch.dry_run=true"]
+    compose(request)
+    real = environment.versions
+    monkeypatch.setattr(environment, "versions", lambda names: real(names) | {"torch": "2.12.1+cu130"})
+    with pytest.raises(BadRequest, match=r"torch 2\.13 and later"):
+        compose(request)
+    for way_out in (["model.skip_idle=false"], ["mesh=one"], ["cluster=slurm", "cluster.python=p"]):
+        compose([*request, *way_out])
+
+
+def test_user_buffers_of_megatron_fsdp_need_an_allocator_it_does_not_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "visible_devices", lambda: ["0", "1"])
+    monkeypatch.setattr(environment, "ALLOCATORS", ("no_such_package",))
+    request = ["engine=megatron_fsdp", "nccl_ub=auto", "launch.dry_run=true"]
+    compose(request)
+    with pytest.raises(BadRequest, match="pip install megatron-core"):
+        compose([*request, "cluster.device=cuda"])
+    monkeypatch.setattr(environment, "ALLOCATORS", ("json",))
+    compose([*request, "cluster.device=cuda"])
 
 
 def test_a_model_beyond_this_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,12 @@ def test_every_choice_that_can_change_a_number_is_another_run() -> None:
         ["sharp.algo=Ring"],
     ]
     assert len({signature(compose(request).config) for request in requests}) == len(requests)
+    on_cuda = ["cluster=slurm", "cluster.device=cuda", "cluster.gpus_per_node=2", "launch.dry_run=true"]
+    for chosen in ("default", "none"):  # without NCCL nothing is left to it: what was stored before is found
+        requests.append([f"sharp={chosen}", *on_cuda])
+        assert signature(compose([f"sharp={chosen}"]).config) == signature(compose([]).config)
+    left, off = (signature(compose(request).config) for request in requests[-2:])
+    assert left != off
     same = [[], ["launch.nccl_log=choices"], ["cluster=slurm", "cluster.sharp_network=x", "launch.dry_run=true"]]
     assert len({signature(compose(request).config) for request in same}) == 1
 

@@ -189,6 +189,16 @@ def violations(*overrides: str) -> dict[str, str]:
             "leave sharp.algo out",
             "sharp.algo='^NVLS,NVLSTree'",
         ),
+        *(
+            (
+                f"nccl_ub=auto nccl_ub.symmetric=false nccl_ub.cta_policy=efficiency {off}",
+                "nccl_ub.cta_policy",
+                "leave sharp out",
+                "nccl_ub=auto nccl_ub.symmetric=false nccl_ub.cta_policy=efficiency sharp=dp",
+            )
+            for off in ("sharp=none", "sharp=dp sharp.nvlink=false", "numerics=deterministic")
+        ),
+        ("engine=megatron_fsdp nccl_ub=manual", "nccl_ub.mode", "nccl_ub=auto", "engine=megatron_fsdp nccl_ub=auto"),
         ("sharp=dp numerics=deterministic", "sharp.group", "numerics=fast", "sharp=dp"),
         ("sharp=dp numerics=ordered", "sharp.group", "sharp=none", "numerics=ordered nccl_ub=auto"),
         ("sharp=dp_outer", "sharp.group", "mesh=two_by_two", "sharp=dp engine=fsdp2"),

@@ -9,6 +9,8 @@ import pytest
 import torch.nn.functional as F
 
 from harness.config.errors import BadRequest
+from harness.config.schema import Config, Device
+from harness.engines.adapters.deepspeed import deepspeed_config
 from tests.engines.conformance.cases import Case
 from tests.engines.conformance.trial import run_case
 from tests.support.composing import compose
@@ -31,6 +33,18 @@ REFUSED = {
 def test_what_it_cannot_do_is_refused(words: str) -> None:
     with pytest.raises(BadRequest, match=REFUSED[words]):
         compose(["engine=deepspeed", *words.split(), "launch.dry_run=true"])
+
+
+def test_on_a_gpu_it_is_used_as_its_users_do() -> None:
+    config = Config()
+    asked = {}
+    for device in Device:
+        config.cluster.device = device
+        asked[device] = deepspeed_config(config, 3)["zero_optimization"]
+    assert asked[Device.cuda]["overlap_comm"]
+    assert "stage3_param_persistence_threshold" not in asked[Device.cuda]
+    assert not asked[Device.cpu]["overlap_comm"]
+    assert asked[Device.cpu]["stage3_param_persistence_threshold"] == 0
 
 
 def test_all_of_its_stages_are_taken() -> None:

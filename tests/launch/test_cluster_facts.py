@@ -48,6 +48,8 @@ def test_limits(text, expected):
         ("cluster.partition=gpu cluster.time_min=2881", ("more than partition gpu allows", "cluster.time_min=2880")),
         ("cluster.gpus_per_node=1", ("cluster.gpus_per_node=1", "no node of partition main has more than 0 GPUs")),
         ("cluster.partition=gpu cluster.gpus_per_node=9", ("more than 8 GPUs",)),
+        ("cluster.cpus_per_rank=2", ("cluster.cpus_per_rank=2 need 4 processors",)),
+        ("cluster.partition=gpu cluster.gres=gpu:h100:9", ("cluster.gres=gpu:h100:9", "more than 8 GPUs")),
         ("cluster.threads_per_rank=2", ("2 ranks a node", "need 4 processors", "more than 2 processors")),
         ("cluster.mem_gb=8", ("cluster.mem_gb=8", "GiB of memory")),
         ("mesh.world_size=3 cluster.nodes=3", ("cluster.nodes=3", "has 2 such nodes", "cluster.nodes=2")),
@@ -66,6 +68,7 @@ def test_what_a_cluster_never_gives_is_refused(tmp_path, overrides, words):
         "mesh.world_size=4 cluster.nodes=2",
         "cluster.partition=gpu cluster.gpus_per_node=8 cluster.nodes=2 cluster.time_min=2880",
         "cluster.partition=main,gpu cluster.gpus_per_node=4",
+        "cluster.mem_gb=0",
     ],
 )
 def test_what_it_has_is_not(tmp_path, overrides):

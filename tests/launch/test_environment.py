@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from harness.config.network_variables import network_environment
-from harness.launch.environment import HEAP, rank_environment, run_environment
+from harness.config.rank_environment import HEAP, run_environment
+from harness.launch.environment import rank_environment
+from harness.store.rundir import Store
 from tests.launch.cells import make_cell
 
 CUDA = "cluster.device=cuda"
 OFF = {"NCCL_NVLS_ENABLE": "0", "NCCL_COLLNET_ENABLE": "0"}
 NVLINK = OFF | {"NCCL_NVLS_ENABLE": "2"}
 HOOK = {"TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK": "0"}
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
 SAT = {"SHARP_COLL_ENABLE_SAT": "1", "SHARP_COLL_LOG_LEVEL": "3"}
 
 
@@ -26,20 +32,25 @@ def typed(root: Path, *overrides: str) -> Any:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        ("", OFF),
-        ("nccl_ub.mode=auto", OFF | HOOK),
-        ("nccl_ub.mode=manual nccl_ub.cta_policy=zero", OFF | HOOK | {"NCCL_CTA_POLICY": "2"}),
+        ("", {}),
+        ("sharp.group=none", OFF),
+        ("numerics.mode=deterministic", OFF),
+        ("nccl_ub.mode=auto", HOOK),
+        ("nccl_ub.mode=auto sharp.group=none", OFF | HOOK),
+        ("cluster.ranks_per_device=2", SHARED),
+        ("cluster.ranks_per_device=2 nccl_ub.max_ctas=4 sharp.group=none", OFF | SHARED | {"NCCL_MAX_CTAS": "4"}),
+        ("nccl_ub.mode=manual nccl_ub.cta_policy=zero", HOOK | {"NCCL_CTA_POLICY": "2"}),
         (
             "nccl_ub.mode=auto nccl_ub.symmetric=false nccl_ub.cta_policy=efficiency",
-            OFF | HOOK | {"NCCL_CTA_POLICY": "1"},
+            HOOK | {"NCCL_CTA_POLICY": "1"},
         ),
-        ("nccl_ub.min_ctas=1 nccl_ub.max_ctas=4", OFF | {"NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "4"}),
+        ("nccl_ub.min_ctas=1 nccl_ub.max_ctas=4", {"NCCL_MIN_CTAS": "1", "NCCL_MAX_CTAS": "4"}),
         ("sharp.group=dp", NVLINK | SAT),
         ("sharp.group=dp sharp.infiniband=false", NVLINK),
         ("sharp.group=dp sharp.nvlink=false sharp.streaming=false", OFF | SAT | {"SHARP_COLL_ENABLE_SAT": "0"}),
         ("sharp.group=dp sharp.nvls_ctas=8", NVLINK | SAT | {"NCCL_NVLS_NCHANNELS": "8"}),
         ("sharp.group=dp sharp.overlap_gather=true", NVLINK | SAT | {"SHARP_COLLNET_OVERLAP_AG": "1"}),
-        ("sharp.algo=^NVLS", OFF | {"NCCL_ALGO": "^NVLS"}),
+        ("sharp.algo=^NVLS", {"NCCL_ALGO": "^NVLS"}),
         ("sharp.group=dp launch.nccl_log=none", NVLINK | {"SHARP_COLL_ENABLE_SAT": "1"}),
     ],
 )
@@ -87,3 +98,54 @@ def test_the_same_configuration_gives_the_same_variables_whatever_this_process_h
     monkeypatch.setenv("NCCL_COLLNET_ENABLE", "1")
     monkeypatch.setenv("NCCL_ALGO", "Tree")
     assert network_environment(config) == before
+
+
+def test_the_interface_a_user_names_is_everybodys(tmp_path: Path) -> None:
+    named = rank_environment(typed(tmp_path, CUDA, "cluster.interface=ib0"), 0, start="t")
+    assert named["NCCL_SOCKET_IFNAME"] == named["GLOO_SOCKET_IFNAME"] == "ib0"
+    unnamed = rank_environment(typed(tmp_path, CUDA), 0, start="t")
+    assert unnamed["GLOO_SOCKET_IFNAME"] == "lo"
+    assert "NCCL_SOCKET_IFNAME" not in unnamed
+
+
+STEP = {"JOB_ID": "7", "STEP_ID": "0", "PROCID": "0", "STEP_NUM_TASKS": "1", "LOCALID": "0"}
+LOOK = """
+import os, sys
+from pathlib import Path
+
+class Torch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print(os.environ.get("CUBLAS_WORKSPACE_CONFIG"), os.environ.get("NCCL_NVLS_ENABLE"))
+            sys.stdout.flush()
+            os._exit(0)
+
+sys.meta_path.insert(0, Torch())
+from harness.worker import main
+main(Path(sys.argv[1]), 0)
+"""
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"},
+        {f"SLURM_{name}": value for name, value in STEP.items()},
+    ],
+    ids=["torchrun", "srun"],
+)  # fmt: skip
+def test_whoever_started_a_rank_its_environment_is_set_before_torch_is_loaded(
+    place: dict[str, str], tmp_path: Path
+) -> None:
+    """A process that is a rank, up to the moment at which it looks for torch."""
+    store = Store(tmp_path)
+    cell = make_cell(tmp_path, CUDA, "cluster.backend=slurm", "numerics.mode=deterministic", "mesh.world_size=1")
+    run = store.create(cell)
+    assert run.new_attempt() == 0
+    run.adopt(cell)
+    unset = ("CUBLAS_WORKSPACE_CONFIG", "NCCL_NVLS_ENABLE", "HARNESS_LEASH_FD")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    ran = subprocess.run(
+        [sys.executable, "-c", LOOK, run.path], env=environment | place, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.split() == [":4096:8", "0"], ran.stderr

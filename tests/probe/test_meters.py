@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from harness.config.schema import Dtype
 from harness.fsdp.comm import events
 from harness.probe.capture import write_capture
-from harness.probe.flops import peak_flops
+from harness.probe.flops import peak_flops, peak_of_name
 from harness.probe.memory import MemoryMeter
 from harness.probe.timers import Timers
 from harness.probe.waits import WaitMeter
@@ -75,6 +75,24 @@ def test_memory_on_cpu_knows_no_allocator() -> None:
 
 def test_peak_is_unknown_on_cpu() -> None:
     assert peak_flops(CPU, Dtype.bf16) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tera"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H200", 989),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H20", None),
+    ],
+)
+def test_a_card_is_not_rated_as_the_part_in_a_server(name: str, tera: float | None) -> None:
+    assert peak_of_name(name) == (None if tera is None else tera * 1e12)
 
 
 def test_capture_round_trips_with_its_description(tmp_path: Path) -> None:

@@ -173,6 +173,17 @@ def test_sharp_that_nobody_asked_for_shows() -> None:
     assert facts["sharp"]["effective"] == "nvlink+infiniband"
 
 
+def test_what_nccl_chose_by_itself_is_recorded_and_nothing_is_missing() -> None:
+    left = asking(sharp="default")
+    facts = record(left, "nccl", {}, facts_of("h100_sharp_2nodes_2.28"))["sharp"]
+    assert (facts["requested"], facts["effective"]) == ("default", "nvlink+infiniband")
+    assert facts["ran"]
+    assert "reason" not in facts
+    assert record(left, "nccl", {}, None)["sharp"]["effective"] == "unknown"
+    assert record(left, "gloo", {}, None)["sharp"] == {"requested": "default", "effective": "none"}
+    assert without_effect(left, "gloo") is None
+
+
 def test_whether_collectives_ran_on_registered_buffers() -> None:
     engine = {"requested": "auto", "effective": "auto, symmetric, dp"}
     ran = record(asking("auto"), "nccl", engine, facts_of("h100_symmetric_2.30"))["nccl_ub"]["kernels"]

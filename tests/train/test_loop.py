@@ -119,7 +119,8 @@ def test_record_of_a_run(tmp_path: Path) -> None:
         "accounted_bytes", "engine", "network", "other_replicas", "structure", "wall_s", "collectives",
         "step_time_s",
     ]  # fmt: skip
-    assert facts["network"]["nccl_ub"] == facts["network"]["sharp"] == {"requested": "none", "effective": "none"}
+    assert facts["network"]["nccl_ub"] == {"requested": "none", "effective": "none"}
+    assert facts["network"]["sharp"] == {"requested": "default", "effective": "none"}
     assert (facts["status"], facts["step"], facts["tokens"]) == ("done", 4, 4 * 128)
     assert facts["loss"] == records[-1]["loss"]
     assert facts["initial_weights"] != facts["final_weights"]

@@ -16,6 +16,7 @@ from harness.config.schema import (
     CkptPolicy,
     Config,
     DataKind,
+    Device,
     Dtype,
     Fp8,
     MeasureMode,
@@ -23,7 +24,6 @@ from harness.config.schema import (
     Numerics,
     OptimizerName,
     Registration,
-    SharpAxis,
     WandbMode,
 )
 
@@ -117,17 +117,22 @@ _SPARSE = Condition(
 _OWN_MODEL = Condition(
     lambda c: c.model.family is ModelFamily.ext, "model=ext", lambda c: f"model.family={c.model.family.name}"
 )
+_CUDA = Condition(
+    lambda c: c.cluster.device is Device.cuda,
+    "cluster.device=cuda",
+    lambda c: f"cluster.device={c.cluster.device.name}",
+)
 _UB = Condition(lambda c: c.nccl_ub.mode is not Registration.none, "nccl_ub=auto", lambda c: "nccl_ub=none")
-_SHARP = Condition(lambda c: c.sharp.group is not SharpAxis.none, "sharp=dp", lambda c: "sharp=none")
+_SHARP = Condition(lambda c: c.sharp.group.is_asked, "sharp=dp", lambda c: f"sharp={c.sharp.group.name}")
 _NVLINK = Condition(
-    lambda c: c.sharp.group is not SharpAxis.none and c.sharp.nvlink,
+    lambda c: c.sharp.group.is_asked and c.sharp.nvlink,
     "sharp=dp sharp.nvlink=true",
-    lambda c: "sharp=none" if c.sharp.group is SharpAxis.none else "sharp.nvlink=false",
+    lambda c: "sharp.nvlink=false" if c.sharp.group.is_asked else f"sharp={c.sharp.group.name}",
 )
 _INFINIBAND = Condition(
     wants_infiniband_sharp,
     "sharp=dp sharp.infiniband=true",
-    lambda c: "sharp=none" if c.sharp.group is SharpAxis.none else "sharp.infiniband=false",
+    lambda c: "sharp.infiniband=false" if c.sharp.group.is_asked else f"sharp={c.sharp.group.name}",
 )
 _OUTER = Condition(lambda c: c.mesh.dp_outer > 1, "mesh=two_by_two", lambda c: f"mesh.dp_outer={c.mesh.dp_outer}")
 
@@ -195,6 +200,10 @@ CONDITIONS: dict[str, Condition] = {
     "cluster.grace_s": _SLURM,
     "cluster.mem_gb": _SLURM,
     "cluster.gpus_per_node": _SLURM,
+    "cluster.gres": _SLURM,
+    "cluster.cpus_per_rank": _SLURM,
+    "cluster.ranks_per_device": _CUDA,
+    "cluster.bind_to_device": _CUDA,
     "cluster.sharp_network": _SLURM,
     "cluster.additional": _SLURM,
     "cluster.flags": _SLURM,

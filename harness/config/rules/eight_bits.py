@@ -9,7 +9,7 @@ from harness.config.capabilities import ENGINES
 from harness.config.errors import Violation
 from harness.config.projections import FAMILIES, projections
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import DTYPE_ROLES, Dtype, EngineName, SharpAxis
+from harness.config.schema import DTYPE_ROLES, Dtype, EngineName
 
 QUANTIZED = (Dtype.fp32, Dtype.bf16, Dtype.fp16)
 """Dtypes of which 8-bit numbers are made: fp32 holds each of their numbers."""
@@ -43,7 +43,7 @@ def eight_bits_are_built(request: Request) -> Iterator[Violation]:
             "mesh.tp=1",
             "mesh.tp=1, or dtype=bf16",
         )
-    if config.sharp.group is not SharpAxis.none:
+    if config.sharp.group.is_asked:
         yield Violation(
             request.show("dtype.fp8", "sharp.group"),
             "is not built: a switch has not been seen to take the largest amax",

@@ -15,28 +15,37 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from harness.config.adapter import capabilities_of
-from harness.config.derived import captured_bytes, persistent_bytes_per_rank, state_bytes
+from harness.config.derived import captured_bytes, may_leave_unused, persistent_bytes_per_rank, state_bytes
+from harness.config.devices import visible_devices
 from harness.config.errors import Violation
 from harness.config.mirror import has_key, mirror_mode, server
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Backend, CkptPolicy, Config, Device, Registration, WandbMode
+from harness.config.schema import Backend, CkptPolicy, Config, Device, EngineName, Registration, WandbMode
 from harness.store.provenance import versions
+
+ALLOCATORS = ("megatron", "apex")
+"""Packages with an allocator for megatron-fsdp's user buffers."""
 
 PROBE_BYTES = 1 << 20
 """Bytes written and synced to find out whether a disk takes any: about what the logs of a short run need."""
 
 
-@rule("mesh.world_size")
+@rule("mesh.world_size", "cluster.ranks_per_device")
 def devices_exist(request: Request) -> Iterator[Violation]:
-    """A local cuda run finds a device a rank. The driver's files are counted: torch is not loaded here."""
+    """A local cuda run finds the devices its ranks need."""
     c, ranks = request.config.cluster, request.config.mesh.world_size
     if c.backend is not Backend.local or c.device is not Device.cuda:
         return
-    found = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
-    if found < ranks:
-        fix = f"mesh.world_size={found}" if found else "cluster.device=cpu, or cluster=slurm"
+    found = len(visible_devices())
+    if found * c.ranks_per_device < ranks:
+        share = f"cluster.ranks_per_device={-(-ranks // found)}" if found else ""
+        fix = f"mesh.world_size={found}, or {share} (NCCL 2.30)" if found else "cluster.device=cpu, or cluster=slurm"
+        each = f", cluster.ranks_per_device={c.ranks_per_device}" if c.ranks_per_device > 1 else ""
         yield Violation(
-            "cluster.device=cuda", f"this machine has {found} NVIDIA devices for {ranks} ranks", "cpu, cuda", fix
+            "cluster.device=cuda",
+            f"this process may use {found} CUDA devices for {ranks} ranks{each}",
+            "cpu, cuda",
+            fix,
         )
 
 
@@ -121,6 +130,41 @@ def buffers_can_be_registered(request: Request) -> Iterator[Violation]:
                 "expandable_segments:False, or torch 2.11 and later",
                 f"unset {name}, or nccl_ub=none",
             )
+
+
+@rule()
+def own_allocator_is_there(request: Request) -> Iterator[Violation]:
+    """megatron-fsdp takes the allocator of its user buffers from one of two packages that it does not bring. Of this
+    very machine, and where there is NCCL."""
+    config = request.config
+    here = config.cluster.backend is Backend.local and config.cluster.device is Device.cuda
+    asks = config.engine.name is EngineName.megatron_fsdp and config.nccl_ub.mode is not Registration.none
+    if here and asks and not any(map(importlib.util.find_spec, ALLOCATORS)):
+        yield Violation(
+            request.show("nccl_ub.mode"),
+            f"engine=megatron_fsdp registers with the allocator of {' or '.join(ALLOCATORS)}, and neither is installed",
+            "none",
+            "pip install megatron-core, or nccl_ub=none, or engine=native",
+        )
+
+
+@rule("model.skip_idle")
+def torch_copes_with_idle_parameters(request: Request) -> Iterator[Violation]:
+    """What an engine makes of a parameter that only some ranks have used is torch's doing, in some versions. Of this
+    machine's torch, which is also that of jobs, unless they bring their own."""
+    config, least = request.config, capabilities_of(request.config).idle_parameters_torch
+    torch = versions(("torch",)).get("torch")
+    brings_own = config.cluster.backend is not Backend.local and config.cluster.python is not None
+    if least is None or torch is None or brings_own or _at_least(torch, least):
+        return
+    if may_leave_unused(config) and config.mesh.world_size > 1:
+        yield Violation(
+            request.show("model.skip_idle"),
+            "lets a microbatch leave parameters without a gradient on some ranks only;"
+            f" engine={config.engine.name.name} on torch {torch} then reduces other buckets there, and hangs",
+            "false",
+            f"model.skip_idle=false, or torch {least[0]}.{least[1]} and later, or engine=native",
+        )
 
 
 def _at_least(version: str, wanted: tuple[int, int]) -> bool:
@@ -227,6 +271,8 @@ RULES: tuple[Rule, ...] = (
     mirror_can_start,
     engine_is_installed,
     buffers_can_be_registered,
+    own_allocator_is_there,
+    torch_copes_with_idle_parameters,
     model_fits_in_memory,
     disk_takes_the_run,
 )

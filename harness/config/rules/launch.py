@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from harness.config.derived import against_forks
+from harness.config.derived import against_forks, devices_per_node, gpus_of_gres
 from harness.config.doc import settings
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
@@ -51,18 +51,46 @@ def grace_is_within_the_limit(request: Request) -> Iterator[Violation]:
         )
 
 
-@rule("mesh.world_size", "cluster.nodes", "cluster.gpus_per_node")
+@rule("mesh.world_size", "cluster.nodes", "cluster.gpus_per_node", "cluster.ranks_per_device")
 def every_cuda_rank_gets_a_device(request: Request) -> Iterator[Violation]:
-    """The scheduler is asked for as many devices as there are ranks on a machine."""
+    """The scheduler is asked for as many devices as the ranks on a machine need."""
     c, ranks = request.config.cluster, request.config.mesh.world_size
     if c.backend is not Backend.slurm or c.device is not Device.cuda or ranks % c.nodes:
         return
-    if c.gpus_per_node < ranks // c.nodes:
+    need, setting = devices_per_node(request.config), "gpus_per_node" if c.gres is None else "gres"
+    if (c.gpus_per_node if c.gres is None else gpus_of_gres(c.gres)) < need:
+        sharing = f", {c.ranks_per_device} to a device" if c.ranks_per_device > 1 else ""
         yield Violation(
-            request.show("cluster.gpus_per_node"),
-            f"is fewer than the {ranks // c.nodes} ranks on each of cluster.nodes={c.nodes}",
-            f"{ranks // c.nodes} or more",
-            f"cluster.gpus_per_node={ranks // c.nodes}",
+            request.show(f"cluster.{setting}"),
+            f"is fewer than the {ranks // c.nodes} ranks on each of cluster.nodes={c.nodes} need{sharing}",
+            f"{need} or more",
+            f"cluster.gpus_per_node={need}" if c.gres is None else f"cluster.gres=gpu:{need}",
+        )
+
+
+@rule("cluster.gpus_per_node")
+def devices_are_asked_for_once(request: Request) -> Iterator[Violation]:
+    """sbatch would add --gres to --gpus-per-node, or refuse both."""
+    c = request.config.cluster
+    if c.gres is not None and c.gpus_per_node:
+        yield Violation(
+            request.show("cluster.gres", "cluster.gpus_per_node"),
+            "ask for devices twice",
+            "one of the two",
+            f"cluster.gpus_per_node=0, or cluster.gres=null and cluster.gpus_per_node={gpus_of_gres(c.gres)}",
+        )
+
+
+@rule()
+def shared_devices_have_no_switch(request: Request) -> Iterator[Violation]:
+    """NVLink SHARP adds what devices send; ranks of one device have but one to send."""
+    config = request.config
+    if config.cluster.ranks_per_device > 1 and config.sharp.group.is_asked and config.sharp.nvlink:
+        yield Violation(
+            request.show("cluster.ranks_per_device", "sharp.group"),
+            "asks for NVLink SHARP among ranks that share a device",
+            "cluster.ranks_per_device=1, sharp=default, sharp=none",
+            "leave sharp out",
         )
 
 
@@ -73,8 +101,9 @@ OF_SETTINGS = {
     "nodes": "cluster.nodes",
     "ntasks": "mesh.world_size",
     "ntasks-per-node": "mesh.world_size",
-    "cpus-per-task": "cluster.threads_per_rank",
+    "cpus-per-task": "cluster.cpus_per_rank",
     "gpus-per-node": "cluster.gpus_per_node",
+    "gres": "cluster.gres",
     "mem": "cluster.mem_gb",
     "time": "cluster.time_min",
     "signal": "cluster.grace_s",
@@ -158,6 +187,8 @@ RULES: tuple[Rule, ...] = (
     one_machine_without_a_scheduler,
     grace_is_within_the_limit,
     every_cuda_rank_gets_a_device,
+    devices_are_asked_for_once,
+    shared_devices_have_no_switch,
     sbatch_options_are_words_of_its_own,
     a_container_brings_its_own_python,
     root_survives_scripts_and_logs,

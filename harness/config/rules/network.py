@@ -17,12 +17,14 @@ ALGORITHMS = ("Ring", "Tree", "CollnetDirect", "CollnetChain", "NVLS", "NVLSTree
 def buffers_are_registered_by_the_engine(request: Request) -> Iterator[Violation]:
     """User buffers are asked of engines that register what they allocate."""
     config = request.config
-    if config.nccl_ub.mode is not Registration.none and not capabilities_of(config).user_buffers:
+    can = capabilities_of(config).user_buffers
+    if config.nccl_ub.mode is not Registration.none and config.nccl_ub.mode not in can:
+        how = " in this way" if can else ""
         yield Violation(
             request.show("nccl_ub.mode"),
-            f"engine={config.engine.name.name} does not register its buffers with NCCL",
-            "none",
-            "nccl_ub=none, or engine=native",
+            f"engine={config.engine.name.name} does not register its buffers with NCCL{how}",
+            ", ".join(mode.name for mode in (Registration.none, *can)),
+            f"nccl_ub={(*can, Registration.none)[0].name}, or engine=native",
         )
 
 
@@ -55,8 +57,8 @@ def thread_block_limits_are_ordered(request: Request) -> Iterator[Violation]:
 
 @rule()
 def thread_block_policy_finds_its_buffers(request: Request) -> Iterator[Violation]:
-    """Efficiency needs registered buffers that are not symmetric, and NCCL's own choice of algorithm; zero needs
-    symmetric ones. Without them NCCL falls back silently."""
+    """Efficiency needs registered buffers that are not symmetric, NVLink SHARP, and NCCL's own choice of
+    algorithm; zero needs symmetric ones. Without them NCCL falls back silently."""
     ub, algo = request.config.nccl_ub, request.config.sharp.algo
     policy = request.show("nccl_ub.cta_policy")
     if ub.cta_policy is CtaPolicy.default:
@@ -78,13 +80,32 @@ def thread_block_policy_finds_its_buffers(request: Request) -> Iterator[Violatio
             "sharp.algo=null",
             "leave sharp.algo out",
         )
+    if ub.cta_policy is CtaPolicy.efficiency and (off := _without_nvls(request)):
+        yield Violation(
+            f"{policy} {off}",
+            "has no effect: few thread blocks are those of NVLink SHARP (NVLS), which is off then",
+            "sharp=default, sharp=dp",
+            "leave sharp out, or nccl_ub.cta_policy=default",
+        )
+
+
+def _without_nvls(request: Request) -> str:
+    """The settings that turn NVLink SHARP off, as typed; empty where NCCL may use it."""
+    sharp, cluster, numerics = request.config.sharp, request.config.cluster, request.config.numerics.mode
+    if sharp.group is SharpAxis.none:
+        return "sharp=none"
+    if sharp.group.is_asked and not sharp.nvlink:
+        return "sharp.nvlink=false"
+    if cluster.ranks_per_device > 1:
+        return f"cluster.ranks_per_device={cluster.ranks_per_device}"
+    return "" if numerics is Numerics.fast else f"numerics={numerics.name}"
 
 
 @rule()
 def sharp_gives_up_order(request: Request) -> Iterator[Violation]:
     """A switch adds in an order that nobody promises."""
     mode = request.config.numerics.mode
-    if request.config.sharp.group is not SharpAxis.none and mode is not Numerics.fast:
+    if request.config.sharp.group.is_asked and mode is not Numerics.fast:
         yield Violation(
             request.show("sharp.group"),
             f"leaves the order of sums to the network, which numerics={mode.name} promises",
@@ -105,7 +126,7 @@ def sharp_has_its_axis(request: Request) -> Iterator[Violation]:
             "none, dp",
             "sharp=dp, or mesh=two_by_two",
         )
-    elif group is not SharpAxis.none and outer > 1 and not capabilities_of(config).orders_communicators:
+    elif group.is_asked and outer > 1 and not capabilities_of(config).orders_communicators:
         yield Violation(
             request.show("sharp.group", "mesh.dp_outer"),
             f"engine={config.engine.name.name} creates the communicators of its two axes in an order of its own,"
@@ -119,7 +140,7 @@ def sharp_has_its_axis(request: Request) -> Iterator[Violation]:
 def sharp_asks_for_something(request: Request) -> Iterator[Violation]:
     """One of the two kinds is wanted, and the algorithm has a name NCCL knows."""
     sharp = request.config.sharp
-    if sharp.group is not SharpAxis.none and not (sharp.nvlink or sharp.infiniband):
+    if sharp.group.is_asked and not (sharp.nvlink or sharp.infiniband):
         yield Violation(
             request.show("sharp.group", "sharp.nvlink", "sharp.infiniband"), "asks for neither kind", fix="sharp=none"
         )

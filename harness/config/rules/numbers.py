@@ -59,6 +59,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "measure.rounding_draws": (0, 1_000),
     "cluster.nodes": (1, 2**16),
     "cluster.threads_per_rank": (1, 4_096),
+    "cluster.cpus_per_rank": (1, 4_096),
+    "cluster.ranks_per_device": (1, 64),
+    "cluster.mem_gb": (0, 1e6),
     "cluster.slots": (1, 2**16),
     "cluster.time_min": (1, 525_600),
     "cluster.grace_s": (0, 86_400),
@@ -79,7 +82,6 @@ POSITIVE: dict[str, float] = {
     "model.norm_eps": 1.0,
     "optimizer.eps": 1.0,
     "optimizer.clip_norm": 1e9,
-    "cluster.mem_gb": 1e6,
 }
 """Largest value of a setting that must be above zero; null, where it is allowed, is fine."""
 

@@ -8,7 +8,7 @@ from harness.config.capabilities import ENGINES
 from harness.config.errors import Violation
 from harness.config.faults import corpus
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import EngineName, ModelFamily, SharpAxis
+from harness.config.schema import EngineName, ModelFamily
 
 PLANNED = (ModelFamily.llama,)
 """Families that declare how they are cut."""
@@ -49,7 +49,7 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
             "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED),
             "mesh.tp=1, or model=tiny",
         )
-    if config.sharp.group is not SharpAxis.none:
+    if config.sharp.group.is_asked:
         yield Violation(
             request.show("sharp.group"),
             f"is not built beside mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP",

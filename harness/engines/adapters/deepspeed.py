@@ -31,8 +31,8 @@ import torch
 from torch import Tensor, nn
 
 from harness.config.derived import microbatches_per_rank, parameter_count
-from harness.config.schema import Config, Strategy
-from harness.engines import optim
+from harness.config.schema import Config, Device, Strategy
+from harness.engines import norms, optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.fsdp import create_state
@@ -65,7 +65,7 @@ class DeepspeedEngine(Engine):
         with _surroundings(ranks), redirect_stdout(io.StringIO()):  # some of what it tells passes by its logger
             deepspeed = _quiet_deepspeed()
             self.engine: Any = deepspeed.initialize(
-                model=self.model, optimizer=self.base, config=_deepspeed_config(config, self.stage)
+                model=self.model, optimizer=self.base, config=deepspeed_config(config, self.stage)
             )[0]
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # that a step was skipped is worth a line
         self.main = self._main_weights()
@@ -85,11 +85,10 @@ class DeepspeedEngine(Engine):
     def step(self, lr: float) -> float:
         """Clip, update, drop the gradients; returns the norm before clipping, `inf` where the step was skipped."""
         optim.set_lr(self.base, lr)
-        norm = optim.global_norm(self._gradients_here()) if self.stage == 0 else 0.0
+        norm = norms.euclidean_norm(self._gradients_here(), self.ranks.device) if self.stage == 0 else 0.0
         if self.stage == 0:
             coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
-            for gradient in self._gradients_here():
-                gradient.mul_(coefficient)
+            norms.scale(self._gradients_here(), coefficient)
         with _surroundings(self.ranks):
             self.engine.step()
         return norm if self.stage == 0 else float(self.engine.get_global_grad_norm())
@@ -146,7 +145,7 @@ class DeepspeedEngine(Engine):
         compute = self._compute_elements()
         aliased = self.stage == 0 or (self.stage == 3 and self.compute_dtype is torch.float32)
         return {
-            "compute_weights": 0 if aliased else compute * self.compute_dtype.itemsize,
+            "compute_weights": ((0 if aliased else compute) + self._kept_elements()) * self.compute_dtype.itemsize,
             "main_weights": (compute if aliased else flat - spare) * MAIN_BYTES,
             "main_grads": grads * MAIN_BYTES,
             "optimizer": optimizer - spare * per_element,
@@ -187,8 +186,15 @@ class DeepspeedEngine(Engine):
     def _publish(self) -> None:
         """Bring main weights to where they are computed with."""
         if self.stage == 3:
+            kept = (
+                self.engine.optimizer.persistent_parameters
+            )  # whole on every rank, so all need each other's parts anew
+            if kept:
+                kept[0].partition(kept)
             for index in range(len(self.main)):
                 self.engine.optimizer._reassign_or_swap_out_partitioned_parameters(index)
+            if kept:
+                kept[0].all_gather(kept)
         elif self.stage:
             self.engine.optimizer.update_lp_params()
 
@@ -232,6 +238,13 @@ class DeepspeedEngine(Engine):
         counts = [shape.numel() for shape in self.shapes.values()]
         return sum(max(min(count - -(-count // size) * rank, -(-count // size)), 0) for count in counts)
 
+    def _kept_elements(self) -> int:
+        """Weights that ZeRO-3 keeps whole beside their parts, because they are small."""
+        if self.stage < 3:
+            return 0
+        kept = {id(param) for param in self.engine.optimizer.persistent_parameters}
+        return sum(self.shapes[name].numel() for name, param in self.params.items() if id(param) in kept)
+
     def _compute_padding(self) -> int:
         if self.stage == 0 or (self.stage == 3 and self.compute_dtype is torch.float32):
             return 0
@@ -243,9 +256,15 @@ class DeepspeedEngine(Engine):
         return flat - sum(self.shapes[name].numel() for name in self.trained)
 
 
-def _deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
+def deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
     """Every dtype and every choice that changes numbers, said; and a reduce bucket no larger than the model, because
-    ZeRO-2 and 3 allocate the 500 million elements of the default whether they are filled or not."""
+    ZeRO-2 and 3 allocate the 500 million elements of the default whether they are filled or not.
+
+    On CUDA communication overlaps, as in its documentation's examples, and ZeRO-3 keeps small weights whole as it does
+    by default. On CPU it has no streams to overlap on, and every weight is split, which is what its stages say.
+    """
+    on_cuda = config.cluster.device is Device.cuda
+    zero: dict[str, Any] = {"overlap_comm": on_cuda} | ({} if on_cuda else {"stage3_param_persistence_threshold": 0})
     return {
         "train_micro_batch_size_per_gpu": config.train.microbatch_size,
         "gradient_accumulation_steps": microbatches_per_rank(config),
@@ -257,11 +276,10 @@ def _deepspeed_config(config: Config, stage: int) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
-            "overlap_comm": False,
             "reduce_bucket_size": min(500_000_000, parameter_count(config)),
             "ignore_unused_parameters": True,
-            "stage3_param_persistence_threshold": 0,
             "memory_efficient_linear": False,  # it would replace torch.nn.functional.linear for the whole process
+            **zero,
         },
         "steps_per_print": None,
     }

@@ -20,10 +20,11 @@ Limits, on torch 2.13:
   reduce-scatter gives is summed in the *wire's* dtype until the outer all-reduce. A rule refuses that pair unless
   dtype.allow_low_precision_grads=true accepts it.
 - All ranks run the same units in the same order in each microbatch: a unit's all-gather and reduce-scatter are
-  collective. A parameter that some ranks do not use inside a unit they do run is handled
-  (`set_reduce_scatter_unused_params`). Ranks that run *different units* disagree about their collectives: gloo raises
-  or waits until its timeout, or, where two units have the same shapes and trade places, exchanges the wrong buffers
-  without a word. No shipped model does that.
+  collective. A parameter that some ranks do not use inside a unit they do run is handled from torch 2.13 on
+  (`set_reduce_scatter_unused_params`); before, ranks would reduce buckets of different sizes, and a model that may
+  leave parameters unused is refused on more than one rank. Ranks that run *different units* disagree about their
+  collectives: gloo raises or waits until its timeout, or, where two units have the same shapes and trade places,
+  exchanges the wrong buffers without a word. No shipped model does that.
 - fp16 gets no loss scale.
 """
 
@@ -35,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from harness.config.schema import Config, OptimizerName, Strategy
@@ -45,6 +46,14 @@ from harness.engines.base.sharded import ShardedEngine, data_parallel_mesh, grid
 from harness.engines.protocol import Ranks, Seen, State, Workload
 from harness.fsdp import cut_portion, portion_of
 
+AGREES_ON_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Whether ranks that left a parameter unused send zeros for it: from torch 2.13 on."""
+
+TOO_OLD = (
+    "engine=fsdp2 on torch {version} reduces only the parameters that this rank used, and the model may leave others"
+    " out: ranks would wait for each other forever; set model.skip_idle=false, or use torch 2.13, or engine=native"
+)
+
 
 class Fsdp2Engine(ShardedEngine):
     """Sharded on meta, then given memory for shards only, then filled shard by shard."""
@@ -53,7 +62,8 @@ class Fsdp2Engine(ShardedEngine):
         """Build, shard and fill the model.
 
         Raises:
-            ValueError: a parameter has no dimension to split.
+            ValueError: a parameter has no dimension to split; or a microbatch may leave parameters unused on some
+                ranks, and this torch's FSDP2 cannot cope.
         """
         super().__init__(workload, config, ranks)
         model = workload.build("meta", self.main_dtype)
@@ -86,7 +96,10 @@ class Fsdp2Engine(ShardedEngine):
             mp_policy=policy,
             offload_policy=OffloadPolicy(),
         )
-        root.set_reduce_scatter_unused_params(True)
+        if AGREES_ON_UNUSED:
+            root.set_reduce_scatter_unused_params(True)
+        elif workload.may_leave_unused and mesh.size() > 1:
+            raise ValueError(TOO_OLD.format(version=torch.__version__))
         self.model, self.root, self.mesh = model, root, mesh
         give_memory(model, ranks.device)
         weights = dict(model.named_parameters())

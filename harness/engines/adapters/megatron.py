@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from harness.config.derived import microbatches_per_rank
-from harness.config.schema import Config, OptimizerName, OuterStrategy, Strategy
-from harness.engines import optim
+from harness.config.schema import Config, OptimizerName, OuterStrategy, Registration, Strategy
+from harness.engines import norms, optim
 from harness.engines.adapters import megatron_on_cpu
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
@@ -51,7 +51,8 @@ class MegatronEngine(Engine):
         Raises:
             ModuleNotFoundError: megatron-fsdp is not installed.
         """
-        megatron_on_cpu.install()
+        if ranks.device.type == "cpu":
+            megatron_on_cpu.install()
         package = import_module("megatron_fsdp")
         self.workload = workload
         self.config = config
@@ -80,6 +81,7 @@ class MegatronEngine(Engine):
             sync_model_each_microbatch=False,
             preproc_state_dict_for_dcp_ckpt=False,
             report_nan_in_param_grad=config.engine.report_nan_in_param_grad,
+            **_user_buffers(config, ranks.device),
         )
         workload.materialise_buffers(module, ranks.device)  # emptied again where beside a parameter on meta
         self.weights: dict[str, nn.Parameter] = dict(module.named_parameters())
@@ -108,9 +110,7 @@ class MegatronEngine(Engine):
         gradients = [_local(weight.grad) for weight in self.weights.values() if weight.grad is not None]
         norm = self._norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
-        if coefficient != 1.0:
-            for gradient in gradients:
-                gradient.mul_(coefficient)
+        norms.scale(gradients, coefficient)
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step(sync_grad_before_optimizer_step=False)  # again, it would take unclipped ones
         self.optimizer.zero_grad()
@@ -154,6 +154,17 @@ class MegatronEngine(Engine):
             for key, tensor in held.items():
                 tensor.copy_(state[key])
         self.model.install_optimized_model_weights()
+
+    def user_buffers(self) -> dict[str, str]:
+        """What was asked of the package; whether its registration succeeded it only logs (NCCL's log tells)."""
+        asked = _user_buffers(self.config, self.ranks.device)
+        if not asked:
+            return {}
+        kind = "local" if asked["disable_symmetric_registration"] else "symmetric"
+        return {
+            "effective": f"asked of megatron-fsdp ({kind})",
+            "reason": "the package says only in its log if it failed",
+        }
 
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes by role; gathered weights of modules outside every unit stay, and are counted as compute weights."""
@@ -218,13 +229,14 @@ class MegatronEngine(Engine):
         return package.fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
 
     def _norm(self, tensors: list[Tensor]) -> float:
-        """Euclidean norm over this rank's tensors and those of its shard group, squares summed in fp64."""
-        square = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        for tensor in tensors:
-            square += torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
+        """Euclidean norm over this rank's tensors and those of its shard group."""
+        return norms.euclidean_norm(tensors, self.ranks.device, self._total)
+
+    def _total(self, squares: Tensor) -> Tensor:
+        """Sum over the shard group, in place. *Collective.*"""
         if self.shard_group is not None:
-            dist.all_reduce(square, group=self.shard_group)
-        return square.sqrt().item()
+            dist.all_reduce(squares, group=self.shard_group)
+        return squares
 
 
 class Buckets:
@@ -312,6 +324,13 @@ class Buckets:
         dist.all_gather(pieces, mine, group=buffer.data_parallel_group)
         placed = sorted(zip(order, pieces, strict=True), key=lambda pair: pair[0])
         return torch.cat([piece.cpu() for _, piece in placed])
+
+
+def _user_buffers(config: Config, device: torch.device) -> dict[str, bool]:
+    """What the package is told of NCCL user buffers, which imply its double buffer; nothing where there is no NCCL."""
+    if config.nccl_ub.mode is Registration.none or device.type != "cuda":
+        return {}
+    return {"nccl_ub": True, "disable_symmetric_registration": not config.nccl_ub.symmetric}
 
 
 def _used(buffer: Any) -> int:

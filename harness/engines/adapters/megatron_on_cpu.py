@@ -40,22 +40,19 @@ COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 """What the package may leave in flight."""
 
 
-def install() -> bool:
-    """Put the stand-in behind the package's modules. A second call changes nothing.
+def install() -> None:
+    """Put the stand-in behind the package's modules, for the rest of the process. A second call changes nothing.
 
-    Returns:
-        Whether the stand-in is in place: never where there is CUDA.
+    For ranks that compute on a CPU, whether or not this machine has a GPU as well: a rank computes on one of the two.
 
     Raises:
         ModuleNotFoundError: megatron-fsdp is not installed.
     """
-    if torch.cuda.is_available():
-        return False
     names = ("megatron_fsdp", "param_and_grad_buffer", "fully_shard", "uneven_dtensor", "utils")
     modules: list[Any] = [import_module(f"megatron_fsdp.{name}") for name in names]
     engine, buffers, entry, uneven, utils = modules
     if isinstance(engine.torch, _Face):
-        return True
+        return
     streams = _Face(
         torch.cuda,
         Stream=_Stream,
@@ -74,7 +71,6 @@ def install() -> bool:
     entry.DistributedDataParallelConfig = functools.partial(
         entry.DistributedDataParallelConfig, gradient_reduce_div_fusion=False
     )
-    return True
 
 
 class _Face:

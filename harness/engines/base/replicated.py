@@ -7,20 +7,19 @@ parameters; autograd brings their gradients back, each cast to the main dtype be
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from harness.config.schema import Config
-from harness.engines import optim
+from harness.engines import norms, optim
 from harness.engines.base.eight_bits import end_step, scales_of, uncast
 from harness.engines.base.planned import shadow_weights, take_plan
 from harness.engines.base.sharded import grid_mesh
 from harness.engines.protocol import Engine, Ranks, Seen, State, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp import create_state, cut_portion, sum_of_squares
+from harness.fsdp import create_state, cut_portion
 
 
 class ReplicatedEngine(Engine):
@@ -80,9 +79,7 @@ class ReplicatedEngine(Engine):
         gradients = dict(self._gradients())
         norm = self._norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
-        if coefficient != 1.0:
-            for gradient in gradients.values():
-                gradient.mul_(coefficient)
+        norms.scale(list(gradients.values()), coefficient)
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
         end_step(self.model, self.ranks)
@@ -107,7 +104,7 @@ class ReplicatedEngine(Engine):
     def _norm(self, tensors: Mapping[str, Tensor]) -> float:
         """Euclidean norm over all elements of the whole model."""
         counted = [tensor for name, tensor in tensors.items() if self.planned.is_counted(name)]
-        return math.sqrt(self.planned.total(sum_of_squares(counted, self.ranks.device)).item())
+        return norms.euclidean_norm(counted, self.ranks.device, self.planned.total)
 
     def seen(self) -> Seen | None:
         """The user's module; its losses are scaled by 1 / k, which leaves the division by the ranks. None under tensor

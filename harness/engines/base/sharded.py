@@ -4,13 +4,13 @@ Both leave on every rank a module whose parameters hold, between steps, this ran
 elements of the flattened weight from some offset on, in rank order, possibly none. Here everything is said in terms of
 those pieces; how they come about, and when gradients are reduced into them, is for the adapters.
 
-The norm is made of exact local squares: each piece's squares are summed in fp64 and added over the ranks that share one
-copy of the model. Torch's own `clip_grad_norm_` sums in the gradient's dtype, and FSDP1's needs the root wrapper.
+The norm is made of local squares, which are added over the ranks that share one copy of the model in fp64
+(`harness.engines.norms`). Torch's own `clip_grad_norm_` costs the same, but adds ranks up in the gradient's dtype, and
+FSDP1's needs the root wrapper.
 """
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.config.derived import microbatches_per_rank
 from harness.config.schema import Config
-from harness.engines import optim
+from harness.engines import norms, optim
 from harness.engines.base.eight_bits import end_step, scales_of
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
@@ -118,9 +118,7 @@ class ShardedEngine(Engine):
         gradients = {name: self._piece(gradient) for name, gradient in self._gradients().items()}
         norm = self._norm(gradients)
         coefficient = optim.clip_coefficient(norm, self.config.optimizer.clip_norm)
-        if coefficient != 1.0:
-            for gradient in gradients.values():
-                gradient.mul_(coefficient)
+        norms.scale(list(gradients.values()), coefficient)
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
         end_step(self.model, self.ranks)
@@ -193,15 +191,16 @@ class ShardedEngine(Engine):
             found[name] = weight.grad
         return found
 
-    @torch.no_grad()
     def _norm(self, pieces: Mapping[str, Tensor]) -> float:
         counted = [piece for name, piece in pieces.items() if self.portions[name].is_counted_here]
-        squares = [torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in counted]
-        total = torch.stack([*squares, torch.zeros((), dtype=torch.float64, device=self.ranks.device)]).sum()
+        return norms.euclidean_norm(counted, self.ranks.device, self._total)
+
+    def _total(self, squares: Tensor) -> Tensor:
+        """Sum over the ranks that have the other pieces and the other portions, in place. *Collective.*"""
         for group in (self.group, self.tensor):
             if group is not None:
-                dist.all_reduce(total, group=group)
-        return math.sqrt(total.item())
+                dist.all_reduce(squares, group=group)
+        return squares
 
     def _exchange_extents(self) -> dict[str, list[int]]:
         """Elements of each weight on each rank of the group, in rank order. *Collective.*

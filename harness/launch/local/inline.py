@@ -7,7 +7,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from harness.launch.environment import run_environment
+from harness.config.rank_environment import run_environment
 from harness.launch.local.run import Ended
 from harness.launch.opening import Opened
 from harness.store import status

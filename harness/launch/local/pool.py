@@ -6,7 +6,6 @@ beside it, and no other request on this machine runs a timed one meanwhile.
 
 from __future__ import annotations
 
-import os
 import select
 import signal
 import threading
@@ -14,11 +13,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from harness.config.compose import Cell
+from harness.config.derived import devices_per_node
+from harness.config.devices import visible_devices
 from harness.config.schema import Device
 from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Opened, Sources, open_here
@@ -136,6 +136,9 @@ class Pool:
                 self._told_to_wait = True
                 self._on_decision(cell, Decision(Action.leave, "waits: another request times runs on this machine"))
             return may
+        on_device = cell.typed.cluster.device is Device.cuda
+        if self._running and on_device and len(self._devices(cell)) < devices_per_node(cell.typed):
+            return False
         taken = sum(run.config.mesh.world_size for run in self._running)
         return not self._running or taken + cell.typed.mesh.world_size <= cell.typed.cluster.slots
 
@@ -158,12 +161,12 @@ class Pool:
         self._running.append(LocalRun(*opened, self._on_start(opened[0]), self._devices(cell)))
 
     def _devices(self, cell: Cell) -> list[str]:
-        """CUDA devices no other run of ours uses, one a rank."""
+        """CUDA devices no other run of ours uses, as many as its ranks need, or fewer where there are fewer."""
         if cell.typed.cluster.device is not Device.cuda:
             return []
         taken = {device for run in self._running for device in run.devices}
         free = [device for device in visible_devices() if device not in taken]
-        return free[: cell.typed.mesh.world_size]
+        return free[: devices_per_node(cell.typed)]
 
     def _wait(self) -> None:
         pipes = [rank for run in self._running for rank in run.ranks if rank.code is None]
@@ -191,15 +194,6 @@ class Pool:
         while self._running:
             self._reap()
             self._wait()
-
-
-def visible_devices() -> list[str]:
-    """CUDA devices this process may use, as CUDA_VISIBLE_DEVICES names them; the driver is not asked."""
-    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if chosen is not None:
-        return [entry.strip() for entry in chosen.split(",") if entry.strip()]
-    numbers = sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
-    return [str(number) for number in numbers]
 
 
 def exit_code(codes: Sequence[int]) -> int:

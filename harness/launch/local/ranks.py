@@ -15,8 +15,9 @@ from typing import IO, Any
 
 import psutil
 
+from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
-from harness.launch.environment import child_environment, rank_environment, run_environment
+from harness.launch.environment import child_environment, rank_environment
 from harness.launch.local.forking import Adopted, fork_server, forks
 from harness.store import failure
 from harness.store.failure import Failure

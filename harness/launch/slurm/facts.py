@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from harness.config.derived import gpus_of_gres
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import nearest
 from harness.launch.slurm.commands import SlurmError, ask
@@ -148,12 +149,13 @@ def _too_much(shape: Shape, there: Sequence[Nodes], where: str) -> Iterator[Viol
 
 
 def _needs(shape: Shape) -> Iterator[Need]:
-    ranks, threads = shape.ranks_per_node, shape.threads_per_rank
-    cpus = f"{ranks} ranks a node with cluster.threads_per_rank={threads} need {ranks * threads} processors"
-    yield Need(cpus, ranks * threads, lambda nodes: nodes.cpus, "processors")
-    if shape.gpus_per_node:
-        gpus = f"cluster.gpus_per_node={shape.gpus_per_node}"
-        yield Need(gpus, shape.gpus_per_node, lambda nodes: nodes.gpus, "GPUs")
-    if shape.mem_gb is not None:
+    ranks, each = shape.ranks_per_node, shape.cpus_per_rank
+    cpus = f"{ranks} ranks a node with cluster.cpus_per_rank={each} need {ranks * each} processors"
+    yield Need(cpus, ranks * each, lambda nodes: nodes.cpus, "processors")
+    gpus = shape.gpus_per_node if shape.gres is None else gpus_of_gres(shape.gres)
+    if gpus:
+        asked = f"cluster.gpus_per_node={gpus}" if shape.gres is None else f"cluster.gres={shape.gres}"
+        yield Need(asked, gpus, lambda nodes: nodes.gpus, "GPUs")
+    if shape.mem_gb:
         memory = f"cluster.mem_gb={shape.mem_gb:g}"
         yield Need(memory, shape.mem_gb, lambda nodes: nodes.mem_mb / 1024, "GiB of memory")

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.compose import Cell
+from harness.config.derived import cpus_per_rank
 from harness.config.schema import Device, SharpAxis
 
 SAME = (
-    *("nodes", "threads_per_rank", "gpus_per_node", "mem_gb", "partition", "account", "qos", "time_min", "grace_s"),
+    *("nodes", "gpus_per_node", "gres", "mem_gb", "partition", "account", "qos", "time_min", "grace_s"),
     *("array_parallelism", "python", "container_image"),
 )
 """Settings of `cluster` that are a shape's own, under their names."""
@@ -29,8 +30,9 @@ class Shape:
     root: str
     nodes: int
     ranks_per_node: int
-    threads_per_rank: int
+    cpus_per_rank: int
     gpus_per_node: int
+    gres: str | None
     mem_gb: float | None
     partition: str | None
     account: str | None
@@ -56,6 +58,7 @@ class Shape:
         return cls(
             root=cell.config["launch"]["root"],
             ranks_per_node=cell.config["mesh"]["world_size"] // cluster["nodes"],
+            cpus_per_rank=cpus_per_rank(cluster),
             network=_network(cell),
             additional=tuple(sorted(cluster["additional"].items())),
             **{name: cluster[name] for name in SAME},
@@ -77,9 +80,10 @@ class Shape:
             "job_name": name,
             "nodes": self.nodes,
             "ntasks_per_node": self.ranks_per_node,
-            "cpus_per_task": self.threads_per_rank,
+            "cpus_per_task": self.cpus_per_rank,
             "gpus_per_node": self.gpus_per_node or None,
-            "mem": None if self.mem_gb is None else f"{round(self.mem_gb * 1024)}M",
+            "gres": self.gres,
+            "mem": None if self.mem_gb is None else f"{round(self.mem_gb * 1024)}M" if self.mem_gb else "0",
             "partition": self.partition,
             "account": self.account,
             "qos": self.qos,
@@ -100,7 +104,7 @@ class Shape:
             },
             "srun_args": [
                 # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down
-                *("--kill-on-bad-exit=1", f"--cpus-per-task={self.threads_per_rank}"),
+                *("--kill-on-bad-exit=1", f"--cpus-per-task={self.cpus_per_rank}"),
                 *self._container(),
                 *self.srun_args,
             ],
@@ -126,7 +130,7 @@ class Shape:
 def _network(cell: Cell) -> str | None:
     """What --network asks for; the switches give no SHARP tree to a job that did not ask."""
     sharp, cluster = cell.config["sharp"], cell.config["cluster"]
-    wanted = sharp["group"] != SharpAxis.none.name and sharp["infiniband"]
+    wanted = SharpAxis[sharp["group"]].is_asked and sharp["infiniband"]
     return cluster["sharp_network"] if wanted and cluster["device"] == Device.cuda.name else None
 
 

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from harness.config.compose import load_config
-from harness.launch.environment import child_environment, run_environment
+from harness.config.rank_environment import run_environment
+from harness.launch.environment import child_environment
 from harness.launch.local.ranks import worker_command
 from harness.store.files import write_json
 from harness.store.placement import STOP_SIGNALS, placement

@@ -1,0 +1,60 @@
+"""Which NCCL this process really calls.
+
+`torch.cuda.nccl.version()` is a number that torch's build wrote down. LD_PRELOAD, another wheel or a newer file beside
+the same build give the process another library; that one answers for itself here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import NamedTuple
+
+import torch
+
+LIBRARY = "libnccl.so.2"
+"""What the dynamic loader knows NCCL by, wherever the file came from."""
+
+SEVERAL_RANKS_A_DEVICE = (2, 30)
+"""The first NCCL that lets ranks share a device (NCCL_MULTI_RANK_GPU_ENABLE)."""
+
+
+class NcclVersion(NamedTuple):
+    """Major, minor, patch."""
+
+    major: int
+    minor: int
+    patch: int
+
+    def __str__(self) -> str:
+        return f"{self.major}.{self.minor}.{self.patch}"
+
+    @classmethod
+    def of_code(cls, code: int) -> NcclVersion:
+        """Read NCCL's number: 10,000 a major version, or 1,000 before 2.9."""
+        major, rest = divmod(code, 10_000 if code >= 10_000 else 1_000)
+        return cls(major, *divmod(rest, 100))
+
+
+def loaded_version() -> NcclVersion | None:
+    """The version of the NCCL that is loaded here; None where none is, or where torch was linked with it for good."""
+    try:
+        library = ctypes.CDLL(LIBRARY, mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return None
+    code = ctypes.c_int(0)
+    if library.ncclGetVersion(ctypes.byref(code)) != 0:
+        return None
+    return NcclVersion.of_code(code.value)
+
+
+def version_facts() -> dict[str, str | None]:
+    """`nccl`: the loaded version, or, where that cannot be asked, the one torch was built with; `nccl_built`: that one.
+
+    Both are None where torch has no NCCL.
+    """
+    if not torch.cuda.is_available():
+        return {"nccl": None, "nccl_built": None}
+    built = str(NcclVersion(*torch.cuda.nccl.version()[:3]))
+    loaded = loaded_version()
+    return {"nccl": built if loaded is None else str(loaded), "nccl_built": built}

@@ -1,0 +1,85 @@
+"""Which device a rank takes, with which processors, and what it refuses before it meets others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from harness.config.devices import visible_devices
+from harness.config.schema import Config, Device
+from harness.probe.nccl_library import NcclVersion
+from harness.worker import connect
+from harness.worker.binding import bind, device_index, processors_of
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "shared", "visible", "index"),
+    [(0, 1, 8, 0), (7, 1, 8, 7), (5, 1, 1, 0), (3, 4, 1, 0), (3, 2, 2, 1), (2, 2, 2, 1), (1, 2, 2, 0)],
+)
+def test_neighbours_share_and_one_visible_device_is_number_zero(
+    local_rank: int, shared: int, visible: int, index: int
+) -> None:
+    assert device_index(local_rank, shared, visible) == index
+
+
+@pytest.mark.parametrize(("local_rank", "visible", "fix"), [(2, 2, "ranks_per_device=2"), (0, 0, "device=cpu")])
+def test_too_few_devices_are_said_with_the_way_out(local_rank: int, visible: int, fix: str) -> None:
+    with pytest.raises(ValueError, match=fix):
+        device_index(local_rank, 1, visible)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "files", "found"),
+    [
+        (None, ["nvidia3", "nvidiactl", "nvidia-uvm", "nvidia-modeset"], ["0"]),
+        (None, ["nvidia0", "nvidia1", "nvidia10"], ["0", "1", "2"]),
+        (None, [], []),
+        ("2, 5", ["nvidia0"], ["2", "5"]),
+        ("GPU-4f2e,MIG-77", [], ["GPU-4f2e", "MIG-77"]),
+        ("", ["nvidia0"], []),
+        ("0,-1,1", ["nvidia0"], ["0"]),
+        ("NoDevFiles", ["nvidia0"], []),
+    ],
+)
+def test_devices_are_counted_from_zero_as_cuda_does(
+    chosen: str | None, files: list[str], found: list[str], tmp_path: Path
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
+    assert visible_devices(environment, tmp_path) == found
+
+
+def test_a_kernels_list_of_processors(tmp_path: Path) -> None:
+    (tmp_path / "list").write_text("0-2,8,10-11\n")
+    assert processors_of(tmp_path / "list") == {0, 1, 2, 8, 10, 11}
+    assert processors_of(tmp_path / "none") == set()
+
+
+def test_a_rank_keeps_to_near_processors_it_was_given_and_to_all_of_them_where_none_is_near() -> None:
+    before = os.sched_getaffinity(0)
+    try:
+        bind({max(before) + 1000})
+        assert os.sched_getaffinity(0) == before
+        bind({min(before), max(before) + 1000})
+        assert os.sched_getaffinity(0) == {min(before)}
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize("loaded", [None, NcclVersion(2, 28, 9), NcclVersion(2, 9, 1), NcclVersion(2, 30, 0)])
+def test_devices_are_shared_by_the_loaded_nccl_alone(
+    loaded: NcclVersion | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = Config()
+    config.cluster.device, config.cluster.ranks_per_device = Device.cuda, 2
+    monkeypatch.setattr(connect, "loaded_version", lambda: loaded)
+    if loaded is not None and loaded >= (2, 30):
+        connect.check_sharing(config)
+        return
+    with pytest.raises(RuntimeError, match="LD_PRELOAD"):
+        connect.check_sharing(config)
+    config.cluster.ranks_per_device = 1
+    connect.check_sharing(config)
