@@ -42,6 +42,7 @@ MODULES = (
     "tests.parity.test_structure",
     "tests.parity.test_vouched",
     "tests.parity.test_witness",
+    "tests.streams.test_faults",
     "tests.train.test_resume",
 )
 """All that declare mutants; in a run of the whole suite, one that is missing here is noticed."""

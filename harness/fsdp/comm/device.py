@@ -1,7 +1,8 @@
 """Streams and events behind one face: the only file that says `cuda`.
 
 On CUDA, collectives are issued on side streams and ordered against compute by events. On a CPU there are no streams:
-every operation here is a no-op, and overlap comes from the backend's own threads.
+every operation here is a no-op, and overlap comes from the backend's own threads. A third kind of device is for tests:
+it computes on the host, and `tests/streams` keeps a record of what its streams would have had to wait for.
 
 [Note: Pages that stay] glibc gives blocks above a threshold back to the system when they are freed, and the free end of
 its heap as soon as that is twice as long. Gradients that autograd makes, and gathered weights, are such blocks: a step
@@ -25,6 +26,17 @@ HEAP_BYTES = 31 << 20
 NEVER_SENT = (1 << 31) - 2
 """Tag of no message."""
 
+cuda: Any = torch.cuda
+"""Streams, events and memory pools; a recorder in tests."""
+QUEUED = ("cuda",)
+"""Kinds of device that are given work by a host which runs ahead of it."""
+
+
+def is_queued(device: torch.device) -> bool:
+    """Whether the host runs ahead of what it gives this device: then a look at a result stops it, and few large
+    operations are better than many small ones that stay in a cache."""
+    return device.type in QUEUED
+
 
 class Event:
     """A point on a stream that another stream can wait for; always reached on a CPU."""
@@ -36,7 +48,7 @@ class Event:
     def wait(self) -> None:
         """Make the current stream wait for this point (the host does not)."""
         if self._recorded is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._recorded)
+            cuda.current_stream(self._device).wait_event(self._recorded)
 
     @property
     def is_reached(self) -> bool:
@@ -63,7 +75,7 @@ class DeviceRuntime:
     @property
     def has_streams(self) -> bool:
         """Whether work on side streams overlaps with compute."""
-        return self.device.type == "cuda"
+        return is_queued(self.device)
 
     def stream(self, name: str) -> AbstractContextManager[None]:
         """Issue work on the side stream of this name, behind everything the current stream holds so far."""
@@ -72,27 +84,28 @@ class DeviceRuntime:
     @contextmanager
     def _on_side_stream(self, name: str) -> Iterator[None]:
         if name not in self._streams:
-            self._streams[name] = torch.cuda.Stream(self.device, priority=-1)
+            self._streams[name] = cuda.Stream(self.device, priority=-1)
         side = self._streams[name]
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
+        side.wait_stream(cuda.current_stream(self.device))
+        with cuda.stream(side):
             yield
 
     @property
     def nccl_version(self) -> tuple[int, int, int] | None:
         """Version of the NCCL that is loaded; None on CPU and in a torch without it."""
-        if not self.has_streams or not hasattr(torch.cuda, "nccl"):
+        if not self.has_streams or not hasattr(cuda, "nccl"):
             return None
-        major, minor, patch = torch.cuda.nccl.version()[:3]
+        major, minor, patch = cuda.nccl.version()[:3]
         return major, minor, patch
 
     def make_pool(self, allocator: Any) -> Any:
         """A memory pool over an allocator of a process group's backend."""
-        return torch.cuda.MemPool(allocator)
+        return cuda.MemPool(allocator)
 
     def allocating_from(self, pool: Any) -> AbstractContextManager[None]:
         """Allocations of this thread on this device come from the pool."""
-        return torch.cuda.use_mem_pool(pool, self.device)
+        allocating: AbstractContextManager[None] = cuda.use_mem_pool(pool, self.device)
+        return allocating
 
     def keep_pages(self) -> None:
         """Have the host's allocator keep pages from step to step; see [Note: Pages that stay]."""
@@ -102,14 +115,14 @@ class DeviceRuntime:
     def synchronize(self) -> None:
         """Block the host until the device has done all it was given; nothing to wait for on CPU."""
         if self.has_streams:
-            torch.cuda.synchronize(self.device)
+            cuda.synchronize(self.device)
 
     def record(self) -> Event:
         """Mark the present end of the current stream."""
         if not self.has_streams:
             return Event()
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self.device))
+        event = cuda.Event()
+        event.record(cuda.current_stream(self.device))
         return Event(event, self.device)
 
     def abort(self, group: dist.ProcessGroup) -> None:

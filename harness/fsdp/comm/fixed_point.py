@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.fsdp.comm.device import is_queued
 from harness.fsdp.options import OPTIONS, Options
 from harness.fsdp.vocabulary import Numerics
 
@@ -96,6 +97,6 @@ def beyond_message(count: int, fixed: FixedPoint) -> str:
 
 
 def _blocks(flat: Tensor) -> Iterator[tuple[int, int]]:
-    step = max(1, flat.numel()) if flat.is_cuda else _BLOCK
+    step = max(1, flat.numel()) if is_queued(flat.device) else _BLOCK
     for begin in range(0, flat.numel(), step):
         yield begin, min(begin + step, flat.numel())

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator, Pending
+from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.gradient_format import Floating, Numbers
 from harness.fsdp.comm.parts import Part, evenly_covered, packed, worth_packing
@@ -300,7 +301,7 @@ def _sum_in_order(
 
     One of the contributions may lie where the target does.
     """
-    size = max(1, target.numel()) if target.is_cuda else FOLD_BLOCK
+    size = max(1, target.numel()) if is_queued(target.device) else FOLD_BLOCK
     for begin in range(0, target.numel(), size):
         end = min(begin + size, target.numel())
         blocks = [contribution[begin:end] for contribution in contributions]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.guards.hang_report import by_value, ranks_text
 from harness.fsdp.storage.bucket import Bucket
@@ -54,7 +55,7 @@ def bit_hash(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     words = flat.view(torch.uint8).view(_word(flat))
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    size = DEVICE_BLOCK if flat.is_cuda else BLOCK
+    size = DEVICE_BLOCK if is_queued(flat.device) else BLOCK
     ramp = torch.arange(1, min(size, words.numel()) + 1, dtype=torch.int64, device=flat.device)
     for begin in range(0, words.numel(), size):
         block = words[begin : begin + size].to(torch.int64)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from harness.fsdp.comm.device import is_queued
+
 BLOCK = 512
 """Elements added in fp32."""
 LONG = 1 << 16
@@ -34,7 +36,7 @@ def _of_one(flat: Tensor) -> Tensor:
     even = flat.numel() // BLOCK * BLOCK
     blocks = torch.linalg.vector_norm(flat[:even].view(-1, BLOCK), dim=1, dtype=torch.float32)
     total = _in_double(blocks) + _in_double(flat[even:])
-    if flat.is_cuda or SAFE[0] < total.item() < SAFE[1]:
+    if is_queued(flat.device) or SAFE[0] < total.item() < SAFE[1]:
         return total
     return _in_double(flat)
 

@@ -1,0 +1,362 @@
+"""Trainings that are recorded: every combination of what decides who waits for whom."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_optimizer
+from harness.fsdp.comm.mesh import Groups
+from harness.fsdp.runtime import usage
+from tests.fsdp import pairs
+from tests.streams.cuda import MAIN, Stream
+from tests.streams.group import RecordedGroup, new_group
+from tests.streams.log import Log
+from tests.streams.races import Race, races_of
+from tests.streams.recorder import Recorder, believing_in, recording
+from tests.support.covering import covering
+
+STEPS = 2
+SOME = 1_000
+"""Cases of the product among which those are that hold all pairs."""
+MAX_NORM = 0.05
+"""Below the norms that occur, so that clipping acts."""
+
+POLICIES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy, str]] = {
+    "fp32": (torch.float32, MixedPrecisionPolicy(), "fast"),
+    "bf16": (torch.bfloat16, MixedPrecisionPolicy(torch.float32, torch.float32), "fast"),
+    "bf16_comm": (torch.bfloat16, MixedPrecisionPolicy(torch.float32, torch.float32, torch.bfloat16), "fast"),
+    "exact": (torch.float32, MixedPrecisionPolicy(), "exact"),
+}
+"""dtype of the module, policy of the engine, promise about sums."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """outer: "" has no outer axis; else HSDP (no_shard) or HFSDP (optim). buffers: plain, double, user. recompute: "",
+    or which of torch's two ways. backward_on: the stream current where `backward` is called."""
+
+    strategy: str
+    outer: str = ""
+    k: int = 1
+    prefetch: int = 1
+    buffers: str = "plain"
+    offload: bool = False
+    recompute: str = ""
+    clip: bool = False
+    backward_on: str = MAIN
+    policy: str = "fp32"
+    more: str = ""
+    """A key of `MORE`: what is not combined with everything."""
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether the engine accepts it."""
+        return self.prefetch <= 1 or self.buffers == "plain"
+
+    @property
+    def world(self) -> int:
+        """Ranks it needs."""
+        return self.inner * (2 if self.outer else 1)
+
+    @property
+    def inner(self) -> int:
+        """Ranks of the inner axis."""
+        return 1 if self.more == "inner axis of one rank" else 2
+
+    def __str__(self) -> str:
+        return "-".join(
+            filter(
+                None,
+                (
+                    self.strategy,
+                    {"": "", "no_shard": "hsdp", "optim": "hfsdp"}[self.outer],
+                    f"k{self.k}",
+                    f"ahead{self.prefetch}",
+                    self.buffers,
+                    "offload" * self.offload,
+                    self.recompute,
+                    "clip" * self.clip,
+                    self.backward_on,
+                    self.policy,
+                    self.more.replace(" ", "_"),
+                ),
+            )
+        )
+
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "strategy": pairs.STRATEGIES,
+    "outer": ("", "no_shard", "optim"),
+    "k": (1, 2),
+    "prefetch": (0, 1, 2),
+    "buffers": ("plain", "double", "user"),
+    "offload": (False, True),
+    "recompute": ("", "kept", "reentrant"),
+    "clip": (False, True),
+    "backward_on": (MAIN, "other"),
+    "policy": tuple(POLICIES),
+}
+
+
+@cache
+def product() -> tuple[Case, ...]:
+    """All that is possible, in an order in which neighbours have little in common."""
+    cases = [case for each in itertools.product(*FACTORS.values()) if (case := Case(*each)).is_possible]
+    random.Random(0).shuffle(cases)
+    return tuple(cases)
+
+
+MORE: dict[str, dict[str, Any]] = {
+    "one communicator": {"separate_gather_group": False},
+    "registered at once": {"nccl_ub": "auto"},
+    "concatenated": {"grad_buffer": "concat"},
+    "unsharded": {"accumulate_unsharded": True},
+    "looked at": {"report_nan_in_param_grad": True},
+    "compared": {"check_replicas_every": 1},
+    "limited": {"prefetch_limit_bytes": 2_000},
+    "ordered": {"numerics": "ordered"},
+    "inner axis of one rank": {},
+}
+"""Options that are not combined with everything."""
+OTHERS = (
+    Case("optim_grads_params", more="one communicator"),
+    Case("optim_grads_params", more="registered at once", policy="bf16_comm"),
+    Case("optim_grads_params", "no_shard", more="registered at once"),
+    Case("no_shard", k=2, more="concatenated"),
+    Case("optim_grads", k=2, more="unsharded", policy="bf16_comm"),
+    Case("optim_grads_params", k=2, clip=True, more="looked at", policy="bf16_comm"),
+    Case("optim", "no_shard", more="compared"),
+    Case("optim_grads_params", prefetch=3, more="limited"),
+    Case("optim_grads_params", "optim", k=2, clip=True, more="ordered"),
+    Case("optim_grads_params", more="inner axis of one rank", policy="bf16"),
+    Case("optim_grads_params", "optim", more="inner axis of one rank", policy="bf16"),
+    Case("optim", "no_shard", more="inner axis of one rank", k=2),
+)
+"""Cases with them."""
+
+
+@cache
+def cover() -> tuple[Case, ...]:
+    """Few cases that hold every possible pair of values."""
+    some = product()[:SOME]
+    return tuple(some[place] for place in covering([values_of(case) for case in some]))
+
+
+def pairs_of(cases: Iterable[Case]) -> set[Any]:
+    """Pairs of values that occur."""
+    return {pair for case in cases for pair in itertools.combinations(enumerate(values_of(case)), 2)}
+
+
+def values_of(case: Case) -> tuple[Any, ...]:
+    """What a covering of pairs is over."""
+    return tuple(vars(case).values())
+
+
+class Program(pairs.Model):
+    """Four units, of which the root is used first and last; blocks may be recomputed."""
+
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.entry(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant") if self.recompute else block(x)
+        y: Tensor = self.exit(x)
+        return y
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def groups_of(rank: int, outer: int, inner: int) -> tuple[Groups, list[RecordedGroup]]:
+    """The communicators of a grid, made once in a process; and a list of them."""
+    world = outer * inner
+    shard = [list(range(row * inner, (row + 1) * inner)) for row in range(outer)]
+    across = [list(range(column, world, inner)) for column in range(inner)]
+    mine = shard[rank // inner]
+    found = [new_group(mine, "reduce"), new_group(mine, "gather")]
+    if outer > 1:
+        found += [new_group(across[rank % inner], "outer"), new_group(range(world), "everyone")]
+        return Groups(found[0], found[2], found[3], gather=found[1]), found
+    return Groups(found[0], gather=found[1]), found
+
+
+def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, torch.optim.Optimizer]:
+    """A model under a case, and its optimizer."""
+    groups, _ = groups_of(rank, 2 if case.outer else 1, case.inner)
+    dtype, policy, numerics = POLICIES[case.policy]
+    options: dict[str, Any] = {"double_buffer": case.buffers == "double", "numerics": numerics}
+    if case.buffers == "user":
+        options = {"nccl_ub": "manual", "numerics": numerics}
+    if numerics == "exact":
+        options["exact_terms"] = case.k * case.world
+    options |= MORE.get(case.more, {})
+    if options.get("separate_gather_group") is False:
+        groups = replace(groups, gather=None)
+    model = ShardedModel(
+        module.to(dtype),
+        groups=groups,
+        unit_modules=[pairs.Block],
+        strategy=case.strategy,
+        outer_strategy=case.outer or "no_shard",
+        mixed_precision_policy=policy,
+        grad_divisor=float(case.k * case.world),
+        prefetch=case.prefetch,
+        offload_optimizer=case.offload,
+        watchdog_timeout_s=600.0,
+        **options,
+    )
+    return model, fully_shard_optimizer(model, pairs.adamw(model.module))
+
+
+def name_buffers(recorder: Recorder, model: ShardedModel, case: Case) -> None:
+    """Let reports speak of buffers as the engine does."""
+    for bucket in model.buckets:
+        recorder.name(bucket.compute, f"weights of {bucket.name}")
+        if bucket.resting is not None:
+            recorder.name(bucket.resting, f"weights of {bucket.name}")
+        if bucket.main_storage is not None:
+            recorder.name(bucket.main_storage, f"main weights of {bucket.name}")
+        gradients = bucket.gradients
+        if gradients is None:
+            continue
+        recorder.name(gradients.sums, f"gradient sums of {bucket.name}")
+        if gradients._main is not None:
+            recorder.name(gradients._main, f"main gradients of {bucket.name}")
+        for each in (bucket.main_storage, gradients._main) if case.offload else ():
+            assert each is not None
+            recorder.on_host(each)
+
+
+# -- a training --------------------------------------------------------------------------------------------------------
+
+
+def hand_back(caller: Stream, forward: Stream) -> None:
+    """What torch does when a backward ends."""
+    caller.wait_stream(forward)
+
+
+@dataclass
+class Run:
+    """log: of this rank, where it was asked for. weights: after the last step. orders: what each communicator was asked
+    for."""
+
+    case: Case
+    log: Log | None
+    weights: dict[str, Tensor]
+    orders: dict[tuple[str, tuple[int, ...]], list[str]]
+
+
+def data(case: Case, rank: int, step: int, index: int) -> Tensor:
+    """A microbatch, another one on each rank."""
+    return pairs.data(step, rank * case.k + index)
+
+
+def run(rank: int, case: Case, records: bool = True) -> Run:
+    """Two steps under a case on this rank. A rank that does not record believes in streams all the same."""
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(usage, "PROBED_ELEMENTS", (16,)))
+        silent = Recorder()
+        stack.enter_context(believing_in(silent.cuda))
+        model, optimizer = shard(rank, case, Program(case.recompute))
+        _, every = groups_of(rank, 2 if case.outer else 1, case.inner)
+        for group in every:
+            group.order.clear()
+        recorder = stack.enter_context(recording()) if records else silent
+        if records:
+            _restart_streams(model, recorder)
+            name_buffers(recorder, model, case)
+            recorder.host_functions |= {"step_of"} if case.offload else set()
+        train(rank, case, model, optimizer, recorder)
+        orders = {(group.label, group.ranks): list(group.order) for group in every}
+        log = replace(recorder.log, entries=list(recorder.log.entries)) if records else None
+        with recorder.paused():
+            weights = {name: value.clone() for name, value in _whole(model)}
+            model.close()
+    return Run(case, log, weights, orders)
+
+
+def _restart_streams(model: ShardedModel, recorder: Recorder) -> None:
+    """Side streams of the recorder: those of the building are another's."""
+    runtime = model._parts.runtime
+    runtime._streams = {name: Stream(recorder.cuda, name) for name in ("gather", "reduce", "outer")}
+
+
+def _whole(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
+    for bucket in model.buckets:
+        yield from bucket.named_slices(bucket.gather_whole(bucket.main_shards))
+
+
+def train(rank: int, case: Case, model: ShardedModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    """The steps, as a program writes them."""
+    for step in range(STEPS):
+        for index in range(case.k):
+            with recorder.paused():
+                x = data(case, rank, step, index).to(POLICIES[case.policy][0])
+            last = index == case.k - 1
+            with nullcontext() if last else model.no_sync():
+                recorder.phase("forward")
+                loss = model(x).float().square().mean()
+                recorder.phase("backward")
+                backward(loss, case, recorder)
+        recorder.phase("step")
+        if case.clip:
+            model.clip_grad_norm_(MAX_NORM)
+        step_of(optimizer, recorder)
+        recorder.phase("end")
+        optimizer.zero_grad()
+
+
+def step_of(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+    """`optimizer.step()`."""
+    optimizer.step()
+
+
+def backward(loss: Tensor, case: Case, recorder: Recorder) -> None:
+    """`loss.backward()`, where the program may have made another stream current.
+
+    torch runs each node, and its hooks, on the stream its forward ran on, which waits for the stream of the gradient it
+    gets; callbacks at the end run on the caller's stream, which then waits for those of all leaves.
+    """
+    if case.backward_on == MAIN:
+        loss.backward()
+        return
+    cuda = recorder.cuda
+    forward, caller = cuda.current, Stream(cuda, case.backward_on)
+    caller.wait_stream(forward)  # the program's own: it hands the loss over
+    forward.wait_stream(caller)  # torch's: the first gradient is made on the caller's stream
+
+    def end() -> None:
+        hand_back(caller, forward)
+        cuda.current = caller
+
+    loss.register_hook(lambda _: torch.autograd.Variable._execution_engine.queue_callback(end))
+    try:
+        loss.backward()
+    finally:
+        cuda.current = forward
+    forward.wait_stream(caller)  # the program's own, before it steps
+
+
+def run_all(rank: int, cases: Sequence[Case]) -> list[tuple[list[Race], Run]]:
+    """Cases of one world size in one process group, and their races; the first rank alone records."""
+    found = []
+    for case in cases:
+        ran = run(rank, case, records=rank == 0)
+        races = races_of(ran.log) if ran.log is not None else []
+        found.append((races, replace(ran, log=None)))
+    return found

@@ -1,0 +1,358 @@
+"""Mistakes of ordering, one each, that the recorder must find and name the buffer of."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from harness.fsdp.comm import device
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.device import DeviceRuntime, Event
+from harness.fsdp.comm.gradient_format import Floating
+from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
+from harness.fsdp.runtime import installation, unit_weights
+from harness.fsdp.runtime.bucket_reduction import Job
+from harness.fsdp.runtime.reduce import ReducePipeline
+from harness.fsdp.runtime.unit_weights import UnitWeights
+from harness.fsdp.storage.gradients import Gradients
+from harness.fsdp.storage.memory import BucketMemory, _SharedBuffer
+from harness.fsdp.update import clipping
+from tests.streams import programs
+from tests.streams.programs import Case, run
+from tests.streams.races import races_of
+from tests.support.covering import once
+from tests.support.mutants import each
+from tests.support.spawn import run_ranks
+
+ZERO1, ZERO2, ZERO3 = (Case(name) for name in ("optim", "optim_grads", "optim_grads_params"))
+HSDP = Case("optim_grads", "no_shard")
+BF16 = Case("optim_grads_params", policy="bf16_comm")
+_side_stream, _start = DeviceRuntime._on_side_stream, ReducePipeline._start
+
+
+@dataclass(frozen=True)
+class Fault:
+    """breaks: the mistake. patch: makes it. case: is trained with it. buffer: a pattern of the buffers that reports
+    name. between: patterns of the operations that nothing orders."""
+
+    breaks: str
+    patch: Callable[[], AbstractContextManager[Any]]
+    case: Case
+    buffer: str
+    between: tuple[str, str] = ("", "")
+
+
+def instead(of: Any, name: str, wrong: Callable[..., Any]) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.object(of, name, wrong)
+
+
+def bare(name: str) -> AbstractContextManager[Any]:
+    """On a stream of the engine's, which waits for nothing."""
+    cuda = device.cuda
+    stream = next((each for each in _STREAMS if each.name == name and each.cuda is cuda), None)
+    if stream is None:
+        stream = programs.Stream(cuda, name)
+        _STREAMS.append(stream)
+    found: AbstractContextManager[Any] = cuda.stream(stream)
+    return found
+
+
+_STREAMS: list[programs.Stream] = []
+
+
+def entered_at_once(name: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A side stream does not wait for the stream that was current."""
+
+    @contextmanager
+    def wrong(self: DeviceRuntime, asked: str) -> Iterator[None]:
+        with bare(asked) if asked == name else _side_stream(self, asked):
+            yield
+
+    return instead(DeviceRuntime, "_on_side_stream", wrong)
+
+
+def on_stream(of: Any, method: str, stream: str) -> Callable[[], AbstractContextManager[Any]]:
+    """A function runs on a side stream that waits for nothing."""
+    right = getattr(of, method)
+
+    def wrong(*args: Any, **named: Any) -> Any:
+        with bare(stream):
+            return right(*args, **named)
+
+    return instead(of, method, wrong)
+
+
+def forgetful_wait(self: UnitWeights) -> None:
+    for bucket in self.unit.buckets:
+        bucket.point_at_weights()
+    self.state = unit_weights.WeightState.UNSHARDED
+
+
+def landed_too_soon(self: Job) -> None:
+    for exchange in self._sent:
+        exchange.pending.wait()
+
+
+def without_waiting(of: type[Any]) -> Callable[[], AbstractContextManager[Any]]:
+    """The sums of a reduction are made from what has not come in."""
+    right = of.fold
+
+    def wrong(self: Any, exchange: Any, into: list[Tensor], *, add: bool) -> None:
+        exchange.pending.incoming = []
+        right(self, exchange, into, add=add)
+
+    return instead(of, "fold", wrong)
+
+
+def early_event(self: Job) -> None:
+    with self.runtime.stream(self._stream):
+        self.done = self.runtime.record()
+    while self.advance():
+        pass
+
+
+def all_in_one(self: _SharedBuffer, bucket: Tensor) -> bool:
+    return True
+
+
+@contextmanager
+def swapped_early() -> Iterator[None]:
+    """Units take turns in two buffers as if each were done with a unit before its time: all fit at any time."""
+    right = BucketMemory.unit
+
+    @contextmanager
+    def one_place(self: BucketMemory, *, shares: bool) -> Iterator[None]:
+        self._num_units = 0
+        with right(self, shares=shares):
+            yield
+
+    with mock.patch.object(_SharedBuffer, "is_mates", all_in_one), mock.patch.object(BucketMemory, "unit", one_place):
+        yield
+
+
+def early_sums(self: Communicator, values: Tensor, purpose: str) -> Tensor:
+    if self.size > 1:
+        self.group.allreduce([values])
+    return values
+
+
+def uninstalled(buckets: Any) -> list[Any]:
+    return [pending for bucket in buckets for pending in bucket.install()]
+
+
+def stamped_late(self: ReducePipeline, bucket: Any) -> Job:
+    job = _start(self, bucket)
+    job.gradients.marks.stamp(job.source, range(len(job.gradients.params)))  # type: ignore[union-attr, arg-type]
+    return job
+
+
+def unfollowed(self: Floating, sums: Any, main: Any, factor: float) -> None:
+    for source, target in zip(sums, main, strict=True):
+        source.mul_(factor)
+        target.copy_(source, non_blocking=True)
+
+
+def own_stream(optimizer: torch.optim.Optimizer, recorder: Any) -> None:
+    with bare("optimizer"):
+        optimizer.step()
+
+
+def installed_beside(self: Any, *args: Any, **named: Any) -> None:
+    with bare("install"):
+        _install(self, *args, **named)
+
+
+def early_reads(self: Job) -> None:
+    if self.done is not None:
+        self.done = Event()
+    _wait(self)
+
+
+_wait, _install = Job.wait, installation.WeightInstaller.install
+
+FAULTS = {
+    "no wait after a gather": Fault(
+        "A unit's forward begins before its weights have come in",
+        instead(UnitWeights, "wait", forgetful_wait),
+        ZERO3,
+        r"weights of \(root\)/float32",
+        ("nccl all_gather", "mm on stream main"),
+    ),
+    "gather beside the last use": Fault(
+        "The stream of gathers does not wait for the compute that has used the memory before",
+        entered_at_once("gather"),
+        ZERO3,
+        r"weights of blocks\.\d/float32",
+        ("allocated on stream main", "copy_ of blocks.* on stream gather"),
+    ),
+    "bucket from the wrong stream": Fault(
+        "The bucket that autograd fills is allocated on the stream of reductions, and goes back to it",
+        on_stream(BucketMemory, "take", "reduce"),
+        ZERO2,
+        r"memory for blocks\.1/float32",
+        ("allocated on stream reduce", "stream main"),
+    ),
+    "bucket freed too soon": Fault(
+        "A gradient bucket is given back while its reduction runs",
+        instead(Job, "wait", landed_too_soon),
+        ZERO2,
+        r"memory for blocks\.2/float32",
+        ("stream reduce|stream nccl reduce", "stream main"),
+    ),
+    "reduced before the last gradient": Fault(
+        "A reduction does not wait for the kernels that write its gradients",
+        entered_at_once("reduce"),
+        ZERO1,
+        r"gradient sums of blocks\.2/float32",
+        ("on stream main", "nccl reduce_scatter"),
+    ),
+    "outer beside inner": Fault(
+        "The outer reduction does not wait for the inner one",
+        entered_at_once("outer"),
+        HSDP,
+        r"gradient sums of blocks\.2/float32",
+        ("stream reduce", "all_reduce of blocks.2/float32 outer"),
+    ),
+    "event before its work": Fault(
+        "The event of a reduction is recorded before the reduction",
+        instead(Job, "run", early_event),
+        ZERO2,
+        r"gradient sums of \(root\)/float32",
+        ("copy_ of .* on stream reduce", "mul_ .* on stream main"),
+    ),
+    "sums used too soon": Fault(
+        "The optimizer does not wait for the reductions",
+        instead(Job, "wait", early_reads),
+        ZERO1,
+        r"gradient sums of \(root\)/float32",
+        ("nccl reduce_scatter|stream reduce", "stream main"),
+    ),
+    "one buffer for two": Fault(
+        "Under double_buffer a unit is fetched one early, into the buffer of the unit that runs",
+        swapped_early,
+        Case("optim_grads_params", buffers="double"),
+        r"weights of blocks\.\d/float32 \| weights of blocks",
+        ("", ""),
+    ),
+    "all-to-all not waited for": Fault(
+        "Contributions are summed before they have come in",
+        without_waiting(ExchangeReduction),
+        BF16,
+        r"memory for blocks\.2/bfloat16",
+        ("nccl all_to_all", "stream reduce"),
+    ),
+    "reduce-scatter not waited for": Fault(
+        "A reduce-scatter's result is added to the sums before it has come in",
+        without_waiting(NativeReduction),
+        Case("optim_grads", k=2),
+        r"memory for blocks\.2/float32",
+        ("nccl reduce_scatter", "stream reduce"),
+    ),
+    "norm before its sum": Fault(
+        "The host reads the norm before the ranks' parts are added",
+        instead(Communicator, "sum_scalars", early_sums),
+        Case("optim_grads", clip=True),
+        r"memory for (norm|\(root\)|blocks)|block \d+",
+        ("nccl all_reduce", "_local_scalar_dense|add_"),
+    ),
+    "weights not installed": Fault(
+        "The next forward begins before other ranks' updated weights have come in",
+        instead(installation, "install_weights", uninstalled),
+        ZERO1,
+        r"weights of \(root\)/float32",
+        ("nccl all_gather", "mm on stream main"),
+    ),
+    "installed beside the update": Fault(
+        "Weights are overwritten while the optimizer's stream still updates what they are made of",
+        instead(installation.WeightInstaller, "install", installed_beside),
+        Case("optim", policy="bf16"),
+        r"weights of \(root\)/bfloat16",
+        ("_fused_adamw_ on stream main", "copy_ .*stream install"),
+    ),
+    "update on a stream of its own": Fault(
+        "The optimizer steps on another stream than the gradients were finished for",
+        instead(programs, "step_of", own_stream),
+        ZERO1,
+        r"gradient sums of|weights of",
+        ("stream (main|optimizer)", "stream (main|optimizer)"),
+    ),
+    "sums from the wrong stream": Fault(
+        "The memory of gradient sums is allocated on another stream than that which puts them there",
+        on_stream(Gradients, "claim", "gather"),
+        ZERO2,
+        r"gradient sums of blocks\.2/float32",
+        ("copy_ .*stream reduce", "allocated from stream gather"),
+    ),
+    "stamped after sending": Fault(
+        "The marks of gradients are written when the bucket is on its way",
+        instead(ReducePipeline, "_start", stamped_late),
+        ZERO2,
+        r"memory for blocks\.2/float32",
+        ("nccl reduce_scatter|stream reduce", "index_(select|copy_)"),
+    ),
+    "offloaded and not waited for": Fault(
+        "The host steps main gradients that are still being copied to it",
+        instead(Floating, "finish", unfollowed),
+        Case("optim_grads", offload=True),
+        r"main gradients of \(root\)/float32",
+        ("copy_", "on stream host"),
+    ),
+    "clipped beside the norm": Fault(
+        "Gradients are scaled on a stream that waits for nothing",
+        on_stream(clipping, "scale_gradients", "clip"),
+        Case("optim", clip=True),
+        r"gradient sums of (\(root\)|blocks)",
+        ("mul_ .*stream clip", "_fused_adamw_ on stream main"),
+    ),
+    "weights from the wrong stream": Fault(
+        "The memory of gathered weights is allocated on the stream of gathers, and freed while the compute reads it",
+        on_stream(BucketMemory, "refill", "gather"),
+        ZERO3,
+        r"weights of (\(root\)|blocks\.\d)/float32",
+        ("stream main", "allocated from stream gather"),
+    ),
+    "backward not handed back": Fault(
+        "A backward under another current stream ends without that stream having waited for its leaves",
+        instead(programs, "hand_back", lambda caller, forward: None),
+        Case("optim_grads", backward_on="other"),
+        r"memory for \(root\)/float32",
+        ("stream main", "stream (other|reduce|nccl reduce)"),
+    ),
+}
+
+
+def found_by_all(rank: int, faults: list[str]) -> dict[str, tuple[list[tuple[str, str, str]], float]]:
+    """Of each fault the buffers and operations of its races, and the seconds that took; the first rank records."""
+    found = {}
+    for name in faults:
+        begin = time.perf_counter()
+        with FAULTS[name].patch():
+            ran = run(rank, FAULTS[name].case, records=rank == 0)
+        races = races_of(ran.log) if ran.log is not None else []
+        found[name] = [(race.buffer, race.first, race.then) for race in races], time.perf_counter() - begin
+    return found
+
+
+@once
+def found(world: int) -> dict[str, tuple[list[tuple[str, str, str]], float]]:
+    return run_ranks(found_by_all, world, [name for name, fault in FAULTS.items() if fault.case.world == world])[0]
+
+
+@pytest.mark.parametrize("name", each("Orders of streams", [(n, f.breaks) for n, f in FAULTS.items()]))
+def test_a_fault_is_found_and_its_buffer_named(name: str, killed_in: Callable[[float], None]) -> None:
+    fault = FAULTS[name]
+    races, seconds = found(fault.case.world)[name]
+    assert any(
+        re.search(fault.buffer, buffer) and re.search(fault.between[0], first) and re.search(fault.between[1], then)
+        for buffer, first, then in races
+    ), "\n".join(" | ".join(race) for race in races) or "no race was found"
+    killed_in(seconds)

@@ -1,0 +1,97 @@
+"""No race in any training of the matrix, and the numbers are right: see tests/streams for what is recorded and how."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.fsdp import pairs
+from tests.streams.programs import (
+    FACTORS,
+    MAX_NORM,
+    OTHERS,
+    STEPS,
+    Case,
+    Program,
+    Run,
+    cover,
+    data,
+    pairs_of,
+    product,
+    run_all,
+)
+from tests.streams.races import Race
+from tests.support.covering import once
+from tests.support.spawn import run_ranks
+
+SLICES, OF = 32, 256
+"""Parts of the product that `make test-all` runs; an eighth of it. `benchmarks/checks/streams.py` runs all."""
+
+Found = list[tuple[list[Race], Run]]
+
+
+def trained(cases: tuple[Case, ...]) -> dict[Case, Found]:
+    """What every rank has of each case, by rank."""
+    found: dict[Case, Found] = {}
+    for world in sorted({case.world for case in cases}):
+        alike = [case for case in cases if case.world == world]
+        per_rank = run_ranks(run_all, world, alike)
+        found |= {case: [of_rank[place] for of_rank in per_rank] for place, case in enumerate(alike)}
+    return found
+
+
+@once
+def covered() -> dict[Case, Found]:
+    """The cover, in one visit for each world size."""
+    return trained((*cover(), *OTHERS))
+
+
+@once
+def alone(world: int, k: int, clip: bool) -> dict[str, Tensor]:
+    """Weights of the same training on one process, in fp64."""
+    module = Program("").double()
+    optimizer = pairs.adamw(module)
+    case = Case("no_shard", k=k)
+    for step in range(STEPS):
+        for rank in range(world):
+            for index in range(k):
+                loss = module(data(case, rank, step, index).double()).square().mean() / (world * k)
+                loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.detach() for name, param in module.named_parameters()}
+
+
+def check(case: Case, found: Found) -> None:
+    races = [str(race) for race in found[0][0]]
+    assert not races, "\n".join(races)
+    for of_rank in (ran.orders for _, ran in found):
+        for group, order in of_rank.items():
+            first = found[group[1][0]][1].orders[group]
+            assert order == first, f"ranks ask {group} for other things, or in another order"
+    if case.policy in ("fp32", "exact"):
+        right = alone(case.world, case.k, case.clip)
+        for name, weight in found[0][1].weights.items():
+            torch.testing.assert_close(
+                weight.double(), right[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+@pytest.mark.parametrize("case", [*cover(), *OTHERS], ids=str)
+def test_no_race(case: Case) -> None:
+    check(case, covered()[case])
+
+
+def test_the_cover_has_every_pair() -> None:
+    assert pairs_of(cover()) == pairs_of(product())
+    assert all(len(values) > 1 for values in FACTORS.values())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(SLICES))
+def test_no_race_in_the_product(part: int) -> None:
+    for case, found in trained(product()[part::OF]).items():
+        check(case, found)
