@@ -28,9 +28,9 @@ PARTS = {"tolerances were fixed on": False, "held out": True}
 
 SAID_OF_LATER = (
     "Not in the campaign above, and held against a twin at full strength alone, as `tests/study/test_power.py` does:",
-    "of weights in 8 bits, of tensor parallelism, and of HFSDP's outer axis. Their twins pass against DDP, FP8 ones",
-    "with factors from 1e-6 seen. No witness sees whole weights under tensor parallelism, so that a wrong gather shows",
-    "in the loss.",
+    "of weights in 8 bits, of tensor parallelism, of HFSDP's outer axis, and five that passed when they began late.",
+    "Their twins pass against DDP, FP8 ones with factors from 1e-6 seen. No witness sees whole weights under tensor",
+    "parallelism, so that a wrong gather shows in the loss.",
 )
 HEAD = """# Power: what the verdicts are worth
 

@@ -8,6 +8,9 @@ it. So the desk evaluates the decorators alone, with the names that this module 
 
 [Note: Strength] `full` is the fault as reported. `middle` and `weak` are a tenth and a hundredth of it: the wrong part
 of a number times 0.1 or 0.01, or that share of the elements; a fault of precision keeps 8, 11 or 16 significant bits.
+
+[Note: Late] `fault.begins_at` names the step from which on a fault acts. Whatever it needs to know of earlier steps (a
+stale gradient) it has seen by then. What acts once, at a moment of its own (a resume, the end), takes no step.
 """
 
 from __future__ import annotations
@@ -48,7 +51,9 @@ class Fault:
     microbatches: int = 1
     """Microbatches a rank and step with which it does anything."""
     resumes: bool = False
-    """Whether the fault acts when a run is resumed."""
+    """Whether the fault acts when a run is resumed, and at no other time."""
+    ends: bool = False
+    """Whether the fault acts when the last step is done, and at no other time."""
     recipes: tuple[str, ...] = ()
     """Recipes of dtype.fp8 under which it does anything; empty: it has nothing to do with 8 bits."""
     tensor_parallel: bool = False

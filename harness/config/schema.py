@@ -248,6 +248,8 @@ class FaultConfig:
     """Which one; none is a normal run."""
     strength: FaultStrength = FaultStrength.full
     """full, middle or weak: the fault as reported, a tenth or a hundredth of it; 8, 11 or 16 bits kept."""
+    begins_at: int = 1
+    """The step from which on it acts; up to it the run is a normal one."""
 
 
 @dataclass

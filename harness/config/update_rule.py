@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from harness.config.roundoff import UNIT
+from harness.config.schema import OptimizerConfig
 
 KNOWN = ("sgd", "adam", "adamw")
 """Optimizers, by `optimizer.name`, whose rules are worked out here."""
@@ -86,6 +87,18 @@ class Rule:
             float(config["optimizer.momentum"]),
             float(config["optimizer.weight_decay"]),
         )
+
+    @classmethod
+    def of_config(cls, given: OptimizerConfig) -> Rule:
+        """Read it from a configuration before it is frozen."""
+        return cls(given.name.name, (given.betas[0], given.betas[1]), given.eps, given.momentum, given.weight_decay)
+
+    @property
+    def entries(self) -> tuple[str, ...]:
+        """Entries of torch's optimizers that it speaks of, in its order; none of an optimizer that is not known."""
+        if self.name == "sgd":
+            return ("momentum_buffer",) if self.momentum else ()
+        return ("exp_avg", "exp_avg_sq") if self.name in KNOWN else ()
 
     def update(self, state: UpdateState, gradient: Any, step: int, lr: float) -> Any:
         """What the step adds to the weights; moves the state's moments on. `gradient` is clipped."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -60,8 +60,10 @@ class Record:
     """Captured gradients by step."""
     updates: Mapping[int, Capture]
     """Captured updates of the main weights by step."""
-    weights: Capture | None
-    """Main weights before step 1, where its update was captured."""
+    weights: Mapping[int, Capture]
+    """Main weights before captured updates, by step: those that do not follow from the update before."""
+    moments: Mapping[int, Capture]
+    """The optimizer's moments there, as `<parameter>/<entry>`; not before step 1, where they are nought."""
     witnesses: Mapping[int, Testimony]
     """What was seen beside the engine, by captured step; nothing where an engine shows nothing."""
     moves: Mapping[str, Mapping[str, Mapping[str, float]]]
@@ -79,7 +81,24 @@ class Record:
     def unwitnessed(self) -> Record:
         """This run without what it says of itself: what is left is what any two runs can be compared by."""
         summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
-        return replace(self, witnesses={}, weights=None, summary=summary, stream=None)
+        return replace(self, witnesses={}, weights={}, moments={}, summary=summary, stream=None)
+
+    def seen_at(self, captured: Collection[int], updated: Collection[int] = ()) -> Record:
+        """This run as it would be, had it captured no more than these steps, and the updates of those."""
+        config = {
+            **self.config,
+            "measure.capture_steps": sorted(captured),
+            "measure.update_steps": sorted(updated),
+        }
+        return replace(
+            self,
+            config=config,
+            captures={step: each for step, each in self.captures.items() if step in captured},
+            updates={step: each for step, each in self.updates.items() if step in updated},
+            witnesses={step: each for step, each in self.witnesses.items() if step in captured},
+            weights={step: each for step, each in self.weights.items() if step in updated},
+            moments={step: each for step, each in self.moments.items() if step in updated},
+        )
 
     @property
     def length(self) -> int:
@@ -123,7 +142,8 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
         columns,
         captures,
         updates,
-        _captures(run, "weights", [1] if 1 in updates else [], problems).get(1),
+        _captures(run, "weights", _there(run, "weights", updates), problems),
+        _captures(run, "moments", _there(run, "moments", updates), problems),
         _testimonies(run, config["measure.capture_steps"], problems),
         *_rounding(run, problems),
         len(run.attempts()),
@@ -208,6 +228,11 @@ def _captures(run: RunDir, kind: str, wanted: Sequence[int], problems: list[str]
         except (Unreadable, StoreError) as error:
             problems.append(str(error))
     return captures
+
+
+def _there(run: RunDir, kind: str, steps: Iterable[int]) -> list[int]:
+    """Steps of which a run has a capture that not every engine can give."""
+    return [step for step in steps if (run.capture / f"{kind}-{step:06d}.safetensors").exists()]
 
 
 def _testimonies(run: RunDir, wanted: Sequence[int], problems: list[str]) -> dict[int, Testimony]:

@@ -54,6 +54,17 @@ def write_weights(folder: Path, step: int, weights: Mapping[str, Tensor]) -> Non
     _write(folder / f"weights-{step:06d}", {"step": step, "content": "main weights before the step"}, weights.items())
 
 
+def write_moments(folder: Path, step: int, moments: Iterable[tuple[str, Tensor]]) -> None:
+    """Write the optimizer's moments that a step begins with, as `<parameter>/<entry>` in `moments-000001.safetensors`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    _write(
+        folder / f"moments-{step:06d}", {"step": step, "content": "the optimizer's moments before the step"}, moments
+    )
+
+
 def write_rounding(folder: Path, step: int, draws: int, moves: Mapping[str, object]) -> None:
     """Write how far roundings move a step's gradients, as `rounding-000001.json`; see `harness.probe.rounding.moves`.
 

@@ -28,6 +28,7 @@ ADDED: dict[tuple[str, str], Any] = {
     ("measure", "callbacks"): [],
     ("measure", "vouch"): True,
     ("measure", "vouch_limit_mib"): 256,
+    ("fault", "begins_at"): 1,
 }
 """Settings that came later, each with the value under which a run is what it was before they were there."""
 
@@ -81,6 +82,8 @@ def run_name(config: dict[str, Any]) -> str:
     ]
     if config["fault"]["name"] != "none":
         parts.append(f"{config['fault']['name']}-{config['fault']['strength']}")
+        if (begins := config["fault"].get("begins_at", 1)) != 1:
+            parts.append(f"from{begins}")
     if config["numerics"]["mode"] != "fast":
         parts.append(config["numerics"]["mode"])
     for group, field, short in (("nccl_ub", "mode", "ub"), ("sharp", "group", "sharp")):

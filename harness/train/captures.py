@@ -12,14 +12,23 @@ from torch import Tensor
 
 from harness.config.derived import captured_bytes, global_microbatches
 from harness.config.projections import fitting
+from harness.config.update_rule import Rule
 from harness.control import Control
 from harness.engines.adapters.single import SingleEngine
 from harness.engines.protocol import Microbatch
 from harness.models.registry import workload_for
 from harness.probe import structure
-from harness.probe.capture import write_capture, write_rounding, write_update, write_weights, write_witness
+from harness.probe.capture import (
+    write_capture,
+    write_moments,
+    write_rounding,
+    write_update,
+    write_weights,
+    write_witness,
+)
 from harness.probe.rounding import COMPUTED, moves
 from harness.probe.witness import Witness, wrong_weights
+from harness.train.pieces import whole_moments
 from harness.train.session import Session
 
 
@@ -91,15 +100,33 @@ class Captures:
         write_rounding(self.folder, step, draws, found)
 
     def before(self, step: int) -> dict[str, Tensor] | None:
-        """Main weights before a step whose update is wanted, on the first rank; *collective*."""
-        return self._weights() if step in self.update_steps else None
+        """Main weights before a step whose update is wanted, on the first rank, and the moments on disk; *collective*.
+
+        Where the update of the step before was captured too, both follow from there, and before step 1 moments are
+        nought."""
+        if step not in self.update_steps:
+            return None
+        if step > 1 and self._begins_anew(step):
+            self._moments(step)
+        return self._weights()
+
+    def _begins_anew(self, step: int) -> bool:
+        """Whether nothing that was captured before leads to what a step begins with."""
+        return step - 1 not in self.update_steps
+
+    def _moments(self, step: int) -> None:
+        with self.session.meters.paused():
+            moments = whole_moments(self.session, self.control, Rule.of_config(self.config.optimizer).entries)
+            found = {name: moment for name, moment in moments if self.is_first_rank}
+        if found:
+            write_moments(self.folder, step, found.items())
 
     def update(self, step: int, before: dict[str, Tensor]) -> None:
         """Write what a step changed; *collective*."""
         after = self._weights()
         if self.is_first_rank:
             write_update(self.folder, step, before, after.items())
-            if step == 1:  # later ones follow from these and the updates
+            if self._begins_anew(step):  # later ones follow from these and the updates
                 write_weights(self.folder, step, before)
 
     def _weights(self) -> dict[str, Tensor]:

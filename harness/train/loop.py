@@ -166,6 +166,7 @@ class Loop:
     def _step(self, step: int) -> tuple[dict[str, Any], bool]:
         """One update: its record, and whether to stop after it."""
         session = self.session
+        session.begins(step)
         before = self.captures.before(step)
         with nullcontext() if self.bench is None else self.bench.step(step):
             batch, losses, measured = self._update(step)

@@ -63,6 +63,8 @@ class Session:
     """Told what a person should know at once; called by rank 0."""
     alive: Callable[[], None] = lambda: None
     """Called by every rank between the parts of work that is no step and may take minutes in a large model."""
+    begins: Callable[[int], None] = lambda _: None
+    """Called by every rank before every step, with its number."""
 
 
 @dataclass(frozen=True)

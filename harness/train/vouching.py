@@ -26,16 +26,16 @@ from harness.config.schema import MeasureMode
 from harness.config.update_rule import KNOWN, Rule
 from harness.control import Control
 from harness.engines import optim
-from harness.engines.protocol import Engine
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.models.registry import workload_for
 from harness.probe.vouching.local import LocalWatch
 from harness.probe.vouching.pieces import Piece, own_places, shares
-from harness.probe.vouching.sample import Sample, Values, entries_of, unit_of
+from harness.probe.vouching.sample import Sample, Values, unit_of
 from harness.probe.vouching.sketch import SKETCHES, Signs, Sketch
 from harness.probe.vouching.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
 from harness.store import vouching as stream
 from harness.store.vouching import StreamWriter, VouchedTensor
+from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
 
 
@@ -77,23 +77,14 @@ class Vouching:
         config = session.config
         if not config.measure.vouch or config.measure.mode is MeasureMode.bench:
             return None
-        if getattr(type(session.engine), "state", None) is Engine.state:  # a copy of what has no places
+        found = pieces_of(session.engine)
+        if found is None:
             return None
-        try:
-            state = session.engine.state()
-            found = {key: Piece.of(key.removeprefix("weights/"), tensor) for key, tensor in state.tensors.items()}
-        except (ValueError, NotImplementedError):  # parts that are no block of rows and columns, or have no one name
-            return None
-        if not state.portable:
-            return None
-        weights = [piece for key, piece in found.items() if key.startswith("weights/")]
-        given = config.optimizer
-        rule = Rule(given.name.name, (given.betas[0], given.betas[1]), given.eps, given.momentum, given.weight_decay)
+        weights = [piece for key, piece in found.items() if key.startswith(WEIGHTS)]
+        rule = Rule.of_config(config.optimizer)
         workload = workload_for(config)
         moments = {
-            piece.name: [
-                found[key] for entry in entries_of(rule) if (key := f"optimizer/{piece.name}/{entry}") in found
-            ]
+            piece.name: [found[key] for entry in rule.entries if (key := f"optimizer/{piece.name}/{entry}") in found]
             for piece in weights
         }
         model = workload.build("meta", torch.float32)

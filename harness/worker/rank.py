@@ -203,13 +203,14 @@ def _train(
     with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
         workload = TimedWorkload(workload_for(config), meters.timers, signs.alive)
         engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
+        loader = Loader(config, ranks.data_rank)
+        session = Session(config, ranks, engine, loader, meters, control, run.path, stop, *signs)
         if config.fault.name != NONE:
             from harness.probe.faults import inject
 
-            inject(config, engine, ranks.rank, ranks.world_size)
-        loader = Loader(config, ranks.data_rank)
+            session = inject(session)
         try:
-            return train(Session(config, ranks, engine, loader, meters, control, run.path, stop, *signs))
+            return train(session)
         finally:
             engine.close()
 

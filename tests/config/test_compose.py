@@ -78,6 +78,10 @@ def test_every_fault_is_an_option_and_every_option_a_fault() -> None:
         ("fault=F01_duplicated_gradient engine=ddp", "engine=ddp is another"),
         ("fault.name=F01_duplicated", "F01_duplicated_gradient"),
         ("fault=F24_not_divided_by_k train.global_batch_size=8", "needs 2 microbatches"),
+        ("fault=round_gradient fault.begins_at=9 train.steps=8", "begins after the run has ended"),
+        ("fault=moments_lost_on_resume fault.begins_at=2", "acts when a run is resumed"),
+        ("fault=grown_at_the_end fault.begins_at=2", "acts when the last step is done"),
+        ("fault.begins_at=2", "has no effect with fault=none"),
     ],
 )
 def test_a_fault_that_would_do_nothing_is_refused(request_: str, said: str) -> None:

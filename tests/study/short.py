@@ -6,7 +6,7 @@ What a run of its own costs (processes, imports, a meeting of ranks) is saved; w
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,8 @@ from harness.worker import origin
 from tests.support.factory import ranks_of, stopping, train
 from tests.support.spawn import run_ranks
 
+Overrides = tuple[str, ...]
+
 STEPS, PREEMPT_AT = 3, 2
 """As few as the captured steps allow: every fault acts within them."""
 LAYERS = 2
@@ -38,11 +40,11 @@ LAYERS = 2
 
 @dataclass(frozen=True)
 class Job:
-    """A run to be made; `halved` is interrupted, and taken up again."""
+    """A run to be made, in one go or interrupted after some step and taken up again."""
 
     path: Path
     config: Config
-    halved: bool
+    preempt_at: int | None
 
 
 def judged(pairs: Sequence[Pair], root: Path) -> dict[str, Judged]:
@@ -50,18 +52,20 @@ def judged(pairs: Sequence[Pair], root: Path) -> dict[str, Judged]:
 
     Clean runs come last in every process, so that a fault that outlived its run would show in them.
     """
-    cells = _cells(pairs, root)
-    halved = {cells[pair.arm].signature for pair in pairs if pair.resumes}
-    paths = _trained({cell.signature: cell for cell in cells.values()}, halved, Store(root))
-    return {
-        pair.name: _judge(pair, *(paths[cells[each].signature] for each in (pair.arm, pair.control))) for pair in pairs
-    }
-
-
-def _cells(pairs: Sequence[Pair], root: Path) -> dict[tuple[str, ...], Cell]:
-    """By the pair's own overrides."""
+    shorter = (f"train.steps={STEPS}", f"model.num_layers={LAYERS}")
     wanted = [*(pair.arm for pair in pairs), *(pair.control for pair in pairs)]
-    return compose_all(wanted, (f"launch.root={root}", f"train.steps={STEPS}", f"model.num_layers={LAYERS}"))
+    paths = runs(wanted, root, shorter, [pair.arm for pair in pairs if pair.resumes])
+    return {pair.name: _judge(pair, paths[pair.arm], paths[pair.control]) for pair in pairs}
+
+
+def runs(
+    wanted: Iterable[Overrides], root: Path, extra: Overrides = (), halved: Iterable[Overrides] = ()
+) -> dict[Overrides, Path]:
+    """Run directories of cells, by their overrides, to each of which `extra` is added; `halved` ones are resumed."""
+    cells = compose_all(wanted, (f"launch.root={root}", *extra))
+    interrupted = {cells[each].signature for each in halved}
+    paths = _trained({cell.signature: cell for cell in cells.values()}, interrupted, Store(root))
+    return {overrides: paths[cell.signature] for overrides, cell in cells.items()}
 
 
 def _trained(cells: Mapping[str, Cell], halved: set[str], store: Store) -> dict[str, Path]:
@@ -76,11 +80,13 @@ def _trained(cells: Mapping[str, Cell], halved: set[str], store: Store) -> dict[
         lock.release()
         every.append(opened)
         config = cell.typed
-        by_size[config.mesh.world_size].append(Job(opened.run.path, config, signature in halved))
+        by_size[config.mesh.world_size].append(
+            Job(opened.run.path, config, PREEMPT_AT if signature in halved else None)
+        )
     for size, jobs in by_size.items():
         run_ranks(train_all, size, jobs)
     for opened in every:
-        status.move(opened.run.path, opened.attempt, State.done, f"{STEPS} steps")
+        status.move(opened.run.path, opened.attempt, State.done, f"{opened.cell.config['train']['steps']} steps")
     return {opened.cell.signature: opened.run.path for opened in every}
 
 
@@ -93,8 +99,8 @@ def train_all(rank: int, jobs: Sequence[Job]) -> None:
 
 def _train(rank: int, job: Job) -> None:
     origin.record(job.path, ranks_of(job.config, rank), dist.group.WORLD, resuming=False)
-    if job.halved:
-        train(job.config, job.path, rank, should_stop=stopping(PREEMPT_AT))
+    if job.preempt_at is not None:
+        train(job.config, job.path, rank, should_stop=stopping(job.preempt_at))
     train(job.config, job.path, rank)
 
 
@@ -104,10 +110,10 @@ def _functions_given_back() -> Iterator[None]:
     around = Site.around
     with ExitStack() as undo:
 
-        def noting(site: Site, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        def noting(site: Site, owner: Any, name: str, wrap: Callable[[Any], Any], **options: bool) -> None:
             if isinstance(owner, ModuleType):
                 undo.callback(setattr, owner, name, getattr(owner, name))
-            around(site, owner, name, wrap)
+            around(site, owner, name, wrap, **options)
 
         with mock.patch.object(Site, "around", noting):
             yield

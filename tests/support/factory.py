@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,20 +73,11 @@ def train(
     with Meters(ranks.device, follow_storage=config.measure.mode is MeasureMode.bench) as meters:
         workload = TimedWorkload(workload_for(config), meters.timers)
         engine = engine_class(config.engine.name)(workload, config, ranks)
+        loader = Loader(config, ranks.data_rank)
+        session = Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress)
         if config.fault.name != NONE:
-            inject(config, engine, rank, ranks.world_size)
-        session = Session(
-            config,
-            ranks,
-            wrap_engine(engine),
-            Loader(config, ranks.data_rank),
-            meters,
-            control,
-            run_dir,
-            should_stop,
-            progress,
-        )
-        outcome = run(session)
+            session = inject(session)
+        outcome = run(replace(session, engine=wrap_engine(engine)))
     if control is not None:
         dist.destroy_process_group(control)  # a process that trains often would keep the threads of every one
     return outcome

@@ -45,4 +45,19 @@ def fault_acts(request: Request) -> Iterator[Violation]:
         yield Violation(request.show("fault.name"), text, fix=f"train.microbatch_size={half}")
 
 
-RULES: tuple[Rule, ...] = (fault_acts,)
+@rule("fault.begins_at", "train.steps", "fault.name")
+def fault_begins(request: Request) -> Iterator[Violation]:
+    """A fault that begins at some step has that step, and no moment of its own to act at."""
+    config, path = request.config, "fault.begins_at"
+    begins, fault = config.fault.begins_at, corpus().get(config.fault.name)
+    if begins == 1 or fault is None:
+        return
+    if fault.resumes or fault.ends:
+        moment = "when a run is resumed" if fault.resumes else "when the last step is done"
+        yield Violation(request.show(path), f"is no step of {fault.name}, which acts {moment}", "1", f"{path}=1")
+    elif begins > config.train.steps:
+        text, steps = "begins after the run has ended", config.train.steps
+        yield Violation(request.show(path), f"{text}, train.steps={steps}", f"1 to {steps}", f"{path}={steps}")
+
+
+RULES: tuple[Rule, ...] = (fault_acts, fault_begins)

@@ -50,6 +50,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "mesh.world_size": (1, 2**20),
     "mesh.dp_outer": (1, 2**20),
     "mesh.tp": (1, 2**10),
+    "fault.begins_at": (1, _COUNT),
     "ckpt.every": (0, _COUNT),
     "ckpt.keep": (1, _COUNT),
     "measure.warmup_steps": (0, _COUNT),

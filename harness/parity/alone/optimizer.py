@@ -2,7 +2,8 @@
 gradients that the step captured?
 
 [Note: Update oracle] From step 1 on, as long as gradients and updates are captured without a gap, the optimizer's whole
-state follows from them: moments begin at zero, weights are captured once. The rule is worked out again in fp64 (SGD
+state follows from them: moments begin at zero, weights are captured once. After a gap weights and moments are captured
+anew. The rule is worked out again in fp64 (SGD
 with momentum, Adam with the decay in the gradient, AdamW with decoupled decay; Kingma & Ba 2015, Loshchilov & Hutter
 2019, as torch states them), clipping by the norm of the captured gradients included, and the run's update must be that
 update up to its own roundings. No forward, backward or reduction stands between, so in fp32 the two agree to about 1e-5
@@ -16,7 +17,7 @@ to this. Nor is an optimizer of the user's own, whose rule is not known here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -41,36 +42,56 @@ CLOSE = 0.05
 def check(run: Record) -> list[Finding]:
     """Every tensor's update at every step that can be worked out; nothing where the evidence was not captured."""
     known = run.config["optimizer.name"] in KNOWN
-    if not known or run.config["dtype.main_params"] in SIXTEEN_BITS or run.weights is None:
+    if not known or run.config["dtype.main_params"] in SIXTEEN_BITS:
         return []
     rule = Rule.of(run.config)
     found: list[Finding] = []
     held: dict[str, UpdateState] = {}
-    for step in _steps(run):
-        coefficient = _clipping(run, step)
-        at_step: list[Finding] = []
-        judged: list[tuple[TensorPair, float]] = []
-        for name in run.updates[step].tensors:
-            update = run.updates[step].values(name)
-            if name not in run.weights.tensors:
-                continue
-            state = held.setdefault(name, UpdateState(run.weights.values(name)))
-            if name not in run.captures[step].tensors:
-                at_step += _frozen(run, step, name, update)
-                continue
-            gradient = run.captures[step].values(name) * coefficient
-            predicted = rule.update(state, gradient, step, _rate(run, step))
-            pair = compare_values(name, update, predicted)
-            if pair.norm == 0.0:
-                at_step += _frozen(run, step, name, update)
-            elif pair.finite:
-                allowed = SAFETY * _error(run, pair, state)
-                judged.append((pair, allowed))
-                at_step += _held_against(run, step, pair, allowed, rule)
-            state.weights = state.weights + update
-        clipped = rule.name == "sgd" and coefficient < 1.0 and _common_factor(judged)
-        found += [replace(f, stage=Stage.clipping) if clipped else f for f in at_step]
+    for step in _steps(run, rule):
+        if step in run.weights:
+            held = _states(run, step, rule)
+        found += _at_step(run, step, rule, held)
     return found
+
+
+def _states(run: Record, step: int, rule: Rule) -> dict[str, UpdateState]:
+    """By tensor: what a step begins with, as it was captured. A trained tensor without moments is left out; one that is
+    frozen has none."""
+    weights, moments = run.weights[step], run.moments.get(step)
+    found = {name: UpdateState(weights.values(name)) for name in weights.tensors}
+    for name in [*found] if moments is not None else ():
+        keys = [f"{name}/{entry}" for entry in rule.entries]
+        if moments is not None and moments.tensors.keys() >= set(keys):
+            found[name].first, found[name].second = (*map(moments.values, keys), 0.0, 0.0)[:2]
+        elif name in run.captures[step].tensors:
+            del found[name]
+    return found
+
+
+def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]) -> list[Finding]:
+    """Every tensor's update at one step; moves the states on."""
+    coefficient = _clipping(run, step)
+    found: list[Finding] = []
+    judged: list[tuple[TensorPair, float]] = []
+    for name in run.updates[step].tensors:
+        update = run.updates[step].values(name)
+        if name not in held:
+            continue
+        if name not in run.captures[step].tensors:
+            found += _frozen(run, step, name, update)
+            continue
+        gradient = run.captures[step].values(name) * coefficient
+        predicted = rule.update(held[name], gradient, step, _rate(run, step))
+        pair = compare_values(name, update, predicted)
+        if pair.norm == 0.0:
+            found += _frozen(run, step, name, update)
+        elif pair.finite:
+            allowed = SAFETY * _error(run, pair, held[name])
+            judged.append((pair, allowed))
+            found += _held_against(run, step, pair, allowed, rule)
+        held[name].weights = held[name].weights + update
+    clipped = rule.name == "sgd" and coefficient < 1.0 and _common_factor(judged)
+    return [replace(f, stage=Stage.clipping) if clipped else f for f in found]
 
 
 def _common_factor(judged: Sequence[tuple[TensorPair, float]]) -> bool:
@@ -88,12 +109,15 @@ def _common_factor(judged: Sequence[tuple[TensorPair, float]]) -> bool:
     return max(scales) - min(scales) <= room and all(pair.residual <= room for pair, _ in telling)
 
 
-def _steps(run: Record) -> Iterator[int]:
-    """From 1 on, while both the gradients and the updates were captured and are finite."""
-    step = 1
-    while step in run.captures and step in run.updates and math.isfinite(_norm(run, step)):
-        yield step
-        step += 1
+def _steps(run: Record, rule: Rule) -> Iterator[int]:
+    """Steps whose gradients and updates were captured and are finite, and before which the optimizer's state is known:
+    from captures of it, or from the step before."""
+    last = 0
+    for step in sorted(run.captures.keys() & run.updates.keys()):
+        begins = step in run.weights and (step == 1 or step in run.moments or not rule.entries)
+        if (begins or (last and last == step - 1)) and math.isfinite(_norm(run, step)):
+            last = step
+            yield step
 
 
 def _norm(run: Record, step: int) -> float:

@@ -81,11 +81,12 @@ def _keep_scale(site: Site, weight: Any) -> None:
 
     def revert() -> None:
         now = weight.scale.clone()
-        blend(weight.scale, before, site.amount)
-        weight.scale_inv.copy_(weight.scale.reciprocal())
+        if site.acts:
+            blend(weight.scale, before, site.amount)
+            weight.scale_inv.copy_(weight.scale.reciprocal())
         before.copy_(now)
 
-    site.after(weight, "rescale", revert)
+    site.after(weight, "rescale", revert, always=True)
 
 
 @fault(
@@ -107,7 +108,7 @@ def stale_transposed_payload(site: Site) -> None:
                 if not turned:
                     return found
                 held["now"] = as_bytes(found.payload.t().contiguous()).clone()
-                if "before" not in held:
+                if not site.acts or "before" not in held:
                     return found
                 mixed = held["now"].clone().view(-1)
                 share(mixed, site.amount).copy_(share(held["before"].view(-1), site.amount))
@@ -120,8 +121,8 @@ def stale_transposed_payload(site: Site) -> None:
             if "now" in held:
                 held["before"] = held["now"]
 
-        site.around(layer, "weight_for", wrap)
-        site.after(site.engine, "step", turn)
+        site.around(layer, "weight_for", wrap, always=True)
+        site.after(site.engine, "step", turn, always=True)
 
 
 @fault(

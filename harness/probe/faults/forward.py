@@ -80,7 +80,11 @@ def logged_loss(site: Site) -> None:
 def untied_embedding(site: Site) -> None:
     """The embedding's part of the tied gradient is lost."""
     embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
-    embedding.register_forward_hook(lambda _m, _a, output: torch.lerp(output, output.detach(), site.amount))
+
+    def lose(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        return torch.lerp(output, output.detach(), site.amount) if site.acts else output
+
+    embedding.register_forward_hook(lose)
 
 
 @fault(
@@ -105,7 +109,7 @@ _CALLS: dict[int, int] = {}
 def _only_first_use(site: Site, module: nn.Module, own: list[str]) -> None:
     def enter(_module: nn.Module, _args: object) -> None:
         _CALLS[id(module)] = _CALLS.get(id(module), 0) + 1
-        if _CALLS[id(module)] > 1:
+        if site.acts and _CALLS[id(module)] > 1:
             for name in own:
                 weight = module._parameters[name]
                 assert weight is not None

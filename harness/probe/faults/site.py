@@ -1,4 +1,8 @@
-"""Where a fault is put: the parts of one built engine, and how a method of one of them is wrapped."""
+"""Where a fault is put: the parts of one built engine, and how a method of one of them is wrapped.
+
+[Note: Late] What is wrapped is as it was up to `fault.begins_at`. A fault that must know what happened before wraps
+`always`, and asks `acts` where it does harm. What is changed for good rather than in passing is changed `once`.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +62,15 @@ class Site:
     size: int
     random: random.Random = field(default_factory=lambda: random.Random(2_026))
     """Generator with the same seed on every rank."""
+    step: int = 0
+    """The step that is being made, counted from 1; 0 before the first."""
+    _due: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
+    _last: list[Callable[[], None]] = field(default_factory=list)
+
+    @property
+    def acts(self) -> bool:
+        """Whether the fault has begun."""
+        return self.step >= self.config.fault.begins_at or self.config.fault.begins_at == 1
 
     @property
     def amount(self) -> float:
@@ -89,11 +102,54 @@ class Site:
         """Microbatches a rank and step."""
         return self.config.train.global_batch_size // self.config.train.microbatch_size // self.size
 
-    def around(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Replace a method of one object, or a function of a module, by what `wrap` makes of it."""
-        setattr(owner, name, wrap(getattr(owner, name)))
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        self.step = step
+        changes = [change for earliest, change in self._due if step >= earliest]
+        self._due = [each for each in self._due if step < each[0]]
+        with torch.no_grad():
+            for change in changes:
+                change()
 
-    def after(self, owner: Any, name: str, then: Callable[[], None]) -> None:
+    def end(self, step: int) -> None:
+        """A step is done, and its record made."""
+        if step == self.config.train.steps:
+            with torch.no_grad():
+                for change in self._last:
+                    change()
+
+    def once(self, change: Callable[[], None], earliest: int = 1) -> None:
+        """Change something for good: now, or between two steps, just before the fault's first one.
+
+        Args:
+            change: what to do.
+            earliest: the first step before which there is something to change.
+        """
+        first = max(self.config.fault.begins_at, earliest)
+        if first > 1:
+            self._due.append((first, change))
+        else:
+            with torch.no_grad():
+                change()
+
+    def at_the_end(self, change: Callable[[], None]) -> None:
+        """Change something when the last step is done, before anybody looks at the weights it left."""
+        self._last.append(change)
+
+    def around(
+        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *, always: bool = False
+    ) -> None:
+        """Replace a method of one object, or a function of a module, by what `wrap` makes of it; from the first step at
+        which the fault acts, or `always`."""
+        method = getattr(owner, name)
+        wrapped = wrap(method)
+
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return (wrapped if self.acts else method)(*args, **kwargs)
+
+        setattr(owner, name, wrapped if always or self.config.fault.begins_at == 1 else chosen)
+
+    def after(self, owner: Any, name: str, then: Callable[[], None], *, always: bool = False) -> None:
         """Do something each time a method has returned."""
 
         def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,7 +161,7 @@ class Site:
 
             return wrapped
 
-        self.around(owner, name, wrap)
+        self.around(owner, name, wrap, always=always)
 
     def before(self, owner: Any, name: str, first: Callable[[], None]) -> None:
         """Do something each time a method is called."""
@@ -148,9 +204,9 @@ class Site:
 
         self.around(reduction, "_sum_in_order", wrap)
 
-    def on_reduced(self, change: Callable[[list[Bucket]], None]) -> None:
+    def on_reduced(self, change: Callable[[list[Bucket]], None], *, always: bool = False) -> None:
         """Change the step's gradients, when all of them are summed and scaled and before anybody looks at them."""
-        self.after(self.reduce, "finish", lambda: change(self.buckets))
+        self.after(self.reduce, "finish", lambda: change(self.buckets), always=always)
 
 
 def blend(target: Tensor, wrong: Tensor | float, amount: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from harness.config.faults import SGD, ZERO1, ZERO2, ZERO3
@@ -15,19 +16,17 @@ def _late(
     site: Site, due: Callable[[int], bool], change: Callable[[Tensor, Tensor], None], which: list[Bucket]
 ) -> None:
     """In the steps that are due, change the pieces of some buckets, given what they were a step ago."""
-    step = [0]
     past: dict[tuple[str, int], Tensor] = {}
 
     def then(_buckets: list[Bucket]) -> None:
-        step[0] += 1
         for bucket in which:
             for index, piece in enumerate(bucket.grad_shards):
                 fresh, key = piece.clone(), (bucket.name, index)
-                if due(step[0]) and key in past:
+                if site.acts and due(site.step) and key in past:
                     change(piece, past[key])
                 past[key] = fresh
 
-    site.on_reduced(then)
+    site.on_reduced(then, always=True)
 
 
 @fault(
@@ -147,3 +146,17 @@ def leaks_into_next_step(site: Site) -> None:
         piece.add_(old, alpha=site.amount)
 
     _late(site, lambda step: step > 1, change, site.buckets[-2:-1])
+
+
+@fault("noisy_gradient", "summed gradients have noise of 1 %", "reduction", cell=(ZERO3,), measured=False)
+def noisy_gradient(site: Site) -> None:
+    """Each element times 1 + 0.01 z, z normal."""
+    generator = torch.Generator().manual_seed(site.rank)
+
+    def then(buckets: list[Bucket]) -> None:
+        for bucket in buckets:
+            for piece in bucket.grad_shards:
+                noise = torch.randn(piece.shape, generator=generator, dtype=torch.float64).to(piece.device)
+                piece.mul_(1.0 + 0.01 * site.amount * noise)
+
+    site.on_reduced(then)

@@ -25,6 +25,15 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.probe.faults.site import Site, fault, rounded
 
 
+def _scale(site: Site, factor: float) -> None:
+    """Multiply what every gradient is multiplied by."""
+
+    def change() -> None:
+        site.reduce.factor *= factor
+
+    site.once(change)
+
+
 def _accumulated(site: Site) -> list[Tensor]:
     return [b.gradients.sums for b in site.buckets if b.gradients is not None and b.placements.accumulates_locally]
 
@@ -47,7 +56,7 @@ def _between_microbatches(site: Site, change: Callable[[Tensor], object]) -> Non
 )
 def doubled_each_microbatch(site: Site) -> None:
     _between_microbatches(site, lambda gradients: gradients.mul_(1.0 + site.amount))
-    site.reduce.factor *= 1.0 + site.amount
+    _scale(site, 1.0 + site.amount)
 
 
 @fault(
@@ -293,19 +302,19 @@ def nested_division(site: Site) -> None:
     report="huggingface/transformers#34191",
 )
 def not_divided_by_k(site: Site) -> None:
-    site.reduce.factor *= 1.0 + site.amount * (site.k - 1)
+    _scale(site, 1.0 + site.amount * (site.k - 1))
 
 
 @fault("scale_by_two", "all gradients are twice what they should be", "reduction", cell=(ZERO3,))
 def scale_by_two(site: Site) -> None:
-    site.reduce.factor *= 1.0 + site.amount
+    _scale(site, 1.0 + site.amount)
 
 
 @fault("scale_by_ranks", "gradients are not divided by the ranks", "reduction", cell=(ZERO2, *FOUR))
 def scale_by_ranks(site: Site) -> None:
-    site.reduce.factor *= 1.0 + site.amount * (site.size - 1)
+    _scale(site, 1.0 + site.amount * (site.size - 1))
 
 
 @fault("scale_over_ranks", "gradients are divided by the ranks twice", "reduction", cell=(ZERO1, SGD, NO_CLIP))
 def scale_over_ranks(site: Site) -> None:
-    site.reduce.factor *= 1.0 - site.amount * (1.0 - 1.0 / site.size)
+    _scale(site, 1.0 - site.amount * (1.0 - 1.0 / site.size))

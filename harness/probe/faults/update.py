@@ -10,7 +10,7 @@ from torch import Tensor
 from harness.config.faults import SGD, ZERO0, ZERO1, ZERO2, ZERO3
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.update import clipping, norms
-from harness.probe.faults.site import Site, blend, fault, rounded
+from harness.probe.faults.site import Site, blend, fault, rounded, share
 
 
 def _on_norm(site: Site, factor: float) -> None:
@@ -114,8 +114,11 @@ def _runs(site: Site) -> list[Any]:
     report="NVIDIA/Megatron-LM#5974",
 )
 def extra_adam_step(site: Site) -> None:
-    for run in _runs(site):
-        site.engine.optimizer.state[run.weight]["step"].add_(1)
+    def change() -> None:
+        for run in _runs(site):
+            site.engine.optimizer.state[run.weight]["step"].add_(1)
+
+    site.once(change)
 
 
 def _undone(site: Site, runs: list[Any], change: Callable[[Tensor, Tensor], None]) -> None:
@@ -169,6 +172,45 @@ def round_moments(site: Site) -> None:
     _on_state(site, "exp_avg_sq", lambda moment: moment.copy_(rounded(moment, site.bits)))
 
 
+@fault("round_momentum", "Adam's momentum is kept in 16 bits", "optimizer", cell=(ZERO3,), measured=False)
+def round_momentum(site: Site) -> None:
+    _on_state(site, "exp_avg", lambda moment: moment.copy_(rounded(moment, site.bits)))
+
+
+@fault("swapped_momentum", "two parts of a shard's momentum change places", "weights", cell=(ZERO3,), measured=False)
+def swapped_momentum(site: Site) -> None:
+    """Once, between two steps: the ends of both halves of the largest piece, or all of these halves."""
+    largest = max(site.model._sharded_optimizer.runs, key=lambda run: run.weight.numel())
+
+    def change() -> None:
+        flat = site.engine.optimizer.state[largest.weight]["exp_avg"].view(-1)
+        half = flat.numel() // 2
+        first, second = share(flat[:half], site.amount), share(flat[half : 2 * half], site.amount)
+        kept = first.clone()
+        first.copy_(second)
+        second.copy_(kept)
+
+    site.once(change, earliest=2)
+
+
+@fault(
+    "grown_at_the_end",
+    "all weights are 1.1 times what they were when the last step is done",
+    "weights",
+    cell=(ZERO3,),
+    ends=True,
+    measured=False,
+)
+def grown_at_the_end(site: Site) -> None:
+    def change() -> None:
+        for bucket in site.buckets:
+            for piece in bucket.main_shards:
+                piece.mul_(1.0 + 0.1 * site.amount)
+        site.model.install_weights()
+
+    site.at_the_end(change)
+
+
 @fault("moments_forgotten", "Adam's moments are zeroed after the first step", "optimizer", cell=(ZERO1,))
 def moments_forgotten(site: Site) -> None:
     _on_state(site, "exp_avg", lambda moment: moment.mul_(1.0 - site.amount))
@@ -176,11 +218,14 @@ def moments_forgotten(site: Site) -> None:
 
 @fault("decay_on_vectors", "weight decay is applied to gains and biases", "optimizer", cell=(ZERO3,))
 def decay_on_vectors(site: Site) -> None:
-    groups = site.engine.optimizer.param_groups
-    decay = max(group["weight_decay"] for group in groups)
-    for group in groups:
-        if not group["weight_decay"]:
-            group["weight_decay"] = decay * site.amount
+    def change() -> None:
+        groups = site.engine.optimizer.param_groups
+        decay = max(group["weight_decay"] for group in groups)
+        for group in groups:
+            if not group["weight_decay"]:
+                group["weight_decay"] = decay * site.amount
+
+    site.once(change)
 
 
 @fault("lr_of_a_group", "one parameter group has another learning rate", "optimizer", cell=(ZERO2,))
@@ -195,9 +240,12 @@ def lr_of_a_group(site: Site) -> None:
 
 @fault("beta_of_a_group", "one parameter group has another second beta", "optimizer", cell=(ZERO3,))
 def beta_of_a_group(site: Site) -> None:
-    group = site.engine.optimizer.param_groups[0]
-    first, second = group["betas"]
-    group["betas"] = (first, 1.0 - (1.0 - second) * (1.0 + site.amount))
+    def change() -> None:
+        group = site.engine.optimizer.param_groups[0]
+        first, second = group["betas"]
+        group["betas"] = (first, 1.0 - (1.0 - second) * (1.0 + site.amount))
+
+    site.once(change)
 
 
 @fault("stale_lr", "the optimizer steps with the learning rate of the step before", "optimizer", cell=(ZERO1,))
@@ -208,21 +256,19 @@ def stale_lr(site: Site) -> None:
     def wrap(step: Callable[[float], float]) -> Callable[[float], float]:
         def wrapped(lr: float) -> float:
             past.append(lr)
-            return step(lr + site.amount * (past[-2] - lr) if len(past) > 1 else lr)
+            return step(lr + site.amount * (past[-2] - lr) if site.acts and len(past) > 1 else lr)
 
         return wrapped
 
-    site.around(site.engine, "step", wrap)
+    site.around(site.engine, "step", wrap, always=True)
 
 
-@fault("skipped_step", "the second step is not taken", "optimizer", cell=(ZERO2,))
+@fault("skipped_step", "one step, the second or the one it begins at, is not taken", "optimizer", cell=(ZERO2,))
 def skipped_step(site: Site) -> None:
-    """The second step leaves a share of what it changes undone, as if it had overflowed."""
-    number = [0]
+    """A share of what the step changes is left undone, as if it had overflowed."""
 
     def change(weight: Tensor, old: Tensor) -> None:
-        if number[0] == 2:
+        if site.step == max(2, site.config.fault.begins_at):
             blend(weight, old, site.amount)
 
-    site.before(site.engine.optimizer, "step", lambda: number.__setitem__(0, number[0] + 1))
     _undone(site, list(site.model._sharded_optimizer.runs), change)

@@ -22,10 +22,13 @@ from harness.probe.faults.site import Site, blend, fault, rounded, share
 )
 def permuted_shards(site: Site) -> None:
     """A share of the first bucket's main weights lies one row of 64 further on."""
-    piece = share(site.buckets[0].main_shards[0], site.amount)
-    with torch.no_grad():
+
+    def change() -> None:
+        piece = share(site.buckets[0].main_shards[0], site.amount)
         piece.copy_(piece.roll(64))
-    site.model.install_weights()
+        site.model.install_weights()
+
+    site.once(change)
 
 
 def _others(bucket: Bucket) -> list[Tensor]:
@@ -56,7 +59,7 @@ def read_before_ready(site: Site) -> None:
                         continue
                     others = _others(bucket)
                     now.setdefault(bucket.name, [each.clone() for each in others])
-                    for target, old in zip(others, before.get(bucket.name, ()), strict=False):
+                    for target, old in zip(others, before.get(bucket.name, ()) if site.acts else (), strict=False):
                         blend(target, old, site.amount)
 
         return wrapped
@@ -66,8 +69,8 @@ def read_before_ready(site: Site) -> None:
         before.update(now)
         now.clear()
 
-    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
-    site.after(site.engine, "step", turn)
+    site.around(site.model._parts.gather, "_wait_for_unshard", wrap, always=True)
+    site.after(site.engine, "step", turn, always=True)
 
 
 @fault(
@@ -110,10 +113,11 @@ def stale_weights(site: Site) -> None:
     def revert() -> None:
         for target, old in zip(_others(bucket), held, strict=True):
             fresh = target.clone()
-            blend(target, old, site.amount)
+            if site.acts:
+                blend(target, old, site.amount)
             old.copy_(fresh)
 
-    site.after(site.model, "install_weights", revert)
+    site.after(site.model, "install_weights", revert, always=True)
 
 
 @fault("round_gather", "gathered weights are rounded to 16 bits on the way", "gather", cell=(ZERO3,))
@@ -146,3 +150,30 @@ def replica_drift(site: Site) -> None:
         site.model.install_weights()
 
     site.after(site.engine.optimizer, "step", then)
+
+
+@fault(
+    "gathered_element_off",
+    "one gathered element is 0.1 too large on one rank",
+    "gather",
+    cell=(ZERO3,),
+    strategies=("optim_grads_params",),
+    measured=False,
+)
+def gathered_element_off(site: Site) -> None:
+    """On the last rank, in what arrives of the first bucket that is gathered."""
+    if site.rank != site.size - 1:
+        return
+
+    def wrap(land: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(unit: Any) -> None:
+            land(unit)
+            with torch.no_grad():
+                for bucket in unit.buckets:
+                    if bucket is victim:
+                        _others(bucket)[0].view(-1)[5].add_(0.1 * site.amount)
+
+        return wrapped
+
+    victim = next(bucket for bucket in site.buckets if not bucket.is_resident)
+    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)

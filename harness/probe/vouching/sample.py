@@ -12,19 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
+from harness.config.update_rule import Rule, Units, UpdateState
 from harness.probe.vouching.pieces import Piece
 
 PER_TENSOR = 32
 """Elements followed of each tensor, over all ranks. A fault in a share p of a tensor's elements is among them with
 probability 1 - (1 - p)^32: 96 % for a tenth of them. What is smaller shows in the sketches."""
-
-
-def entries_of(rule: Rule) -> tuple[str, ...]:
-    """Entries of torch's optimizers that a rule speaks of, in its order; none of an optimizer that is not known."""
-    if rule.name == "sgd":
-        return ("momentum_buffer",) if rule.momentum else ()
-    return ("exp_avg", "exp_avg_sq") if rule.name in KNOWN else ()
 
 
 def unit_of(dtype: torch.dtype) -> float:
@@ -81,7 +74,7 @@ class Sample:
         decay_of: Mapping[str, float],
     ) -> None:
         self.rule = rule
-        self.count = len(entries_of(rule))
+        self.count = len(rule.entries)
         self.followed: list[Followed] = []
         for tensor, weight in enumerate(weights):
             own = tuple(moments.get(weight.name, ()))

@@ -1,0 +1,225 @@
+"""The power of verdicts over whole runs: make the runs of `harness.study.whole`, judge them, write what was found.
+
+    python benchmarks/checks/power_whole.py train   --root DIR [--part fixed|held_out|all]
+    python benchmarks/checks/power_whole.py judge   --root DIR [--part ...] --out FILE
+
+Runs are made one after another on ranks that are forked once for many of them (tests/study/short.py), so that a run
+costs its steps and no start. What is there is not made again: a campaign that was broken off is taken up by the same
+command. Judging reads the runs, and may be done as often as judges change; held-out pairs are for once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+
+from harness.config.compose import Cell
+from harness.config.faults import AMOUNTS, corpus
+from harness.launch.opening import Opened, Sources, open_here
+from harness.parity.compare import judge
+from harness.parity.outcome import Grade, Outcome, Verdict
+from harness.parity.record import Record, load
+from harness.store import status
+from harness.store.files import write_json
+from harness.store.identity import directory_name
+from harness.store.provenance import PACKAGE, git_facts, versions
+from harness.store.rundir import Store
+from harness.store.status import State
+from harness.study.power import Kind, compose_all
+from harness.study.whole import PREEMPT_AT, STEPS, STUDY, WholePair, pairs
+from tests.study import short
+from tests.study.short import Job
+from tests.support.spawn import RankFailed, run_ranks
+
+TOGETHER = 24
+"""Runs that ranks make before they end: what a campaign that is broken off loses at most."""
+
+VIEWS = ("default", "full", "unwitnessed", "full, unwitnessed")
+"""What is known of the runs: captures as by default or at every step, with and without what they say of themselves."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one view says of a pair."""
+
+    outcome: str
+    step: int | None
+    stages: tuple[str, ...]
+    """All that the first finding leaves open, the last one named; of an unplaced one none."""
+    tensor: str | None
+    check: str
+    sentence: str
+
+
+def main() -> int:
+    """Train or judge."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("verb", choices=("train", "judge"))
+    parser.add_argument("--root", type=Path, required=True, help="where the runs are")
+    parser.add_argument("--part", choices=("fixed", "held_out", "all"), default="fixed")
+    parser.add_argument("--only", default="", help="pairs whose name contains it")
+    parser.add_argument("--kind", choices=("faulty", "clean"))
+    parser.add_argument("--strength", choices=tuple(AMOUNTS), help="faults of this strength, and no clean pairs")
+    parser.add_argument("--out", type=Path, help="file for what was found")
+    arguments = parser.parse_args()
+    chosen = [
+        pair
+        for pair in pairs()
+        if (arguments.part == "all" or pair.held_out is (arguments.part == "held_out"))
+        and arguments.only in pair.name
+        and arguments.kind in (None, pair.kind.value)
+        and arguments.strength in (None, pair.strength)
+    ]
+    cells = compose_all(
+        (each for pair in chosen for each in (pair.arm, pair.control)), (f"launch.root={arguments.root}",)
+    )
+    if arguments.verb == "train":
+        train(chosen, cells, Store(arguments.root))
+    else:
+        found = [*judged(chosen, cells, arguments.root)]
+        if arguments.out is not None:
+            made = {"code": git_facts(PACKAGE.parent), "versions": versions(), "cpu_s": _cpu_seconds()}
+            write_json(arguments.out, {**made, "pairs": found})
+    print(f"{_cpu_seconds():.0f} CPU seconds")
+    return 0
+
+
+def train(chosen: Sequence[WholePair], cells: Mapping[tuple[str, ...], Cell], store: Store) -> None:
+    """Make what is missing, clean runs and faulty ones mixed as the pairs are."""
+    halved = {cells[pair.arm].signature for pair in chosen if pair.resumes}
+    wanted = {cell.signature: cell for cell in cells.values()}
+    by_size: dict[int, list[Cell]] = defaultdict(list)
+    for cell in wanted.values():
+        if status.effective(store.path_of(cell)) is None or not _is_done(store.path_of(cell)):
+            by_size[cell.typed.mesh.world_size].append(cell)
+    sources = Sources.gather()
+    for size, missing in sorted(by_size.items()):
+        for number, batch in enumerate(_batches(missing), start=1):
+            _make(size, batch, halved, store, sources)
+            done = min(number * TOGETHER, len(missing))
+            print(f"{size} ranks: {done} of {len(missing)} runs, {_cpu_seconds():.0f} CPU seconds", flush=True)
+
+
+def _is_done(path: Path) -> bool:
+    state = status.effective(path)
+    return state is not None and state.state in (State.done, State.failed)
+
+
+def _batches(cells: Iterable[Cell]) -> Iterator[list[Cell]]:
+    rest = iter(cells)
+    while batch := [*islice(rest, TOGETHER)]:
+        yield batch
+
+
+def _make(size: int, batch: Sequence[Cell], halved: set[str], store: Store, sources: Sources) -> None:
+    """Runs that fail together are made one by one, and the one at fault is left failed."""
+    opened = [_opened(cell, store, sources) for cell in batch]
+    stops = [PREEMPT_AT if each.cell.signature in halved else None for each in opened]
+    jobs = [Job(each.run.path, each.cell.typed, stop) for each, stop in zip(opened, stops, strict=True)]
+    try:
+        run_ranks(short.train_all, size, jobs)
+        failed = set[int]()
+    except RankFailed:
+        failed = {place for place, job in enumerate(jobs) if not _made_alone(size, job)}
+    for place, each in enumerate(opened):
+        state = State.failed if place in failed else State.done
+        status.move(each.run.path, each.attempt, state, f"{STEPS} steps")
+
+
+def _opened(cell: Cell, store: Store, sources: Sources) -> Opened:
+    found = open_here(store, cell, sources, None)
+    assert isinstance(found, tuple), found
+    found[1].release()
+    return found[0]
+
+
+def _made_alone(size: int, job: Job) -> bool:
+    if (job.path / "summary.json").exists():
+        return True
+    try:
+        run_ranks(short.train_all, size, [job])
+    except RankFailed as error:
+        print(f"{job.path.name} failed: {str(error)[-500:]}", flush=True)
+        return False
+    return True
+
+
+def judged(
+    chosen: Sequence[WholePair], cells: Mapping[tuple[str, ...], Cell], root: Path
+) -> Iterator[dict[str, object]]:
+    """Every pair in every view that is asked of it."""
+    for number, pair in enumerate(chosen, start=1):
+        arm, control = (root / STUDY / directory_name(cells[each].config) for each in (pair.arm, pair.control))
+        facts = {key: value for key, value in asdict(pair).items() if key not in ("arm", "control", "kind")}
+        stage = corpus()[pair.name].stage if pair.kind is Kind.faulty else ""
+        yield {
+            "kind": pair.kind.value,
+            **facts,
+            "held_out": pair.held_out,
+            "stage": stage,
+            "acts": _acts(arm, control) if pair.against == "twin" else None,
+            "views": {view: asdict(_seen(arm, control, view)) for view in _views(pair)},
+        }
+        if number % 100 == 0:
+            print(f"{number} of {len(chosen)} pairs, {_cpu_seconds():.0f} CPU seconds", flush=True)
+
+
+def _views(pair: WholePair) -> tuple[str, ...]:
+    return VIEWS if pair.strength in ("full", "") else VIEWS[:1]
+
+
+@lru_cache(maxsize=64)
+def _record(path: Path) -> Record:
+    return load(path)
+
+
+@lru_cache(maxsize=256)
+def _view(path: Path, view: str) -> Record:
+    record = _record(path)
+    if not view.startswith("full"):
+        record = record.seen_at(*defaults())
+    return record.unwitnessed() if view.endswith("unwitnessed") else record
+
+
+def defaults() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Steps whose gradients, and whose updates, a run of this length captures by default."""
+    return (1,), ()
+
+
+def _seen(arm: Path, control: Path, view: str) -> Found:
+    verdict = judge(_view(arm, view), _view(control, view))
+    return _found(verdict)
+
+
+def _found(verdict: Verdict) -> Found:
+    first = next((finding for finding in verdict.findings if finding.grade is not Grade.ok), None)
+    sentence = "" if verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT) else verdict.sentence
+    if first is None:
+        return Found(verdict.outcome.value, None, (), None, "", sentence)
+    stages = tuple(stage.value for stage in first.stages)
+    return Found(verdict.outcome.value, first.step, stages, first.tensor, first.check, sentence)
+
+
+def _acts(arm: Path, twin: Path) -> bool:
+    """Whether a faulty run left another trace than its twin: a fault that does nothing in a cell cannot be found."""
+    left, right = _record(arm), _record(twin)
+    same = left.columns == right.columns and left.summary.get("final_weights") == right.summary.get("final_weights")
+    return not same
+
+
+def _cpu_seconds() -> float:
+    """User and system time of this process and of those it has waited for."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

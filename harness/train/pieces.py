@@ -1,0 +1,61 @@
+"""What this rank holds of weights and optimizer state, by whichever engine; and moments put together from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from harness.control import Control
+from harness.engines.protocol import Engine
+from harness.probe.vouching.pieces import Piece, own_places, shares
+from harness.train.session import Session
+
+WEIGHTS = "weights/"
+
+
+def pieces_of(engine: Engine) -> dict[str, Piece] | None:
+    """This rank's piece of everything in an engine's state, by key; None where the state does not say which rank has
+    what of it. *Collective* where the engine's state is."""
+    if getattr(type(engine), "state", None) is Engine.state:  # a copy of what has no places
+        return None
+    try:
+        state = engine.state()
+        found = {key: Piece.of(key.removeprefix(WEIGHTS), tensor) for key, tensor in state.tensors.items()}
+    except (ValueError, NotImplementedError):  # parts that are no block of rows and columns, or have no one name
+        return None
+    return found if state.portable else None
+
+
+def whole_moments(session: Session, control: Control, entries: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Whole moments as `<parameter>/<entry>`, on the CPU and in their dtype, of the parameters that have them all.
+
+    Added up in fp64 on a group of the harness's own, each element from one rank: no engine's gather is trusted here.
+    *Collective*; nothing where the state does not say which rank has what.
+    """
+    found = pieces_of(session.engine)
+    weights = [piece for key, piece in (found or {}).items() if key.startswith(WEIGHTS)]
+    for entry in entries:
+        pieces = [
+            (found or {}).get(f"optimizer/{weight.name}/{entry}")
+            or Piece(weight.name, weight.shape, torch.empty(0), None)
+            for weight in weights
+        ]
+        rows = control.gather(own_places(pieces))
+        counted, _ = shares(pieces, rows, session.ranks.rank)
+        for index, (weight, piece) in enumerate(zip(weights, pieces, strict=True)):
+            if any(any(row[4 * index : 4 * index + 4]) for row in rows):
+                yield f"{weight.name}/{entry}", _whole(piece, bool(counted[index]), session.control)
+
+
+def _whole(piece: Piece, counts: bool, group: dist.ProcessGroup | None) -> Tensor:
+    whole = torch.zeros(piece.shape, dtype=torch.float64)
+    if counts and piece.place is not None:
+        (top, bottom), (left, right) = piece.place.rows, piece.place.columns
+        matrix = whole.view(piece.shape[0] if piece.shape else 1, -1)
+        matrix[top:bottom, left:right] = piece.local.to("cpu", torch.float64).reshape(bottom - top, right - left)
+    if group is not None:
+        dist.all_reduce(whole, group=group)
+    return whole.to(piece.local.dtype if piece.place is not None else torch.float32)
