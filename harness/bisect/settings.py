@@ -166,7 +166,7 @@ class KeySearch:
         from harness.launch.submit import submit  # late: a refusal needs none of it
 
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
-            code = submit(cells, Terminal(nowhere, several=True))
+            code = submit(cells, Terminal(nowhere))
         if code == 130:
             raise KeyboardInterrupt
         if code == 75:

@@ -102,6 +102,8 @@ def _consistent(parsed: argparse.Namespace) -> None:
         raise refuse(
             "--cfg", "shows one configuration, and -m asks for many", fix="drop -m, or use launch.dry_run=true"
         )
+    if parsed.resolve and not parsed.cfg:
+        raise refuse("--resolve", "goes with --cfg, which it fills in", fix="--cfg job --resolve, or leave it out")
     if parsed.frozen and (parsed.multirun or parsed.cfg):
         raise refuse(
             "--from", "runs one frozen cell again", fix="drop -m and --cfg; `python -m harness show RUN` prints it"

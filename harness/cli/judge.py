@@ -13,6 +13,7 @@ from harness.cli.verb import Verb
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
 from harness.store.rundir import Store
+from harness.store.screen import painted
 
 
 def _compare_arguments(parser: ArgumentParser) -> None:
@@ -74,7 +75,8 @@ def _compare_code(arguments: Namespace) -> int:
 
 def _say(found: Verdict, arguments: Namespace) -> int:
     (found,) = _scripted(found)
-    print(json.dumps(found.as_json(), indent=2) if arguments.json else text(found, explained=arguments.explain))
+    told = text(found, explained=arguments.explain)
+    print(json.dumps(found.as_json(), indent=2) if arguments.json else painted(told))
     return found.exit_code
 
 
@@ -96,7 +98,8 @@ def _verdict_arguments(parser: ArgumentParser) -> None:
 def _verdict(arguments: Namespace) -> int:
     found = _judged(arguments)
     found = replace(found, arms=_scripted(*found.arms))
-    print(json.dumps(found.as_json(), indent=2) if arguments.json else study_text(found, explained=arguments.explain))
+    told = study_text(found, explained=arguments.explain)
+    print(json.dumps(found.as_json(), indent=2) if arguments.json else painted(told))
     return found.exit_code
 
 

@@ -1,7 +1,8 @@
-"""Weights & Biases: `sync STUDY|RUN`."""
+"""Weights & Biases: `sync STUDY|RUN` and `wandb push STUDY`."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shlex
 from argparse import ArgumentParser, Namespace
@@ -21,19 +22,20 @@ def offline_argument(parser: ArgumentParser) -> None:
     parser.add_argument("--offline", action="store_true", help="write files for `wandb sync` instead of sending them")
 
 
-def mode_of(arguments: Namespace, verb: str) -> WandbMode:
+def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
     """Where a verb sends to.
 
     Raises:
-        BadRequest: the package or a key is missing, or `WANDB_MODE` is no mode that sends.
+        BadRequest: one of the packages or a key is missing, or `WANDB_MODE` is no mode that sends.
     """
     try:
         mode = mirror_mode(WandbMode.offline if arguments.offline else WandbMode.online, os.environ)
-        import wandb  # noqa: F401
     except ValueError as error:
         raise refuse(verb, str(error), fix="unset WANDB_MODE") from None
-    except ImportError:
-        raise refuse(verb, "the package wandb is not installed", fix="pip install '.[wandb]'") from None
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            name = package.replace("_", "-")
+            raise refuse(verb, f"the package {name} is not installed", fix="pip install '.[wandb]'")
     if mode is WandbMode.disabled:
         raise refuse(verb, "WANDB_MODE=disabled sends nothing", fix="unset WANDB_MODE")
     if mode is WandbMode.online and not has_key(os.environ):
@@ -50,7 +52,7 @@ def _sync_arguments(parser: ArgumentParser) -> None:
 def _sync(arguments: Namespace) -> int:
     from harness.mirror.sync import sync
 
-    mode = mode_of(arguments, f"sync {arguments.ref}")
+    mode = mode_of(arguments, f"sync {arguments.ref}", "wandb")
     store = Store(arguments.root)
     sync(runs_of(store, arguments.ref), mode, probe(), lambda line: print(line, flush=True))
     if mode is WandbMode.offline:
@@ -63,3 +65,30 @@ def _sync(arguments: Namespace) -> int:
 SYNC = Verb(
     "sync", "stored runs into wandb: one run for each, whole, with its distance to the control", _sync_arguments, _sync
 )
+
+
+def _wandb_arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("action", choices=("push",), help="push: verdicts, evidence, pictures and the dashboard")
+    parser.add_argument("study", metavar="STUDY", help="name of a study that was run")
+    offline_argument(parser)
+
+
+def _push(arguments: Namespace) -> int:
+    mode = mode_of(arguments, f"wandb push {arguments.study}", "wandb", "wandb_workspaces")
+    from harness.mirror.push import FILES, push
+
+    made = push(Store(arguments.root).root, arguments.study, mode)
+    drawn = (
+        f"{made.pictures} picture(s)" if made.pictures else "no pictures (they need a checkout with its extra analysis)"
+    )
+    print(f"{made.outcome}: verdicts, evidence, {drawn} and the dashboard in one run")
+    if mode is WandbMode.offline:
+        print(f"in {made.folder.parent / FILES}; only an online push makes the dashboard on the server")
+        print(f"next: wandb sync {shlex.quote(str(made.folder))}")
+    else:
+        print(f"dashboard  {made.dashboard}")
+    say_next(arguments, f"sync {shlex.quote(arguments.study)}")
+    return 0
+
+
+WANDB = Verb("wandb", "wandb push STUDY: its verdicts, evidence, pictures and dashboard", _wandb_arguments, _push)

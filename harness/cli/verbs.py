@@ -6,7 +6,7 @@ from harness.cli.bisect import BISECT
 from harness.cli.convert import EXPORT, IMPORT
 from harness.cli.cost import BENCH
 from harness.cli.judge import COMPARE, VERDICT
-from harness.cli.mirror import SYNC
+from harness.cli.mirror import SYNC, WANDB
 from harness.cli.power import POWER
 from harness.cli.rehearse import REHEARSE
 from harness.cli.runs import CANCEL, DIFF, GC, RETRY, SHOW, WATCH
@@ -27,5 +27,6 @@ VERBS: tuple[Verb, ...] = (
     EXPORT,
     IMPORT,
     SYNC,
+    WANDB,
     GC,
 )

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import cached_property
 from operator import attrgetter
-from typing import Any, cast, get_origin
+from typing import Any, cast, get_args, get_origin
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
@@ -142,7 +142,7 @@ def freeze(root: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str]
         raise BadRequest([explain_unsaid(str(error.full_key), root)]) from error
     except OmegaConfBaseException as error:
         raise refuse(error.full_key or "interpolation", str(error).splitlines()[0]) from error
-    _check_kinds(config)
+    check_kinds(config)
     _anchor_paths(config)
     _count(config)
     violations = rules.check(config, overrides)
@@ -214,21 +214,40 @@ def _empty_root() -> DictConfig:
     return typed_root()
 
 
-def _check_kinds(config: Config) -> None:
-    """Refuse an interpolation that ends at a number where a list or table is due: OmegaConf lets it through.
+def check_kinds(config: Any, under: str = "") -> None:
+    """Refuse what OmegaConf lets through: an interpolation that ends at a number where a list or table is due, and a
+    list or table that holds another one, or a number, where texts are due.
+
+    Args:
+        config: the typed root, or what lies in it under the path `under`.
+        under: such as `study`.
 
     Raises:
         BadRequest: naming each such setting.
     """
     from harness.config.hints import explain_setting
 
+    held = {path: setting.type for path, setting in settings().items() if path.startswith(f"{under}." if under else "")}
+    values = {path: attrgetter(path.removeprefix(f"{under}."))(config) for path in held}
     wrong = [
-        explain_setting(path, value)
-        for path, setting in settings().items()
-        if (kind := get_origin(setting.type)) is not None and not isinstance(value := attrgetter(path)(config), kind)
+        explain_setting(path, values[path])
+        for path, kind in held.items()
+        if get_origin(kind) is not None and not _fits(values[path], kind)
     ]
     if wrong:
         raise BadRequest(wrong)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a kind, `dict[str, list[str]]` say, all the way down."""
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(each, inner[0]) for each in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(
+            _fits(key, inner[0]) and _fits(each, inner[1]) for key, each in value.items()
+        )
+    return kind is Any or (isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool))
 
 
 def _anchor_paths(config: Config) -> None:

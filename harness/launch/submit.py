@@ -18,7 +18,9 @@ from harness.launch.plan import Action, Decision
 from harness.launch.slurm import submission
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.waiting import wait_for
+from harness.store import screen
 from harness.store.errors import EXIT_BUSY
+from harness.store.identity import directory_name
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from harness.store.study import judging_verb
@@ -37,8 +39,7 @@ def submit(cells: Sequence[Cell], terminal: Terminal | None = None) -> int:
     if any(cell.config["launch"]["dry_run"] for cell in cells):
         print(preview.preview(cells))
         return 0
-    terminal = terminal or Terminal(several=len(cells) > 1)
-    return _Request(cells, terminal).carry_out()
+    return _Request(cells, terminal or Terminal()).carry_out()
 
 
 class _Request:
@@ -46,6 +47,7 @@ class _Request:
         self._cells = cells
         self._terminal = terminal
         self._several = len(cells) > 1
+        self._labels = _labels(cells)
         self._store = Store(cells[0].config["launch"]["root"])
         self._sources = Sources.gather()
         self._jobs = submission.probe()
@@ -93,18 +95,34 @@ class _Request:
         return pool.run(cells)
 
     def _on_decision(self, cell: Cell, decision: Decision) -> None:
-        self._terminal.line(f"{self._store.path_of(cell)}: {decision.why}")
+        self._terminal.settle(f"{self._place(cell)}{self._store.path_of(cell)}: {decision.why}")
 
     def _on_start(self, opened: Opened) -> Callable[[dict[str, Any]], None]:
+        """Begin to show a cell. Each cell of a set has one line of a terminal, which moves, and stays as its end."""
         world_size = opened.cell.typed.mesh.world_size
-        self._terminal.line(f"{opened.run.path}: {world_size} rank{'s' * (world_size > 1)}, attempt {opened.attempt}")
-        return RunDisplay(self._terminal, opened.run.path.name if self._several else "")
+        begun = f"{world_size} rank{'s' * (world_size > 1)}, attempt {opened.attempt}"
+        label = self._place(opened.cell) + self._labels[opened.cell.signature] if self._several else ""
+        if self._several and self._terminal.moving:
+            self._terminal.update(f"{label}  {begun}")
+        else:
+            self._terminal.line(f"{self._place(opened.cell)}{opened.run.path}: {begun}")
+        return RunDisplay(self._terminal, label)
 
     def _on_end(self, opened: Opened, ended: Ended) -> None:
         if ended.report:
             self._terminal.line(f"\n{ended.report}")
         logs = "" if ended.state is State.done else f" (logs: {opened.run.attempt_dir(opened.attempt)})"
-        self._terminal.line(f"{opened.run.path}: {ended.state.value}, {ended.reason}{logs}")
+        told = f"{self._place(opened.cell)}{opened.run.path}: {ended.state.value}, {ended.reason}{logs}"
+        if self._several:
+            self._terminal.settle(told)
+        else:
+            self._terminal.line(told)
+
+    def _place(self, cell: Cell) -> str:
+        """`cell 3 of 12`, in the order asked for; nothing of a single one."""
+        if not self._several:
+            return ""
+        return f"cell {list(self._labels).index(cell.signature) + 1} of {len(self._labels)}  "
 
     def _say_next(self, code: int) -> None:
         for command in self._next(code):
@@ -124,3 +142,10 @@ class _Request:
             verbs = [f"show {ref}", f"watch {study}"]
         where = "" if self._store.root == Path("runs").absolute() else f" --root {shlex.quote(str(self._store.root))}"
         return [f"python -m harness {verb}{where}" for verb in verbs]
+
+
+def _labels(cells: Sequence[Cell]) -> dict[str, str]:
+    """Each cell's name without what all of them have, by signature, in their order."""
+    names = {cell.signature: directory_name(cell.config) for cell in cells}
+    short = screen.labels(set(names.values()))
+    return {signature: short[name] for signature, name in names.items()}

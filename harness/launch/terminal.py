@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import IO, Any
 
+from harness.store import screen
+
 PLAIN_LINES = 10
 """About how many lines of progress a run prints where nothing can be overwritten, however long it is."""
 PLAIN_PAUSE_S = 15.0
@@ -78,27 +80,34 @@ class RunDisplay:
 class Terminal:
     """Where a request's output goes."""
 
-    def __init__(self, out: IO[str] | None = None, *, several: bool = False) -> None:
-        """`several` runs at once share the terminal: then nothing is overwritten."""
+    def __init__(self, out: IO[str] | None = None) -> None:
         self._out = out or sys.stdout
-        self.moving = self._out.isatty() and not several
+        self.moving = self._out.isatty()
+        """Whether a line can be replaced."""
         self._open = False
 
     def line(self, text: str) -> None:
-        """Print a line that stays."""
+        """Print a line that stays, below the moving one if there is one."""
         self._finish_moving()
-        self._write(text + "\n")
+        self._write(screen.painted(text, self._out) + "\n")
+
+    def settle(self, text: str) -> None:
+        """Print a line that stays, in the place of the moving one."""
+        if self._open:
+            self._write("\r\x1b[K")
+            self._open = False
+        self.line(text)
 
     def page(self, text: str) -> None:
         """Print a text of several lines, instead of the last one where the terminal can move."""
         if self.moving:
-            self._write(f"\x1b[H\x1b[J{text}\n")
+            self._write(f"\x1b[H\x1b[J{screen.painted(text, self._out)}\n")
         else:
             self.line(text)
 
     def update(self, text: str) -> None:
-        """Replace the moving line."""
-        self._write(f"\r\x1b[K{text}")
+        """Replace the moving line; what does not fit is left out, as a line that wraps could not be replaced."""
+        self._write(f"\r\x1b[K{screen.cut(text, screen.width())}")
         self._open = True
 
     def _finish_moving(self) -> None:

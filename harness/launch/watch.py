@@ -95,16 +95,16 @@ def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
 
 
 def render(found: Sequence[Row], width: int) -> str:
-    """The table, what failed grouped by its first line, and the count of states; no line is wider than `width`."""
+    """The table, what failed grouped by its first line, and the count of states, in lines of `width` columns."""
     labels = screen.labels({one.name for one in found})
     cells = [(labels[one.name], *one.cells()[1:]) for one in found]
     told = any(reason for *_, reason in cells)
-    head, *body = ([*row[:-1], screen.cut(row[-1], width)] if told else row[:-1] for row in (HEADER, *cells))
+    head, *body = (row if told else row[:-1] for row in (HEADER, *cells))
     lines = screen.table(head, body, width, flexible=(len(head) - 1, 0) if told else (0,), rule=False)
-    lines += _groups(found)
+    lines += [line for each in _groups(found) for line in screen.fold(each, width, " " * 6)]
     counts = Counter(one.state for one in found)
-    lines.append(", ".join(f"{count} {state}" for state, count in sorted(counts.items())))
-    return "\n".join(screen.cut(line, width) for line in lines)
+    lines += screen.fold(", ".join(f"{count} {state}" for state, count in sorted(counts.items())), width)
+    return "\n".join(lines)
 
 
 def _groups(found: Iterable[Row]) -> list[str]:

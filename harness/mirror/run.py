@@ -78,7 +78,7 @@ class MirrorRun:
         own = Path(self._run.dir).parent
         self._run.finish(exit_code=int(results["result/state"] != "done"))
         if self._mode is WandbMode.offline:
-            _drop_others(self._run_dir.path / "wandb", own)
+            drop_others(self._run_dir.path / "wandb", own)
 
 
 def quiet_settings(*, stats: bool) -> Any:
@@ -95,7 +95,7 @@ def quiet_settings(*, stats: bool) -> Any:
     )
 
 
-def _drop_others(folder: Path, own: Path) -> None:
+def drop_others(folder: Path, own: Path) -> None:
     """`wandb sync` of the folder must find one file: this one, which holds the whole record."""
     for other in folder.glob("offline-run-*"):
         if other.resolve() != own.resolve():

@@ -1,25 +1,57 @@
-"""Text that fits a terminal: names by what differs, tables and sentences no wider than there is room.
+"""Text that fits a terminal: names by what differs, tables and sentences no wider than there is room, colours.
 
-Where output is no terminal and COLUMNS is not set, nothing is shortened or wrapped: a pipe gets every character.
+Where output is no terminal and COLUMNS is not set, nothing is shortened or wrapped: a pipe gets every character, and
+none of them is a colour's.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Collection, Sequence
+from typing import IO
 
 UNLIMITED = 10_000
-LEAST = 8
-"""A column is never made narrower."""
+LEAST = 12
+"""A column is never made narrower: a run's signature stays whole."""
 TAIL = 9
 """Characters kept at the end of what is shortened: a run's signature and its dash."""
-GAP = "  "
+GAP, INDENT = "  ", "    "
+COLOURS = {
+    "32": ("done", "EQUAL", "EQUIVALENT"),
+    "31": ("failed", "lost", "damaged", "DIFFERENT", "BAD"),
+    "33": ("preempted", "cancelled", "stale", "UNDECIDED", "NOT_COMPARABLE"),
+    "36": ("queued", "running"),
+}
+"""ANSI's green, red, yellow and cyan: states of runs, and verdicts."""
+_CODE = {word: code for code, words in COLOURS.items() for word in words}
+_WORD = re.compile(rf"(?<![\w/.-])({'|'.join(_CODE)})(?![\w/-])")
 
 
 def width() -> int:
     """Columns of the terminal, or of COLUMNS; `UNLIMITED` where there is neither."""
     return shutil.get_terminal_size((UNLIMITED, 50)).columns
+
+
+def coloured(out: IO[str] | None = None) -> bool:
+    """Whether `out` (by default standard output) is a terminal that shows colours, and NO_COLOR is not set."""
+    stream = out or sys.stdout
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def painted(text: str, out: IO[str] | None = None) -> str:
+    """The text with the first state or verdict of each line in its colour, where `out` shows any.
+
+    Widths are reckoned before: what is painted is not measured again.
+    """
+    if not coloured(out):
+        return text
+    return "\n".join(
+        _WORD.sub(lambda found: f"\x1b[{_CODE[found[1]]}m{found[1]}\x1b[0m", line, count=1) for line in text.split("\n")
+    )
 
 
 def labels(names: Collection[str]) -> dict[str, str]:
@@ -33,7 +65,7 @@ def shorten(text: str, size: int) -> str:
     """`text` in at most `size` characters, less of its middle: what a name ends with tells runs apart."""
     if len(text) <= size:
         return text
-    tail = min(TAIL, size // 2)
+    tail = min(TAIL, size - 3)
     return f"{text[: size - tail - 1]}…{text[-tail:]}"
 
 
@@ -52,34 +84,62 @@ def table(
     flexible: Sequence[int] = (),
     rule: bool = True,
 ) -> list[str]:
-    """Columns padded to their widest entry, two spaces apart.
+    """Columns padded to their widest entry, two spaces apart. Where they do not fit side by side, every row goes on in
+    a second line, indented: nothing is cut but what may be shortened, and that shows an ellipsis.
 
     Args:
         head: titles.
         rows: texts.
-        columns: room for a line; what is too wide after shortening is cut at the end.
+        columns: room for a line.
         flexible: places of columns that may be shortened, the widest first.
         rule: whether a line of dashes stands below the head.
     """
-    sizes = _sizes([head, *rows], columns, flexible)
-    everything = [tuple(shorten(text, size) for text, size in zip(row, sizes, strict=True)) for row in [head, *rows]]
-    lines = [GAP.join(text.ljust(size) for text, size in zip(row, sizes, strict=True)).rstrip() for row in everything]
-    ruled = [lines[0], GAP.join("-" * size for size in sizes), *lines[1:]] if rule else lines
-    return [cut(line, columns) for line in ruled]
+    parts = _parts([head, *rows], columns, flexible)
+    rules = [indent + GAP.join("-" * size for size in part.values()) for indent, part in parts] if rule else []
+    return [*_lines(head, parts), *rules, *(line for row in rows for line in _lines(row, parts))]
 
 
-def cut(line: str, columns: int) -> str:
-    """A line without what does not fit."""
-    return line if len(line) <= columns else line[: columns - 1] + "…"
+Part = tuple[str, dict[int, int]]
+"""A line of a row: what it begins with, and the width of each of its columns, by place."""
 
 
-def _sizes(everything: Sequence[Sequence[str]], columns: int, flexible: Sequence[int]) -> list[int]:
-    sizes = [max(map(len, column)) for column in zip(*everything, strict=True)]
-    excess = sum(sizes) + len(GAP) * (len(sizes) - 1) - columns
+def _lines(row: Sequence[str], parts: Sequence[Part]) -> list[str]:
+    found = [
+        (indent + GAP.join(shorten(row[place], size).ljust(size) for place, size in sizes.items())).rstrip()
+        for indent, sizes in parts
+    ]
+    return [found[0], *filter(None, found[1:])]
+
+
+def _parts(everything: Sequence[Sequence[str]], columns: int, flexible: Sequence[int]) -> list[Part]:
+    """The lines that every row has."""
+    parts: list[Part] = []
+    left = list(range(len(everything[0])))
+    while left:
+        indent = INDENT if parts else ""
+        taken = len(left)
+        while _sizes(everything, left[:taken], columns - len(indent), flexible)[1] > 0 and taken > 1:
+            taken -= 1
+        parts.append((indent, _sizes(everything, left[:taken], columns - len(indent), flexible)[0]))
+        left = left[taken:]
+    return parts
+
+
+def _sizes(
+    everything: Sequence[Sequence[str]], places: Sequence[int], columns: int, flexible: Sequence[int]
+) -> tuple[dict[int, int], int]:
+    """Widths of some columns side by side, and by how much they are still too wide."""
+    sizes = {place: max(len(row[place]) for row in everything) for place in places}
+    excess = sum(sizes.values()) + len(GAP) * (len(sizes) - 1) - columns
     while excess > 0:
-        widest = max(flexible, key=lambda place: sizes[place], default=0)
-        if not flexible or sizes[widest] <= LEAST:
+        widest = max((place for place in places if place in flexible), key=lambda place: sizes[place], default=None)
+        if widest is None or sizes[widest] <= LEAST:
             break
         sizes[widest] -= 1
         excess -= 1
-    return sizes
+    return sizes, excess
+
+
+def cut(line: str, columns: int) -> str:
+    """A line without what does not fit: for one that is replaced in place."""
+    return line if len(line) <= columns else line[: columns - 1] + "…"

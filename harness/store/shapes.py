@@ -161,3 +161,6 @@ STEP: Mapping[str, Shape] = {
     "comm?": Each(dict, {"count": int, "bytes": int}),
     "own?": Each(dict, NUMBER),
 }
+
+VIEW: Shape = {"name": str, "id": str, "project": str}
+"""A dashboard that was made on a wandb server."""

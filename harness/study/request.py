@@ -8,7 +8,7 @@ from pathlib import Path
 from hydra.core.config_loader import ConfigLoader
 from omegaconf import DictConfig, OmegaConf
 
-from harness.config.compose import Cell
+from harness.config.compose import Cell, check_kinds
 from harness.config.errors import refuse
 from harness.config.overrides import check_overrides
 from harness.config.schema import Backend, StudyConfig
@@ -53,6 +53,7 @@ def cells_of(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str])
             raise refuse(word.text, "names several studies, and each has its own axes", fix=f"study={word.values[0]}")
     study = OmegaConf.to_object(master.study)
     assert isinstance(study, StudyConfig)
+    check_kinds(study, "study")
     wanted = desired(expand(study, words), Composer(loader, master))
     _carried_out_as_one(wanted.cells)
     return wanted

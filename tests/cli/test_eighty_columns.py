@@ -31,20 +31,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
+@pytest.mark.parametrize("columns", [80, 60])
 @pytest.mark.parametrize(
     "words", [["watch", "lab"], ["verdict", "lab"], ["show", "RUN"], ["compare", "RUN", "RUN"], ["diff", "RUN", "RUN"]]
 )
 def test_every_line_fits(
-    words: list[str], root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], columns: int, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", str(columns))
     doubled, control = (str(next(root.glob(f"lab/*{part}*"))) for part in ("native*k1", "ddp"))
     runs = iter((doubled, control))
     main([*(next(runs) if word == "RUN" else word for word in words), "--root", str(root)])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 4
-    whole = re.compile(r"(arm +|control +|[ab]  |runs in )?\S*/|next: ")  # paths and commands, which are typed
-    assert [line for line in lines if len(line) > 80 and not whole.match(line)] == []
+    whole = re.compile(r"(arm +|control +|[ab]  |runs in )?\S*/|next: | +\S+$")  # what is typed or copied
+    assert [line for line in lines if len(line) > columns and not whole.match(line)] == []
 
 
 def test_watch_says_state_step_loss_and_time_of_every_run(

@@ -129,6 +129,26 @@ def test_nonsense_is_refused_in_words(asker: Asker) -> None:
     assert not found_wrong(asker, range(40))
 
 
+KINDS = {
+    "study.skip_if=[[1]]": "takes a list of texts",
+    "study.skip_if=${measure.capture_steps}": "takes a list of texts",
+    "measure.callbacks=[{a: 1}]": "takes a list of texts",
+    "measure.capture_steps=[[1]]": "takes a list of whole numbers",
+    "-m study.grid.x=${train.steps}": "takes axes",
+    "-m study.control=${optimizer}": "takes pairs",
+    "--resolve": "goes with --cfg",
+}
+"""Lists and tables of something else than they hold, which OmegaConf lets through; and what is said of them."""
+
+
+@pytest.mark.parametrize("words", KINDS)
+def test_a_value_is_of_its_kind_all_the_way_down(words: str, asker: Asker) -> None:
+    flag, text = ("-m", words.removeprefix("-m ")) if words.startswith("-m ") else ("", words)
+    outcome = asker.ask(BadRequest((*filter(None, (flag, text)), DRY), ()))
+    assert outcome.code == 2, outcome.err[-600:]
+    assert KINDS[words] in outcome.err
+
+
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(8))

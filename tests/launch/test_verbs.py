@@ -81,8 +81,10 @@ def test_stale_and_damaged_runs_are_rows_too(store):
 
 
 def test_lines_fit_the_terminal(store):
-    add(store, State.failed, "x" * 500)
-    assert max(len(line) for line in table(store, 60).splitlines()) == 60
+    add(store, State.failed, "no luck " * 60)
+    lines = table(store, 60).splitlines()
+    assert 50 < max(map(len, lines)) <= 60
+    assert " ".join(" ".join(lines).split()).count("no luck") > 60, "told whole, below the table"
 
 
 def test_no_such_study(store):
@@ -230,6 +232,28 @@ def test_few_lines_where_nothing_can_be_overwritten():
     assert len(shown(io.StringIO(), range(1, 101)).splitlines()) == 11
     assert len(shown(io.StringIO(), range(1, 100_001), steps=100_000).splitlines()) < 20
     assert shown(io.StringIO(), [1], rank=1) == ""
+
+
+class Tty(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_cell_of_a_set_has_one_line_of_a_terminal(monkeypatch):
+    """It moves, in the room there is, and ends as what stays; elsewhere a few lines stay, each with its cell."""
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setenv("NO_COLOR", "1")
+    terminal = Terminal(Tty())
+    display = RunDisplay(terminal, "cell 3 of 12  native-optim")
+    for step in (1, 2):
+        display({**STEP, "step": step})
+    terminal.settle("cell 3 of 12  runs/s/native-optim-0123abcd: done, 2 steps")
+    moved = terminal._out.getvalue().split("\r\x1b[K")
+    assert moved[0] == ""
+    assert max(map(len, moved[1:3])) == 40
+    assert moved[1].startswith("cell 3 of 12  native-optim  step 1/100")
+    assert moved[3] == "cell 3 of 12  runs/s/native-optim-0123abcd: done, 2 steps\n"
+    assert "\x1b" not in shown(io.StringIO(), [1, 2])
 
 
 def test_a_terminal_that_went_away_does_not_end_the_run():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from harness.config.mirror import has_key, mirror_mode
-from harness.config.schema import WandbMode
+from harness.config.schema import CkptPolicy, WandbMode
 from harness.mirror.follow import follow
 from harness.mirror.run import mirror_id
 from harness.store import status
@@ -20,7 +20,7 @@ from harness.store.rundir import RunDir
 from harness.store.status import State, Status
 from harness.train.mirror import Mirror
 from tests.support import wandb_file
-from tests.support.factory import freeze, small_config, train
+from tests.support.factory import freeze, small_config, stopping, train
 
 KEY = "0123456789abcdef" * 5
 """Of the length of a key."""
@@ -78,15 +78,25 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
     assert "train/*" in {each.glob_name for each in stepped}
 
 
-def test_a_run_mirrors_itself_and_leaves_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_three_attempts_mirrors_itself_and_leaves_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preempted after steps 1 and 2, each time a new mirror: one file, one id, every line once and to the last bit."""
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     monkeypatch.setenv("WANDB_MODE", "offline")  # decides: `online` is asked for below
     run = RunDir(tmp_path / "adhoc" / "arm-01234567")
-    config = small_config(train__steps=2, wandb__mode=WandbMode.online)
+    config = small_config(train__steps=3, wandb__mode=WandbMode.online, ckpt__policy=CkptPolicy.last)
     freeze(config, run.path)
-    train(config, run.path)
-    rows = wandb_file.history(wandb_file.records(wandb_file.only_file(run.path)))
-    assert [row["train/loss"] for row in rows] == [record["loss"] for record in read_metrics(run.metrics)]
+    assert [train(config, run.path, should_stop=stopping(1)).status for _ in range(2)] == ["preempted"] * 2
+    assert train(config, run.path).status == "done"
+    found = wandb_file.records(wandb_file.only_file(run.path))
+    rows, wanted = wandb_file.history(found), [mirrored(record) for record in read_metrics(run.metrics)]
+    assert [row["train/step"] for row in rows] == [1, 2, 3]
+    for row, record in zip(rows, wanted, strict=True):
+        sent = {key.removeprefix("train/"): float(each).hex() for key, each in row.items() if key[0] != "_"}
+        assert sent == {path: float(each).hex() for path, each in record.items()}
+    assert wandb_file.run_of(found).run_id == mirror_id("adhoc", run.signature())
+    assert wandb_file.summary(found)["result/state"] == "done"
     assert not [path for path in run.path.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 

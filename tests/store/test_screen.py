@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
+
 import pytest
 
-from harness.store.screen import UNLIMITED, fold, labels, shorten, table, width
+from harness.store.screen import UNLIMITED, fold, labels, painted, shorten, table, width
 
 HEAD, ROWS = ("run", "state", "what"), [("a-long-name-of-a-run-0123abcd", "done", "x" * 40), ("b-89abcdef", "", "")]
 
@@ -17,7 +19,7 @@ def test_names_are_told_by_what_differs() -> None:
 
 
 def test_what_is_shortened_keeps_its_end() -> None:
-    assert shorten("a-long-name-of-a-run-0123abcd", 16) == "a-long-…0123abcd"
+    assert shorten("a-long-name-of-a-run-0123abcd", 16) == "a-long…-0123abcd"
     assert shorten("short", 16) == "short"
 
 
@@ -28,7 +30,38 @@ def test_flexible_columns_give_way_and_no_line_is_wider_than_the_room() -> None:
     assert max(map(len, tight)) == 50
     assert tight[2].split()[1] == "done"
     assert tight[2].split()[0].endswith("-0123abcd")
-    assert max(map(len, table(HEAD, ROWS, 20, flexible=(0, 2)))) == 20
+    assert max(map(len, table(HEAD, ROWS, 20, flexible=(0, 2)))) <= 20
+
+
+def test_a_row_without_room_goes_on_below_and_loses_no_value() -> None:
+    """Of columns that may not be shortened every character is there, however narrow the terminal."""
+    rows = [("0123456789" * 2, "EQUIVALENT", "12.5 %", "3.1e-07"), ("b", "DIFFERENT", "", "inf")]
+    for columns in (60, 40, 25):
+        lines = table(("run", "verdict", "of the bound", "worst"), rows, columns, flexible=(0,))
+        assert max(map(len, lines)) <= columns
+        text = "\n".join(lines)
+        assert all(value in text for row in rows for value in row[1:])
+    assert [line.split() for line in lines[:2]] == [["run", "verdict"], ["of", "the", "bound", "worst"]]
+    assert lines[-1] == "    " + "inf".rjust(17)
+
+
+class Tty(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_colours_are_for_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    text = "a-done-b  done  4/4\nEQUIVALENT: it is done\nrunning-cost"
+    assert painted(text, io.StringIO()) == text
+    assert painted(text, Tty()) == (
+        "a-done-b  \x1b[32mdone\x1b[0m  4/4\n\x1b[32mEQUIVALENT\x1b[0m: it is done\nrunning-cost"
+    )
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patched:
+            patched.setenv(name, value)
+            assert painted(text, Tty()) == text
 
 
 def test_sentences_are_folded_and_long_words_stay_whole() -> None:

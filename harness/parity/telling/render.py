@@ -70,7 +70,7 @@ def _arms(study: StudyVerdict, room: int) -> list[str]:
     }
     tables = [
         [
-            screen.cut(f"control {names[Path(control).name]}", room),
+            *fold(f"control {names[Path(control).name]}", room, " " * 8),
             *screen.table(("arm", "verdict", "tier", "of the bound", "farthest out"), each, room, flexible=(0, 4)),
         ]
         for control, each in rows.items()

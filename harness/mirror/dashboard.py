@@ -1,0 +1,119 @@
+"""The dashboard of a parity study, as code: what W&B shows of its runs, made anew by every push.
+
+One section says whether the arms are still the control's run, one what they cost. Each arm keeps one colour in all
+charts; what rounding allows is drawn in it, dashed, around the signed difference that it bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#7A7A00")
+"""Okabe and Ito's palette for the colour-blind, its yellow darkened for a white page; used again after seven arms."""
+CONTROL = "#000000"
+MOST_RUNS = 100
+"""Lines that W&B is asked to draw in one chart."""
+STEP = "train/step"
+BAND = ("parity/loss_allowed", "parity/loss_allowed_below")
+VERDICTS = "verdicts"
+"""Name of the table of verdicts in the summary of the study's own run."""
+CURVES = (
+    ("Loss", ("train/loss",), "nats a token"),
+    (
+        "Signed difference of the loss to the control; dashed: what rounding explains",
+        ("parity/loss_difference", *BAND),
+        "relative to the control",
+    ),
+    ("Gradient norm, ratio to the control", ("parity/grad_norm_ratio",), "1 is the control"),
+)
+COSTS = (
+    ("Step time", ("train/step_time_s",), "seconds, rank 0"),
+    ("Exposed communication", ("train/time/exposed_comm_s",), "seconds a step, rank 0"),
+    ("Memory: CUDA's allocator, peak of the step", ("train/memory/allocated",), "bytes, rank 0"),
+    ("Memory: resident set", ("train/memory/rss",), "bytes, rank 0"),
+)
+BARS = (
+    ("Median step time", "result/step_time_s", "seconds"),
+    ("Peak memory", "result/peak_bytes", "bytes, rank 0"),
+    ("Sent in the last step", "result/sent_bytes", "bytes, rank 0"),
+    ("Share of the bound that the worst check used", "parity/margin", "1 is the bound"),
+)
+COLUMNS = ("parity/verdict", "parity/tier", "parity/margin", "result/state", "result/peak_bytes", "result/sent_bytes")
+"""What the list of runs shows beside their names, from their summaries."""
+
+
+def dashboard(entity: str, project: str, study: str, arms: Mapping[str, str | None]) -> Workspace:
+    """Build a study's dashboard; nothing is sent.
+
+    Args:
+        entity: whose project; may be empty where nothing will be sent.
+        project: in which the study's runs are.
+        study: its name, the group of its runs.
+        arms: W&B's id of every run -> that of its control; None for a control.
+    """
+    import wandb_workspaces.workspaces as ws
+
+    drawn = [arm for arm, control in arms.items() if control is not None]
+    colours = {arm: COLOURS[place % len(COLOURS)] for place, arm in enumerate(drawn)}
+    controls = list(dict.fromkeys(control for control in arms.values() if control is not None))
+    return ws.Workspace(
+        entity=entity,
+        project=project,
+        name=f"Parity of {study}",
+        sections=[
+            ws.Section(name="Is it still the same run?", panels=_parity(colours), is_open=True, pinned=True),
+            ws.Section(name="What did it cost?", panels=_cost(), is_open=True),
+        ],
+        settings=ws.WorkspaceSettings(x_axis=STEP, max_runs=max(1, min(MOST_RUNS, len(arms)))),
+        runset_settings=ws.RunsetSettings(
+            filters=ws.And(ws.Metric("Group") == study),
+            run_settings={
+                arm: ws.RunSettings(color=colour)
+                for arm, colour in [*colours.items(), *((each, CONTROL) for each in controls)]
+            },
+            pinned_columns=[f"summary:{each}" for each in COLUMNS],
+            baseline_run=controls[0] if len(controls) == 1 else None,
+        ),
+    )
+
+
+def _parity(colours: Mapping[str, str]) -> list[Any]:
+    """Charts of the runs held together, and the table of verdicts."""
+    from wandb_workspaces.reports.v2.interface import Layout, WeavePanelSummaryTable
+
+    band = {f"{arm}:{name}": colour for arm, colour in colours.items() for name in BAND}
+    curves = [_curve(each, band if set(BAND) <= set(each[1]) else {}) for each in CURVES]
+    return [*curves, WeavePanelSummaryTable(table_name=VERDICTS, layout=Layout(w=24, h=10))]
+
+
+def _cost() -> list[Any]:
+    from wandb_workspaces.reports.v2.interface import BarPlot
+
+    bars = [BarPlot(title=title, metrics=[metric], title_x=unit) for title, metric, unit in BARS]
+    return [*(_curve(each, {}) for each in COSTS), *bars]
+
+
+def _curve(chart: tuple[str, Sequence[str], str], band: Mapping[str, str]) -> Any:
+    from wandb_workspaces.reports.v2.interface import LinePlot
+
+    title, metrics, unit = chart
+    return LinePlot(
+        title=title,
+        x=STEP,
+        y=list(metrics),
+        title_x="step",
+        title_y=unit,
+        max_runs_to_show=MOST_RUNS,
+        line_colors=dict(band) or None,
+        line_marks=dict.fromkeys(band, "dashed") or None,
+    )
+
+
+def as_json(board: Workspace) -> str:
+    """What a server would be sent of it, as the library serialises it."""
+    text: str = board._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=1)
+    return text
