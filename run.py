@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 
 from harness.cli.arguments import Arguments, read_arguments
 from harness.cli.failure import REQUEST_ERRORS, exit_code, explained, listen_to_interrupts
+from harness.cli.help import request_help
 from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose_cell, register
 from harness.config.errors import refuse
@@ -52,6 +53,9 @@ def main(argv: list[str]) -> int:
 
 def request(arguments: Arguments, run: Callable[[Cell], int]) -> int:
     """Compose what is asked, and carry it out. A set of cells (-m) goes through the sweeper, which ends the process."""
+    if arguments.help:
+        print(request_help())
+        return 0
     if arguments.frozen is not None:
         return run(replay_run(arguments.frozen, arguments.overrides))
 

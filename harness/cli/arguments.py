@@ -26,12 +26,14 @@ class Arguments:
     """The run whose frozen cell is asked for again (`--from`)."""
 
     shows: bool
-    """Whether Hydra is only asked to show something (--cfg, --help, ...)."""
+    """Whether Hydra is only asked to show something (--cfg, --info, ...)."""
+    help: bool = False
+    """Whether `--help` is asked for."""
 
     @property
     def starts_nothing(self) -> bool:
         """Whether the request only looks."""
-        return self.shows or bool(typed_value(self.overrides, "launch.dry_run", False))
+        return self.shows or self.help or bool(typed_value(self.overrides, "launch.dry_run", False))
 
     @property
     def for_hydra(self) -> list[str]:
@@ -67,7 +69,7 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
         typed = {word.key for word in words}
         overrides += [text for text in implied if text.partition("=")[0] not in typed]
     shows = about_hydra or bool(parsed.cfg)
-    return Arguments(tuple(overrides), tuple(flags), bool(parsed.multirun), parsed.frozen, shows)
+    return Arguments(tuple(overrides), tuple(flags), bool(parsed.multirun), parsed.frozen, shows, parsed.help)
 
 
 def _without(argv: list[str], overrides: list[str]) -> list[str]:

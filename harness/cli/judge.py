@@ -116,7 +116,7 @@ def _judged(arguments: Namespace) -> StudyVerdict:
 
 COMPARE = Verb(
     "compare",
-    "is a run, or a version of the code, still the same training run as another?",
+    "two runs, or two versions of the code",
     _compare_arguments,
     _compare,
 )

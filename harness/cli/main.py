@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from harness.cli.failure import REQUEST_ERRORS, exit_code, explained, listen_to_interrupts
+from harness.cli.help import verbs_help
 from harness.cli.verb import Verb
-from harness.cli.verbs import VERBS
+from harness.cli.verbs import KINDS, VERBS
 from harness.config.errors import refuse
 from harness.config.hints import nearest
 
@@ -41,23 +42,21 @@ def read(words: Sequence[str]) -> tuple[Verb, argparse.Namespace]:
         BadRequest: there is no such verb, or its arguments are wrong.
         SystemExit: help was asked for (code 0).
     """
+    if words and words[0] in ("-h", "--help"):
+        print(verbs_help(PROGRAM, KINDS))
+        raise SystemExit(0)
     _check_verb(words)
     verb = next((each for each in VERBS if each.name == words[0]), None)
     if verb is None:
-        _overview().parse_args(words)
         raise refuse(words[0], "stands before the verb", fix=f"{PROGRAM} VERB {words[0]} ...")
+    return verb, parser_of(verb).parse_intermixed_args(words[1:])  # options stand anywhere among the other words
+
+
+def parser_of(verb: Verb) -> argparse.ArgumentParser:
+    """What reads the words after a verb."""
     parser = _Parser(prog=f"{PROGRAM} {verb.name}", description=verb.summary)
     parser.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
     verb.add_arguments(parser)
-    return verb, parser.parse_intermixed_args(words[1:])  # options stand anywhere among the other words
-
-
-def _overview() -> argparse.ArgumentParser:
-    """What `--help` shows before any verb."""
-    parser = _Parser(prog=PROGRAM, description="What comes after a run: is it still the same, and how are they doing?")
-    commands = parser.add_subparsers(metavar="VERB", required=True)
-    for verb in VERBS:
-        commands.add_parser(verb.name, help=verb.summary, description=verb.summary)
     return parser
 
 

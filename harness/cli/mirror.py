@@ -62,9 +62,7 @@ def _sync(arguments: Namespace) -> int:
     return 0
 
 
-SYNC = Verb(
-    "sync", "stored runs into wandb: one run for each, whole, with its distance to the control", _sync_arguments, _sync
-)
+SYNC = Verb("sync", "stored runs into wandb, one for each; wandb=online does it live", _sync_arguments, _sync)
 
 
 def _wandb_arguments(parser: ArgumentParser) -> None:
@@ -91,4 +89,4 @@ def _push(arguments: Namespace) -> int:
     return 0
 
 
-WANDB = Verb("wandb", "wandb push STUDY: its verdicts, evidence, pictures and dashboard", _wandb_arguments, _push)
+WANDB = Verb("wandb", "wandb push STUDY: verdicts, evidence, pictures, dashboard", _wandb_arguments, _push)

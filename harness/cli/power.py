@@ -96,4 +96,4 @@ def _rate(rate: Rate) -> str:
     return f"{rate.hits} of {rate.of} ({100 * rate.share:.1f} %, {bounds})"
 
 
-POWER = Verb("power", "how good are the verdicts? faults put in on purpose, and clean pairs", _arguments, _power)
+POWER = Verb("power", "how good verdicts are: faults put in on purpose, and clean pairs", _arguments, _power)

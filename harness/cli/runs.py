@@ -101,9 +101,9 @@ def _gc(arguments: Namespace) -> int:
     return 0
 
 
-WATCH = Verb("watch", "how every run is doing: state, step, loss, time; failures by cause", _watch_arguments, _watch)
-SHOW = Verb("show", "one run: identity, state, where it came from, how far it got, why it failed", _run_argument, _show)
+WATCH = Verb("watch", "how every run is doing: state, step, loss; failures by cause", _watch_arguments, _watch)
+SHOW = Verb("show", "one run: where it came from, how far it got, why it failed", _run_argument, _show)
 DIFF = Verb("diff", "in what two runs differ: configuration, sources, versions, machine", _diff_arguments, _diff)
-RETRY = Verb("retry", "a new attempt of every run that failed, was lost, preempted or cancelled", _ref_argument, _retry)
+RETRY = Verb("retry", "a new attempt of what failed, was lost, preempted or cancelled", _ref_argument, _retry)
 CANCEL = Verb("cancel", "end every run that is queued or running", _ref_argument, _cancel)
-GC = Verb("gc", "what a store could do without: leftovers of crashes, superseded files", _gc_arguments, _gc)
+GC = Verb("gc", "what a store could do without, such as leftovers of crashes", _gc_arguments, _gc)

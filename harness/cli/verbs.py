@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from harness.cli.bisect import BISECT
+from harness.cli.completion import COMPLETION
 from harness.cli.convert import EXPORT, IMPORT
 from harness.cli.cost import BENCH
 from harness.cli.judge import COMPARE, VERDICT
@@ -12,21 +13,10 @@ from harness.cli.rehearse import REHEARSE
 from harness.cli.runs import CANCEL, DIFF, GC, RETRY, SHOW, WATCH
 from harness.cli.verb import Verb
 
-VERBS: tuple[Verb, ...] = (
-    COMPARE,
-    VERDICT,
-    BISECT,
-    BENCH,
-    POWER,
-    REHEARSE,
-    WATCH,
-    SHOW,
-    DIFF,
-    RETRY,
-    CANCEL,
-    EXPORT,
-    IMPORT,
-    SYNC,
-    WANDB,
-    GC,
-)
+KINDS: dict[str, tuple[Verb, ...]] = {
+    "Is it still the same run, and what did it cost": (COMPARE, VERDICT, BISECT, BENCH, POWER, REHEARSE),
+    "How runs fare": (WATCH, SHOW, DIFF, RETRY, CANCEL, GC),
+    "From and to elsewhere": (EXPORT, IMPORT, SYNC, WANDB, COMPLETION),
+}
+"""Verbs by what they are for."""
+VERBS = tuple(verb for verbs in KINDS.values() for verb in verbs)

@@ -42,7 +42,7 @@ def poisoned(tmp_path: Path) -> dict[str, str]:
     [
         (["--cfg", "job", "dtype=bf16_comm"], "grad_comm: bf16"),
         (["dtype=bf16", "--cfg", "job", "-p", "dtype", "train.steps=3"], "compute: bf16"),
-        (["--help"], "sharding: hfsdp, hsdp, no_shard, optim, optim_grads, optim_grads_params"),
+        (["--help"], "    hfsdp, hsdp, no_shard, optim, optim_grads, optim_grads_params"),
         (["launch.dry_run=true"], "dry run"),
         (["-m", "study=strategies", "launch.dry_run=true"], "5 cells"),
         (["-m", "engine=native,ddp", "sharding=no_shard", "launch.dry_run=true"], "2 cells"),

@@ -1,0 +1,119 @@
+"""What the shell offers after TAB: verbs, their options, studies, runs; groups, options and settings after run.py.
+
+`completion bash` prints a function for bash, which asks `completion bash --line LINE` what a half-typed line may go on
+with. Words that hold `=` are one word here and three for bash; its function puts that right.
+"""
+
+from __future__ import annotations
+
+import itertools
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable, Iterator
+
+from harness.cli.verb import Verb
+from harness.config.catalog import load_catalog
+from harness.config.doc import settings
+from harness.store.rundir import Store
+
+INSTALL = 'eval "$(python -m harness completion bash)"'
+"""What a person types, or writes into ~/.bashrc."""
+REQUEST_FLAGS = ("-m", "--cfg", "--from", "--help", "--resolve", "--package", "--config-dir")
+BASH = r"""_harness_completion() {
+    local line="${COMP_LINE:0:COMP_POINT}" ask
+    local words=($line) word="${line##*[[:space:]]}"
+    case "${words[0]##*/}" in
+        harness) ask=("${words[0]}") ;;
+        *) [[ "${words[1]##*/}" == run.py || "${words[1]} ${words[2]}" == "-m harness" ]] || return
+           ask=("${words[0]}" -m harness) ;;
+    esac
+    COMPREPLY=($(compgen -W "$("${ask[@]}" completion bash --line "$line" 2>/dev/null)" -- "$word"))
+    if [[ ${#COMPREPLY[@]} == 1 && "${COMPREPLY[0]}" == *[=/] ]]; then compopt -o nospace 2>/dev/null; fi
+    if [[ "$COMP_WORDBREAKS" == *=* && "$word" == *=* ]]; then  # bash replaces what stands behind the last "=" alone
+        COMPREPLY=("${COMPREPLY[@]#"${word%"${word##*=}"}"}")
+    fi
+}
+complete -o default -F _harness_completion harness python python3"""
+
+
+def candidates(line: str) -> list[str]:
+    """Everything the last word of a line may become; other shells' programs get none."""
+    words = line.split()
+    typed = words.pop() if words and not line[-1:].isspace() else ""
+    program = _after_program(words)
+    if program is None:
+        return []
+    kind, rest = program
+    if kind == "verb" and rest[:1] == ["run"]:
+        kind, rest = "request", rest[1:]
+    found = _request(typed) if kind == "request" else _verb(rest, typed)
+    return sorted(each for each in set(found) if each.startswith(typed))
+
+
+def _after_program(words: list[str]) -> tuple[str, list[str]] | None:
+    """What is being written, a request or a verb, and the words since; None for another program."""
+    if words[:1] and words[0].rpartition("/")[2] == "harness":
+        return "verb", words[1:]
+    if words[1:3] == ["-m", "harness"]:
+        return "verb", words[3:]
+    if words[1:] and words[1].rpartition("/")[2] == "run.py":
+        return "request", words[2:]
+    return None
+
+
+def _request(typed: str) -> Iterator[str]:
+    """Groups and settings, each with `=`; behind it the options of a group, or what a setting can be."""
+    key, equals, values = typed.partition("=")
+    if not equals:
+        yield from REQUEST_FLAGS
+        yield from (f"{name}=" for name in (*load_catalog().groups, *settings()))
+        return
+    before = values[: values.rfind(",") + 1]  # `-m sharding=optim,...`: one more value
+    taken = set(before.split(","))
+    declared = settings().get(key)
+    options = load_catalog().options.get(key) or (declared.choices if declared else ())
+    yield from (f"{key}={before}{each}" for each in options if each not in taken)
+
+
+def _verb(words: list[str], typed: str) -> Iterable[str]:
+    from harness.cli.main import parser_of  # late: the verbs it knows have this one among them
+    from harness.cli.verbs import VERBS
+
+    if not words:
+        return [*(verb.name for verb in VERBS), "run"]
+    verb = next((each for each in VERBS if each.name == words[0]), None)
+    if verb is None:
+        return []
+    actions = parser_of(verb)._actions
+    if typed.startswith("-"):
+        return [option for action in actions for option in action.option_strings]
+    store = Store(_root(words))
+    found: list[str] = []
+    for action in actions:
+        if not action.option_strings:
+            found += action.choices or _named(str(action.metavar or ""), store)
+    return found
+
+
+def _root(words: list[str]) -> str:
+    """The store that a line names, or the usual one."""
+    return next((after for word, after in itertools.pairwise(words) if word == "--root"), "runs")
+
+
+def _named(metavar: str, store: Store) -> list[str]:
+    """What a positional argument may be, from its name in the help."""
+    studies = list(store.studies()) if "STUDY" in metavar else []
+    runs = ["@last", *(run.path.name.rpartition("-")[2] for run in store.runs(None))] if "RUN" in metavar else []
+    return [*studies, *runs]
+
+
+def _arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("shell", choices=("bash",), help=f"install it: {INSTALL}")
+    parser.add_argument("--line", metavar="LINE", help="what may follow this half-typed line, a word each")
+
+
+def _completion(arguments: Namespace) -> int:
+    print(BASH if arguments.line is None else "\n".join(candidates(arguments.line)))
+    return 0
+
+
+COMPLETION = Verb("completion", f"for TAB: {INSTALL}", _arguments, _completion)

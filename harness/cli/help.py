@@ -1,0 +1,66 @@
+"""What `--help` shows: a screen that one can start from, and below it, for run.py, every group with its options."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+
+from harness.cli.verb import Verb
+from harness.config.catalog import load_catalog
+from harness.config.doc import groups
+
+WIDTH = 80
+REQUEST = """\
+Train one cell, or a set of them.
+
+python run.py                               2 ranks, CPU, real text
+python run.py engine=ddp dtype=bf16_comm    choose options: GROUP=OPTION
+python run.py train.steps=50                change settings: GROUP.KEY=VALUE
+python run.py -m sharding=no_shard,optim    a set of cells
+python run.py -m study=parity_pair          a study: sweeps/, or ./FILE
+python run.py launch.dry_run=true           what would run; nothing starts
+python run.py --cfg job                     the whole configuration
+python run.py --from RUN train.steps=50     that frozen cell again, changed
+python -m harness --help                    verdicts, costs, how runs fare
+
+docs/quickstart.md takes five minutes; docs/configuration.md has every setting.
+
+Groups and their options:
+"""
+LAST = ("fault",)
+"""Groups whose options fill a screen of their own."""
+
+
+def request_help() -> str:
+    """The text of `python run.py --help`, without a trailing newline."""
+    options = load_catalog().options
+    names = sorted(options, key=lambda name: (name in LAST, name))
+    sentences = groups()
+    return "\n".join([REQUEST, *(line for name in names for line in _group(name, options[name], sentences))])
+
+
+def _group(name: str, options: Sequence[str], sentences: Mapping[str, str]) -> list[str]:
+    about = sentences.get(name, "").partition(";")[0].rstrip(".")
+    head = textwrap.wrap(f"{name}  {about}", WIDTH, subsequent_indent="    ")
+    return [*head, *textwrap.wrap(", ".join(options), WIDTH, initial_indent="    ", subsequent_indent="    ")]
+
+
+def verbs_help(program: str, kinds: Mapping[str, Sequence[Verb]]) -> str:
+    """The text of `python -m harness --help`, without a trailing newline.
+
+    Args:
+        program: what is typed before a verb.
+        kinds: verbs by what they are for.
+    """
+    size = max(len(verb.name) for verbs in kinds.values() for verb in verbs)
+    lines = [f"{program} VERB ...; with --help behind it, what a verb takes"]
+    for kind, verbs in kinds.items():
+        lines += ["", f"{kind}:"]
+        for verb in verbs:
+            lines += textwrap.wrap(
+                f"  {verb.name:<{size}}  {verb.summary}",
+                WIDTH,
+                subsequent_indent=" " * (size + 4),
+                break_on_hyphens=False,
+            )
+    return "\n".join(lines)
