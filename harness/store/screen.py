@@ -6,6 +6,7 @@ none of them is a colour's.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -82,6 +83,7 @@ def table(
     columns: int = UNLIMITED,
     *,
     flexible: Sequence[int] = (),
+    folded: Sequence[int] = (),
     rule: bool = True,
 ) -> list[str]:
     """Columns padded to their widest entry, two spaces apart. Where they do not fit side by side, every row goes on in
@@ -91,23 +93,27 @@ def table(
         head: titles.
         rows: texts.
         columns: room for a line.
-        flexible: places of columns that may be shortened, the widest first.
+        flexible: places of columns that may be made narrower, the widest first; what they hold is shortened.
+        folded: those among them that hold words: they go on in the next line instead.
         rule: whether a line of dashes stands below the head.
     """
     parts = _parts([head, *rows], columns, flexible)
     rules = [indent + GAP.join("-" * size for size in part.values()) for indent, part in parts] if rule else []
-    return [*_lines(head, parts), *rules, *(line for row in rows for line in _lines(row, parts))]
+    return [*_lines(head, parts, folded), *rules, *(line for row in rows for line in _lines(row, parts, folded))]
 
 
 Part = tuple[str, dict[int, int]]
 """A line of a row: what it begins with, and the width of each of its columns, by place."""
 
 
-def _lines(row: Sequence[str], parts: Sequence[Part]) -> list[str]:
-    found = [
-        (indent + GAP.join(shorten(row[place], size).ljust(size) for place, size in sizes.items())).rstrip()
-        for indent, sizes in parts
-    ]
+def _lines(row: Sequence[str], parts: Sequence[Part], folded: Sequence[int]) -> list[str]:
+    found = []
+    for indent, sizes in parts:
+        cells = [
+            fold(row[place], size) if place in folded else [shorten(row[place], size)] for place, size in sizes.items()
+        ]
+        rows = itertools.zip_longest(*cells, fillvalue="")
+        found += [(indent + GAP.join(map(str.ljust, texts, sizes.values()))).rstrip() for texts in rows]
     return [found[0], *filter(None, found[1:])]
 
 

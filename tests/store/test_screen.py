@@ -45,6 +45,13 @@ def test_a_row_without_room_goes_on_below_and_loses_no_value() -> None:
     assert lines[-1] == "    " + "inf".rjust(17)
 
 
+def test_words_go_on_in_the_next_line() -> None:
+    lines = table(
+        ("check", "n"), [("update by the rule, worst piece", "16"), ("loss", "1")], 20, flexible=(0,), folded=(0,)
+    )
+    assert lines[2:] == ["update by the     16", "rule, worst", "piece", "loss              1"]
+
+
 class Tty(io.StringIO):
     def isatty(self) -> bool:
         return True

@@ -71,7 +71,9 @@ def _arms(study: StudyVerdict, room: int) -> list[str]:
     tables = [
         [
             *fold(f"control {names[Path(control).name]}", room, " " * 8),
-            *screen.table(("arm", "verdict", "tier", "of the bound", "farthest out"), each, room, flexible=(0, 4)),
+            *screen.table(
+                ("arm", "verdict", "tier", "of the bound", "farthest out"), each, room, flexible=(0, 4), folded=(4,)
+            ),
         ]
         for control, each in rows.items()
     ]
@@ -121,7 +123,7 @@ def _findings(verdict: Verdict, findings: Sequence[Finding], room: int) -> list[
     rows = [_row(verdict, each) for each in findings]
     ending = _ending([row[TENSOR] for row in rows])
     rows = [(*row[:TENSOR], row[TENSOR].removesuffix(ending), *row[TENSOR + 1 :]) for row in rows]
-    return screen.table(HEAD, rows, room, flexible=(1, 3, 4, 5))
+    return screen.table(HEAD, rows, room, flexible=(1, 3, 4, 5), folded=(1,))
 
 
 TENSOR = HEAD.index("tensor")
