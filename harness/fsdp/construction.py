@@ -7,8 +7,7 @@ buffers are registered in it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -18,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.comm.device import DeviceRuntime, is_destroyed
+from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.fixed_point import FixedPoint
 from harness.fsdp.comm.gradient_format import Integers
 from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
@@ -31,6 +30,7 @@ from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
 from harness.fsdp.guards.watches import Watches, watch_groups
 from harness.fsdp.options import Options
 from harness.fsdp.policy import MixedPrecisionPolicy
+from harness.fsdp.runtime.abandoned import abandon
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.gradient_sync import GradientSync
@@ -119,7 +119,7 @@ def build(request: Request) -> Components:
     ground.runtime.keep_pages()
     groups = [comm.group for comm in ground.meshes.moving.values()]
     parts = components.reduce, components.gather, components.weights, components.watches
-    weakref.finalize(components, _end, ground.runtime, groups, *parts).atexit = False
+    weakref.finalize(components, abandon, ground.runtime, groups, *parts).atexit = False
     return components
 
 
@@ -148,29 +148,6 @@ def _cutting(groups: Groups, placements: Placements) -> dist.ProcessGroup | None
     if outer:
         return groups.outer
     return (groups.inner or dist.group.WORLD) if inner else None
-
-
-def _end(
-    runtime: DeviceRuntime,
-    groups: Sequence[dist.ProcessGroup],
-    reduce: ReducePipeline,
-    gather: GatherPipeline,
-    weights: WeightInstaller,
-    watches: Watches,
-) -> None:
-    """Nobody has the model any more: free nothing that other ranks are still taking, and end threads.
-
-    Python's collector may come to it in the middle of something else, long after the program has destroyed the groups:
-    then nobody takes anything, and what was left under way is given up and not waited for.
-    """
-    with suppress(Exception):
-        for group in groups:
-            if is_destroyed(group):
-                runtime.abort(group)
-        reduce.discard()
-        gather.reshard_all()
-        weights.wait()
-    watches.close()
 
 
 def _ground(request: Request) -> Ground:

@@ -1,10 +1,11 @@
-"""A rank that has closed its model may end: others have all they need of it, whatever was left half done."""
+"""A rank that has closed its model may end, and one may forget it: nobody waits in vain, whatever was left."""
 
 from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.fsdp import construction, fully_shard
+from harness.fsdp import fully_shard, fully_shard_model
+from harness.fsdp.comm import communicator
+from harness.fsdp.runtime import abandoned
 from harness.fsdp.runtime.reduce import ReducePipeline
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.support.mutants import each
@@ -74,7 +77,68 @@ def collected_late(rank: int, strategy: str) -> list[str]:
     return [] if time.perf_counter() - began < GONE_S / 2 else ["it waited for a rank that is gone"]
 
 
-CHECKS: dict[str, Callable[[int, str], list[str]]] = {"refused step": refused_step, "collected late": collected_late}
+class Breaks(nn.Module):
+    """Ends a forward while the next unit's weights are on their way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError
+
+
+def collected_first(rank: int, strategy: str) -> list[str]:
+    """The first rank's model is collected with a gather under way, while the second rank still has its own, and waits
+    for the first one somewhere else."""
+    group = dist.new_group(timeout=timedelta(seconds=GONE_S))
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Breaks(), nn.Linear(WIDTH, WIDTH))
+    with mock.patch.object(communicator, "_has_spare_cores", return_value=False):  # reads when they are wanted
+        model = fully_shard_model(
+            module,
+            zero_dp_strategy=strategy,
+            device_mesh=mesh,
+            dp_shard_dim="dp",
+            fsdp_unit_modules=[nn.Linear],
+            eager_limit_bytes=0,
+        )
+    with suppress(ArithmeticError):
+        model(torch.full((2, WIDTH), float(rank)))
+    began = time.perf_counter()
+    if rank:
+        dist.barrier()
+    del model, module
+    gc.collect()
+    if rank == 0:
+        dist.barrier()
+    took = time.perf_counter() - began
+    for thread in list(abandoned._waiting):
+        thread.join(GONE_S)
+    found = ["what was under way never ended"] if abandoned._waiting else []
+    dist.barrier()
+    return found if took < GONE_S / 2 else [*found, f"it waited {took:.1f} s for a rank that waited for it"]
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {
+    "refused step": refused_step,
+    "collected late": collected_late,
+    "collected first": collected_first,
+}
+
+
+@contextmanager
+def _waiting_there() -> Iterator[None]:
+    """Where a model is collected its thread waits, for as long as the group allows."""
+    with (
+        mock.patch.object(abandoned, "_hand_over", lambda work, give_up: work()),
+        mock.patch.object(abandoned.events, "apart", nullcontext),
+    ):
+        yield
+
+
+@contextmanager
+def _never_gone() -> Iterator[None]:
+    with _waiting_there(), mock.patch.object(abandoned, "is_destroyed", return_value=False):
+        yield
+
+
 MUTANTS = {
     "sums are left behind": Mutant(
         "A rank closes its model while others are still to take its gradients",
@@ -84,16 +148,25 @@ MUTANTS = {
     ),
     "nobody is ever gone": Mutant(
         "A model that is collected waits for ranks of a group that was destroyed",
-        lambda: mock.patch.object(construction, "is_destroyed", return_value=False),
+        _never_gone,
         "collected late",
         "optim",
+    ),
+    "the collector waits": Mutant(
+        "A model is collected, and what it has under way waited for there and then",
+        _waiting_there,
+        "collected first",
+        "optim_grads_params",
     ),
 }
 
 
-@pytest.mark.parametrize("check", CHECKS)
-def test_a_rank_that_closes_has_given_all(check: str) -> None:
-    holds(__name__, "optim", check)
+@pytest.mark.parametrize(
+    ("strategy", "check"),
+    [("optim", "refused step"), ("optim", "collected late"), ("optim_grads_params", "collected first")],
+)
+def test_what_a_rank_leaves_holds_nobody_up(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
 
 
 @pytest.mark.parametrize("name", each("The engine, by how it is closed", ((n, m.breaks) for n, m in MUTANTS.items())))

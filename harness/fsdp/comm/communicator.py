@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import count
 from typing import Any
 
@@ -244,7 +245,7 @@ class Pending:
     def receive(self) -> None:
         """Block the host (gloo) or the current stream (NCCL) until this rank has what it is to get. Repeatable."""
         for work in self.incoming:
-            work.wait()
+            events.wait_for(work)
         if self.finish is not None:
             self.finish()
         self.incoming, self.finish = [], None
@@ -253,7 +254,7 @@ class Pending:
         """Block until the collective is done, for the others too: buffers may be freed or changed. Repeatable."""
         self.receive()
         for work in self.outgoing:
-            work.wait()
+            events.wait_for(work)
         self.outgoing, self.keeps = [], ()
 
 
@@ -266,8 +267,8 @@ class _Reads:
         self._guard = threading.Lock()
         self._done = False
 
-    def wait(self) -> None:
-        """Read, unless that is done; tell the peers."""
+    def wait(self, _limit: timedelta | None = None) -> None:
+        """Read, unless that is done; tell the peers. What they have not told yet is waited for as ever."""
         with self._guard:
             if self._done:
                 return

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -49,6 +50,8 @@ class Watcher(Protocol):
     def explain(self, error: Exception) -> Exception:
         """What to raise for an error that ended a wait: itself, or one that tells more."""
 
+
+FOR_EVER = timedelta(days=3650)
 
 _local = threading.local()
 _listeners: list[Callable[[Label], None]] = []
@@ -140,7 +143,7 @@ def explained(error: Exception) -> Exception:
 @contextmanager
 def waiting(*waited: Label) -> Iterator[None]:
     """The body blocks the host until collectives are done: these, or the one that this thread is issuing."""
-    if not _wait_listeners and not _watchers:
+    if (not _wait_listeners and not _watchers) or _is_apart():
         yield
         return
     label = current()
@@ -152,6 +155,30 @@ def waiting(*waited: Label) -> Iterator[None]:
     finally:
         for listener in _wait_listeners:
             listener(time.perf_counter() - began)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """What this thread waits for in the body holds nobody up: it is no exposed communication, no watchdog hears of it,
+    and it lasts as long as it takes, whatever limit the group has."""
+    before = _is_apart()
+    _local.apart = True
+    try:
+        yield
+    finally:
+        _local.apart = before
+
+
+def _is_apart() -> bool:
+    return getattr(_local, "apart", False)
+
+
+def wait_for(work: Any) -> None:
+    """Block the host (gloo) or the current stream (NCCL) until a work of the backend is done; raises its error."""
+    if _is_apart():
+        work.wait(FOR_EVER)
+    else:
+        work.wait()
 
 
 @contextmanager

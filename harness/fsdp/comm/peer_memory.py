@@ -121,7 +121,7 @@ class Laid:
     def read(self, index: int, into: Tensor, offset: int = 0) -> None:
         """Copy from `offset` bytes on of the tensor at `index` over a contiguous tensor; waits for the peer to tell."""
         if self._work is not None:
-            self._work.wait()
+            events.wait_for(self._work)
             self._addresses, self._work = self._told.tolist(), None
         if into.numel():
             self.memory.read(self.peer, self._addresses[index] + offset, into)
@@ -129,9 +129,9 @@ class Laid:
     def finish(self) -> None:
         """Tell the peer that all is read."""
         if self._work is not None:  # nothing was to be read
-            self._work.wait()
+            events.wait_for(self._work)
         with events.resume(events.CONTROL):
-            self.group.send([torch.zeros(1, dtype=torch.uint8)], self.peer, self._tag + RECEIPT).wait()
+            events.wait_for(self.group.send([torch.zeros(1, dtype=torch.uint8)], self.peer, self._tag + RECEIPT))
 
 
 _ELSEWHERE = 1 << 20

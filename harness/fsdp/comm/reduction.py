@@ -151,7 +151,7 @@ class PeerReduction(Reduction):
             for index, (own, target) in enumerate(todo):
                 buffers, works = ahead[index]
                 for work in works:
-                    work.wait()
+                    events.wait_for(work)
                 buffers[self.comm.rank] = own
                 _sum_in_order(buffers, target, self.dtypes.accum, add=add, factor=factor)
                 ahead[index] = ([], [])

@@ -191,6 +191,11 @@ class GatherPipeline:
                 self._outgoing.pop().wait()
 
     @property
+    def is_under_way(self) -> bool:
+        """Whether some weights are on their way or whole, or others may still take this rank's part."""
+        return bool(self._outgoing) or any(not self._is(unit, WeightState.SHARDED) for unit in self.order)
+
+    @property
     def holds(self) -> bool:
         """Whether some unit's weights stay whole until they are let go."""
         return bool(self._held)

@@ -162,6 +162,11 @@ class ReducePipeline:
                 factor = 1.0 if reductions.scales_as_it_sums(gradients) else self.factor
                 reductions.inner.finish(gradients.own_shards, gradients.main_shards, factor)
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a reduction has not landed, or others may still take its sums."""
+        return bool(self._in_flight or self._sending)
+
     def discard(self) -> None:
         """Wait until nothing is in flight any more, for gradients that nobody wants.
 
