@@ -48,9 +48,15 @@ def projections(m: ModelConfig) -> list[Projection]:
     return [Projection(name, rows, cols, m.num_layers * n, paths) for name, rows, cols, n, paths in of_all]
 
 
-def fitting(m: ModelConfig) -> list[Fp8]:
-    """Recipes that every projection of a model has sizes for; none where it has no projection."""
-    sizes = [size for each in projections(m) for size in (each.rows, each.columns)]
+def portion(of: Projection, tp: int) -> tuple[int, int]:
+    """Rows and columns that each of `tp` tensor-parallel ranks multiplies: matrices into heads and hidden units are cut
+    by rows, matrices out of them by columns; see `harness.models.llama_plan`."""
+    return (of.rows, of.columns // tp) if of.name in ("wo", "w_down") else (of.rows // tp, of.columns)
+
+
+def fitting(m: ModelConfig, tp: int = 1) -> list[Fp8]:
+    """Recipes that every portion of a model's projections has sizes for; none where it has no projection."""
+    sizes = [size for each in projections(m) for size in portion(each, tp)]
     return [recipe for recipe in Fp8 if sizes and not any(size % recipe.multiple for size in sizes)]
 
 

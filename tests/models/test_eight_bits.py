@@ -38,12 +38,12 @@ SHARDED = {Fp8.current: Strategy.optim, Fp8.delayed: ZERO_3, Fp8.block: Strategy
 def config_of(recipe: Fp8, engine: EngineName, strategy: Strategy = Strategy.no_shard, **more: Any) -> Config:
     """Two ranks of a bf16 decoder of one block; `single` is one."""
     mode = Numerics.exact if engine in (EngineName.native, EngineName.single) else Numerics.fast
-    given: dict[str, Any] = {"numerics__mode": mode} | more
+    world = 1 if engine is EngineName.single else 2
+    given: dict[str, Any] = {"numerics__mode": mode, "mesh__world_size": world, "train__steps": STEPS} | more
     return small_config(
         model__dim=128, model__num_heads=4, model__num_kv_heads=4, model__ffn_dim=128, model__num_layers=1,
-        train__steps=STEPS, train__microbatch_size=2, ckpt__policy=CkptPolicy.last, dtype__compute=Dtype.bf16,
-        dtype__fp8=recipe, dtype__fp8_history=2, engine__name=engine, sharding__strategy=strategy,
-        mesh__world_size=1 if engine is EngineName.single else 2, **given,
+        train__microbatch_size=2, ckpt__policy=CkptPolicy.last, dtype__compute=Dtype.bf16,
+        dtype__fp8=recipe, dtype__fp8_history=2, engine__name=engine, sharding__strategy=strategy, **given,
     )  # fmt: skip
 
 
@@ -57,8 +57,12 @@ PEERS = (
 
 
 def saved(folder: Path) -> dict[str, Tensor]:
-    """Every tensor of a run's last checkpoint but the ranks' generators."""
-    path = path_of(folder / "ckpt", STEPS)
+    return saved_at(folder, STEPS)
+
+
+def saved_at(folder: Path, step: int) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint but the ranks' generators."""
+    path = path_of(folder / "ckpt", step)
     held = Manifest.read(path).tensors
     return {key: whole_tensor(path, entry) for key, entry in held.items() if not key.startswith("rng/")}
 
@@ -151,6 +155,50 @@ def test_peers_train_alike(trained: tuple[Path, list[Any]]) -> None:
     for engine in ("ddp", "fsdp2"):
         losses = [line["loss"] for line in read_metrics(root / engine / "metrics.jsonl")]
         assert losses == pytest.approx(alone, rel=2e-3)
+
+
+CUT = [
+    config_of(recipe, engine, strategy, mesh__world_size=world, mesh__tp=2, train__steps=2)
+    for recipe in (Fp8.current, Fp8.delayed)
+    for engine, strategy, world in (
+        (EngineName.single, Strategy.no_shard, 2),
+        (EngineName.native, Strategy.no_shard, 2),
+        (EngineName.native, ZERO_3, 4),
+        (EngineName.ddp, Strategy.no_shard, 4),
+        (EngineName.fsdp2, ZERO_3, 4),
+    )
+]
+"""Over a tensor-parallel axis of two."""
+
+
+def folder_of(config: Config) -> str:
+    assert config.dtype.fp8 is not None
+    return f"{config.dtype.fp8.name} {config.engine.name.name} {config.sharding.strategy.name}"
+
+
+def cut(rank: int, root: Path, world: int) -> None:
+    for config in CUT:
+        if config.mesh.world_size == world:
+            train(config, root / folder_of(config), rank)
+
+
+def test_portions_are_multiplied_alike_whoever_shards_them(tmp_path: Path) -> None:
+    """Each rank multiplies its portion with an amax of its own, so that two tensor-parallel ranks do not repeat one
+    process: to the bit they repeat each other, whatever shards what they keep; peers as without the axis."""
+    for world in (2, 4):
+        run_ranks(cut, world, tmp_path, world)
+    for recipe in (Fp8.current, Fp8.delayed):
+        of = [config for config in CUT if config.dtype.fp8 is recipe]
+        lines = [read_metrics(tmp_path / folder_of(config) / "metrics.jsonl") for config in of]
+        losses = [[line["loss"] for line in each] for each in lines]
+        assert losses[1] == losses[2] == losses[0]
+        for peer in losses[3:]:
+            assert peer == pytest.approx(losses[0], rel=2e-3)
+        states = [saved_at(tmp_path / folder_of(config), 2) for config in of[:3]]
+        for key, value in states[0].items():
+            if not key.endswith("fp8_amax_history"):
+                assert torch.equal(states[1][key], value), key
+                assert torch.equal(states[2][key], value), key
 
 
 def test_what_is_kept_is_known_before(trained: tuple[Path, list[Any]]) -> None:

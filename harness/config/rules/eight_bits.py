@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.errors import Violation
-from harness.config.projections import FAMILIES, projections
+from harness.config.projections import FAMILIES, portion, projections
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import DTYPE_ROLES, Dtype, EngineName
 
@@ -15,7 +15,7 @@ QUANTIZED = (Dtype.fp32, Dtype.bf16, Dtype.fp16)
 """Dtypes of which 8-bit numbers are made: fp32 holds each of their numbers."""
 
 
-@rule("mesh.tp")
+@rule()
 def eight_bits_are_built(request: Request) -> Iterator[Violation]:
     """The engine has layers of the recipe, and the model has projections to make them of."""
     config = request.config
@@ -35,13 +35,6 @@ def eight_bits_are_built(request: Request) -> Iterator[Violation]:
             f"model.family={config.model.family.name} has no projections to multiply in 8 bits",
             "null; families that do: " + ", ".join(each.name for each in FAMILIES),
             "model=tiny, or dtype=bf16",
-        )
-    if config.mesh.tp > 1:
-        yield Violation(
-            request.show("dtype.fp8", "mesh.tp"),
-            "is not built in the harness: its plans cut layers that multiply in the compute dtype",
-            "mesh.tp=1",
-            "mesh.tp=1, or dtype=bf16",
         )
     if config.sharp.group.is_asked:
         yield Violation(
@@ -67,27 +60,35 @@ def eight_bits_are_made_of_fp32_or_less(request: Request) -> Iterator[Violation]
             )
 
 
-@rule("model.dim", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "model.num_layers")
+@rule("model.dim", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "model.num_layers", "mesh.tp")
 def tiles_cover_the_weights(request: Request) -> Iterator[Violation]:
     """Every projection has sizes that are multiples of what the recipe multiplies, or scales, at once."""
     config, recipe = request.config, request.config.dtype.fp8
     if recipe is None:
         return
+    of_16 = "dtype=fp8_current (whose multiple is 16), " if recipe.multiple > 16 else ""
     for each in projections(config.model):
+        rows, columns = portion(each, max(1, config.mesh.tp))
+        shape = f"{each.name} has shape [{each.rows}, {each.columns}]"
+        takes = f"fp8={recipe.name} takes multiples of {recipe.multiple}"
+        fitting = f"sizes of attention and feed-forward that {recipe.multiple} divides"
         if each.rows % recipe.multiple or each.columns % recipe.multiple:
-            fits = (
-                " (which every recipe takes), dtype=fp8_current (whose multiple is 16),"
-                if recipe.multiple > 16
-                else ","
-            )
+            every = " (which every recipe takes)" if of_16 else ""
             yield Violation(
                 request.show("dtype.fp8", *each.settings),
-                f"{each.name} has shape [{each.rows}, {each.columns}]: fp8={recipe.name} takes multiples of"
-                f" {recipe.multiple}",
-                f"sizes of attention and feed-forward that {recipe.multiple} divides",
-                f"model=tiny_wide{fits} or dtype=bf16",
+                f"{shape}: {takes}",
+                fitting,
+                f"model=tiny_wide{every}, {of_16}or dtype=bf16",
             )
             return  # the first one: the others have the same settings and the same way out
+        if rows % recipe.multiple or columns % recipe.multiple:
+            yield Violation(
+                request.show("dtype.fp8", *each.settings, "mesh.tp"),
+                f"{shape}, of which a rank multiplies [{rows}, {columns}]: {takes}",
+                f"{fitting} on every rank",
+                f"mesh.tp=1, {of_16}or dtype=bf16",
+            )
+            return
 
 
 RULES: tuple[Rule, ...] = (eight_bits_are_built, eight_bits_are_made_of_fp32_or_less, tiles_cover_the_weights)

@@ -43,11 +43,11 @@ class ReplicatedEngine(Engine):
         self.main_dtype = TORCH_DTYPES[config.dtype.main_params]
         self.compute_dtype = TORCH_DTYPES[config.dtype.compute]
         self.model = workload.build(ranks.device, self.main_dtype)
+        workload.quantize(self.model, ranks.device)  # before they are cut: a plan replaces what a layer looks at
         self.grid = grid_mesh(config, ranks) if config.mesh.tp > 1 else None
         """Ranks by axis, where tensor parallelism is one."""
         if self.grid is not None:
             workload.cut(self.model, self.grid["tp"], sequence_parallel=config.mesh.sequence_parallel)
-        workload.quantize(self.model, ranks.device)
         self.planned = take_plan(self.model, None if self.grid is None else self.grid["tp"])
         shapes = {name: torch.Size(portion.shape) for name, portion in self.planned.portions.items()}
         self.weights: dict[str, nn.Parameter] = dict(self.model.named_parameters())

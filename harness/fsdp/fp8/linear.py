@@ -212,12 +212,12 @@ def layers_of(module: nn.Module) -> list[Fp8Linear]:
 def delayed_state(module: nn.Module) -> dict[str, Tensor]:
     """What delayed scaling knows, by the names of a module's buffers: the buffers themselves. Whoever saves the weights
     of such layers has to save these: neither follows from the weights."""
-    return {
-        f"{name}.{each}": layer.get_buffer(each)
-        for name, layer in module.named_modules()
-        if isinstance(layer, Fp8Linear) and layer.recipe.delayed
-        for each in (HISTORY, SCALE)
-    }
+    found: dict[str, Tensor] = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, Fp8Linear) and layer.recipe.delayed:
+            layer.keep_buffers_plain()
+            found |= {f"{name}.{each}": layer.get_buffer(each) for each in (HISTORY, SCALE)}
+    return found
 
 
 def update_scales(layers: Sequence[Fp8Linear], reduce: Reduce | None = None) -> None:
