@@ -56,11 +56,12 @@ class LocalWatch:
         if name in self._quantized:  # used in 8 bits, not cast: no sketch of the main weight is its own
             self.hidden.add(self._places[name])
         else:
-            self._look(self._weights, name, weight)
+            self._look(self._weights, name, weight, squares=False)
 
-    def _look(self, seen: list[tuple[int, Sketch]], name: str, tensor: Tensor) -> None:
+    def _look(self, seen: list[tuple[int, Sketch]], name: str, tensor: Tensor, *, squares: bool = True) -> None:
         began = time.perf_counter()
-        seen.append((self._places[name], self.signs.sketch(name, tensor.shape, tensor, Place.whole(tensor.shape))))
+        place = Place.whole(tensor.shape)
+        seen.append((self._places[name], self.signs.sketch(name, tensor.shape, tensor, place, squares=squares)))
         self.seconds += time.perf_counter() - began
 
     @property

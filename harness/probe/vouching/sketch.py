@@ -15,6 +15,7 @@ Sums are fp64 whatever the tensor holds: equal tensors have sketches that differ
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -82,14 +83,15 @@ class Signs:
         self.sketches = sketches
         self._drawn: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
 
-    def sketch(self, name: str, shape: Sequence[int], piece: Tensor, place: Place) -> Sketch:
-        """Sketch this piece of the tensor that has the name and the full shape."""
+    def sketch(self, name: str, shape: Sequence[int], piece: Tensor, place: Place, *, squares: bool = True) -> Sketch:
+        """Sketch this piece of the tensor that has the name and the full shape; `squares`: of it are wanted, too."""
         rows, columns = self._of(name, shape, piece.device)
         (top, bottom), (left, right) = place.rows, place.columns
-        return sketch(piece.detach().reshape(bottom - top, right - left), rows[top:bottom], columns[left:right])
+        matrix = piece.detach().reshape(bottom - top, right - left)
+        return sketch(matrix, rows[top:bottom], columns[:, left:right], squares=squares)
 
     def _of(self, name: str, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Signs of rows and of columns, fp64, [rows, m] and [columns, m]."""
+        """Signs of rows and of columns, fp64, [rows, m] and [m, columns], in which order BLAS is quickest."""
         key = (name, device)
         if key not in self._drawn:
             height = shape[0] if shape else 1
@@ -97,7 +99,7 @@ class Signs:
             for extent in shape[1:]:
                 width *= extent
             drawn = (self._draw(name, "rows", height), self._draw(name, "columns", width))
-            self._drawn[key] = (drawn[0].to(device), drawn[1].to(device))
+            self._drawn[key] = (drawn[0].to(device), drawn[1].t().contiguous().to(device))
         return self._drawn[key]
 
     def _draw(self, name: str, what: str, count: int) -> Tensor:
@@ -105,19 +107,37 @@ class Signs:
         return torch.randint(0, 2, (count, self.sketches), generator=generator).mul_(2).sub_(1).to(torch.float64)
 
 
+class _Scratch(threading.local):
+    """Memory of a thread, kept: taken anew for each part it would cost more than the numbers, in page faults."""
+
+    held: Tensor | None = None
+
+    def widen(self, part: Tensor) -> Tensor:
+        """The part in fp64, until the next one."""
+        if part.device.type != "cpu" or part.numel() > AT_ONCE:
+            return part.to(torch.float64)
+        if self.held is None:
+            self.held = torch.empty(AT_ONCE, dtype=torch.float64)
+        return self.held[: part.numel()].view(part.shape).copy_(part)
+
+
+_scratch = _Scratch()
+
+
 @torch.no_grad()
-def sketch(matrix: Tensor, rows: Tensor, columns: Tensor) -> Sketch:
-    """Sketch a matrix [rows, columns], a part at a time."""
+def sketch(matrix: Tensor, rows: Tensor, columns: Tensor, *, squares: bool = True) -> Sketch:
+    """Sketch a matrix [rows, columns], a part at a time, with signs [rows, m] and [m, columns].
+
+    Args:
+        squares: whether they are wanted; 0 where not.
+    """
     step = max(1, AT_ONCE // max(1, matrix.shape[1]))
-    if matrix.shape[0] <= step:
-        return _sketch(matrix.to(torch.float64), rows, columns)
-    parts = [
-        _sketch(matrix[begin : begin + step].to(torch.float64), rows[begin : begin + step], columns)
-        for begin in range(0, matrix.shape[0], step)
-    ]
-    return Sketch(torch.stack([part.values for part in parts]).sum(0), torch.stack([p.squares for p in parts]).sum())
-
-
-def _sketch(part: Tensor, rows: Tensor, columns: Tensor) -> Sketch:
-    flat = part.reshape(-1)
-    return Sketch((rows * (part @ columns)).sum(0), torch.dot(flat, flat))
+    values = torch.zeros(rows.shape[1], dtype=torch.float64, device=matrix.device)
+    squared = torch.zeros((), dtype=torch.float64, device=matrix.device)
+    for begin in range(0, matrix.shape[0], step):
+        part = _scratch.widen(matrix[begin : begin + step])
+        values += (rows[begin : begin + step] * (part @ columns.t())).sum(0)
+        if squares:
+            flat = part.reshape(-1)
+            squared += torch.dot(flat, flat)
+    return Sketch(values, squared)
