@@ -6,6 +6,7 @@ their own, words and choices are read.
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -21,13 +22,17 @@ from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, edit_json, write
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/adapter.md", "docs/bisect.md", "docs/checkpoints.md", "docs/network.md", "docs/suite.md")
+PAGES = (
+    "README.md",
+    *(f"docs/{name}.md" for name in ("quickstart", "choosing", "reading_verdicts", "sweeps", "wandb")),
+    *(f"docs/{name}.md" for name in ("adapter", "bisect", "checkpoints", "network", "suite", "verdicts")),
+)
 READS = ("compare", "verdict", "watch", "show", "diff", "cancel", "gc")
-SLOW = ("study=engine_step_time", "study=stages_by_dtype", "model=odd")
+SLOW = ("study=engine_step_time", "study=dtype_policies", "study=stages_by_dtype", "model=odd")
 """Of so many cells that to compose them takes more than a second; and an engine that another line imports too."""
 ELSEWHERE = (
-    r"bad request:\n  (cluster\.device=cuda: this machine has \d+ NVIDIA|ckpt\.load=\S+: \S+ holds no checkpoint|"
-    r"study=\./mine\.yaml: there is no file).*"
+    r"bad request:\n  (cluster\.device=cuda: this process may use \d+ CUDA devices|"
+    r"ckpt\.load=\S+: \S+ holds no checkpoint).*"
 )
 """Refusals that are about this machine, or about a name that stands for the reader's own."""
 SEPARATE = re.compile(r"\s{2,}|\s+#\s")
@@ -38,8 +43,8 @@ def commands() -> list[str]:
     found = []
     for page in PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
-        blocks = re.findall(r"^```\n(.*?)^```", text, re.M | re.S)
-        lines = [line for block in blocks for line in block.splitlines()]
+        blocks = re.findall(r"^```([^\n]*)\n(.*?)^```$", text, re.M | re.S)
+        lines = [line for kind, block in blocks if not kind for line in block.splitlines()]
         inline = [" ".join(each.split()) for each in re.findall(r"`((?:python|torchrun|make|pytest) [^`]+)`", text)]
         found += [SEPARATE.split(line)[0] for line in [*lines, *inline]]
     kinds = ("python run.py", "python -m harness ", "torchrun", "make ", "pytest", "python -m pytest")
@@ -62,6 +67,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for run in (control, arm):
         edit_json(run / "provenance.json", sources_digest=provenance.sources_digest())
     (here / "runs" / ".last").write_text(f"lab/{arm.name}\n")
+    (mine,) = re.findall(r"^```yaml mine.yaml\n(.*?)^```$", (ROOT / "docs/sweeps.md").read_text(), re.M | re.S)
+    (here / "mine.yaml").write_text(mine)
     (here / "poison").mkdir()  # the asker's PYTHONPATH: here it holds an engine of one's own, and nothing poisonous
     (here / "poison" / "mine.py").write_text((ROOT / "tests/engines/adapter.py").read_text())
     return here
@@ -71,9 +78,14 @@ def filled(command: str, folder: Path) -> list[str]:
     """The words, with what a reader puts in place of a name in capitals."""
     control, arm = sorted(path.parent for path in (folder / "runs").glob("lab/*/config.yaml"))
     meant = {"STUDY": "lab", "RUN_GOOD": str(control), "RUN_BAD": str(arm), "GOOD": "HEAD~1", "BAD": "HEAD", "N": "7"}
+    meant |= dict.fromkeys(("adhoc", "mine", "parity_pair", "strategies"), "lab")
+    meant |= {"blocks.0.attention.wv.weight": "blocks.0.w_up.weight"}
     words = [meant.get(word, word) for word in shlex.split(command)]
-    runs = iter((str(arm), str(control)))
-    return [next(runs) if word == "RUN" else word.replace("=PATH", f"={folder}") for word in words]
+    runs = itertools.cycle((str(control), str(arm)) if "@last" in words else (str(arm), str(control)))
+    paths = {"=PATH": f"={folder}", "=./mine.yaml": f"={folder}/mine.yaml"}
+    for name, path in paths.items():
+        words = [word.replace(name, path) for word in words]
+    return [next(runs) if word == "RUN" else word for word in words]
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +110,7 @@ def test_a_request_is_taken(command: str, folder: Path, asker: Asker) -> None:
     if outcome.code:
         assert re.fullmatch(ELSEWHERE, outcome.err, re.S), outcome.err
     else:
-        assert "dry run" in outcome.out
+        assert ("Groups and their options" if "--help" in words else "dry run") in outcome.out
 
 
 @pytest.mark.parametrize("command", of("python -m harness "))

@@ -1,0 +1,26 @@
+"""docs/architecture.svg is what its script draws, and every room it names is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from benchmarks.pages.architecture import COLUMNS, FILES, picture
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_picture_is_what_its_script_draws() -> None:
+    assert (ROOT / "docs" / "architecture.svg").read_text(encoding="utf-8") == picture() + "\n"
+
+
+def test_every_room_is_there() -> None:
+    rooms = [
+        room for column in COLUMNS for text in column.rooms for room in re.findall(r"\w+\.py|harness/[\w, ]+", text)
+    ]
+    for room in rooms:
+        folder, *others = room.removeprefix("harness/").split(", ")
+        for name in (folder, *others):
+            assert (ROOT / name).exists() or (ROOT / "harness" / name).exists(), name
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert all(part in readme for text in FILES for part in text.replace("N/", "").split(", "))
