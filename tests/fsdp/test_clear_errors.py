@@ -314,6 +314,7 @@ def transforms(rank: int, strategy: str) -> list[str]:
     model, optimizer = built(strategy)
     through = torch.func.grad(lambda x: model(x).square().mean())
     found = said(lambda: through(data(rank)), RuntimeError, r"torch\.func transforms", r"torch\.autograd\.grad\(loss")
+    found += said(lambda: torch.jit.trace(model, data(rank)), RuntimeError, r"torch\.jit\.trace .* cannot record")
     trained(model, optimizer, rank, 1)
     model.close()
     return found

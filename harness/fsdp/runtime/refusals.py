@@ -25,7 +25,12 @@ def refuse_dtensors(args: Any, kwargs: Any) -> None:
 
 
 def refuse_transforms() -> None:
-    """Raise RuntimeError inside `torch.func.grad`, `vmap` and their like."""
+    """Raise RuntimeError inside `torch.func.grad`, `vmap` and their like, and under `torch.jit.trace`."""
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "torch.jit.trace (and torch.onnx.export by TorchScript) cannot record a sharded model, whose weights are"
+            " gathered in place: trace a plain copy of the module that has loaded full_weights()"
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise RuntimeError(
             "torch.func transforms (grad, vjp, jacrev, vmap) cannot go through units of a sharded model, whose weights"
