@@ -9,6 +9,7 @@ from pathlib import Path
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
 from harness.config.faults import corpus
+from harness.config.hints import nearest
 from harness.parity.power.score import (
     Judged,
     Rate,
@@ -24,7 +25,7 @@ from harness.store.files import write_json
 from harness.store.identity import directory_name
 from harness.store.provenance import PACKAGE, git_facts, sources_digest, versions
 from harness.store.screen import table
-from harness.study.power import STUDY, Kind, Pair, carry_out, pairs
+from harness.study.power import DIFFERENCES, STUDY, Kind, Pair, carry_out, pairs
 
 PARTS = ("fixed", "held_out", "all")
 
@@ -40,8 +41,12 @@ def _power(arguments: Namespace) -> int:
     chosen = [pair for pair in pairs(short=arguments.short) if _wanted(pair, arguments)]
     if not chosen:
         subject = f"power --only {arguments.only}" if arguments.only is not None else f"power --part {arguments.part}"
-        names = ", ".join(sorted({pair.name for pair in pairs(short=False)}))
-        raise refuse(subject, "names no fault and no difference", choices=f"parts of {names}")
+        wanted = arguments.only or ""
+        near = ", ".join(nearest(wanted, [*corpus()])) or f"such as {next(iter(corpus()))}"
+        choices = (
+            f"a part of a fault's name ({near}; all in docs/power.md), or of a difference's ({'; '.join(DIFFERENCES)})"
+        )
+        raise refuse(subject, "names no fault and no difference", choices=choices)
     cells = carry_out(chosen, arguments.root)
     folder = Path(arguments.root) / STUDY
     paths = {overrides: folder / directory_name(cell.config) for overrides, cell in cells.items()}
