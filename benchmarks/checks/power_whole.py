@@ -173,7 +173,9 @@ def judged(
 
 
 def _views(pair: WholePair) -> tuple[str, ...]:
-    return VIEWS if pair.strength in ("full", "") else VIEWS[:1]
+    if pair.kind is Kind.clean:  # which capture nothing more
+        return ("default", "unwitnessed")
+    return VIEWS if pair.strength == "full" else VIEWS[:1]
 
 
 @lru_cache(maxsize=64)

@@ -118,6 +118,14 @@ class Rule:
         change = -lr * (state.first / (1 - beta1**step)) / root
         return change - lr * decay * state.weights if self.name == "adamw" else change
 
+    def gradient_taken(self, state: UpdateState, first: Any, decay: Any) -> Any:
+        """The clipped gradient that moved the first moment from the state's to `first`; None without a moment."""
+        if not self.entries:
+            return None
+        kept, share = (self.momentum, 1.0) if self.name == "sgd" else (self.betas[0], 1 - self.betas[0])
+        taken = (first - kept * state.first) / share
+        return taken if self.name == "adamw" else taken - decay * state.weights
+
     def bounded(self, state: UpdateState, gradient: Any, step: int, lr: float, decay: Any, units: Units) -> Update:
         """What a step makes of single elements, and the most that roundings can move them: see [Note: Single updates].
 

@@ -165,8 +165,8 @@ class Judgement:
         if self.parting is not None:
             kinds += self.parting.check(self.certain)
         if self.certain:
-            until = min(self.last, self.steady, self.certain + 1)
-            kinds += [parting.losses(self.arm, self.control, self.envelope, until)]
+            until = min(self.last, self.certain + 1)
+            kinds += [parting.losses(self.arm, self.control, self.envelope, until, self.steady)]
         return self._placed([kind for kind in kinds if kind])
 
     def losses(self) -> list[Finding]:

@@ -30,7 +30,7 @@ from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.models.registry import workload_for
 from harness.probe.vouching.local import LocalWatch
 from harness.probe.vouching.pieces import Piece, own_places, shares
-from harness.probe.vouching.sample import Sample, Values, unit_of
+from harness.probe.vouching.sample import Made, Sample, Values, unit_of
 from harness.probe.vouching.sketch import SKETCHES, Signs, Sketch
 from harness.probe.vouching.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
 from harness.store import vouching as stream
@@ -170,10 +170,12 @@ class Vouching:
 
     def _hold_to_rule(self, step: int, lr: float, norm: float, values: Values) -> None:
         assert self.gradient_sample is not None
-        clipped = self.gradient_sample * optim.clip_coefficient(norm, self.session.config.optimizer.clip_norm)
+        clipping = optim.clip_coefficient(norm, self.session.config.optimizer.clip_norm)
         self.summed.part("followed")[:, 0] = self.sample.elements(len(self.pieces))
-        ratios = self.sample.held_to_rule(self.values, values, clipped, self.gradient_unit, step, lr)
-        self.largest.rule[:] = self.sample.largest(ratios, len(self.pieces))
+        made = Made(step, lr, self.gradient_unit)
+        held = self.sample.held_to_rule(self.values, values, self.gradient_sample, clipping, made)
+        self.largest.rule[:] = self.sample.largest(held.ratios, len(self.pieces))
+        self.largest.clipping[:] = held.clipping
 
     def _tell_local(self, watching: LocalWatch) -> None:
         gradients, (largest, least) = watching.gradients(), watching.weights()

@@ -26,8 +26,6 @@ TWINS = [pair.name for pair in SHORT if pair.kind is Kind.clean]
 ELSEWHERE = {
     "same_batch": "forward",
     "strided_shard_in_plain_order": "forward",
-    "F23_clipped_on_one_rank": "optimizer",  # copies differ after the very step, a step before a gather shows it
-    "replica_drift": "optimizer",
 }
 """Where a verdict names another stage than the fault's: docs/power.md counts these as wrong."""
 LATER = [fault.name for fault in corpus().values() if not fault.measured]

@@ -216,3 +216,19 @@ def test_a_resumed_run_begins_with_what_its_last_step_left(tmp_path: Path, spoil
     assert len(kept) == 6
     assert (kept[3] > 1e-9) == spoil, kept
     assert not np.isnan(kept).any()
+
+
+def clips_wrongly(rank: int, folder: str, optimizer: OptimizerName) -> None:
+    changes = {"optimizer__name": optimizer, "optimizer__momentum": 0.9, "optimizer__clip_norm": 0.1}
+    config = configured("native-optim_grads", fault__name="clip_bound", fault__begins_at=3, **changes)
+    train(config, Path(folder), rank)
+
+
+@pytest.mark.parametrize("optimizer", [OptimizerName.sgd, OptimizerName.adamw])
+def test_gradients_clipped_by_another_bound_are_no_fault_of_the_rule(tmp_path: Path, optimizer: OptimizerName) -> None:
+    """Clipped to twice what was asked for, from step 3 on."""
+    run_ranks(clips_wrongly, 2, str(tmp_path), optimizer)
+    stream = read(tmp_path)
+    assert (stream.column("norm")[:2] <= 1e-6).all()
+    np.testing.assert_allclose(stream.column("norm")[2:5], 1.0, rtol=1e-5)
+    assert (stream.column("rule")[:5] <= 1).all(), stream.column("rule")

@@ -9,8 +9,9 @@ remain, and both are asked of what is known of the weights' distance D:
                L(a) - L(c) = (g(a) + g(c)) / 2 . (a - c), up to the third order, and so by at most the mean of the two
                gradients' norms times D. The factor SAFETY covers the third order and the error of D.
 
-Their answers raise a doubt and refute nothing: a difference alone, where all witnesses pass, is never DIFFERENT. They
-are asked while the control is stable (`stability.stable_until`): where curvature itself bursts, K bursts with it.
+Their answers raise a doubt and refute nothing: a difference alone, where all witnesses pass, is never DIFFERENT. Where
+the control is no longer stable (`stability.stable_until`) curvature bursts, and K and the gradient between the two with
+it: they are asked with that much more room (`apart.BURST`, its root for a gradient).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
-from harness.parity.tiers.apart import Apart, Jump, apart, gradient_jumps, weight_jumps
+from harness.parity.tiers.apart import BURST, Apart, Jump, apart, gradient_jumps, weight_jumps
 from harness.parity.tiers.envelope import SAFETY, Envelope
 from harness.parity.tiers.graded import Series
 from harness.parity.tiers.trajectory import ROUNDED, Kick
@@ -74,8 +75,8 @@ class Parting:
         Args:
             certain: the last step up to which both were seen to be right: what their weights do follows from gradients.
         """
-        local = gradient_jumps(self.found, self.found.local, self.envelope)
-        reduced = gradient_jumps(self.found, self.found.reduced, self.envelope)
+        local = gradient_jumps(self.found, self.found.local, self.envelope, self.steady)
+        reduced = gradient_jumps(self.found, self.found.reduced, self.envelope, self.steady)
         weights = weight_jumps(self.found, self.push)
         seen, after = bool(len(local.steps)), Stage.clipping if len(reduced.steps) else Stage.forward
         kinds = [
@@ -83,15 +84,17 @@ class Parting:
             self._graded(
                 GIVEN.format("gradient"), reduced, Stage.reduction, Stage.reduction if seen else Stage.forward
             ),
-            self._graded(WEIGHTS, weights, Stage.optimizer, after, certain),
+            self._graded(WEIGHTS, weights, Stage.optimizer, after, certain, self.steady),
             self._end(),
         ]
         return [kind for kind in kinds if kind]
 
-    def _graded(self, check: str, jump: Jump, stage: Stage, since: Stage, certain: int = 0) -> list[Finding]:
+    def _graded(
+        self, check: str, jump: Jump, stage: Stage, since: Stage, certain: int = 0, last: float = math.inf
+    ) -> list[Finding]:
         import numpy as np
 
-        judged = (jump.steps <= self.steady) & (jump.steps > max(certain, int(self.first_captured)))
+        judged = (jump.steps <= last) & (jump.steps > max(certain, int(self.first_captured)))
         steps, observed, allowed = jump.steps[judged], jump.observed[judged], jump.allowed[judged]
         series = Series(
             check,
@@ -119,8 +122,9 @@ class Parting:
         return [Finding("T2", END, Stage.optimizer, Grade.ok, off, math.inf, step=step, tensor=name, count=len(last))]
 
 
-def losses(arm: Record, control: Record, envelope: Envelope, last: int) -> list[Finding]:
-    """Losses after step 1 against what the weights' distance explains, up to the step `last`."""
+def losses(arm: Record, control: Record, envelope: Envelope, last: int, steady: int) -> list[Finding]:
+    """Losses after step 1 against what the weights' distance explains, up to the step `last`; with more room after the
+    step `steady`."""
     import numpy as np
 
     if arm.stream is None or control.stream is None:
@@ -135,6 +139,7 @@ def losses(arm: Record, control: Record, envelope: Envelope, last: int) -> list[
     with np.errstate(divide="ignore", invalid="ignore"):
         observed = np.where(left == right, 0.0, np.abs(left - right) / np.abs(right))
         slope = SAFETY * (steep + steeper) / 2 * distances[:-1] / np.abs(right)
+        slope *= np.where(np.arange(2, rows + 1) <= steady, 1.0, math.sqrt(BURST))
     allowed = np.nan_to_num(envelope.loss + ROUNDED + slope, nan=np.inf)
     note = "a jump: the distance of the two runs' weights does not explain it"
     return Series(

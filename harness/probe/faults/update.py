@@ -64,7 +64,7 @@ def _on_clip(site: Site, power: float) -> None:
 @fault(
     "F23_clipped_on_one_rank",
     "one replica does not clip, and drifts from the others",
-    "gather",
+    "clipping",
     cell=(ZERO0, "optimizer.clip_norm=0.1", SGD),
     report="microsoft/DeepSpeed PR 1801",
 )

@@ -137,7 +137,7 @@ def round_gather(site: Site) -> None:
     site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
 
 
-@fault("replica_drift", "one replica's weights grow by a thousandth a step", "gather", cell=(ZERO0,))
+@fault("replica_drift", "one replica's weights grow by a thousandth a step", "optimizer", cell=(ZERO0,))
 def replica_drift(site: Site) -> None:
     """The last replica's weights come out of every step a little larger."""
     if site.rank != site.size - 1:

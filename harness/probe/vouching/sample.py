@@ -7,6 +7,7 @@ import random
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -52,6 +53,25 @@ class Values:
 
     weights: Tensor
     moments: tuple[Tensor, ...]
+
+
+class Made(NamedTuple):
+    """What a step was made with."""
+
+    step: int
+    """Counted from 1."""
+    lr: float
+    gradient_unit: float
+    """Unit roundoff of the gradients."""
+
+
+class Held(NamedTuple):
+    """How a step was found, where 0 is right."""
+
+    ratios: Tensor
+    """By element: distance from the rule over the most that roundings explain; at most 1 where it is right."""
+    clipping: float
+    """Relative error of the factor by which gradients were clipped."""
 
 
 class Sample:
@@ -139,20 +159,50 @@ class Sample:
             off = torch.maximum(off, (now - before).abs() / before.abs().max().clamp(min=1e-300))
         return off
 
-    def held_to_rule(self, before: Values, after: Values, gradients: Tensor, gradient_unit: float, step: int,
-                     lr: float) -> Tensor:  # fmt: skip
-        """By element: how far the step is from what the rule makes of it, over the most that roundings explain; at most
-        1 where it is right. Elements that are not trained must not move at all. fp64 [elements]."""
-        nothing = torch.zeros_like(before.weights)
-        first, second = (*before.moments, nothing, nothing)[:2]
-        state = UpdateState(before.weights, first, second)
-        units = self.units._replace(gradients=gradient_unit)
-        rule = self.rule.bounded(state, gradients, step, lr, self._decays, units)
+    def held_to_rule(self, before: Values, after: Values, gradients: Tensor, clipping: float, made: Made) -> Held:
+        """How far the step is from what the rule makes of it, and from gradients that were clipped as they should.
+
+        Where all elements follow the rule with another factor than the one that clips, the rule was followed and the
+        factor is wrong.
+
+        Args:
+            before, after: weights and moments around the step.
+            gradients: averaged, not clipped.
+            clipping: what they should be multiplied with.
+            made: facts of the step.
+        """
+        state = self._state(before)
+        ratios = self._ratios(state, after, clipping * gradients, made)
+        if not len(ratios) or not ratios.max() > 1:
+            return Held(ratios, 0.0)
+        factor = self._factor_taken(state, after, gradients)
+        again = ratios if factor is None else self._ratios(state, after, factor * gradients, made)
+        if factor is None or again.max() > 1:
+            return Held(ratios, 0.0)
+        return Held(again, abs(factor / clipping - 1))
+
+    def _factor_taken(self, state: UpdateState, after: Values, gradients: Tensor) -> float | None:
+        """What gradients were multiplied with, by the median of elements whose gradient is not small."""
+        first = after.moments[0] if after.moments else torch.zeros_like(gradients)
+        taken = self.rule.gradient_taken(state, first, self._decays)
+        large = (gradients.abs() >= gradients.abs().median()) & (gradients != 0) & (self._trained > 0)
+        return None if taken is None or not large.any() else float((taken[large] / gradients[large]).median())
+
+    def _state(self, values: Values) -> UpdateState:
+        nothing = torch.zeros_like(values.weights)
+        first, second = (*values.moments, nothing, nothing)[:2]
+        return UpdateState(values.weights, first, second)
+
+    def _ratios(self, state: UpdateState, after: Values, gradients: Tensor, made: Made) -> Tensor:
+        """By element: how far the step is from the rule, over the most that roundings explain; at most 1 where it is
+        right. Elements that are not trained must not move at all. fp64 [elements]."""
+        units = self.units._replace(gradients=made.gradient_unit)
+        rule = self.rule.bounded(state, gradients, made.step, made.lr, self._decays, units)
         ratio = _ratio(after.weights, rule.weights, rule.weights_error)
         expected = ((rule.first, rule.first_error), (rule.second, rule.second_error))
         for value, (wanted, allowed) in zip(after.moments, expected, strict=False):
             ratio = torch.maximum(ratio, _ratio(value, wanted, allowed))
-        unmoved = _ratio(after.weights, before.weights, torch.zeros_like(ratio))
+        unmoved = _ratio(after.weights, state.weights, torch.zeros_like(ratio))
         return torch.where(self._trained > 0, ratio, unmoved)
 
     def largest(self, values: Tensor, tensors: int) -> Tensor:

@@ -61,7 +61,7 @@ class LargestTable:
 
     def __init__(self, tensors: int, sketches: int) -> None:
         self.sketches = sketches
-        self.values = torch.zeros(tensors, 2 * sketches + 2, dtype=torch.float64)
+        self.values = torch.zeros(tensors, 2 * sketches + 3, dtype=torch.float64)
         self.used[:] = -torch.inf
 
     @property
@@ -73,6 +73,11 @@ class LargestTable:
     def kept(self) -> Tensor:
         """[tensors]"""
         return self.values[:, -2]
+
+    @property
+    def clipping(self) -> Tensor:
+        """Relative error of the factor that clipped; the same of all [tensors]."""
+        return self.values[:, -3]
 
     def differ_from(self, summed: SummedTable, left: Table) -> None:
         """Let `kept` be no less than how far the weights before the step are from the sketches [tensors, sketches] of
@@ -125,7 +130,8 @@ def step_numbers(
     checks = [sums, gathered, largest.kept.numpy(), dissent, rule]
     row = [number for check in checks for number in _worst(check)]
     whole = math.sqrt(float(squares.sum()))
-    row.append(abs(norm - whole) / whole if seen.reduced and whole > 0 else math.nan)
+    clipping = max(largest.clipping.tolist(), default=0.0)
+    row.append(max(abs(norm - whole) / whole, clipping) if seen.reduced and whole > 0 else math.nan)
     local = local if saw else np.full_like(local, np.nan)
     if not seen.reduced:
         reduced, squares = np.full_like(reduced, np.nan), nothing
