@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tests.streams.cuda import ALLOCATOR, Event, Stream
 from tests.streams.log import Kernel, Wait
 from tests.streams.recorder import Recorder
+from tests.streams.site import site
 
 BACKEND = "recorded"
 _RECORDERS: list[Recorder] = []
@@ -234,16 +235,16 @@ class RecordedGroup(dist.ProcessGroup):
                 run()
                 return Work(None, None, [])
             asynchronous = opts is None or getattr(opts, "asyncOp", True)
-            site, cuda = recorder.site(), recorder.cuda
+            line, cuda = site(), recorder.cuda
             stream = cuda.current.name
             if asynchronous:
                 issued = Event(cuda)
                 issued.record()
                 stream = self.stream_name
-                recorder.put(Wait(stream, issued.number or 0, site, "issue"))
+                recorder.put(Wait(stream, issued.number or 0, line, "issue"))
             moved = sum(each.nbytes for each in held)
             spans = recorder.spans(reads), recorder.spans(writes)
-            recorder.put(Kernel(f"nccl {name}", stream, *spans, site, 0, moved, 0, self.stream_name))
+            recorder.put(Kernel(f"nccl {name}", stream, *spans, line, 0, moved, 0, self.stream_name))
             with recorder.paused():
                 run()
             if not asynchronous:

@@ -20,6 +20,7 @@ from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.runtime import usage
 from tests.fsdp import pairs
 from tests.streams.cuda import MAIN, Stream
+from tests.streams.edges import Without, without_each
 from tests.streams.group import RecordedGroup, new_group
 from tests.streams.log import Log
 from tests.streams.races import Race, races_of
@@ -352,11 +353,22 @@ def backward(loss: Tensor, case: Case, recorder: Recorder) -> None:
     forward.wait_stream(caller)  # the program's own, before it steps
 
 
-def run_all(rank: int, cases: Sequence[Case]) -> list[tuple[list[Race], Run]]:
-    """Cases of one world size in one process group, and their races; the first rank alone records."""
+@dataclass
+class Verdict:
+    """Of a case on one rank. races and edges: where it was recorded."""
+
+    run: Run
+    races: list[Race]
+    edges: list[Without]
+
+
+def run_all(rank: int, cases: Sequence[Case]) -> list[Verdict]:
+    """Cases of one world size in one process group; the first rank alone records."""
     found = []
     for case in cases:
         ran = run(rank, case, records=rank == 0)
-        races = races_of(ran.log) if ran.log is not None else []
-        found.append((races, replace(ran, log=None)))
+        verdict = Verdict(replace(ran, log=None), [], [])
+        if ran.log is not None:
+            verdict.races, verdict.edges = races_of(ran.log), without_each(ran.log)
+        found.append(verdict)
     return found

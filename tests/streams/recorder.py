@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from itertools import count
-from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,17 +14,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from harness.fsdp.comm import device, events
+from harness.fsdp.comm import device
 from tests.streams.cuda import RecordedCuda
-from tests.streams.log import HOST, Allocate, Entry, Free, Keep, Kernel, Log, Phase, Site, Span, Stop
+from tests.streams.log import HOST, Allocate, Entry, Free, Keep, Kernel, Log, Phase, Span, Stop
+from tests.streams.site import NOWHERE, site
 
-ROOT = f"{Path(__file__).resolve().parents[2]}/"
-PASSED_ON = ("harness/fsdp/comm/device.py", "harness/fsdp/comm/events.py")
-"""Files whose callers are the ones who asked."""
-PASSING = (("harness/fsdp/comm/communicator.py", "wait"), ("harness/fsdp/comm/communicator.py", "receive"))
-"""Functions of which the same is true."""
-OWN = "tests/streams/"
-PROGRAM = "tests/streams/programs.py"
+COPIES = ("copy_", "_to_copy", "_foreach_copy_")
+"""Operations that may bring data from the host, or to it."""
 NOTHING_RUNS = {
     "empty",
     "empty_like",
@@ -78,7 +71,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.log = Log()
-        self.cuda = RecordedCuda(self.put, self.site)
+        self.cuda = RecordedCuda(self.put, site)
         self._blocks: dict[int, tuple[int, Any]] = {}
         """By address of a storage: its block, and what tells when it is gone."""
         self._names: dict[int, list[tuple[int, int, str]]] = {}
@@ -103,7 +96,7 @@ class Recorder(TorchDispatchMode):
 
     @contextmanager
     def _patches(self) -> Iterator[None]:
-        resize, tensor, tolist = torch.UntypedStorage.resize_, torch.tensor, Tensor.tolist
+        resize, tensor, tolist, to = torch.UntypedStorage.resize_, torch.tensor, Tensor.tolist, Tensor.to
 
         def resize_(storage: torch.UntypedStorage, num_bytes: int) -> Any:
             before = storage.nbytes()
@@ -124,7 +117,18 @@ class Recorder(TorchDispatchMode):
             with self.paused():
                 return tolist(value)
 
+        def moved(value: Tensor, *args: Any, **given: Any) -> Tensor:
+            found = to(value, *args, **given)
+            asked = any(isinstance(each, torch.device) for each in (*args, given.get("device")))
+            if self._paused or found is not value or not asked or not self._is_on_host(value):
+                return found
+            with self.paused():  # one kind of device stands for both here
+                found = value.clone()
+            self._brought(found, to_device=True)
+            return found
+
         with (
+            mock.patch.object(Tensor, "to", moved),
             mock.patch.object(torch.UntypedStorage, "resize_", resize_),
             mock.patch.object(torch, "tensor", made),
             mock.patch.object(Tensor, "tolist", listed),
@@ -164,6 +168,10 @@ class Recorder(TorchDispatchMode):
         if span is not None:
             self.log.hosts.add(span.block)
 
+    def _is_on_host(self, tensor: Tensor) -> bool:
+        held = self._blocks.get(tensor.untyped_storage()._cdata)
+        return held is not None and held[0] in self.log.hosts
+
     def span(self, tensor: Tensor) -> Span | None:
         """Which bytes of which block a tensor may touch; None of an empty one."""
         if not tensor.numel():
@@ -195,10 +203,10 @@ class Recorder(TorchDispatchMode):
             self.put(Free(held[0], NOWHERE))
 
     def _allocated(self, storage: torch.UntypedStorage) -> int:
-        block, site = self._adopt(storage), self.site()
-        of = [(0, storage.nbytes(), f"memory for {site.of}")] if site.of else []
+        block, line = self._adopt(storage), site()
+        of = [(0, storage.nbytes(), f"memory for {line.of}")] if line.of else []
         self.log.names[block] = self._names.get(storage._cdata, of)
-        self.put(Allocate(block, self.cuda.current.name, storage.nbytes(), self.cuda.pool, site))
+        self.put(Allocate(block, self.cuda.current.name, storage.nbytes(), self.cuda.pool, line))
         return block
 
     def _resized(self, storage: torch.UntypedStorage, before: int, num_bytes: int) -> None:
@@ -206,7 +214,7 @@ class Recorder(TorchDispatchMode):
             return
         held = self._blocks.pop(storage._cdata, None)
         if held is not None and before:
-            self.put(Free(held[0], self.site()))
+            self.put(Free(held[0], site()))
         if num_bytes:
             self._allocated(storage)
 
@@ -226,7 +234,7 @@ class Recorder(TorchDispatchMode):
         touched = self.spans(reads), self.spans(writes)
         result = function(*args, **kwargs)
         if schema.name == "record_stream":
-            self.put(Keep(touched[1][0].block, args[1].name, self.site()))
+            self.put(Keep(touched[1][0].block, args[1].name, site()))
             return result
         made = self._results(result, [*touched[0], *touched[1]])
         if schema.name in NOTHING_RUNS or not (made or writes or schema.name in LOOKS):
@@ -252,7 +260,7 @@ class Recorder(TorchDispatchMode):
     def _is_made_on_host(self, touched: Sequence[Span]) -> bool:
         """Whether a result lies where all that was read does, or its maker works for the host."""
         if not touched:
-            return self.site().function in self.host_functions
+            return site().function in self.host_functions
         return all(span.block in self.log.hosts for span in touched)
 
     def _ran(
@@ -265,29 +273,29 @@ class Recorder(TorchDispatchMode):
         *,
         follows: bool,
     ) -> None:
-        site, hosts = self.site(), self.log.hosts
+        line, hosts = site(), self.log.hosts
         blocks = {span.block for span in (*read, *wrote)}
         size = max((each.numel() for each in (*reads, *writes)), default=0)
         stream, crosses = self.cuda.current.name, bool(blocks & hosts) and not blocks <= hosts
         if blocks and blocks <= hosts:
             stream = HOST
-        elif crosses and name not in ("copy_", "_to_copy"):
+        elif crosses and name not in COPIES:
             if any(span.block in hosts for span in wrote):  # the host computes, with numbers nobody had placed
                 hosts |= blocks
                 stream = HOST
             else:  # it reads a number and hands it over
                 read = tuple(span for span in read if span.block not in hosts)
             crosses = False
-        self.put(Kernel(name, stream, read, wrote, site, size, 0, _flops(name, reads)))
+        self.put(Kernel(name, stream, read, wrote, line, size, 0, _flops(name, reads)))
         if stream != HOST and ((crosses and follows) or name in LOOKS):
-            self.put(Stop(stream, site, "a copy from or to the host" if crosses else name))
+            self.put(Stop(stream, line, "a copy from or to the host" if crosses else name))
 
     def _look(self, tensors: Sequence[Tensor], why: str) -> None:
         """The host reads a result."""
-        read, site = self.spans(tensors), self.site()
+        read, line = self.spans(tensors), site()
         if read and not {span.block for span in read} <= self.log.hosts:
-            self.put(Kernel(why, self.cuda.current.name, read, (), site, sum(t.numel() for t in tensors)))
-            self.put(Stop(self.cuda.current.name, site, why))
+            self.put(Kernel(why, self.cuda.current.name, read, (), line, sum(t.numel() for t in tensors)))
+            self.put(Stop(self.cuda.current.name, line, why))
 
     def _brought(self, made: Tensor, *, to_device: bool) -> None:
         """The program has made a tensor of its own numbers."""
@@ -298,8 +306,8 @@ class Recorder(TorchDispatchMode):
             return
         self._gone_quietly(made)
         self._allocated(made.untyped_storage())
-        self.put(Kernel("copy from the host", self.cuda.current.name, (), self.spans([made]), self.site()))
-        self.put(Stop(self.cuda.current.name, self.site(), "a tensor made of numbers"))
+        self.put(Kernel("copy from the host", self.cuda.current.name, (), self.spans([made]), site()))
+        self.put(Stop(self.cuda.current.name, site(), "a tensor made of numbers"))
 
     def _gone_quietly(self, made: Tensor) -> None:
         """Forget a block that torch made on the way."""
@@ -307,52 +315,10 @@ class Recorder(TorchDispatchMode):
         if held is not None:
             self.put(Free(held[0], NOWHERE))
 
-    # -- where it comes from ---------------------------------------------------------------------------------------
-
-    def site(self) -> Site:
-        """The line that asked for what is being done, and what it is about."""
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            file = _file_of(frame.f_code)
-            if file and (file, frame.f_code.co_name) not in PASSING:
-                label = events.current()
-                return Site(file, frame.f_lineno, frame.f_code.co_name, label.bucket if label else _about(frame))
-            frame = frame.f_back
-        return NOWHERE
-
-
-NOWHERE = Site("", 0, "")
-
-
-@cache
-def _file_of(code: CodeType) -> str:
-    """Where code lies in this repository; empty where nobody asks from there."""
-    name = code.co_filename
-    if not name.startswith(ROOT):
-        return ""
-    name = name.removeprefix(ROOT)
-    if name in PASSED_ON or (name.startswith(OWN) and name != PROGRAM) or name.startswith(".venv"):
-        return ""
-    return name
-
-
-def _about(frame: FrameType | None) -> str:
-    """The bucket that a frame of the engine, or one of those that called it, is busy with."""
-    for _ in range(8):
-        if frame is None or not (file := frame.f_code.co_filename.removeprefix(ROOT)).startswith(("harness/fsdp", OWN)):
-            return ""
-        held = frame.f_locals if not file.startswith(OWN) else {}
-        for holder in (held.get("bucket"), held.get("self"), held.get("gradients")):
-            found = getattr(getattr(holder, "bucket", None), "name", None) or getattr(holder, "name", None)
-            if isinstance(found, str) and not isinstance(holder, Tensor):
-                return found
-        frame = frame.f_back
-    return ""
-
 
 def _follows(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the host waits for a copy that crosses to or from it."""
-    given = args[2] if name == "copy_" and len(args) > 2 else kwargs.get("non_blocking")
+    given = args[2] if name in COPIES and len(args) > 2 else kwargs.get("non_blocking")
     return not given
 
 

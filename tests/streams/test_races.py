@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.fsdp import pairs
+from tests.streams.edges import needed
 from tests.streams.programs import (
     FACTORS,
     MAX_NORM,
@@ -14,21 +15,25 @@ from tests.streams.programs import (
     STEPS,
     Case,
     Program,
-    Run,
+    Verdict,
     cover,
     data,
     pairs_of,
     product,
     run_all,
 )
-from tests.streams.races import Race
 from tests.support.covering import once
 from tests.support.spawn import run_ranks
 
 SLICES, OF = 32, 256
 """Parts of the product that `make test-all` runs; an eighth of it. `benchmarks/checks/streams.py` runs all."""
 
-Found = list[tuple[list[Race], Run]]
+REASONS = {
+    "_register": "a registration meets all ranks: nothing of this one may be in flight, whatever bytes it touches",
+}
+"""Functions with an edge that orders no two accesses to memory, and what it is for."""
+
+Found = list[Verdict]
 
 
 def trained(cases: tuple[Case, ...]) -> dict[Case, Found]:
@@ -66,15 +71,15 @@ def alone(world: int, k: int, clip: bool) -> dict[str, Tensor]:
 
 
 def check(case: Case, found: Found) -> None:
-    races = [str(race) for race in found[0][0]]
+    races = [str(race) for race in found[0].races]
     assert not races, "\n".join(races)
-    for of_rank in (ran.orders for _, ran in found):
+    for of_rank in (verdict.run.orders for verdict in found):
         for group, order in of_rank.items():
-            first = found[group[1][0]][1].orders[group]
+            first = found[group[1][0]].run.orders[group]
             assert order == first, f"ranks ask {group} for other things, or in another order"
     if case.policy in ("fp32", "exact"):
         right = alone(case.world, case.k, case.clip)
-        for name, weight in found[0][1].weights.items():
+        for name, weight in found[0].run.weights.items():
             torch.testing.assert_close(
                 weight.double(), right[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
             )
@@ -88,6 +93,13 @@ def test_no_race(case: Case) -> None:
 def test_the_cover_has_every_pair() -> None:
     assert pairs_of(cover()) == pairs_of(product())
     assert all(len(values) > 1 for values in FACTORS.values())
+
+
+def test_every_edge_is_needed() -> None:
+    table = needed(found[0].edges for found in covered().values())
+    assert len(table) > 10
+    spare = [edge for edge, logs in table.items() if not any(log.race for log in logs)]
+    assert {edge.function for edge in spare} == set(REASONS), "\n".join(map(str, spare))
 
 
 @pytest.mark.full

@@ -81,12 +81,17 @@ class DeviceRuntime:
         """Issue work on the side stream of this name, behind everything the current stream holds so far."""
         return self._on_side_stream(name) if self.has_streams else nullcontext()
 
+    def resuming(self, name: str) -> AbstractContextManager[None]:
+        """Issue more on a side stream that has waited for what that needs: a wait is work for the host, too."""
+        return self._on_side_stream(name, waits=False) if self.has_streams else nullcontext()
+
     @contextmanager
-    def _on_side_stream(self, name: str) -> Iterator[None]:
+    def _on_side_stream(self, name: str, *, waits: bool = True) -> Iterator[None]:
         if name not in self._streams:
             self._streams[name] = cuda.Stream(self.device, priority=-1)
         side = self._streams[name]
-        side.wait_stream(cuda.current_stream(self.device))
+        if waits:
+            side.wait_stream(cuda.current_stream(self.device))
         with cuda.stream(side):
             yield
 

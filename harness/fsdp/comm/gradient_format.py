@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.fixed_point import FixedPoint
+from harness.fsdp.comm.together import copy_together, scale_together
 from harness.fsdp.policy import Dtypes
 
 
@@ -48,11 +49,8 @@ class Floating(Numbers):
         (sums.add_ if add else sums.copy_)(gradients)
 
     def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
-        for source, target in zip(sums, main, strict=True):
-            if factor != 1.0:
-                source.mul_(factor)
-            if target.data_ptr() != source.data_ptr():
-                target.copy_(source)
+        scale_together(sums, factor)
+        copy_together(main, sums)
 
 
 class Integers(Numbers):

@@ -32,6 +32,7 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.gradient_format import Floating, Numbers
 from harness.fsdp.comm.parts import Part, evenly_covered, packed, worth_packing
 from harness.fsdp.comm.peer_memory import Laid, lay_out
+from harness.fsdp.comm.together import add_together, copy_together, scale_together
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.vocabulary import Numerics
 
@@ -137,7 +138,7 @@ class PeerReduction(Reduction):
         self._fold(exchange, [total], 1.0, add=False)
         for target, summed in zip(into, total.split([each.numel() for each in into]), strict=True):
             (target.add_ if add else target.copy_)(summed)
-        _scale(into, exchange.factor)
+        scale_together(into, exchange.factor)
 
     def _fold(self, exchange: Exchange, into: list[Tensor], factor: float, *, add: bool) -> None:
         todo = [
@@ -247,21 +248,19 @@ class NativeReduction(Reduction):
         exchange.pending.wait()
         if self._is_one_call(exchange.label):
             return
-        for part, target in zip(exchange.parts, into, strict=True):
-            own = part.chunk(self.comm.rank)
-            if add:
-                target.add_(own)
-            elif target.data_ptr() != own.data_ptr():
-                target.copy_(own)
-        _scale(into, exchange.factor)
+        own = [part.chunk(self.comm.rank) for part in exchange.parts]
+        if add:
+            add_together(into, own)
+        else:
+            copy_together(into, own)
+        scale_together(into, exchange.factor)
 
     def spread(self, exchange: Exchange, whole: Sequence[Part]) -> Pending:
         if not self._is_one_call(exchange.label):
             return super().spread(exchange, whole)
-        for part, target in zip(exchange.parts, whole, strict=True):
-            if part.tensor.data_ptr() != target.tensor.data_ptr():
-                target.tensor.copy_(part.tensor)
-            _scale([target.tensor], exchange.factor)
+        targets = [part.tensor for part in whole]
+        copy_together(targets, [part.tensor for part in exchange.parts])
+        scale_together(targets, exchange.factor)
         return Pending([])
 
 
@@ -288,12 +287,6 @@ def _together(part: Part) -> Tensor:
     return covered if covered is not None else torch.cat([part.chunk(rank) for rank in range(len(part.spans))])
 
 
-def _scale(tensors: Sequence[Tensor], factor: float) -> None:
-    if factor != 1.0:
-        for tensor in tensors:
-            tensor.mul_(factor)
-
-
 def _sum_in_order(
     contributions: list[Tensor], target: Tensor, accum: torch.dtype, *, add: bool, factor: float = 1.0
 ) -> None:
@@ -311,7 +304,7 @@ def _sum_in_order(
         else:
             total = blocks[0].to(accum, copy=True)
             for block in blocks[1:]:
-                total.add_(block.to(accum))
+                total.add_(block if torch.promote_types(block.dtype, accum) == accum else block.to(accum))
             (into.add_ if add else into.copy_)(total)
         if factor != 1.0:
             into.mul_(factor)

@@ -214,7 +214,7 @@ class Job:
     def advance(self) -> bool:
         """Run the next stage, if there is one; whether more are left."""
         if self._stages:
-            with self.runtime.stream(self._stream):
+            with self.runtime.resuming(self._stream):
                 self._stages.popleft()()
         return bool(self._stages)
 
@@ -223,7 +223,7 @@ class Job:
         while self.advance():
             pass
         if self.runtime.has_streams:
-            with self.runtime.stream(self._stream):
+            with self.runtime.resuming(self._stream):
                 self.done = self.runtime.record()
 
     def wait(self) -> None:

@@ -49,7 +49,7 @@ class WeightState(Enum):
 
 
 Gather = tuple[Pending | LateGather, Event]
-"""One bucket on its way, and when the cast of this rank's part is done."""
+"""One bucket on its way, and when the cast of this rank's part is done, where no collective comes after that."""
 
 
 class UnitWeights:
@@ -76,12 +76,12 @@ class UnitWeights:
         label = Label("all_gather", bucket.name)
         comm = bucket.context.mesh.gather
         if comm.reads_when_wanted(bucket.gathered_bytes):
-            return LateGather(bucket, comm, label), self.runtime.record()
+            return LateGather(bucket, comm, label), Event()
         bucket.allocate_weights()
         with self.runtime.stream("gather"):
             bucket.fill_own()
             pending = comm.all_gather(bucket.weight_parts(), label, ahead=True)
-            return pending, self.runtime.record()
+            return pending, self.runtime.record() if comm.size == 1 else Event()
 
     def wait(self) -> None:
         """Have those that are on their way here, for whoever runs next."""

@@ -17,6 +17,7 @@ from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.events import OUTER, Label
 from harness.fsdp.comm.parts import Part
+from harness.fsdp.comm.together import copy_together
 from harness.fsdp.fp8.formats import as_bytes
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
@@ -207,8 +208,7 @@ class Bucket:
     def fill_own(self) -> None:
         """Put what this rank gives to a gather into its place of the whole compute weights."""
         sources = self.cast_shards if self.resting is None else self.resting_shards
-        for target, shard in zip(self.cuts.inner_shards(self.compute), sources, strict=True):
-            target.copy_(shard)
+        copy_together(self.cuts.inner_shards(self.compute), sources)
 
     def install(self) -> list[Pending]:
         """Bring updated main weights into the compute weights that are kept between uses, if any. *Collective.*
@@ -218,8 +218,7 @@ class Bucket:
         if self.resting is None or not self.trainable:
             return []
         if self.main_storage is not None:
-            for target, shard in zip(self.cuts.own_shards(self.resting_shards), self.cast_shards, strict=True):
-                target.copy_(shard)
+            copy_together(self.cuts.own_shards(self.resting_shards), self.cast_shards)
         if not self.placements.install:
             return []
         return self.gather_shards(self.compute, self.resting_shards, self.placements.resting_weights)

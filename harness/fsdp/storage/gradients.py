@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp.comm.together import zero_together
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import Slot
@@ -164,8 +165,7 @@ class Gradients:
             return
         if self.bucket is None:
             bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
-            for begin, end in self.layout.gaps:
-                bucket[begin:end].zero_()
+            zero_together([bucket[begin:end] for begin, end in self.layout.gaps])
             self._view(bucket)
         for index, param in enumerate(self.params):
             if grad_of(param) is not None or index not in self._unwritten:

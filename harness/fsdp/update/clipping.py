@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from harness.fsdp.comm.together import scale_together
 from harness.fsdp.storage.bucket import Bucket
 
 
@@ -17,6 +18,4 @@ def clip_gradients(buckets: Sequence[Bucket], norm: float, max_norm: float) -> N
 
 def scale_gradients(buckets: Sequence[Bucket], factor: float) -> None:
     """Multiply the main gradients, which are finished, by a factor."""
-    for bucket in buckets:
-        for shard in bucket.grad_shards:
-            shard.mul_(factor)
+    scale_together([shard for bucket in buckets for shard in bucket.grad_shards], factor)

@@ -1,0 +1,61 @@
+"""Several tensors in one operation, where work is queued: one launch for all, with the bits of one for each.
+
+On a CPU a launch costs nothing, and tensors go one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from harness.fsdp.comm.device import is_queued
+
+
+def _is_one(tensors: Sequence[Tensor]) -> bool:
+    """Whether these tensors are worth one launch."""
+    return len(tensors) > 1 and is_queued(tensors[0].device)
+
+
+def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy each source into its target, unless it lies there."""
+    apart = [(target, source) for target, source in zip(targets, sources, strict=True) if not _is_there(target, source)]
+    if _is_one(targets) and apart:
+        torch._foreach_copy_([target for target, _ in apart], [source for _, source in apart])
+        return
+    for target, source in apart:
+        target.copy_(source)
+
+
+def _is_there(target: Tensor, source: Tensor) -> bool:
+    return target.numel() > 0 and target.data_ptr() == source.data_ptr()
+
+
+def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Add each source to its target."""
+    if _is_one(targets):
+        torch._foreach_add_(list(targets), list(sources))
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.add_(source)
+
+
+def scale_together(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply each by a factor."""
+    if factor == 1.0:
+        return
+    if _is_one(tensors):
+        torch._foreach_mul_(list(tensors), factor)
+        return
+    for tensor in tensors:
+        tensor.mul_(factor)
+
+
+def zero_together(tensors: Sequence[Tensor]) -> None:
+    """Make each of them zeros."""
+    if _is_one(tensors):
+        torch._foreach_zero_(list(tensors))
+        return
+    for tensor in tensors:
+        tensor.zero_()
