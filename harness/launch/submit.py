@@ -15,7 +15,7 @@ from harness.launch.local.run import Ended
 from harness.launch.opening import Opened, Sources, open_here
 from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
-from harness.launch.slurm import submission
+from harness.launch.slurm import steps, submission
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.waiting import wait_for
 from harness.store import screen
@@ -51,11 +51,15 @@ class _Request:
         self._store = Store(cells[0].config["launch"]["root"])
         self._sources = Sources.gather()
         self._jobs = submission.probe()
+        self._submitted: Sequence[Cell] = ()
 
     def carry_out(self) -> int:
         local = [cell for cell in self._cells if not submission.is_remote(cell)]
         remote = [cell for cell in self._cells if submission.is_remote(cell)]
-        codes = self._submit(remote) if remote else []
+        here = [cell for cell in remote if is_timed(cell)] if steps.in_allocation() else []
+        self._submitted = [cell for cell in remote if cell not in here]
+        codes = self._submit(self._submitted) if self._submitted else []
+        codes += self._run_steps(here) if here else []
         if len(local) == 1 and local[0].typed.launch.inline:
             codes += self._run_inline(local[0])
         elif local:
@@ -73,6 +77,24 @@ class _Request:
         if not any(cell.config["launch"]["wait"] for cell in cells):
             return []
         return wait_for([RunDir(self._store.path_of(cell)) for cell in cells], self._terminal)
+
+    def _run_steps(self, cells: Sequence[Cell]) -> list[int]:
+        """One after another over this allocation's nodes; a preemption takes all of them."""
+        steps.check_allocation(cells)
+        codes: list[int] = []
+        for cell in cells:
+            opened = open_here(self._store, cell, self._sources, self._jobs)
+            if isinstance(opened, Decision):
+                self._on_decision(cell, opened)
+                codes += [EXIT_BUSY] if opened.action is Action.leave else []
+                continue
+            self._on_start(opened[0])
+            ended = steps.run_step(*opened)
+            self._on_end(opened[0], ended)
+            codes.append(ended.exit_code)
+            if ended.state is State.preempted:
+                break
+        return codes
 
     def _run_inline(self, cell: Cell) -> list[int]:
         opened = open_here(self._store, cell, self._sources, self._jobs)
@@ -131,7 +153,7 @@ class _Request:
     def _next(self, code: int) -> list[str]:
         study = self._cells[0].study
         ref = study if self._several else self._cells[0].signature[:8]
-        if any(submission.is_remote(cell) and not cell.config["launch"]["wait"] for cell in self._cells):
+        if any(not cell.config["launch"]["wait"] for cell in self._submitted):
             verbs = [f"watch {study}", f"cancel {ref}"]
         elif code:
             verbs = [f"watch {study}" if self._several else f"show {ref}", f"retry {ref}"]

@@ -13,6 +13,7 @@ from harness.config.errors import refuse
 from harness.config.overrides import check_overrides
 from harness.config.schema import Backend, StudyConfig
 from harness.launch.order import is_timed
+from harness.launch.slurm.steps import in_allocation
 from harness.store.study import write_study
 from harness.study.cells import Composer, Desired, desired
 from harness.study.expand import expand
@@ -76,11 +77,12 @@ def _carried_out_as_one(cells: Sequence[Cell]) -> None:
             raise refuse(f"launch.{key}", f"is {shown} in one request", fix="one value, or two requests")
     if len(cells) > 1 and any(cell.config["launch"]["inline"] for cell in cells):
         raise refuse("launch.inline=true", f"runs one cell, and {len(cells)} are asked for", fix="leave -m out")
-    if len(cells) > 1 and any(is_timed(cell) and cell.typed.cluster.backend is Backend.slurm for cell in cells):
+    remote = any(is_timed(cell) and cell.typed.cluster.backend is Backend.slurm for cell in cells)
+    if len(cells) > 1 and remote and not in_allocation() and not cells[0].typed.launch.dry_run:
         raise refuse(
             "cluster=slurm measure=bench",
             "makes jobs that run at different times on different machines, and their step times cannot be compared",
-            fix="cluster=local, from inside one allocation (salloc, or an sbatch script)",
+            fix="salloc --nodes=N ... python run.py ...: inside one allocation, cells are its steps, one by one",
         )
 
 

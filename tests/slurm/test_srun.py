@@ -10,6 +10,7 @@ import pytest
 
 from harness.config.catalog import ROOT
 from harness.config.compose import load_config
+from harness.store import provenance
 from harness.store.metrics import read_metrics
 from harness.store.rundir import Store
 from tests.slurm.cluster import Cluster
@@ -40,3 +41,40 @@ def test_a_bad_request_ends_every_task_with_one_message(cluster: Cluster, tmp_pa
     assert done.returncode == 2, done.stdout + done.stderr
     assert done.stderr.count("bad request") == 1
     assert Store(tmp_path / "runs").runs() == []
+
+
+@pytest.mark.full
+def test_a_timed_study_over_two_nodes_is_one_step_after_another(cluster: Cluster, tmp_path: Path) -> None:
+    """The nodes of one allocation, both of them, for every arm; outside of one the study is refused."""
+    words = [
+        "-m",
+        "engine=native,ddp",
+        "sharding=no_shard",
+        "measure=bench",
+        "cluster=slurm",
+        "cluster.nodes=2",
+        *SMALL,
+    ]
+    words = [word for word in words if not word.startswith("train.steps")] + ["train.steps=6", "measure.warmup_steps=3"]
+    command = [sys.executable, str(ROOT / "run.py"), *words]
+    refused = subprocess.run(
+        command, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert refused.returncode == 2
+    assert "salloc" in refused.stderr
+    held = ["salloc", "--quiet", "--nodes=2", "--ntasks-per-node=1", *command]
+    done = subprocess.run(
+        held, env=cluster.environment, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = Store(tmp_path / "runs").runs()
+    assert len(runs) == 2
+    for run in runs:
+        status = run.status()
+        assert status is not None
+        assert status.state.value == "done"
+        assert len(provenance.read(run.path)["hosts"]) == 2
+        assert "SLURM_JOB_NODELIST" in provenance.read(run.path)["environment"]
+    jobs = {provenance.read(run.path)["environment"]["SLURM_JOB_ID"] for run in runs}
+    assert len(jobs) == 1
+    assert "harness bench" in done.stdout

@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from harness.config.schema import Config, SharpAxis
+from harness.engines.adapters import native
+from harness.engines.protocol import Ranks
 from harness.fsdp.comm import sharp_groups
 from harness.fsdp.comm.sharp_groups import COLLNET
 from harness.store.placement import Placement
@@ -74,3 +76,29 @@ def test_gloo_is_bound_to_nothing_and_told_nothing(created: list[dict[str, Any]]
     assert created[0]["backend"] == "gloo"
     assert created[0]["device_id"] is None
     assert created[0]["collnet"] == "0"
+
+
+@pytest.mark.parametrize(
+    ("config", "given"),
+    [
+        (asking("default", 2), False),
+        (asking("none", 2), False),
+        (asking("dp", 2, infiniband=False), False),
+        (asking("dp", 2), True),
+        (asking("dp_outer", 2), True),
+    ],
+)
+def test_an_axis_is_given_the_switches_only_where_they_were_asked_for(
+    config: Config, given: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is given them raises NCCL_COLLNET_ENABLE while its communicator is made, whatever else said 0."""
+    seen: list[tuple[int, bool, str]] = []
+
+    def groups(num_outer: int, ownership: sharp_groups.SharpOwnership | None = None, owner: str = "dp") -> Any:
+        seen.append((num_outer, ownership is not None, owner))
+        return None, None
+
+    monkeypatch.setattr(native, "axis_groups", groups)
+    ranks = Ranks(0, 4, 0, CUDA, sharp_groups.SharpOwnership(CUDA))
+    native._groups(config, ranks)
+    assert seen == [(2, given, "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp")]

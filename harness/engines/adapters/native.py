@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from harness.config.derived import engine_options, global_microbatches, loss_scale
+from harness.config.derived import engine_options, global_microbatches, loss_scale, wants_infiniband_sharp
 from harness.config.schema import DTYPE_ROLES, Config, DtypeConfig
 from harness.engines import optim
 from harness.engines.base.sharded import grid_mesh
@@ -194,7 +194,8 @@ def _groups(config: Config, ranks: Ranks) -> Groups:
     if config.mesh.dp_outer == 1:
         return Groups()
     owner = "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp"
-    inner, outer = axis_groups(config.mesh.dp_outer, ranks.sharp, owner)
+    ownership = ranks.sharp if wants_infiniband_sharp(config) else None
+    inner, outer = axis_groups(config.mesh.dp_outer, ownership, owner)
     return Groups(inner, outer, dist.group.WORLD)
 
 

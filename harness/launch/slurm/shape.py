@@ -102,13 +102,14 @@ class Shape:
                 **further,
                 **flags,
             },
-            "srun_args": [
-                # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down
-                *("--kill-on-bad-exit=1", f"--cpus-per-task={self.cpus_per_rank}"),
-                *self._container(),
-                *self.srun_args,
-            ],
+            "srun_args": self.srun_words(),
         }
+
+    def srun_words(self) -> list[str]:
+        """What the srun that starts the ranks is told, beside how many there are."""
+        # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down
+        own = ["--kill-on-bad-exit=1", f"--cpus-per-task={self.cpus_per_rank}"]
+        return [*own, *self._container(), *self.srun_args]
 
     def _has_end(self) -> bool:
         return bool(self.teardown) or self.container_image is not None

@@ -43,7 +43,8 @@ def read_task(folder: Path, environment: Mapping[str, str]) -> tuple[Path, int]:
     tasks = read_json(folder / FILE, TASKS)
     if tasks is None:
         raise LookupError(f"{folder / FILE} is gone; ask for the runs again")
-    task = tasks[int(environment.get("SLURM_ARRAY_TASK_ID", 0))]
+    # a step of somebody's own allocation, which may be an array's element, has one run
+    task = tasks[int(environment.get("SLURM_ARRAY_TASK_ID", 0)) if len(tasks) > 1 else 0]
     return Path(task["run"]), task["attempt"]
 
 

@@ -1,0 +1,96 @@
+"""Timed cells inside one allocation: one srun step after another, so that all of them have the same machines.
+
+[Note: Why steps] An array's elements run when and where SLURM likes, and step times of different machines or hours are
+not compared. Whoever holds an allocation (salloc, or an sbatch script that calls run.py) has its nodes until the end:
+each cell is a step over as many of them as it asks for, and the next begins when it is over. The request stays, and
+hears the end of each; a rank tells its own status, as in a job.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+from harness.config.compose import Cell
+from harness.config.errors import refuse
+from harness.launch.environment import python_path
+from harness.launch.local.run import Ended
+from harness.launch.opening import Opened
+from harness.launch.slurm.shape import Shape
+from harness.launch.slurm.task import write_tasks
+from harness.store import status
+from harness.store.files import Lock
+from harness.store.placement import is_slurm_step
+from harness.store.reading import read_text
+from harness.store.rundir import request_cancel
+from harness.store.status import State
+
+NODES = "SLURM_JOB_NUM_NODES"
+
+
+def in_allocation(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process stands in a SLURM job and is none of its ranks."""
+    return "SLURM_JOB_ID" in environment and not is_slurm_step(environment)
+
+
+def check_allocation(cells: Sequence[Cell], environment: Mapping[str, str] = os.environ) -> None:
+    """Refuse cells that this allocation has too few nodes for.
+
+    Raises:
+        BadRequest: one asks for more nodes than there are.
+    """
+    have = int(environment.get(NODES, "1"))
+    most = max(cell.config["cluster"]["nodes"] for cell in cells)
+    if most > have:
+        problem = f"is more than this allocation's {have} node{'s' * (have != 1)}"
+        raise refuse(f"cluster.nodes={most}", problem, fix=f"salloc --nodes={most}, or cluster.nodes={have}")
+
+
+def step_command(cell: Cell, folder: str) -> list[str]:
+    """The srun that starts a cell's ranks; `folder` tells them which run they are of."""
+    shape = Shape.of(cell)
+    python = [sys.executable] if shape.python is None else shlex.split(shape.python)
+    ranks = shape.ranks_per_node
+    sizes = [f"--nodes={shape.nodes}", f"--ntasks={shape.nodes * ranks}", f"--ntasks-per-node={ranks}"]
+    return ["srun", *sizes, *shape.srun_words(), *python, "-P", "-u", "-m", "harness.launch.slurm.task", folder]
+
+
+def run_step(opened: Opened, lock: Lock) -> Ended:
+    """Run an opened attempt as a step of this allocation, and return its end.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; the step was ended, and the run is cancelled.
+    """
+    path, attempt = opened.run.path, opened.attempt
+    folder = opened.run.attempt_dir(attempt)
+    write_tasks(folder, [(path, attempt)])
+    lock.release()  # rank 0 of a job takes the run's lock itself
+    step = subprocess.Popen(
+        step_command(opened.cell, str(folder)),
+        env={**os.environ, "PYTHONPATH": python_path(os.environ)},
+        stdin=subprocess.DEVNULL,
+        process_group=0,  # a terminal's Ctrl-C is this request's, which says what it means
+    )
+    try:
+        code = step.wait()
+    except KeyboardInterrupt:
+        request_cancel(path, attempt)
+        step.terminate()
+        step.wait()
+        status.move(path, attempt, State.cancelled, "interrupted by Ctrl-C")
+        raise
+    return _ended(opened, code)
+
+
+def _ended(opened: Opened, code: int) -> Ended:
+    """What the ranks said of their end; a step that ended without a word has failed."""
+    present = opened.run.status()
+    if present is None or present.state in (State.running, State.queued):
+        reason = f"srun ended with code {code}, and no rank said why; logs: {opened.run.attempt_dir(opened.attempt)}"
+        status.move(opened.run.path, opened.attempt, State.failed, reason)
+        return Ended(State.failed, reason)
+    report = read_text(opened.run.attempt_dir(opened.attempt) / "error.txt") if present.state is State.failed else None
+    return Ended(present.state, present.reason, report or "")
