@@ -10,7 +10,7 @@ WORKERS ?= 3
 # Hundreds of processes import the same sources: what they are compiled to is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all lint types imports install peers models clean
+.PHONY: run test test-all gpu lint types imports install peers models clean
 
 run: install
 	$(BIN)/python run.py -m study=$(STUDY)
@@ -22,6 +22,10 @@ test: install peers lint types imports
 # Every product of which `make test` runs a covering part; docs/suite.md has its record.
 test-all: install peers models lint types imports
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'full or not full'
+
+# What only a GPU can show, offline and on the image's own torch: nothing is installed here. docs/gpu.md has the results.
+gpu:
+	python3 benchmarks/gpu/acceptance.py; found=$$?; python3 benchmarks/pages/gpu.py && exit $$found
 
 lint: install
 	$(BIN)/ruff check .

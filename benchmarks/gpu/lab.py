@@ -1,0 +1,151 @@
+"""What a piece of the acceptance works with: cells that are run as a user runs them, verdicts, and a deadline."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+TAIL = 1500
+"""Characters of a command's output that are kept where it failed."""
+
+Facts = dict[str, Any]
+
+
+class OutOfTime(RuntimeError):
+    """A piece reached its limit; what it has run is kept, and its next call goes on from there."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how large.
+
+    device: cuda, or cpu to rehearse. tiny: few steps of a model that a CPU trains in milliseconds. ranks: how many
+    share the device where several are asked for. limit_s: longest time of one piece. store: where its runs lie.
+    """
+
+    device: str
+    tiny: bool
+    ranks: int
+    limit_s: float
+    store: Path
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether there is a device to accept."""
+        return self.device == "cuda"
+
+
+@dataclass
+class Lab:
+    """The store of one piece, and every command that was run for it."""
+
+    piece: str
+    setting: Setting
+    commands: list[str] = field(default_factory=list)
+    failed: list[Facts] = field(default_factory=list)
+    """Commands that failed, with their last words."""
+    began: float = field(default_factory=time.monotonic)
+
+    def call(self, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """Run a command of this project, and note it.
+
+        Raises:
+            OutOfTime: the piece has no time left, or ran out of it meanwhile.
+        """
+        left = self.setting.limit_s - (time.monotonic() - self.began)
+        if left <= 0:
+            raise OutOfTime
+        shown = [f"{name}={value}" for name, value in (environment or {}).items()]
+        self.commands.append(" ".join([*shown, "python", *words]))
+        try:
+            return subprocess.run(
+                [sys.executable, *words],
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=left,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise OutOfTime from error
+
+    def train(self, *overrides: str, must: bool = True, environment: Mapping[str, str] | None = None) -> int:
+        """Run a cell, or with comma lists a set of them; those that are done already are not run again.
+
+        Args:
+            overrides: as after run.py, beside the piece's own.
+            must: whether a failure is a finding.
+            environment: further variables for the ranks.
+
+        Returns:
+            The exit code.
+        """
+        several = any("," in word and "[" not in word for word in overrides)
+        done = self.call("run.py", *(["-m"] if several else []), *self._common(), *overrides, environment=environment)
+        if done.returncode and must:
+            words = (done.stderr.strip() or done.stdout.strip())[-TAIL:]
+            self.failed.append({"command": self.commands[-1], "exit_code": done.returncode, "words": words})
+        return done.returncode
+
+    def _common(self) -> list[str]:
+        setting = self.setting
+        where = [f"launch.root={setting.store}", f"cluster.device={setting.device}", "launch.rerun=stale"]
+        return [f"study.name={self.piece}", *where]
+
+    def runs(self, **wanted: Any) -> list[Path]:
+        """Directories of this piece's runs whose configuration has these values, as `group__key=value`."""
+        return sorted(path for path, config in self._configs() if all(_has(config, k, v) for k, v in wanted.items()))
+
+    def _configs(self) -> Iterator[tuple[Path, Facts]]:
+        for file in (self.setting.store / self.piece).glob("*/config.yaml"):
+            yield file.parent, yaml.safe_load(file.read_text(encoding="utf-8"))
+
+    def verdicts(self, control: Path, arms: Sequence[Path], *, wanted: Sequence[str]) -> list[Facts]:
+        """Every arm against the control: its outcome, and the verdict's sentence. An outcome that is not among the
+        wanted ones is a finding."""
+        if not arms:
+            self.failed.append({"command": self.commands[-1], "words": "no run to judge"})
+            return []
+        store = str(self.setting.store)
+        names = [f"{arm.parent.name}/{arm.name}" for arm in arms]
+        named = [str(arm) for arm in arms]
+        done = self.call("-m", "harness", "verdict", "--root", store, "--control", str(control), *named, "--json")
+        try:
+            told = json.loads(done.stdout)["arms"]
+        except (ValueError, KeyError):
+            self.failed.append({"command": self.commands[-1], "words": (done.stderr or done.stdout)[-TAIL:]})
+            return []
+        rows = [
+            {"run": name, "outcome": each["outcome"], "sentence": each["sentence"]}
+            for name, each in zip(names, told, strict=True)
+        ]
+        bad = [row for row in rows if row["outcome"] not in wanted]
+        self.failed += [{"command": self.commands[-1], "words": row["sentence"]} for row in bad]
+        return rows
+
+    def state(self, run: Path) -> Facts:
+        """A run's status."""
+        told: Facts = json.loads((run / "status.json").read_text(encoding="utf-8"))
+        return told
+
+    def summary(self, run: Path) -> Facts:
+        """A run's summary; empty where it has none."""
+        path = run / "summary.json"
+        told: Facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return told
+
+
+def _has(config: Mapping[str, Any], key: str, value: Any) -> bool:
+    group, _, name = key.partition("__")
+    return bool(config[group][name] == value)

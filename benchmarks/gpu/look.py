@@ -1,0 +1,105 @@
+"""What this machine has: printed as JSON. Every import is tried by itself, so that one that fails names itself."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from typing import Any
+
+MODULES = (
+    "hydra",
+    "omegaconf",
+    "safetensors",
+    "xxhash",
+    "psutil",
+    "harness.worker",
+    "harness.train",
+    "harness.engines.adapters.single",
+    "harness.engines.adapters.native",
+    "harness.engines.adapters.ddp",
+    "harness.engines.adapters.fsdp2",
+    "harness.engines.adapters.fsdp1",
+)
+PEERS = ("megatron_fsdp", "deepspeed")
+"""May be missing: what asks for them is then left out."""
+PACKAGES = (
+    "torch",
+    "triton",
+    "megatron-fsdp",
+    "deepspeed",
+    "hydra-core",
+    "numpy",
+    "nvidia-nccl-cu13",
+    "nvidia-nccl-cu12",
+)
+
+
+def main() -> int:
+    """Print; returns 1 where an import that everything needs fails, or CUDA was asked for and is not there."""
+    wants_cuda = sys.argv[1:] == ["cuda"]
+    with contextlib.redirect_stdout(sys.stderr):  # some packages speak while they are imported
+        imports = {name: tried(name) for name in (*MODULES, *PEERS)}
+        facts = {"imports": imports, "python": platform.python_version(), "versions": versions(), **devices()}
+    print(json.dumps(facts))
+    broken = [name for name in MODULES if imports[name]]
+    return 1 if broken or (wants_cuda and not facts["devices"]) else 0
+
+
+def tried(name: str) -> str:
+    """Why a module cannot be imported; empty where it can."""
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def versions() -> dict[str, str]:
+    """Installed packages that numbers may depend on."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def devices() -> dict[str, Any]:
+    """GPUs as torch and the driver see them, and the NCCL that is loaded."""
+    import torch
+
+    from harness.probe.nccl_library import version_facts
+
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    sums = None
+    if names:
+        ones = torch.ones(256, 256, device="cuda", dtype=torch.bfloat16)
+        sums = float((ones @ ones).sum())  # 256 ** 3: a kernel was compiled for this device and ran
+    return {
+        "devices": names,
+        "memory_bytes": [torch.cuda.get_device_properties(index).total_memory for index in range(len(names))],
+        "product": sums,
+        "cuda": torch.version.cuda,
+        "driver": driver(),
+        **version_facts(),
+    }
+
+
+def driver() -> str | None:
+    """The driver's version; None where there is none."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    except OSError:
+        return None
+    return told[0] if told else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

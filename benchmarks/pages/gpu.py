@@ -1,0 +1,143 @@
+"""Write docs/gpu.md: what the acceptance found on a GPU, piece by piece, and what is not measured.
+
+    python benchmarks/pages/gpu.py
+
+Results are benchmarks/data/gpu/*.json, of `make gpu`; what the rehearsal on CPU took is in rehearsal.json there:
+
+    python benchmarks/gpu/acceptance.py --device cpu --tiny --out FOLDER
+    python benchmarks/pages/gpu.py --rehearsal FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu.pieces import PIECES, files  # noqa: E402
+from harness.store.provenance import cpu_model  # noqa: E402
+
+DATA = ROOT / "benchmarks" / "data" / "gpu"
+REHEARSAL = DATA / "rehearsal.json"
+PAGE = ROOT / "docs" / "gpu.md"
+COMMAND = "benchmarks/gpu/acceptance.py --device cpu --tiny --out FOLDER"
+NOT_MEASURED = "not measured"
+TIMED = ("times_125m", "times_1b")
+HEAD = f"""# What a GPU has shown
+
+*Record. What `make gpu` finds out on one NVIDIA GPU, piece by piece, and what of it has not been measured. Made by
+`python benchmarks/pages/gpu.py` from [benchmarks/data/gpu](../benchmarks/data/gpu).*
+
+`make gpu` runs [benchmarks/gpu/acceptance.py](../benchmarks/gpu/acceptance.py): each piece ends within ten minutes,
+writes its result with versions, device and commands, and is skipped once that exists for the same sources. A row that
+says *{NOT_MEASURED}* has no result: nobody has run that piece on a GPU. Ranks that share a device show that
+collectives, groups and orders are right; their times say nothing of ranks with a device each, and none is given.
+"""
+
+Facts = dict[str, Any]
+
+
+def read() -> dict[str, Facts]:
+    """Results by piece; pieces without one are not there."""
+    return {name: json.loads(path.read_text("utf-8")) for name, path in files(DATA).items() if path.exists()}
+
+
+def page(results: dict[str, Facts], rehearsal: Facts | None) -> str:
+    """The whole page."""
+    lines = [HEAD, "| piece | what it asks | what it found | on | seconds |", "|---|---|---|---|---|"]
+    found = {piece: " | ".join(outcome(results.get(piece.name))) for piece in PIECES}
+    lines += [f"| `{piece.name}` | {piece.asks} | {cells} |" for piece, cells in found.items()]
+    for name in TIMED:
+        lines += ["", f"## {name}", "", *rows(results.get(name))]
+    lines += ["", "## The rehearsal on CPU", "", *rehearsed(rehearsal)]
+    return "\n".join(lines) + "\n"
+
+
+def outcome(result: Facts | None) -> tuple[str, str, str]:
+    """Finding, device and seconds of a piece."""
+    if result is None:
+        return NOT_MEASURED, "-", "-"
+    machine = result["machine"]
+    device = (machine["devices"] or ["CPU"])[0]
+    on = f"{device}, torch {machine['versions']['torch']}, NCCL {machine['nccl']}, driver {machine['driver']}"
+    return summary(result), on, f"{result['wall_s']:.0f}"
+
+
+def summary(result: Facts) -> str:
+    """What a piece found, in a few words."""
+    found = result["found"]
+    counts = Counter(row["outcome"] for key in ("verdicts", "again") for row in found.get(key, ()))
+    words = [f"{count} {name}" for name, count in sorted(counts.items())]
+    words += [found["reason"]] if found.get("reason") else []
+    words += [f"{len(result['wrong'])} wrong"] if result["wrong"] else []
+    return ", ".join(words) or "right"
+
+
+def rows(result: Facts | None) -> Iterator[str]:
+    """The table of a timed piece."""
+    yield "| engine | strategy | step, ms | exposed comm., ms | peak, MiB | beside tensors, MiB | blocks |"
+    yield "|---|---|---|---|---|---|---|"
+    if result is None:
+        yield f"| {' | '.join([NOT_MEASURED] * 7)} |"
+        return
+    for row in result["found"]["rows"]:
+        exposed = "-" if row["exposed_comm_ms"] is None else f"{row['exposed_comm_ms']:.2f}"
+        sizes = [_mib(row[key]) for key in ("peak_bytes", "outside_bytes")]
+        cells = [row["engine"], row["sharding"], f"{row['step_ms']:.2f}", exposed, *sizes, str(row["blocks"])]
+        yield f"| {' | '.join(cells)} |"
+
+
+def rehearsed(facts: Facts | None) -> Iterator[str]:
+    """Seconds that each piece took on CPU with tiny sizes."""
+    if facts is None:
+        yield f"{NOT_MEASURED}: `python {COMMAND}`."
+        return
+    yield (
+        f"`{facts['command']}` on {facts['processor']}, torch {facts['torch']}: the same pieces without a device, which"
+        " proves the script and nothing about a GPU."
+    )
+    yield ""
+    yield "| piece | seconds | commands | wrong |"
+    yield "|---|---|---|---|"
+    for piece in PIECES:
+        row = facts["pieces"][piece.name]
+        yield f"| `{piece.name}` | {row['wall_s']:.0f} | {row['commands']} | {row['wrong']} |"
+
+
+def rehearsal_of(folder: Path, command: str, processor: str) -> Facts:
+    """What is kept of a rehearsal whose results are in a folder."""
+    told = {name: json.loads(path.read_text("utf-8")) for name, path in files(folder).items()}
+    pieces = {
+        name: {"wall_s": each["wall_s"], "commands": len(each["commands"]), "wrong": len(each["wrong"])}
+        for name, each in told.items()
+    }
+    torch = told["imports"]["machine"]["versions"]["torch"]
+    return {"command": command, "processor": processor, "torch": torch, "pieces": pieces}
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:.0f}"
+
+
+def main() -> int:
+    """Write the page, and with --rehearsal FOLDER first what is kept of one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rehearsal", type=Path, help="results of a rehearsal on CPU")
+    folder = parser.parse_args().rehearsal
+    if folder is not None:
+        kept = rehearsal_of(folder, f"python {COMMAND}", cpu_model())
+        REHEARSAL.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    rehearsal = json.loads(REHEARSAL.read_text("utf-8")) if REHEARSAL.exists() else None
+    PAGE.write_text(page(read(), rehearsal), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,111 @@
+"""`make gpu` without a GPU: pieces run, are skipped once they are right, go on where they were cut off, and say what is
+wrong; the page has a row for everything, measured or not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.gpu import acceptance
+from benchmarks.gpu.acceptance import CUT_OFF, is_current, main
+from benchmarks.gpu.lab import Lab, OutOfTime, Setting
+from benchmarks.gpu.pieces import PIECES, Piece, files
+from benchmarks.pages import gpu as page
+
+REHEARSED = ["imports", "hang"]
+"""Pieces that `make test` runs: the cheapest ones that start, judge and end ranks."""
+
+
+def rehearse(folder: Path, *words: str) -> int:
+    return main(["--device", "cpu", "--tiny", "--store", str(folder / "runs"), "--out", str(folder / "out"), *words])
+
+
+def told(folder: Path, piece: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(files(folder / "out")[piece].read_text())
+    return found
+
+
+def test_pieces_run_as_on_a_gpu_and_are_skipped_once_they_are_right(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert rehearse(tmp_path, "--pieces", ",".join(REHEARSED)) == 0
+    result = told(tmp_path, "hang")
+    assert result["wrong"] == []
+    assert "hang" in str(result["found"])
+    machine = result["machine"]
+    assert isinstance(machine, dict)
+    assert machine["devices"] == []
+    assert machine["sources_digest"]
+    assert str(tmp_path) not in json.dumps(result), "a machine's own paths stay out of what is committed"
+    monkeypatch.setattr(acceptance, "look", lambda setting: machine)
+    capsys.readouterr()
+    assert rehearse(tmp_path, "--pieces", ",".join(REHEARSED)) == 0
+    assert capsys.readouterr().out.count("done for these sources") == len(REHEARSED)
+
+
+MACHINE = {"devices": ["H"], "versions": {"torch": "2.11.0"}, "nccl": "2.30.4", "driver": "580"}
+
+
+def carry_out(body: object, folder: Path, limit_s: float = 60.0) -> int:
+    setting = Setting("cpu", True, 2, limit_s, folder / "runs")
+    piece = Piece("one_rank", "Is it so?", body)  # type: ignore[arg-type]
+    return acceptance.carry_out(piece, setting, dict(MACHINE), files(folder / "out")["one_rank"])
+
+
+def test_a_piece_that_is_cut_off_leaves_no_result_and_a_code_that_says_call_again(tmp_path: Path) -> None:
+    def body(lab: Lab) -> dict[str, object]:
+        lab.call("-c", "import time; time.sleep(60)")
+        return {}
+
+    assert carry_out(body, tmp_path, limit_s=0.5) == CUT_OFF
+    assert not files(tmp_path / "out")["one_rank"].exists()
+    with pytest.raises(OutOfTime):
+        Lab("late", Setting("cpu", True, 2, 0.0, tmp_path)).call("-c", "")
+
+
+def test_what_is_wrong_is_kept_and_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(lab: Lab) -> dict[str, object]:
+        lab.train("engine=no_such_engine")
+        return {}
+
+    assert carry_out(body, tmp_path) == 1
+    path = files(tmp_path / "out")["one_rank"]
+    assert not is_current(path, dict(MACHINE))
+    (wrong,) = json.loads(path.read_text())["wrong"]
+    assert "no_such_engine" in wrong["command"]
+    assert "WRONG" in capsys.readouterr().out
+    assert carry_out(lambda lab: {}, tmp_path) == 0
+    assert is_current(path, dict(MACHINE))
+    for changed in ({"sources_digest": "other"}, {"nccl": "2.28.9"}, {"devices": []}):
+        assert not is_current(path, MACHINE | changed)
+
+
+def test_a_piece_that_does_not_exist_is_refused_before_anything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--pieces", "one_rank,two_ranks"]) == 2
+    assert "valid: imports, one_rank" in capsys.readouterr().err
+
+
+def test_the_page_is_made_from_the_data() -> None:
+    rehearsal = json.loads(page.REHEARSAL.read_text())
+    assert page.PAGE.read_text() == page.page(page.read(), rehearsal), "run: python benchmarks/pages/gpu.py"
+    assert set(rehearsal["pieces"]) == {piece.name for piece in PIECES}
+
+
+def test_what_was_not_measured_says_so_and_what_was_is_shown() -> None:
+    empty = page.page({}, None)
+    assert empty.count(page.NOT_MEASURED) >= len(PIECES) + len(page.TIMED)
+    row = {"engine": "native", "sharding": "optim", "blocks": 5, "step_ms": 12.345, "exposed_comm_ms": None}
+    sizes = {"peak_bytes": 3 << 20, "outside_bytes": None}
+    result = {"machine": MACHINE, "wall_s": 300.2, "wrong": [], "found": {"rows": [row | sizes]}}
+    shown = page.page({"times_1b": result}, None)
+    assert "| native | optim | 12.35 | - | 3 | - | 5 |" in shown
+    assert "H, torch 2.11.0, NCCL 2.30.4, driver 580 | 300 |" in shown
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+def test_every_piece_is_rehearsed(tmp_path: Path) -> None:
+    assert rehearse(tmp_path, "--limit", "1200") == 0
+    assert all(told(tmp_path, piece.name)["wrong"] == [] for piece in PIECES)
