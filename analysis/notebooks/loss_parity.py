@@ -12,50 +12,51 @@
 # %% [markdown]
 # # Is it still the same training run?
 #
-# One study, held against its control: the curves, how far they are apart, what rounding explains, and the verdicts. It
-# only narrates: tables come from `analysis.load`, numbers from `analysis.stats`, pictures from `analysis.plot`, and
-# verdicts from `harness.parity`. Run it as a notebook, or as a program:
+# One study, held against its control: the verdicts, the curves, how far they are apart, and what rounding explains. Run
+# it as a program or as a notebook, from any folder:
 #
 #     python run.py -m study=parity_pair
 #     STORE=runs STUDY=parity_pair python analysis/notebooks/loss_parity.py
 #     STORE=$PWD/runs STUDY=parity_pair jupytext --to ipynb --execute analysis/notebooks/loss_parity.py
+#
+# The last line makes `loss_parity.ipynb` beside the program. A notebook runs in its own folder, hence `$PWD`. An
+# unfinished study is told as far as it has come.
 
 # %%
 import os
 
 import matplotlib.pyplot as plt
-import pandas as pd
 
-from analysis import load, plot, stats
-from harness.config.errors import BadRequest
-from harness.parity import loss_bounds, study_text, verdict
+from analysis import judge, load, plot
 
 STORE = os.environ.get("STORE", "runs")
 STUDY = os.environ.get("STUDY", "parity_pair")
 SOURCES = None if os.environ.get("ARCHIVED") else "checkout"  # ARCHIVED=1: runs that other sources made
+study = judge.study(STORE, STUDY, sources=SOURCES)
 
 # %% [markdown]
 # ## What was run
-#
-# A run that is not `done` is shown here and judged nowhere.
 
 # %%
-runs = load.runs(STORE, STUDY)
-print(runs.drop(columns=["path", "sources", "cpu_model"]).to_string(index=False))
+print(study.question or f"The study {STUDY}.")
+print(study.told)
+shown = ["label", "state", "steps_done", "steps", "final_loss", "final_grad_norm"]
+print(study.runs[shown].to_string(index=False) if len(study.runs) else f"There is no run of {STUDY} under {STORE}.")
 
 # %% [markdown]
 # ## Verdicts
 #
-# Each arm against the control. Two runs are EQUIVALENT if every captured gradient and every logged number differs by no
-# more than rounding explains; `docs/verdicts.md` derives how much that is.
+# Each arm against its control. Two runs are EQUIVALENT if every captured gradient and every logged number differs by no
+# more than rounding explains; `docs/verdicts.md` derives how much that is. `used` is the share of its bound that the
+# worst check used up.
 
 # %%
-try:
-    study = verdict(STORE, STUDY, sources=SOURCES)
-    print(study_text(study))
-except BadRequest as unfinished:
-    study = None
-    print(unfinished)
+print(f"{study.verdict.outcome.value}: study {STUDY}, {len(study.verdict.arms)} comparisons" if study.verdict else "")
+table = judge.verdicts(study)
+shown = ["label", "control", "verdict", "tier", "used", "check", "resolution"]
+print(table[shown].to_string(index=False) if len(table) else "Nothing was judged.")
+for sentence in table.loc[~table["verdict"].isin(["EQUAL", "EQUIVALENT"]), "sentence"]:
+    print(f"\n{sentence}")
 
 # %% [markdown]
 # ## The curves
@@ -63,13 +64,13 @@ except BadRequest as unfinished:
 # They lie on top of each other, which proves little: the loss of a run whose gradients are all doubled lies there too.
 
 # %%
-judged = [arm for arm in study.arms if arm.tier != "T0"] if study else []
-names = dict(zip(runs["path"], runs["run"], strict=True))
-steps = load.steps(dict.fromkeys(path for arm in judged for path in (arm.control, arm.arm)))
-figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
-plot.losses(steps, left)
-if judged:
-    left.legend(fontsize=6)
+steps = load.steps(study.runs["path"])
+if len(steps):
+    figure, ax = plt.subplots(figsize=(8, 4.4), layout="constrained")
+    plot.losses(steps, ax, study.styles)
+    plot.legend(ax, columns=2)
+else:
+    print("No run has made a step yet.")
 
 # %% [markdown]
 # ## How far apart, and how far rounding may drive them
@@ -77,31 +78,29 @@ if judged:
 # The bound grows: after a few steps two runs walk apart, and the early steps carry the information.
 
 # %%
-for arm in judged:
-    plot.differences(
-        stats.against(steps[steps["run"].isin([names[arm.arm], names[arm.control]])], names[arm.control]), right
-    )
-    limits = pd.DataFrame([(f.step, f.allowed) for f in loss_bounds(arm.arm, arm.control)], columns=["step", "allowed"])
-    plot.bound(limits, right, "what rounding explains")
-if judged:
-    right.legend(fontsize=6)
-figure.tight_layout()
+apart, bounds = judge.differences(study), judge.bounds(study)
+if len(apart):
+    arms = list(dict.fromkeys(apart["run"]))
+    figure, every = plot.panels(len(arms))
+    plot.each_difference(apart, bounds, every, study.styles)
+else:
+    print("No run was judged, so that there is no distance to show.")
 
 # %% [markdown]
 # ## Where the gradients lie
 #
-# The five parameters of each arm whose gradients at step 1 are farthest from the control's.
+# Each dot is a parameter's gradient at step 1, before any update: the sharpest look at what an engine does.
 
 # %%
-for arm in judged:
-    table = load.gradients(arm.arm, arm.control)
-    print(table.nlargest(5, "distance").to_string(index=False))
-
-# %% [markdown]
-# ## What it costs
-
-# %%
-print(stats.costs(steps).to_string(index=False) if judged else "no run was judged")
+gradients, allowed = judge.gradients(study)
+if len(gradients):
+    styles = {run: own for run, own in study.styles.items() if run in set(gradients["run"])}
+    figure, ax = plot.bars(len(styles))
+    plot.gradient_distances(gradients, allowed, ax, styles)
+    farthest = gradients.nlargest(5, "distance")
+    print(farthest[["run", "tensor", "distance", "scale_error"]].to_string(index=False))
+else:
+    print("No gradients were captured, or nothing was judged.")
 
 # %%
 plt.show()

@@ -33,7 +33,8 @@ import yaml
 
 from harness.store.identity import directory_name, signature
 from harness.store.metrics import encode
-from harness.store.rundir import Dumper, Loader
+from harness.store.reading import Loader
+from harness.store.rundir import Dumper
 from harness.store.study import write_study
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -20,6 +20,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pandas as pd
+from matplotlib.lines import Line2D
 
 from analysis import load, plot, stats
 from harness.config.errors import BadRequest
@@ -82,6 +83,11 @@ def ordered(study: StudyVerdict, runs: pd.DataFrame) -> list[Verdict]:
     return sorted(study.arms, key=place)
 
 
+def ordered_policy(name: str) -> int:
+    """Place of a dtype policy among those that are drawn."""
+    return POLICIES.index(name) if name in POLICIES else len(POLICIES)
+
+
 def worst_distance(arm: Verdict) -> tuple[float, float]:
     """Largest distance of a gradient at step 1, and what is allowed; NaN where it was not measured."""
     found = (row for row in arm.evidence if row.check == "gradient distance" and row.step == 1)
@@ -115,24 +121,26 @@ def rows(study: StudyVerdict, runs: pd.DataFrame) -> list[dict[str, Any]]:
 def draw(study: StudyVerdict, runs: pd.DataFrame, path: Path) -> None:
     """Two panels: losses against their bound over steps, gradients of step 1 against theirs."""
     arms = ordered(study, runs)
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1, 1.2))
-    for policy, colour in zip(POLICIES, ("tab:blue", "tab:orange", "tab:red"), strict=True):
-        for number, arm in enumerate(arm for arm in arms if runs.loc[arm.arm, "dtype"] == policy):
-            control = runs.loc[arm.control, "run"]
-            differing = stats.against(load.steps([arm.control, arm.arm]), control)
-            plot.differences(differing, left, {runs.loc[arm.arm, "run"]: policy if number == 0 else "_"})
-            left.lines[-1].set(color=colour, markersize=3)
-            if number == 0:
-                found = [(f.step, f.allowed) for f in loss_bounds(arm.arm, arm.control)]
-                plot.bound(pd.DataFrame(found, columns=["step", "allowed"]), left, f"allowed, {policy}", colour)
-    left.legend(fontsize=7, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
-    left.set_title(f"loss against {label(runs.loc[arms[0].control])}", fontsize=9)
-    names = {runs.loc[arm.arm, "run"]: label(runs.loc[arm.arm]) for arm in arms}
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.6), width_ratios=(1, 1), layout="constrained")
+    styles, apart, bounds, first = {}, [], [], {}
+    for arm in arms:
+        run = runs.loc[arm.arm]
+        own = plot.Style(plot.COLOURS[ordered_policy(run["dtype"])], "", label(run))
+        styles[run["run"]] = own
+        apart.append(stats.against(load.steps([arm.control, arm.arm]), runs.loc[arm.control, "run"]))
+        if first.setdefault(run["dtype"], arm.arm) == arm.arm:  # arms of one policy share their bound
+            found = [(run["run"], f.step, f.allowed) for f in loss_bounds(arm.arm, arm.control)]
+            bounds.append(pd.DataFrame(found, columns=["run", "step", "allowed"]))
+    frame = pd.concat(apart)
+    plot.differences(frame, left, styles, pd.concat(bounds))
+    key = [Line2D([], [], color=plot.COLOURS[ordered_policy(name)], label=name) for name in first]
+    zero = bool((frame["difference"] == 0).any())
+    plot.legend(left, columns=len(key) + 2, handles=[*key, *plot.difference_key(zero=zero, broken=False)[1:]])
+    left.set_title(f"loss against {label(runs.loc[arms[0].control])}; dashed: what rounding explains", fontsize=9)
     distances = pd.concat([load.gradients(arm.arm, arm.control) for arm in arms])
     allowed = {runs.loc[arm.arm, "run"]: worst_distance(arm)[1] for arm in arms}
-    plot.gradient_distances(distances, allowed, right, names)
+    plot.gradient_distances(distances, allowed, right, styles)
     right.set_title("every parameter's gradient; the bar is what rounding explains", fontsize=9)
-    figure.tight_layout()
     figure.savefig(path, dpi=130, metadata={"Software": None})
     plt.close(figure)
 

@@ -6,12 +6,14 @@ import json
 import sys
 from argparse import ArgumentParser, Namespace
 from dataclasses import replace
+from pathlib import Path
 
 from harness.bisect.history import compare_code
 from harness.bisect.trials import Request
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
+from harness.store.judged import keep
 from harness.store.rundir import Store
 from harness.store.screen import painted
 
@@ -98,9 +100,19 @@ def _verdict_arguments(parser: ArgumentParser) -> None:
 def _verdict(arguments: Namespace) -> int:
     found = _judged(arguments)
     found = replace(found, arms=_scripted(*found.arms))
+    if found.study:
+        keep_verdict(Store(arguments.root).root, found)
     told = study_text(found, explained=arguments.explain)
     print(json.dumps(found.as_json(), indent=2) if arguments.json else painted(told))
     return found.exit_code
+
+
+def keep_verdict(root: Path, found: StudyVerdict) -> None:
+    """Leave a study's outcomes in its folder, for tables; that a store takes none is told."""
+    try:
+        keep(root, found.study, [(Path(arm.arm), Path(arm.control), arm.outcome.value) for arm in found.arms])
+    except OSError as error:
+        print(f"the outcomes were not kept: {error.filename}: {error.strerror}", file=sys.stderr)
 
 
 def _judged(arguments: Namespace) -> StudyVerdict:

@@ -2,6 +2,7 @@
 
     compare(RUN, RUN)      the verdict on two runs
     verdict(ROOT, STUDY)   every arm of a study against its control
+    so_far(ROOT, STUDY)    the same of a study that is not finished
     against(RUNS, RUN)     runs that no study put together, each against one
     zoom(RUN, RUN, name)   one tensor of the two, close up
     loss_bounds(RUN, RUN)  each step's loss and its bound, for a picture
@@ -14,7 +15,7 @@ comes from.
 
 from harness.parity.compare import CHECKOUT, compare, loss_bounds
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, StudyVerdict, Verdict
-from harness.parity.study import against, verdict
+from harness.parity.study import against, so_far, verdict
 from harness.parity.telling.render import study_text, text
 from harness.parity.telling.script import scripted
 from harness.parity.telling.zoom import zoom
@@ -31,6 +32,7 @@ __all__ = [
     "compare",
     "loss_bounds",
     "scripted",
+    "so_far",
     "study_text",
     "text",
     "verdict",

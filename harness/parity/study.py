@@ -36,18 +36,45 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
     Raises:
         BadRequest: there is no such study, it names no control, or some of its cells were never started.
     """
-    record = read_study(Path(root), study)
+    record = _record(Path(root), study)
+    absent = _absent(Store(root).root / study, record)
+    if absent:
+        text = f"{len(absent)} of {len(record['cells'])} cells were never started: {', '.join(absent[:4])}"
+        raise refuse(f"verdict {study}", text, fix=f"python run.py -m study={study} starts what is missing")
+    return _judged(Store(root).root / study, record, sources)
+
+
+def so_far(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> tuple[StudyVerdict, list[str]]:
+    """As `verdict`, of a study that may be unfinished: on the arms there are, and the names of cells never started.
+
+    Raises:
+        BadRequest: there is no such study, or it names no control.
+    """
+    record = _record(Path(root), study)
+    folder = Store(root).root / study
+    absent = _absent(folder, record)
+    gone = {cell["signature"] for cell in record["cells"] if cell["directory"] in absent}
+    cells = [cell for cell in record["cells"] if cell["signature"] not in gone and cell["control"] not in gone]
+    return _judged(folder, {**record, "cells": cells}, sources), absent
+
+
+def _record(root: Path, study: str) -> dict[str, Any]:
+    """The study's record, if it has a control."""
+    record = read_study(root, study)
     if record is None:
-        raise _unknown(Path(root), study)
-    cells = record["cells"]
-    if not any(cell["control"] for cell in cells):
+        raise _unknown(root, study)
+    if not any(cell["control"] for cell in record["cells"]):
         fix = f"control: {{sharding: no_shard}} in sweeps/{study}.yaml, then python run.py -m study={study}"
         raise refuse(f"study.control of {study}", "is empty: an arm needs something to be held against", fix=fix)
-    folder = Store(root).root / study
-    absent = [cell["directory"] for cell in cells if not (folder / cell["directory"] / "config.yaml").exists()]
-    if absent:
-        text = f"{len(absent)} of {len(cells)} cells were never started: {', '.join(absent[:4])}"
-        raise refuse(f"verdict {study}", text, fix=f"python run.py -m study={study} starts what is missing")
+    return record
+
+
+def _absent(folder: Path, record: dict[str, Any]) -> list[str]:
+    return [cell["directory"] for cell in record["cells"] if not (folder / cell["directory"] / "config.yaml").exists()]
+
+
+def _judged(folder: Path, record: dict[str, Any], sources: str | None) -> StudyVerdict:
+    cells = record["cells"]
     digest = sources_digest() if sources == CHECKOUT else sources
     paths = {cell["signature"]: folder / cell["directory"] for cell in cells}
     pairs = [(paths[cell["signature"]], paths[cell["control"]]) for cell in cells if cell["control"]]
@@ -60,7 +87,7 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
         for (arm, control), each in told
         if each.outcome is not Outcome.NOT_COMPARABLE
     ]
-    return StudyVerdict(study, record["question"], verdicts, tuple(over_seeds(comparable, margins, window)))
+    return StudyVerdict(folder.name, record["question"], verdicts, tuple(over_seeds(comparable, margins, window)))
 
 
 def _verdicts(pairs: Sequence[tuple[Path, Path]], digest: str | None) -> tuple[Verdict, ...]:

@@ -18,6 +18,9 @@ from harness.store.files import write_atomic
 from harness.store.reading import open_regular
 from harness.store.shapes import STEP, fault
 
+TAIL_BYTES = 65536
+"""What is read of a file's end: some fifty steps."""
+
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -188,14 +191,49 @@ def last_record(path: Path) -> dict[str, Any] | None:
     Raises:
         StoreError: it is no record of a step.
     """
+    lines = _last_lines(path, 1)
+    return _record(lines[-1], f"{path}, its last line") if lines else None
+
+
+def last_numbers(path: Path, names: Sequence[str], count: int) -> dict[str, list[float]]:
+    """Some numbers of the newest whole records: for tables of a thousand runs, which need no more.
+
+    Args:
+        path: the file.
+        names: as `harness.store.fields` has them: keys from the line inwards, joined by slashes.
+        count: of how many records, at most; no more than the last 64 KiB of the file hold.
+
+    Returns:
+        By name, the finite numbers that are there.
+
+    Raises:
+        StoreError: a line is not JSON.
+    """
+    found: dict[str, list[float]] = {name: [] for name in names}
+    places = [(name, name.split("/")) for name in names]
+    for line in _last_lines(path, count):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise StoreError(f"{path}, among its last lines: one is not a record: {error}") from error
+        for name, keys in places:
+            value = record
+            for key in keys:
+                value = value.get(key) if isinstance(value, dict) else None
+            if type(value) in _NUMBERS:
+                found[name].append(value)
+    return found
+
+
+def _last_lines(path: Path, count: int) -> list[bytes]:
     file = open_regular(path)
     if file is None:
-        return None
+        return []
     with file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - 65536))
+        begin = file.seek(max(0, size - TAIL_BYTES))
         lines = file.read().split(b"\n")[:-1]
-    return _record(lines[-1], f"{path}, its last line") if lines else None
+    return (lines[1:] if begin and len(lines) > 1 else lines)[-count:]
 
 
 def cut_back(path: Path, step: int, begins_after: int = 0) -> int:

@@ -115,28 +115,35 @@ def read_yaml(path: Path, shape: Shape) -> Any | None:
         StoreError: as `read_text`; it is not YAML, is nested too deep, refers to itself, or is not `shape`.
     """
     text = read_text(path)
-    if text is None:
-        return None
+    return None if text is None else parse_yaml(text, str(path), shape)
+
+
+def parse_yaml(text: str, where: str, shape: Shape) -> Any:
+    """The value that a YAML text says.
+
+    Raises:
+        StoreError: naming `where`: it is not YAML, is nested too deep, refers to itself, or is not `shape`.
+    """
     try:
         if text.count("[") + text.count("{") > MAX_DEPTH or _MAY_NEST.search(text):
-            _check_nesting(text, path)
+            _check_nesting(text, where)
         value = yaml.load(text, Loader)
     except StoreError:
         raise
     except _BROKEN_YAML as error:
-        raise StoreError(f"{path} is not valid YAML: {error}") from error
-    return checked(value, shape, str(path))
+        raise StoreError(f"{where} is not valid YAML: {error}") from error
+    return checked(value, shape, where)
 
 
-def _check_nesting(text: str, path: Path) -> None:
+def _check_nesting(text: str, where: str) -> None:
     """Walk through the text event by event, which takes no stack."""
     depth = 0
     for event in yaml.parse(text, Loader):
         if isinstance(event, yaml.AliasEvent):
-            raise StoreError(f"{path} refers to itself (*{event.anchor}), as no file of a run does")
+            raise StoreError(f"{where} refers to itself (*{event.anchor}), as no file of a run does")
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            raise StoreError(f"{path} is nested deeper than {MAX_DEPTH} levels, as no file of a run is")
+            raise StoreError(f"{where} is nested deeper than {MAX_DEPTH} levels, as no file of a run is")
 
 
 def checked(value: Any, shape: Shape, where: str) -> Any:

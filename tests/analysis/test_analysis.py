@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import pandas as pd
@@ -12,12 +13,15 @@ import pytest
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from scipy.stats import binomtest
 
-from analysis import load, plot, stats
+from analysis import labels, load, plot, stats
 from benchmarks.pages import readme_figure
 from harness.store import provenance
+from harness.store.rundir import RunDir, flatten
+from harness.store.sections import flat_config
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import as_study, edit_config, edit_json, write
+from tests.parity.lab import Arm, as_study, edit_config, edit_json, edit_lines, write
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +96,112 @@ def test_plots_draw_what_they_are_given(store: Path) -> None:
     assert len(left.lines) == 3
     assert left.lines[0].get_ydata()[0] == steps["loss"].iloc[0]
     plot.differences(stats.against(steps, named(runs, "ddp")), right)
-    assert (len(right.lines), right.get_yscale()) == (2, "log")
+    assert right.get_yscale() == "log"
+    assert len({line.get_color() for line in right.lines if len(line.get_xdata()) > 2}) == 2
     plt.close(figure)
+
+
+def test_zero_is_drawn_as_zero_and_a_bound_in_the_colour_of_its_arm() -> None:
+    frame = pd.DataFrame({"run": ["a"] * 4, "step": [1, 2, 3, 4], "difference": [0.0, -1e-6, 0.0, float("nan")]})
+    bounds = pd.DataFrame({"run": ["a"] * 4, "step": [1, 2, 3, 4], "allowed": [1e-5] * 4})
+    figure, ax = plt.subplots()
+    plot.differences(frame, ax, plot.style({"a": "an arm"}), bounds)
+    figure.canvas.draw()
+    bound, some, zero, broken = ax.lines[:4]
+    assert bound.get_linestyle() == "--"
+    assert {line.get_color() for line in (bound, some)} == {zero.get_markeredgecolor()} == {plot.COLOURS[0]}
+    assert list(some.get_ydata()) == [1e-6]
+    assert list(zero.get_xdata()) == [1, 3]
+    assert list(broken.get_xdata()) == [4]
+    named = {text.get_text(): place for place, text in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)}
+    assert named["0"] == zero.get_ydata()[0] < 1e-6, "what is zero stands where the axis says 0"
+    assert ax.get_ylim()[0] < named["0"]
+    plt.close(figure)
+
+
+def test_an_axis_of_nothing_but_zeros_says_so() -> None:
+    frame = pd.DataFrame({"run": ["a"] * 2, "step": [1, 2], "difference": [0.0, 0.0]})
+    figure, ax = plt.subplots()
+    plot.differences(frame, ax)
+    figure.canvas.draw()
+    assert "0" in [text.get_text() for text in ax.get_yticklabels()]
+    plt.close(figure)
+
+
+def test_names_that_look_like_mathematics_are_drawn_as_they_stand() -> None:
+    frame = pd.DataFrame({"run": ["a", "b"], "step": [1, 1], "loss": [1.0, 2.0]})
+    figure, ax = plt.subplots(layout="constrained")
+    plot.losses(frame, ax, plot.style({"a": r"$\frac{$", "b": "_hid\nden"}))
+    plot.legend(ax)
+    figure.canvas.draw()
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [r"\$\frac{\$", " _hid?den"]
+    assert not legend.get_window_extent().overlaps(ax.get_window_extent()), "no legend stands over data"
+    plt.close(figure)
+
+
+def test_runs_are_named_by_what_differs_between_arms() -> None:
+    arms = [Arm(engine="single", ranks=1), Arm(wire="bf16"), Arm(strategy="optim"), Arm(seed=1)]
+    configs = {str(number): arm.config() for number, arm in enumerate(arms)}
+    found = labels.labels(configs, controls=["0"])
+    assert found["1"] == "optim_grads_params, fp32-bf16, seed 0"
+    assert found["2"] == "optim, fp32-fp32, seed 0"
+    assert found["3"] == "optim_grads_params, fp32-fp32, seed 1"
+    assert found["0"].startswith("single, optim_grads_params, fp32-fp32, ")
+    assert "1 rank" in found["0"]
+    assert labels.labels({"x": configs["0"]}) == {"x": "the only run"}
+    again = {"a": Arm().config(), "b": Arm(replicate=1).config()}
+    assert labels.labels(again) == {"a": "repetition 0", "b": "repetition 1"}
+
+
+def test_a_table_has_what_a_comparison_needs(store: Path) -> None:
+    runs = load.runs(store)
+    assert list(runs.columns) == list(load.RUN_COLUMNS)
+    needed = {"study", "model", "mesh", "nccl_ub", "sharp", "peak_bytes", "exposed_comm_s", "verdict", "label"}
+    assert needed <= set(runs.columns)
+    assert set(runs["mesh"]) == {"2"}
+    assert set(runs["study"]) == {"lab"}
+
+
+def test_memory_and_communication_are_read_from_where_they_were_measured(tmp_path: Path) -> None:
+    followed, counted = (write(tmp_path, arm) for arm in (FP32, OURS))
+    edit_json(followed / "summary.json", tensor_bytes={"persistent": [5], "peak": [7, 9], "growth": [0]})
+
+    def give(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            line["time"] = {"exposed_comm_s": 0.5 + (line["step"] == 12)}
+            line["memory"] |= {"peak_tensor_bytes": 100 + line["step"]}
+
+    edit_lines(counted, give)
+    runs = load.runs(tmp_path).set_index("path")
+    assert runs.loc[str(followed), "peak_bytes"] == 9
+    assert runs.loc[str(counted), "peak_bytes"] == 112
+    assert runs.loc[str(counted), "exposed_comm_s"] == 0.5
+    assert pd.isna(runs.loc[str(followed), "exposed_comm_s"])
+
+
+def test_a_damaged_run_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
+    bad, good = (write(tmp_path, arm) for arm in (FP32, OURS))
+    (bad / "config.yaml").write_text("model: [")
+    runs = load.runs(tmp_path).set_index("path")
+    assert runs.loc[str(bad), "state"] == "damaged"
+    assert "not valid YAML" in runs.loc[str(bad), "reason"]
+    assert runs.loc[str(good), "state"] == "done"
+
+
+@pytest.mark.parametrize("change", ["", "notes: 'a\n\n  b: c'\n", "more:\n- 1\n- {a: [2]}\n", "e: {}\n"])
+def test_sections_read_what_the_whole_reads(change: str, tmp_path: Path) -> None:
+    run = RunDir(write(tmp_path, FP32))
+    path = run.path / "config.yaml"
+    path.write_text(path.read_text() + change)
+    assert flat_config(run) == flatten(run.config())
+
+
+def test_rates_have_the_intervals_of_clopper_and_pearson() -> None:
+    frame = stats.rates(pd.DataFrame({"kind": ["a"] * 10, "hit": [True] * 2 + [False] * 8}), "kind", "hit")
+    low, high = frame.loc[0, ["low", "high"]]
+    exact = binomtest(2, 10).proportion_ci(method="exact")
+    assert (low, high) == pytest.approx((exact.low, exact.high))
 
 
 def test_the_readme_is_drawn_from_a_study(store: Path, tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     name: python3
+# ---
+
+# %% [markdown]
+# # What is a pass worth?
+#
+# A verdict that passes everything is worthless. Three looks at how much this study's verdicts could have seen: how near
+# the bounds the checks came, how small an error would have shown, and which faults the same rules find when faults are
+# put in on purpose.
+#
+#     python run.py -m study=parity_pair
+#     STORE=runs STUDY=parity_pair python analysis/notebooks/verdict_power.py
+#     STORE=$PWD/runs STUDY=parity_pair jupytext --to ipynb --execute analysis/notebooks/verdict_power.py
+
+# %%
+import json
+import os
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+
+import analysis
+from analysis import judge, plot, stats
+
+STORE = os.environ.get("STORE", "runs")
+STUDY = os.environ.get("STUDY", "parity_pair")
+SOURCES = None if os.environ.get("ARCHIVED") else "checkout"  # ARCHIVED=1: runs that other sources made
+CAMPAIGN = Path(os.environ.get("CAMPAIGN", Path(analysis.__file__).parents[1] / "benchmarks/data/power.json"))
+study = judge.study(STORE, STUDY, sources=SOURCES)
+print(study.question or f"The study {STUDY}.")
+print(study.told)
+
+# %% [markdown]
+# ## How near the bounds
+#
+# A dot is a kind of check, the worst of its kind: what was observed over what rounding explains. A bound that
+# everything stays a thousandfold below is loose; one that clean runs touch would raise false alarms.
+
+# %%
+evidence = judge.evidence(study)
+arms = {run: own for run, own in study.styles.items() if run in set(evidence["run"])}
+if len(evidence):
+    figure, ax = plot.bars(len(arms))
+    plot.shares_of_bounds(evidence, ax, arms)
+    nearest = evidence.sort_values("used", ascending=False).groupby("run", sort=False).head(1)
+    print(nearest[["run", "check", "step", "observed", "allowed", "used"]].to_string(index=False))
+else:
+    print("No run was judged, so that no bound was used.")
+
+# %% [markdown]
+# ## How small an error would have shown
+#
+# The smallest relative error in the scale of all gradients that would have been called DIFFERENT: with 2 ranks, a lost
+# rank is an error of 0.5.
+
+# %%
+table = judge.verdicts(study)
+resolution = table.set_index("run")["resolution"].dropna().astype(float).to_dict()
+if resolution:
+    figure, ax = plot.bars(len(arms))
+    plot.resolutions(resolution, ax, arms)
+else:
+    print("No gradients were compared, so that nothing says how small an error would have shown.")
+for seeds in study.verdict.seeds if study.verdict else ():
+    print(seeds.sentence)
+
+# %% [markdown]
+# ## Faults put in on purpose
+#
+# The campaign of `docs/power.md` (`python -m harness power`): the share of faulty runs that did not pass, by strength,
+# and of clean ones that did not pass either.
+
+# %%
+if CAMPAIGN.exists():
+    pairs = pd.DataFrame(json.loads(CAMPAIGN.read_text(encoding="utf-8"))["pairs"])
+    pairs["stopped"] = ~pairs["outcome"].isin(["EQUAL", "EQUIVALENT"])
+    pairs["group"] = pairs["strength"].map(lambda strength: f"faults found, {strength} strength")
+    pairs.loc[pairs["kind"] == "clean", "group"] = "false alarms of clean pairs"
+    found = stats.rates(pairs, "group", "stopped")
+    figure, ax = plot.bars(len(found))
+    plot.rates(found, ax)
+    print(found[["name", "hits", "of", "share"]].to_string(index=False))
+else:
+    print(f"There is no campaign at {CAMPAIGN}; python -m harness power --out {CAMPAIGN} makes one.")
+
+# %%
+plt.show()

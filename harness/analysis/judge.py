@@ -1,0 +1,199 @@
+"""A study's verdicts as tables, whether or not the study is finished."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from harness.analysis import load, plot, stats
+from harness.analysis.plot import Style
+from harness.config.errors import BadRequest, Violation
+from harness.parity import CHECKOUT, StudyVerdict, Verdict, loss_bounds, so_far
+from harness.store.errors import StoreError
+from harness.store.rundir import RunDir, Store
+from harness.store.study import read_study
+
+NO_STUDY = "these runs were not asked for as a study, so that none is held against another"
+"""What is said of runs in a folder without a record of a study."""
+
+GRADIENTS = "gradient distance"
+"""The check whose bound stands beside gradients in a picture."""
+
+
+@dataclass(frozen=True, eq=False)
+class Study:
+    """What is there of a study: its runs, and the verdicts on those that can be compared."""
+
+    name: str
+    question: str
+    runs: pd.DataFrame
+    """As `load.runs` makes it; of the cells that were last asked for, where the study was asked for as a whole."""
+    verdict: StudyVerdict | None
+    """On the arms there are; None where there is nothing to judge."""
+    missing: str
+    """What keeps the verdict from being whole, in a sentence; empty where nothing does."""
+
+    @cached_property
+    def compared(self) -> list[Verdict]:
+        """Verdicts on arms that could be held against their control."""
+        return [arm for arm in (self.verdict.arms if self.verdict else ()) if arm.tier != "T0"]
+
+    @cached_property
+    def done(self) -> pd.DataFrame:
+        """The runs that are done."""
+        return self.runs[self.runs["state"] == "done"]
+
+    @cached_property
+    def told(self) -> str:
+        """What a reader must know before reading on, in plain sentences; empty of a study that is whole."""
+        states = self.runs["state"].value_counts()
+        counts = ", ".join(f"{count} {state}" for state, count in states.items() if state != "done")
+        found = [f"Not every run is done: {counts}."] if counts else []
+        if self.missing:
+            found.append(f"{self.missing[0].upper()}{self.missing[1:]}.".replace("..", "."))
+        if self.verdict is not None and not self.compared:
+            found.append("No arm could be held against its control.")
+        return " ".join(found)
+
+    def label(self, path: Path | str) -> str:
+        """What tells a run, by its directory, from the others of its study."""
+        found = self.runs.loc[self.runs["path"] == str(path), "label"]
+        return str(found.iloc[0]) if len(found) else Path(path).name
+
+    def label_of(self, run: str) -> str:
+        """The same by its name, `study/name`."""
+        found = self.runs.loc[self.runs["run"] == run, "label"]
+        return str(found.iloc[0]) if len(found) else run
+
+    @cached_property
+    def styles(self) -> dict[str, Style]:
+        """How each run is drawn, by its name: arms in the study's order, controls last."""
+        controls = {str(arm.control) for arm in (self.verdict.arms if self.verdict else ())}
+        ordered = [*self.runs[~self.runs["path"].isin(controls)].itertuples()]
+        ordered += [*self.runs[self.runs["path"].isin(controls)].itertuples()]
+        names = {str(run.run): str(run.label) for run in ordered}
+        only = RunDir(Path(next(iter(controls)))).name if len(controls) == 1 else None
+        return plot.style(names, only)
+
+
+def study(root: Path | str, name: str, *, sources: str | None = CHECKOUT) -> Study:
+    """Read and judge a study, as far as it has come.
+
+    Args:
+        root: the store.
+        name: of the study.
+        sources: as in `harness.parity.compare`; None for runs that other sources made.
+    """
+    runs, found, missing = load.runs(root, name), None, ""
+    record = None
+    try:
+        record = read_study(Store(root).root, name)
+        if record is not None:
+            order = [cell["directory"] for cell in record["cells"]]
+            places = runs["path"].map(lambda path: order.index(Path(path).name) if Path(path).name in order else -1)
+            runs = runs[places >= 0].iloc[places[places >= 0].argsort(kind="stable")].reset_index(drop=True)
+        found, absent = so_far(Store(root).root, name, sources=sources)
+        if absent:
+            missing = f"{len(absent)} of {len(order)} cells were never started: {', '.join(absent[:4])}"
+    except BadRequest as error:
+        alone = record is None and len(runs)
+        missing = NO_STUDY if alone else "; ".join(_sentence(each) for each in error.violations)
+    except StoreError as error:
+        missing = str(error)
+    return Study(name, str((record or {}).get("question", "")), runs, found, missing)
+
+
+def _sentence(refused: Violation) -> str:
+    what = (
+        refused.problem
+        if refused.subject.startswith("verdict ")
+        else f"the setting {refused.subject} {refused.problem}"
+    )
+    return f"{what} ({refused.fix})" if refused.fix else what
+
+
+def verdicts(of: Study) -> pd.DataFrame:
+    """One row an arm.
+
+    Returns:
+        `run`, `label`, `control` (its label), `verdict`, `tier`, `used` (how much of its bound the worst check used up;
+        1 is the bound), `check` (which), `resolution` (the smallest relative error in the scale of all gradients that
+        would have been found), `sentence`.
+    """
+    rows = [
+        (
+            RunDir(Path(arm.arm)).name,
+            of.label(arm.arm),
+            of.label(arm.control),
+            arm.outcome.value,
+            arm.tier,
+            *_used(arm),
+            arm.resolution,
+            arm.sentence,
+        )
+        for arm in (of.verdict.arms if of.verdict else ())
+    ]
+    names = ["run", "label", "control", "verdict", "tier", "used", "check", "resolution", "sentence"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def _used(arm: Verdict) -> tuple[float | None, str]:
+    rows = [row for row in arm.evidence if not isinstance(row.observed, str) and not isinstance(row.allowed, str)]
+    if not rows:
+        return None, arm.findings[0].check if arm.findings else "equal bits"
+    worst = max(rows, key=lambda row: row.ratio)
+    return worst.ratio, worst.check
+
+
+def evidence(of: Study) -> pd.DataFrame:
+    """One row an arm and kind of check that measures, the worst of its kind.
+
+    Returns:
+        `run`, `tier`, `check`, `step`, `tensor`, `observed`, `allowed`, `used` (the former over the latter), `count`
+        (of checks of this kind), `grade`.
+    """
+    facts = ("tier", "check", "step", "tensor", "observed", "allowed", "ratio", "count")
+    rows = [
+        (RunDir(Path(arm.arm)).name, *(getattr(finding, name) for name in facts), finding.grade.value)
+        for arm in of.compared
+        for finding in arm.evidence
+        if not isinstance(finding.observed, str) and not isinstance(finding.allowed, str)
+    ]
+    names = ["run", "tier", "check", "step", "tensor", "observed", "allowed", "used", "count", "grade"]
+    return pd.DataFrame(rows, columns=names)
+
+
+def bounds(of: Study) -> pd.DataFrame:
+    """What rounding explains of each step's loss: `run`, `step`, `allowed` (relative to the control)."""
+    rows = [
+        (RunDir(Path(arm.arm)).name, each.step, each.allowed)
+        for arm in of.compared
+        for each in loss_bounds(Path(arm.arm), Path(arm.control))
+    ]
+    return pd.DataFrame(rows, columns=["run", "step", "allowed"])
+
+
+def differences(of: Study) -> pd.DataFrame:
+    """Every compared arm's loss against its own control's: `run`, `step`, `difference` (signed, relative)."""
+    found = [stats.against(load.steps([arm.control, arm.arm]), RunDir(Path(arm.control)).name) for arm in of.compared]
+    return pd.concat(found) if found else pd.DataFrame(columns=["run", "step", "difference"])
+
+
+def gradients(of: Study) -> tuple[pd.DataFrame, dict[str, float]]:
+    """Every compared arm's gradients of step 1 against its control's (`load.gradients`), and the largest distance that
+    rounding explains, by run."""
+    found = [load.gradients(arm.arm, arm.control) for arm in of.compared]
+    allowed = {
+        RunDir(Path(arm.arm)).name: float(row.allowed)
+        for arm in of.compared
+        for row in arm.evidence
+        if row.check == GRADIENTS and row.step == 1
+    }
+    frame = pd.concat(found) if found else pd.DataFrame(columns=["run", "tensor", "distance"])
+    return frame, allowed
+
+
+__all__ = ["GRADIENTS", "Study", "bounds", "differences", "evidence", "gradients", "study", "verdicts"]

@@ -1,0 +1,140 @@
+"""Each run named by what tells it from the others: for axes, legends and tables that a person reads.
+
+[Note: What is said]
+A study's cells differ in a few settings, each of which may imply others: a dtype policy sets six dtypes. Of a group
+that has a leading setting (`dtype.name`), the others are said only where the leading one does not determine them. How a
+run is started, watched and mirrored tells nothing about it and is said only where nothing else differs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from harness.fsdp.vocabulary import OuterStrategy
+from harness.store.identity import EXCLUDED
+from harness.store.rundir import flatten
+
+Key = TypeVar("Key", bound=Hashable)
+Flat = Mapping[str, Any]
+
+LEADING = (
+    "model.name",
+    "data.kind",
+    "optimizer.name",
+    "engine.name",
+    "sharding.strategy",
+    "dtype.name",
+    "numerics.mode",
+    "nccl_ub.mode",
+    "sharp.group",
+    "fault.name",
+)
+"""The setting of a group that the others mostly follow from, in the order they are said."""
+
+LAST = ("mesh.world_size", "train.seed", "train.replicate")
+"""Settings that are said after all others."""
+
+HOW = ("measure", "ckpt")
+"""Groups that say how a run is watched and saved, not what it trains."""
+
+SAID: Mapping[str, Callable[[Any], str]] = {
+    **dict.fromkeys(LEADING, str),
+    "model.name": lambda value: f"model {value}",
+    "data.kind": lambda value: f"{value} data",
+    "fault.name": lambda value: "no fault" if value == "none" else str(value),
+    "nccl_ub.mode": lambda value: f"ub {value}",
+    "sharp.group": lambda value: f"sharp {value}",
+    "mesh.world_size": lambda value: f"{value} rank{'s' * (value != 1)}",
+    "mesh.tp": lambda value: f"tp {value}",
+    "train.seed": lambda value: f"seed {value}",
+    "train.replicate": lambda value: f"repetition {value}",
+}
+"""How a value is said; others are `setting=value`."""
+
+
+def strategy_of(config: Flat) -> str:
+    """The sharding as one picks it, from dotted keys: `optim`, `hsdp`, `hfsdp`, or `optim inside, no_shard outside`."""
+    inner, outer = str(config.get("sharding.strategy")), str(config.get("sharding.outer", "no_shard"))
+    if config.get("mesh.dp_outer", 1) == 1:
+        return inner
+    return OuterStrategy[outer].hybrid if inner == "optim_grads_params" else f"{inner} inside, {outer} outside"
+
+
+def labels(configs: Mapping[Key, Mapping[str, Any]], controls: Collection[Key] = ()) -> dict[Key, str]:
+    """A label a run, such as `optim_grads, bf16`: its values of the settings in which it differs from the others.
+
+    Args:
+        configs: frozen configurations, nested or with dotted keys, by whatever runs are known by.
+        controls: which of them are controls. What an arm is called does not depend on them where there are several
+            arms: that all arms are sharded and the control is not tells no arm from another.
+
+    Returns:
+        Labels that differ wherever configurations differ in what defines a run; `the only run` where there is one.
+    """
+    flat = {key: _told(config) for key, config in configs.items()}
+    arms = {key: own for key, own in flat.items() if key not in controls}
+    of_all = _keys(flat)
+    of_arms = _keys(arms) if len(arms) > 1 else of_all
+    found = {key: _label(own, of_arms if key in arms else of_all) for key, own in flat.items()}
+    return _distinct(found, flat)
+
+
+def differing(configs: Collection[Flat]) -> list[str]:
+    """Dotted keys in which configurations differ and which others do not imply, in the order they are said."""
+    return _keys({number: _told(config) for number, config in enumerate(configs)})
+
+
+def _told(config: Mapping[str, Any]) -> dict[str, Any]:
+    flat = flatten(dict(config))
+    flat["sharding.strategy"] = strategy_of(flat)
+    return {key: value for key, value in flat.items() if key.split(".")[0] not in EXCLUDED}
+
+
+def _keys(configs: Mapping[Any, Flat]) -> list[str]:
+    every = list(configs.values())
+    names = list(dict.fromkeys(key for own in every for key in own))
+    found = [key for key in names if any(own.get(key) != every[0].get(key) for own in every)]
+    found = [key for key in found if key.split(".")[0] not in HOW] or found
+    found = [key for key in found if not _implied(key, found, every)]
+    return sorted(found, key=lambda key: (_place(key), names.index(key)))
+
+
+def _place(key: str) -> int:
+    if key in LEADING:
+        return LEADING.index(key)
+    return len(LEADING) + (1 + LAST.index(key) if key in LAST else 0)
+
+
+def _implied(key: str, found: Sequence[str], every: Sequence[Flat]) -> bool:
+    """Whether the leading setting of its group, which differs too, determines a setting."""
+    group = key.split(".")[0]
+    leader = next((each for each in LEADING if each in found and each.split(".")[0] == group), None)
+    if key == "mesh.dp_outer":
+        leader = "sharding.strategy" if "sharding.strategy" in found else None
+    if leader is None or leader == key:
+        return False
+    values: dict[str, str] = {}
+    return all(values.setdefault(str(own.get(leader)), str(own.get(key))) == str(own.get(key)) for own in every)
+
+
+def _label(own: Flat, keys: Sequence[str]) -> str:
+    said = [say(key, own.get(key)) for key in keys if key != "train.replicate" or own.get(key) or len(keys) == 1]
+    return ", ".join(said) or "the only run"
+
+
+def say(key: str, value: Any) -> str:
+    """A setting in words."""
+    return SAID[key](value) if key in SAID else f"{key.rpartition('.')[2]}={value}"
+
+
+def _distinct(found: dict[Key, str], flat: Mapping[Key, Flat]) -> dict[Key, str]:
+    """Labels of a control and of an arm that read alike, made longer by what those two differ in."""
+    for text in [text for text, count in Counter(found.values()).items() if count > 1]:
+        alike = {key: flat[key] for key, own in found.items() if own == text}
+        keys = _keys(alike)
+        for key, own in alike.items():
+            more = _label(own, keys)
+            found[key] = text if more == "the only run" else more
+    return found

@@ -1,0 +1,297 @@
+"""The store as tables: one row a run, one row a run and step, one row a run and parameter.
+
+Tables are tidy: a column is a variable, a row an observation; runs are told apart by `run`, which every table has, and
+attributes of a run stand in `runs` alone. What a run did not record is missing (NaN), never zero.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from harness.analysis.labels import labels
+from harness.store import provenance, status
+from harness.store.errors import StoreError
+from harness.store.judged import outcomes
+from harness.store.metrics import iter_metrics, last_numbers, last_record
+from harness.store.rundir import RunDir, Store, read_summary
+from harness.store.sections import flat_config
+from harness.store.study import read_study
+
+SETTINGS = {
+    "model": "model.name",
+    "engine": "engine.name",
+    "strategy": "sharding.strategy",
+    "outer": "sharding.outer",
+    "dtype": "dtype.name",
+    "numerics": "numerics.mode",
+    "nccl_ub": "nccl_ub.mode",
+    "sharp": "sharp.group",
+    "optimizer": "optimizer.name",
+    "lr": "optimizer.lr",
+    "fault": "fault.name",
+    "data": "data.kind",
+    "device": "cluster.device",
+    "world_size": "mesh.world_size",
+    "dp_outer": "mesh.dp_outer",
+    "tp": "mesh.tp",
+    "global_batch_size": "train.global_batch_size",
+    "microbatch_size": "train.microbatch_size",
+    "seq_len": "data.seq_len",
+    "seed": "train.seed",
+    "replicate": "train.replicate",
+    "steps": "train.steps",
+}
+"""Columns of `runs` that come from the frozen configuration."""
+
+RESULTS = (
+    "microbatches",
+    "steps_done",
+    "final_loss",
+    "final_grad_norm",
+    "step_time_s",
+    "exposed_comm_s",
+    "tokens_per_s",
+    "accounted_bytes",
+    "peak_bytes",
+    "rss_bytes",
+    "sent_bytes",
+    "wall_s",
+    "verdict",
+)
+"""Columns of `runs` that say what came of it."""
+
+RUN_COLUMNS = (
+    "run",
+    "study",
+    "label",
+    "path",
+    "state",
+    "reason",
+    *SETTINGS,
+    "mesh",
+    *RESULTS,
+    "sources",
+    "commit",
+    "cpu_model",
+    "torch",
+)
+
+STEP_COLUMNS = (
+    "run",
+    "step",
+    "loss",
+    "grad_norm",
+    "param_norm",
+    "lr",
+    "tokens",
+    "step_time_s",
+    "data_s",
+    "forward_s",
+    "backward_s",
+    "optimizer_s",
+    "exposed_comm_s",
+    "sent_bytes",
+    "rss_bytes",
+)
+
+SEEN = ("time/exposed_comm_s", "memory/peak_tensor_bytes", "memory/allocated", "memory/rss")
+"""Numbers of a step that a run's row is made of, beside those of its last step."""
+
+NEWEST = 20
+"""Steps at a record's end that a run's medians and peaks are taken over where its summary has none."""
+
+
+def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
+    """One row a run: its settings, state, and what came of it. A thousand runs take two seconds of processor time.
+
+    Args:
+        root: the store.
+        study: only this study's runs; all where None.
+
+    Returns:
+        The columns of `RUN_COLUMNS`: `run` (`study/name`), `label` (what tells it from the others of its study),
+        `state` and its `reason`, the settings, `mesh` (ranks by axis), then results. `microbatches` is k;
+        `step_time_s` a median without warm-up; `exposed_comm_s` (a step's time that rank 0 stood still for
+        collectives), `rss_bytes` and `sent_bytes` (of rank 0) medians or maxima of the last `NEWEST` steps;
+        `peak_bytes` tensor storage at its most, of the rank that held most, where it was measured; `accounted_bytes`
+        what rank 0's engine keeps between steps; `verdict` as `harness verdict` last gave it, if of this very run.
+        What a run did not record is missing.
+    """
+    store = Store(root)
+    rows = [_run_row(run) for run in store.runs(study)]
+    for name in dict.fromkeys(row["study"] for row, _ in rows):
+        mine = {row["path"]: (row, config) for row, config in rows if row["study"] == name}
+        controls = _controls(store.root, name)
+        named = labels({path: config for path, (_, config) in mine.items() if config}, controls & mine.keys())
+        judged = {str(path): outcome for path, outcome in outcomes(store.root, name).items()}
+        for path, (row, _) in mine.items():
+            row |= {"label": named.get(path, Path(path).name), "verdict": judged.get(path)}
+    return pd.DataFrame([row for row, _ in rows], columns=list(RUN_COLUMNS))
+
+
+def _controls(root: Path, study: str) -> set[str]:
+    """Directories of a study's controls."""
+    try:
+        told = read_study(root, study) or {"cells": []}
+    except StoreError:
+        return set()
+    return {str(root / study / cell["directory"]) for cell in told["cells"] if not cell["control"]}
+
+
+def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A run's row, and its configuration with dotted keys; a run that cannot be read says why."""
+    row: dict[str, Any] = {"run": run.name, "study": run.path.parent.name, "path": str(run.path)}
+    config: dict[str, Any] = {}
+    try:
+        config = flat_config(run)
+        state = status.effective(run.path)
+        row |= {"state": state.state.value, "reason": state.reason} if state else {"state": "not started", "reason": ""}
+        row |= {column: config.get(key) for column, key in SETTINGS.items()}
+        row |= {"mesh": mesh_of(config), "microbatches": _microbatches(config)}
+        row |= _origin(provenance.read(run.path)) | _results(run, read_summary(run) or {})
+    except StoreError as error:
+        row |= {"state": "damaged", "reason": str(error)}
+    return row, config
+
+
+def _microbatches(config: Mapping[str, Any]) -> int | None:
+    """Microbatches of a rank in a step."""
+    try:
+        ranks = config["mesh.world_size"] // config.get("mesh.tp", 1)
+        return int(config["train.global_batch_size"] // max(1, config["train.microbatch_size"] * ranks))
+    except (KeyError, TypeError):
+        return None
+
+
+def _origin(origin: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "sources": origin.get("sources_digest"),
+        "commit": (origin.get("git") or {}).get("sha"),
+        "cpu_model": origin.get("cpu_model"),
+        "torch": (origin.get("versions") or {}).get("torch"),
+    }
+
+
+def mesh_of(config: Mapping[str, Any]) -> str:
+    """Ranks by axis, such as `4`, `2 x 2 outer` or `2 x 2 tp`."""
+    outer, tp = config.get("mesh.dp_outer", 1), config.get("mesh.tp", 1)
+    inner = config.get("mesh.world_size", 0) // (outer * tp)
+    axes = [f"{outer} outer"] * (outer > 1) + [f"{tp} tp"] * (tp > 1)
+    return " x ".join([str(inner), *axes])
+
+
+def _results(run: RunDir, summary: Mapping[str, Any]) -> dict[str, Any]:
+    last = last_record(run.metrics) or {}
+    newest = last_numbers(run.metrics, SEEN, NEWEST)
+    step_s, tokens = (summary.get("step_time_s") or {}).get("median"), last.get("tokens")
+    exposed = newest["time/exposed_comm_s"]
+    return {
+        "steps_done": last.get("step", 0),
+        "final_loss": summary.get("loss", last.get("loss")),
+        "final_grad_norm": last.get("grad_norm"),
+        "step_time_s": step_s,
+        "exposed_comm_s": statistics.median(exposed) if exposed else None,
+        "tokens_per_s": tokens / step_s if tokens and step_s else None,
+        "accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
+        "peak_bytes": _peak(summary, newest),
+        "rss_bytes": max(newest["memory/rss"], default=None),
+        "sent_bytes": _sent(last),
+        "wall_s": summary.get("wall_s"),
+    }
+
+
+def _peak(summary: Mapping[str, Any], newest: Mapping[str, Sequence[float]]) -> float | None:
+    """Tensor storage at its most: of all ranks where measure=bench followed it, else of rank 0's allocator."""
+    followed = summary.get("tensor_bytes")
+    if followed:
+        return float(max(followed["peak"]))
+    return max(newest["memory/peak_tensor_bytes"] or newest["memory/allocated"], default=None)
+
+
+def _sent(line: Mapping[str, Any]) -> int | None:
+    comm = line.get("comm")
+    return None if comm is None else sum(kind["bytes"] for kind in comm.values())
+
+
+def steps(paths: Iterable[Path | str]) -> pd.DataFrame:
+    """One row a run and step, with the columns of `STEP_COLUMNS`; times and bytes are of rank 0.
+
+    Args:
+        paths: run directories; one whose record is damaged is left out, here and in `traffic` and `memory`.
+    """
+    rows = _rows(paths, lambda run: [_step_row(run, line) for line in iter_metrics(run.metrics)])
+    return pd.DataFrame(rows, columns=list(STEP_COLUMNS))
+
+
+def _rows(paths: Iterable[Path | str], of: Callable[[RunDir], list[Any]]) -> list[Any]:
+    """The rows of every run that can be read."""
+    found = []
+    for path in paths:
+        try:
+            found += of(RunDir(Path(path)))
+        except StoreError:
+            continue
+    return found
+
+
+def _step_row(run: RunDir, line: Mapping[str, Any]) -> dict[str, Any]:
+    derived = {"run": run.name, "sent_bytes": _sent(line) or 0, "rss_bytes": (line.get("memory") or {}).get("rss")}
+    return {**{column: line.get(column) for column in STEP_COLUMNS}, **(line.get("time") or {}), **derived}
+
+
+def traffic(paths: Iterable[Path | str]) -> pd.DataFrame:
+    """One row a run and kind of collective: `run`, `kind`, `count` and `bytes` that rank 0 sent in the last step."""
+    return pd.DataFrame(_rows(paths, _traffic), columns=["run", "kind", "count", "bytes"])
+
+
+def _traffic(run: RunDir) -> list[tuple[str, str, int, int]]:
+    comm = (last_record(run.metrics) or {}).get("comm") or {}
+    return [(run.name, kind, row["count"], row["bytes"]) for kind, row in comm.items()]
+
+
+def memory(paths: Iterable[Path | str]) -> pd.DataFrame:
+    """One row a run and role: `run`, `role`, `bytes` that rank 0's engine keeps between steps, by its own account."""
+    return pd.DataFrame(_rows(paths, _memory), columns=["run", "role", "bytes"])
+
+
+def _memory(run: RunDir) -> list[tuple[str, str, int]]:
+    kept = (read_summary(run) or {}).get("accounted_bytes") or {}
+    return [(run.name, role.replace("_", " "), num_bytes) for role, num_bytes in kept.items()]
+
+
+def gradients(arm: Path | str, control: Path | str, step: int = 1) -> pd.DataFrame:
+    """One row a parameter: how far two runs' captured gradients of a step lie apart.
+
+    Returns:
+        Columns `run` (the arm's), `tensor`, `numel`, `norm`, `distance`, `scale_error`, `standard_error`; relative to
+        the control. Empty where one of them did not capture the step.
+    """
+    from harness.parity.record import load
+    from harness.parity.tiers.gradients import compare
+
+    left, right = load(Path(arm)), load(Path(control))
+    pairs = (
+        compare(left.captures[step], right.captures[step]) if step in left.captures and step in right.captures else ()
+    )
+    rows = [(left.name, p.name, p.numel, p.norm, p.distance, p.b, p.standard_error) for p in pairs]
+    return pd.DataFrame(rows, columns=["run", "tensor", "numel", "norm", "distance", "scale_error", "standard_error"])
+
+
+__all__ = [
+    "NEWEST",
+    "RESULTS",
+    "RUN_COLUMNS",
+    "SETTINGS",
+    "STEP_COLUMNS",
+    "gradients",
+    "memory",
+    "mesh_of",
+    "runs",
+    "steps",
+    "traffic",
+]

@@ -1,0 +1,105 @@
+"""Numbers from tables: pure functions of data frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pandas as pd
+
+PARTS = {
+    "data_s": "data",
+    "forward_s": "forward",
+    "backward_s": "backward",
+    "optimizer_s": "optimizer",
+}
+"""What a step's time is made of, by column of `load.steps`."""
+
+WARM_UP = 2
+"""First steps left out of every cost: a declared number, never chosen by looking."""
+
+
+def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataFrame:
+    """Relative difference of a column to the control's at the same step.
+
+    Args:
+        steps: as `load.steps` makes it.
+        control: the `run` all others are compared with.
+        column: what is compared.
+
+    Returns:
+        Columns `run`, `step`, `difference` = (arm - control) / |control|, for every run but the control and every step
+        that both have.
+
+    Raises:
+        ValueError: the control is not in the table.
+    """
+    held = steps.loc[steps["run"] == control, ["step", column]]
+    if held.empty:
+        raise ValueError(f"control {control!r} is none of the runs: {', '.join(sorted(steps['run'].unique()))}")
+    arms = steps.loc[steps["run"] != control, ["run", "step", column]]
+    joined = arms.merge(held, on="step", suffixes=("", "_control"))
+    base = joined[f"{column}_control"]
+    return joined[["run", "step"]].assign(difference=(joined[column] - base) / base.abs())
+
+
+def costs(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
+    """What a step costs each run.
+
+    Args:
+        steps: as `load.steps` makes it.
+        warm_up: first steps left out.
+
+    Returns:
+        One row a run: `run`, `step_time_s` (median), `sent_bytes` (median; bytes rank 0 sends a step), `rss_bytes`
+        (largest). The unit of repetition is the run: steps within one are not independent, so there is no interval.
+    """
+    warm = steps[steps["step"] > warm_up].groupby("run", sort=False)
+    columns = {
+        "step_time_s": ("step_time_s", "median"),
+        "sent_bytes": ("sent_bytes", "median"),
+        "rss_bytes": ("rss_bytes", "max"),
+    }
+    return warm.agg(**columns).reset_index()
+
+
+def parts(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:
+    """Where a step's time goes: a row a run and part, `run`, `part`, `seconds` (median over steps).
+
+    The parts are those of `PARTS`, and `the rest`: what the median step takes beside them. A run that does not tell its
+    forward apart has no forward and no backward; both are in the rest.
+    """
+    rows: list[tuple[str, str, float]] = []
+    for run, own in steps[steps["step"] > warm_up].groupby("run", sort=False):
+        known = {name: own[column].astype(float).median() for column, name in PARTS.items()}
+        known = {name: value for name, value in known.items() if value == value}
+        rest = max(0.0, float(own["step_time_s"].median()) - sum(known.values()))
+        rows += [(str(run), name, value) for name, value in (*known.items(), ("the rest", rest))]
+    return pd.DataFrame(rows, columns=["run", "part", "seconds"])
+
+
+def rates(pairs: pd.DataFrame, by: str, hit: str) -> pd.DataFrame:
+    """Shares of pairs, with two-sided 95 % intervals (Clopper and Pearson, Biometrika 26, 1934).
+
+    Args:
+        pairs: a row a trial.
+        by: column that says which trials belong together.
+        hit: column that says whether a trial is a hit.
+
+    Returns:
+        `name`, `hits`, `of`, `share`, `low`, `high`, in the order in which names first appear.
+    """
+    rows = [(name, int(own[hit].sum()), len(own)) for name, own in pairs.groupby(by, sort=False)]
+    found = [(name, hits, of, hits / of, *interval(hits, of)) for name, hits, of in rows]
+    return pd.DataFrame(found, columns=["name", "hits", "of", "share", "low", "high"])
+
+
+def interval(hits: int, of: int, outside: float = 0.05) -> Sequence[float]:
+    """Lower and upper bound of a share, by Clopper and Pearson; `outside` is what both tails hold together."""
+    from scipy.special import betaincinv
+
+    low = float(betaincinv(hits, of - hits + 1, outside / 2)) if hits else 0.0
+    high = float(betaincinv(hits + 1, of - hits, 1 - outside / 2)) if hits < of else 1.0
+    return low, high
+
+
+__all__ = ["PARTS", "WARM_UP", "against", "costs", "interval", "parts", "rates"]
