@@ -64,7 +64,7 @@ class Study:
         return str(found.iloc[0]) if len(found) else Path(path).name
 
     def label_of(self, run: str) -> str:
-        """The same by its name, `study/name`."""
+        """What tells a run, by its name `study/name`, from the others of its study."""
         found = self.runs.loc[self.runs["run"] == run, "label"]
         return str(found.iloc[0]) if len(found) else run
 

@@ -1,4 +1,4 @@
-"""A study's pictures as files, drawn by `analysis.plot`, which stays with the checkout."""
+"""A study's pictures as files, drawn by `harness.analysis.plot`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ def pictures(found: StudyVerdict, folder: Path) -> list[Path]:
     """Draw the losses of each control and its arms.
 
     Returns:
-        PNG files in `folder`; none where the study has no arm, or `analysis` or what it needs is not installed.
+        PNG files in `folder`; none where the study has no arm, or matplotlib or pandas is not installed.
     """
     try:
         from matplotlib.figure import Figure
 
-        from analysis import load, plot
+        from harness.analysis import load, plot
     except ImportError:
         return []
     drawn = []

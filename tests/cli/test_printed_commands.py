@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
     *(f"docs/{name}.md" for name in ("quickstart", "choosing", "reading_verdicts", "sweeps", "wandb")),
-    *(f"docs/{name}.md" for name in ("adapter", "bisect", "checkpoints", "network", "suite", "verdicts")),
+    *(f"docs/{name}.md" for name in ("adapter", "bisect", "checkpoints", "network", "report", "suite", "verdicts")),
 )
-READS = ("compare", "verdict", "watch", "show", "diff", "cancel", "gc")
+READS = ("compare", "verdict", "report", "watch", "show", "diff", "cancel", "gc")
 SLOW = ("study=engine_step_time", "study=dtype_policies", "study=stages_by_dtype", "model=odd")
 """Of so many cells that to compose them takes more than a second; and an engine that another line imports too."""
 ELSEWHERE = (

@@ -1,0 +1,99 @@
+"""Draw docs/pictures/ from finished studies: every figure of every notebook, and the page of `harness report`.
+
+    python run.py -m study=against_fp64
+    python run.py -m study=strategies
+    python benchmarks/pages/pictures.py
+
+Notebooks run as programs, the page in a headless Chromium. Runs of other sources than these are drawn as well
+(`--archived`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from PIL import Image
+
+from benchmarks.checks.browser import Browser
+from harness.cli.main import main as harness
+
+ROOT = Path(__file__).resolve().parents[2]
+PICTURES = ROOT / "docs" / "pictures"
+NOTEBOOKS = {
+    "loss_parity": "against_fp64",
+    "verdict_power": "against_fp64",
+    "step_time": "strategies",
+    "memory_and_bytes": "strategies",
+}
+"""The study that each notebook is drawn of."""
+REPORTED = "against_fp64"
+MOST_BYTES = 200_000
+HEIGHT = 2300
+"""CSS pixels of the page that are shown."""
+
+
+def notebook(name: str, study: str, store: Path, archived: bool) -> list[Path]:
+    """Run one, and keep its figures."""
+    os.environ |= {"STORE": str(store), "STUDY": study}
+    if archived:
+        os.environ["ARCHIVED"] = "1"
+    plt.close("all")
+    runpy.run_path(str(ROOT / "analysis/notebooks" / f"{name}.py"))
+    found = []
+    for number, place in enumerate(plt.get_fignums(), start=1):
+        target = PICTURES / f"{name}_{number}.png"
+        plt.figure(place).savefig(target, dpi=110, metadata={"Software": None})
+        found.append(target)
+    return found
+
+
+def report(study: str, store: Path, archived: bool) -> Path:
+    """The page, as a browser shows it."""
+    target = PICTURES / "report.png"
+    with tempfile.TemporaryDirectory() as folder, Browser() as browser:
+        page = Path(folder) / "report.html"
+        words = ["report", study, "--root", str(store), "--out", str(page), *(["--archived"] if archived else [])]
+        if harness(words):
+            raise SystemExit(f"no report of {study}")
+        browser.open(page)
+        browser.picture(target, HEIGHT)
+    return target
+
+
+def shrink(picture: Path) -> None:
+    """Fewer colours where that is needed to stay small; pictures of lines lose nothing that is seen."""
+    with Image.open(picture) as image:
+        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(picture, optimize=True)
+    size = picture.stat().st_size
+    if size > MOST_BYTES:
+        raise SystemExit(f"{picture} has {size} bytes, more than {MOST_BYTES}")
+
+
+def main(argv: list[str]) -> int:
+    """Draw all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="where runs are stored (default: runs)")
+    parser.add_argument("--archived", action="store_true", help="of runs that other sources made")
+    arguments = parser.parse_args(argv)
+    PICTURES.mkdir(exist_ok=True)
+    drawn = [
+        path for name, study in NOTEBOOKS.items() for path in notebook(name, study, arguments.root, arguments.archived)
+    ]
+    drawn.append(report(REPORTED, arguments.root, arguments.archived))
+    for path in drawn:
+        shrink(path)
+        print(f"{path.relative_to(ROOT)}: {path.stat().st_size} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

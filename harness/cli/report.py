@@ -1,0 +1,94 @@
+"""A study on one page: `report STUDY`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from harness.cli.judge import keep_verdict
+from harness.cli.runs import say_next
+from harness.cli.verb import Verb
+from harness.config.errors import refuse
+from harness.store.files import write_atomic
+from harness.store.rundir import CONFIG, Store
+from harness.store.study import read_study
+
+PAGE = "report.html"
+"""Where a page is written, in the study's folder."""
+
+
+def _arguments(parser: ArgumentParser) -> None:
+    parser.add_argument("study", metavar="STUDY", help="name of a study that was run, or its folder")
+    parser.add_argument("--markdown", action="store_true", help="Markdown for a pull request, on standard output")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"where to write (default: {PAGE} beside the runs)")
+    parser.add_argument(
+        "--archived", action="store_true", help="judge runs that other sources than these made, by each other"
+    )
+
+
+def _report(arguments: Namespace) -> int:
+    root, name = _where(arguments)
+    try:
+        from harness.analysis.judge import study
+        from harness.report.contents import contents
+        from harness.report.markdown import markdown
+    except ImportError as error:
+        raise refuse("report", f"needs {error.name}, which is not installed", fix="pip install '.[analysis]'") from None
+    found = study(root, name, **({"sources": None} if arguments.archived else {}))
+    if found.verdict is not None and not found.missing:
+        keep_verdict(Store(root).root, found.verdict)
+    told = contents(found, root, _command(arguments, root, name))
+    if not arguments.markdown:
+        from harness.report.page import page
+        from harness.report.pictures import pictures
+
+        target = arguments.out or Store(root).root / name / PAGE
+        _write(target, page(told, pictures(found)))
+        print(f"{told.outcome}: {target}")
+        say_next(arguments, f"report {shlex.quote(arguments.study)} --markdown")
+    elif arguments.out is not None:
+        _write(arguments.out, markdown(told))
+        print(f"{told.outcome}: {arguments.out}")
+    else:
+        sys.stdout.write(markdown(told))
+    return 0
+
+
+def _where(arguments: Namespace) -> tuple[str, str]:
+    """The store and the study's name: of a folder, where one was given.
+
+    Raises:
+        BadRequest: nothing of that name was run.
+    """
+    root, name = str(arguments.root), str(arguments.study)
+    if os.sep in name or name in (".", ".."):
+        folder = Path(name).expanduser().absolute()
+        folder = Path(os.path.normpath(folder))
+        folder = folder.parent if (folder / CONFIG).is_file() else folder
+        root, name = str(folder.parent), folder.name
+    store = Store(root)
+    if not store.runs(name) and (Path(name).name != name or read_study(store.root, name) is None):
+        raise refuse(
+            f"report {arguments.study}",
+            f"no study of this name was run under {root}",
+            choices=", ".join(store.studies()) or "none yet",
+            fix="python run.py -m study=NAME",
+        )
+    return root, name
+
+
+def _command(arguments: Namespace, root: str, name: str) -> str:
+    under = "" if Path(root) == Path("runs") else f" --root {shlex.quote(root)}"
+    flags = " --archived" * arguments.archived + " --markdown" * arguments.markdown
+    return f"python -m harness report {shlex.quote(name)}{flags}{under}"
+
+
+def _write(target: Path, text: str) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(target, text)
+
+
+REPORT = Verb("report", "a study on one page: verdicts, tables, pictures, where it all comes from", _arguments, _report)

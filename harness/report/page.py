@@ -1,0 +1,44 @@
+"""A report as one HTML file: styles, script and pictures inside, and a policy that lets a browser ask for nothing."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from harness.report.contents import Contents
+from harness.report.pictures import Picture
+
+FOLDER = Path(__file__).parent
+
+
+def page(contents: Contents, pictures: Sequence[Picture]) -> str:
+    """The whole file. Every text of the study is escaped; a picture is an image, in which no script runs."""
+    style, script = ((FOLDER / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    environment = Environment(
+        loader=FileSystemLoader(FOLDER),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["uri"] = _uri
+    policy = (
+        f"default-src 'none'; img-src data:; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    return environment.get_template("page.html").render(
+        report=contents, pictures=pictures, style=style, script=script, policy=policy
+    )
+
+
+def _digest(text: str) -> str:
+    """By which the policy knows an inline style or script."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _uri(svg: bytes) -> str:
+    return f"data:image/svg+xml;base64,{base64.b64encode(svg).decode()}"

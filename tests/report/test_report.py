@@ -1,0 +1,189 @@
+"""`harness report STUDY`: one page and one text, of studies that are whole, unfinished, failed or hostile."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from harness.cli.main import main
+from harness.report.markdown import code, escaped
+from harness.store import status
+from harness.store.rundir import RunDir
+from harness.store.status import State
+from tests.report.stores import EVIL, broken_study, whole
+
+OUTSIDE = re.compile(r"^(?!data:|#)")
+"""An address that a browser would ask for."""
+
+
+class Found(HTMLParser):
+    """Elements, addresses and texts of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.addresses: list[str] = []
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        names = ("src", "href", "srcset", "action", "data", "poster")
+        self.addresses += [value or "" for name, value in attrs if name in names]
+        assert not [name for name, _ in attrs if name.startswith("on")], attrs
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("store")
+    broken_study(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def page(store: Path) -> str:
+    assert main(["report", "lab", "--root", str(store)]) == 0
+    return (store / "lab/report.html").read_text()
+
+
+def test_the_page_needs_nothing_else_and_nothing_in_it_is_markup_of_a_run(page: str) -> None:
+    found = Found(page)
+    assert [address for address in found.addresses if OUTSIDE.match(address)] == []
+    assert found.tags.count("script") == 1
+    assert unescape(page).count("default-src 'none'") == 1
+    text = "".join(found.texts)
+    assert EVIL in text
+    assert "<script>alert(1)</script> the same" in text
+    assert '<script src="http://evil.example/x.js"></script>' in text
+    assert page.isascii() or 'charset="utf-8"' in page
+
+
+def test_the_page_tells_the_answer_and_what_is_missing(page: str) -> None:
+    text = " ".join("".join(Found(page).texts).split())
+    assert "DIFFERENT Rounding cannot explain" in text
+    assert "1 damaged" in text
+    assert "1 failed" in text
+    assert "1 lost" in text
+    assert "of 7 cells were never started" in text
+    assert "its process on a-host is gone" in text
+    assert "off by" in text, "the sentence on the arm that is wrong"
+    assert "python run.py --from" in text
+    assert "summary.json is not valid JSON" in text
+
+
+def test_markdown_says_the_same_and_nothing_in_it_is_markup_of_a_run(
+    store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", "lab", "--root", str(store), "--markdown"]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    assert out.startswith("## `lab`: DIFFERENT\n")
+    assert "of 7 cells were never started" in out
+    rows = [line for line in out.splitlines() if line.startswith("| ") and " DIFFERENT |" in line]
+    assert len(rows) == 1
+    assert len(re.findall(r"(?<!\\)\|", rows[0])) == 7, "a bar in a name ends no cell"
+    outside = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", re.sub(r"^```+\n.*?^```+$", "", out, flags=re.M | re.S))
+    assert not re.search(r"(?<!\\)<(?!/?(details|summary)>)|@all|(?<!\\)<script", outside)
+
+
+@pytest.mark.parametrize("text", ["a`b", "``", "`", " x ", "", "a\nb", "|"])
+def test_code_shows_a_text_as_it_stands(text: str) -> None:
+    shown = code(text)
+    ticks = re.match("`+", shown)
+    assert ticks is not None
+    inner = shown[len(ticks[0]) : -len(ticks[0])]
+    assert inner.strip() == " ".join(text.split())
+    assert ticks[0] not in inner
+
+
+def test_a_sentence_is_no_markup() -> None:
+    assert escaped("a_b *c* <d> [e](f)\n# g | @h") == "a\\_b \\*c\\* \\<d\\> \\[e\\](f) \\# g \\| @\u200bh"
+
+
+@pytest.mark.parametrize("how", ["relative root", "folder", "run", "other folder"])
+def test_stores_are_found_wherever_one_stands(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arm = whole(tmp_path / "my runs")
+    monkeypatch.chdir(tmp_path)
+    words = {
+        "relative root": ["lab", "--root", "my runs"],
+        "folder": ["my runs/lab/"],
+        "run": [str(arm)],
+        "other folder": [str(tmp_path / "my runs/lab"), "--out", "new/page.html"],
+    }
+    assert main(["report", *words[how], "--markdown"]) == 0
+    assert "`: EQUAL" in capsys.readouterr().out or how == "other folder"
+    if how == "other folder":
+        assert (tmp_path / "new/page.html").exists()
+
+
+def test_nothing_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("nothing", "../x", "."):
+        assert main(["report", name, "--root", str(tmp_path)]) == 2
+        assert "no study of this name was run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("left", ["frozen", "running", "no control", "no study", "no metrics"])
+def test_a_study_at_any_stage(left: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arm = whole(tmp_path)
+    if left == "frozen":
+        for run in tmp_path.glob("lab/*/"):
+            for name in ("status.json", "metrics.jsonl", "summary.json", "provenance.json"):
+                (run / name).unlink()
+    if left == "running":
+        status.note(arm, state=State.running)
+        with RunDir(arm).lock():
+            assert main(["report", "lab", "--root", str(tmp_path)]) == 0
+            assert main(["report", "lab", "--root", str(tmp_path), "--markdown"]) == 0
+        assert "1 running" in capsys.readouterr().out
+        return
+    if left == "no control":
+        record = tmp_path / "lab/study.json"
+        record.write_text(re.sub(r'"control": "\w+"', '"control": null', record.read_text()))
+    if left == "no study":
+        (tmp_path / "lab/study.json").unlink()
+    if left == "no metrics":
+        (arm / "metrics.jsonl").unlink()
+    assert main(["report", "lab", "--root", str(tmp_path)]) == 0
+    assert main(["report", "lab", "--root", str(tmp_path), "--markdown"]) == 0
+    out = capsys.readouterr().out
+    told = {
+        "frozen": "2 not started",
+        "no control": "The setting study.control of lab is empty: an arm needs something",
+        "no study": "These runs were not asked for as a study",
+        "no metrics": "cannot be compared",
+    }
+    assert told[left] in re.sub(r"\\", "", out)
+
+
+def test_the_answer_is_kept_for_tables(tmp_path: Path) -> None:
+    from harness.analysis import load
+
+    arm = whole(tmp_path)
+    assert load.runs(tmp_path)["verdict"].isna().all()
+    assert main(["verdict", "lab", "--root", str(tmp_path)]) == 0
+    runs = load.runs(tmp_path).set_index("path")
+    assert runs.loc[str(arm), "verdict"] == "EQUAL"
+    assert runs["verdict"].isna().sum() == 1
+    status.note(arm, state=State.done)
+    assert load.runs(tmp_path)["verdict"].isna().all(), "it was made again since"
+
+
+def test_a_report_loads_no_torch(tmp_path: Path) -> None:
+    import sys
+
+    whole(tmp_path)
+    lines = "import sys; from harness.cli.main import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    words = [sys.executable, "-c", lines, "report", "lab", "--root", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
