@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from harness.bench.record import Process
 from harness.bench.report import Regime, Report, Row, Target, machine
 from harness.bench.stats import CONFIDENCE, Interval
+from harness.store import screen
 
 HEAD = (
     "engine",
@@ -37,16 +38,22 @@ LEGEND = (
 
 def text(report: Report) -> str:
     """A report for the terminal, without a trailing newline and without what to type next."""
-    lines = [f"study {report.study}: {len(report.processes)} timed runs"]
-    lines += [report.question] if report.question else []
-    lines += [f"NOT COMPARABLE: the runs differ in {reason}" for reason in report.mixed]
+    room = screen.width()
+
+    def prose(*lines: str) -> list[str]:
+        return [part for line in lines for part in screen.fold(line, room, "  ")]
+
+    lines = prose(f"study {report.study}: {len(report.processes)} timed runs")
+    lines += prose(
+        *filter(None, [report.question]), *(f"NOT COMPARABLE: the runs differ in {why}" for why in report.mixed)
+    )
     for regime in report.regimes:
-        lines += ["", regime.title, "", *_table(HEAD, [_cells(row) for row in regime.rows])]
+        table = screen.table(HEAD, [_cells(row) for row in regime.rows], room)
+        lines += ["", *prose(regime.title), "", *table]
         if regime.targets:
-            lines += ["", *_table(TARGET_HEAD, [_target_cells(target) for target in regime.targets])]
-    lines += ["", *LEGEND, *_about_intervals(report)]
-    lines += ["", *_against(report)]
-    return "\n".join(lines)
+            targets = [_target_cells(target) for target in regime.targets]
+            lines += ["", *screen.table(TARGET_HEAD, targets, room, flexible=(4,), folded=(4,))]
+    return "\n".join([*lines, *prose("", *LEGEND, *_about_intervals(report), "", *_against(report))])
 
 
 def markdown(report: Report, command: str) -> str:
@@ -166,12 +173,6 @@ def machine_lines(report: Report) -> Iterator[str]:
     yield f"- {versions}; commit {str(facts['commit'])[:12]}{dirty}, sources {str(facts['sources_digest'])[:12]}"
     ended = f"{facts['first_run_ended']}, the last one {facts['last_run_ended']}"
     yield f"- the first run ended {ended}; order seed {report.order_seed}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)]
-    return [lines[0].rstrip(), "  ".join("-" * width for width in widths), *(line.rstrip() for line in lines[1:])]
 
 
 def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -76,9 +76,7 @@ def _push(arguments: Namespace) -> int:
     from harness.mirror.push import FILES, push
 
     made = push(Store(arguments.root).root, arguments.study, mode)
-    drawn = (
-        f"{made.pictures} picture(s)" if made.pictures else "no pictures (they need a checkout with its extra analysis)"
-    )
+    drawn = "pictures" if made.pictures else "no pictures (they need a checkout with its extra analysis)"
     print(f"{made.outcome}: verdicts, evidence, {drawn} and the dashboard in one run")
     if mode is WandbMode.offline:
         print(f"in {made.folder.parent / FILES}; only an online push makes the dashboard on the server")

@@ -70,6 +70,16 @@ def test_native_is_held_against_the_best_of_its_strategy(root: Path) -> None:
     assert targets["optim_grads"].finding == "slower"
 
 
+def test_eighty_columns_hold_every_number(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = report(root, "lab")
+    whole = {word for word in text(found).split() if set(word) != {"-"}}
+    for columns in (80, 60):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        lines = text(found).splitlines()
+        assert max(map(len, lines)) <= columns
+        assert {word for line in lines for word in line.split() if set(word) != {"-"}} == whole
+
+
 def test_what_is_not_told_apart_says_so(tmp_path: Path) -> None:
     noisy = {0: 1.2, 1: 0.9, 2: 1.0, 3: 1.1, 4: 0.8}
     configs = lab.study(tmp_path, factor=lambda engine, _, block: noisy[block] if engine == "native" else 1.0)

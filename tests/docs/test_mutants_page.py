@@ -43,6 +43,8 @@ MODULES = (
     "tests.parity.test_vouched",
     "tests.parity.test_witness",
     "tests.streams.test_faults",
+    "tests.mirror.test_mirror",
+    "tests.store.test_screen",
     "tests.train.test_resume",
 )
 """All that declare mutants; in a run of the whole suite, one that is missing here is noticed."""

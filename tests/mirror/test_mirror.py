@@ -21,6 +21,7 @@ from harness.store.status import State, Status
 from harness.train.mirror import Mirror
 from tests.support import wandb_file
 from tests.support.factory import freeze, small_config, stopping, train
+from tests.support.mutants import kills
 
 KEY = "0123456789abcdef" * 5
 """Of the length of a key."""
@@ -76,6 +77,17 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
     )
     stepped = [record.metric for record in found if record.WhichOneof("record_type") == "metric"]
     assert "train/*" in {each.glob_name for each in stepped}
+
+
+@kills(
+    "wandb",
+    "files of earlier attempts",
+    "Files of earlier attempts stay, so that two are sent",
+)
+def test_two_files_of_one_run_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.mirror.run.drop_others", lambda *_: None)
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        test_after_three_attempts_one_file_equals_the_record(tmp_path)
 
 
 def test_a_run_of_three_attempts_mirrors_itself_and_leaves_no_key(

@@ -58,7 +58,7 @@ def test_a_study_is_one_run_however_often_it_is_pushed(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     for _ in range(2):
         assert main(["wandb", "push", "lab", "--root", str(root)]) == 0
-    assert "DIFFERENT: verdicts, evidence, 1 picture(s) and the dashboard" in capsys.readouterr().out
+    assert "DIFFERENT: verdicts, evidence, pictures and the dashboard" in capsys.readouterr().out
     folder = root / "lab" / "wandb"
     records = wandb_file.records(wandb_file.only_file(root / "lab"))
     opened, summary = wandb_file.run_of(records), wandb_file.summary(records)

@@ -6,8 +6,10 @@ import io
 
 import pytest
 
-from harness.store.screen import UNLIMITED, fold, labels, painted, shorten, table, width
+from harness.store.screen import UNLIMITED, cut, fold, labels, painted, shorten, table, width
+from tests.support.mutants import kills
 
+table_of = table
 HEAD, ROWS = ("run", "state", "what"), [("a-long-name-of-a-run-0123abcd", "done", "x" * 40), ("b-89abcdef", "", "")]
 
 
@@ -43,6 +45,15 @@ def test_a_row_without_room_goes_on_below_and_loses_no_value() -> None:
         assert all(value in text for row in rows for value in row[1:])
     assert [line.split() for line in lines[:2]] == [["run", "verdict"], ["of", "the", "bound", "worst"]]
     assert lines[-1] == "    " + "inf".rjust(17)
+
+
+@kills("The terminal", "cut rows", "A table without room cuts its rows, and the numbers at their ends are gone")
+def test_a_table_that_cuts_its_rows_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        globals(), "table", lambda *words, **flags: [cut(line, words[2]) for line in table_of(*words[:2], **flags)]
+    )
+    with pytest.raises(AssertionError):
+        test_a_row_without_room_goes_on_below_and_loses_no_value()
 
 
 def test_words_go_on_in_the_next_line() -> None:
