@@ -138,7 +138,7 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     for group, key, rest in (
         ("numerics", "mode", "fast"),
         ("nccl_ub", "mode", "none"),
-        ("sharp", "group", "none"),
+        ("sharp", "group", "default"),
         ("fault", "name", "none"),
     ):
         if config[group][key] != rest:

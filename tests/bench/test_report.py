@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from harness.bench import Report, markdown, report, text
+from harness.bench import Report, markdown, report
+from harness.bench import text as folded
 from harness.bench.report import _mixed
 from harness.cli.main import main
 from harness.config.errors import BadRequest
@@ -70,12 +71,17 @@ def test_native_is_held_against_the_best_of_its_strategy(root: Path) -> None:
     assert targets["optim_grads"].finding == "slower"
 
 
+def text(found: Report) -> str:
+    """What is told, in however many columns."""
+    return " ".join(folded(found).split())
+
+
 def test_eighty_columns_hold_every_number(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = report(root, "lab")
-    whole = {word for word in text(found).split() if set(word) != {"-"}}
+    whole = {word for word in folded(found).split() if set(word) != {"-"}}
     for columns in (80, 60):
         monkeypatch.setenv("COLUMNS", str(columns))
-        lines = text(found).splitlines()
+        lines = folded(found).splitlines()
         assert max(map(len, lines)) <= columns
         assert {word for line in lines for word in line.split() if set(word) != {"-"}} == whole
 
