@@ -1,6 +1,5 @@
-"""Draw docs/pictures/ from finished studies: every figure of every notebook, and the page of `harness report`.
+"""Draw docs/pictures/ from a finished study: every figure of every notebook, and the page of `harness report`.
 
-    python run.py -m study=against_fp64
     python run.py -m study=strategies
     python benchmarks/pages/pictures.py
 
@@ -28,22 +27,16 @@ from harness.cli.main import main as harness
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURES = ROOT / "docs" / "pictures"
-NOTEBOOKS = {
-    "loss_parity": "against_fp64",
-    "verdict_power": "against_fp64",
-    "step_time": "strategies",
-    "memory_and_bytes": "strategies",
-}
-"""The study that each notebook is drawn of."""
-REPORTED = "against_fp64"
+STUDY = "strategies"
+NOTEBOOKS = ("loss_parity", "verdict_power", "step_time", "memory_and_bytes")
 MOST_BYTES = 200_000
 HEIGHT = 2300
 """CSS pixels of the page that are shown."""
 
 
-def notebook(name: str, study: str, store: Path, archived: bool) -> list[Path]:
+def notebook(name: str, store: Path, archived: bool) -> list[Path]:
     """Run one, and keep its figures."""
-    os.environ |= {"STORE": str(store), "STUDY": study}
+    os.environ |= {"STORE": str(store), "STUDY": STUDY}
     if archived:
         os.environ["ARCHIVED"] = "1"
     plt.close("all")
@@ -56,14 +49,14 @@ def notebook(name: str, study: str, store: Path, archived: bool) -> list[Path]:
     return found
 
 
-def report(study: str, store: Path, archived: bool) -> Path:
+def report(store: Path, archived: bool) -> Path:
     """The page, as a browser shows it."""
     target = PICTURES / "report.png"
     with tempfile.TemporaryDirectory() as folder, Browser() as browser:
         page = Path(folder) / "report.html"
-        words = ["report", study, "--root", str(store), "--out", str(page), *(["--archived"] if archived else [])]
+        words = ["report", STUDY, "--root", str(store), "--out", str(page), *(["--archived"] if archived else [])]
         if harness(words):
-            raise SystemExit(f"no report of {study}")
+            raise SystemExit(f"no report of {STUDY}")
         browser.open(page)
         browser.picture(target, HEIGHT)
     return target
@@ -72,7 +65,7 @@ def report(study: str, store: Path, archived: bool) -> Path:
 def shrink(picture: Path) -> None:
     """Fewer colours where that is needed to stay small; pictures of lines lose nothing that is seen."""
     with Image.open(picture) as image:
-        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(picture, optimize=True)
+        image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(picture, optimize=True)
     size = picture.stat().st_size
     if size > MOST_BYTES:
         raise SystemExit(f"{picture} has {size} bytes, more than {MOST_BYTES}")
@@ -85,10 +78,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--archived", action="store_true", help="of runs that other sources made")
     arguments = parser.parse_args(argv)
     PICTURES.mkdir(exist_ok=True)
-    drawn = [
-        path for name, study in NOTEBOOKS.items() for path in notebook(name, study, arguments.root, arguments.archived)
-    ]
-    drawn.append(report(REPORTED, arguments.root, arguments.archived))
+    drawn = [path for name in NOTEBOOKS for path in notebook(name, arguments.root, arguments.archived)]
+    drawn.append(report(arguments.root, arguments.archived))
     for path in drawn:
         shrink(path)
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size} bytes")

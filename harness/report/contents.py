@@ -199,9 +199,10 @@ def _runs(study: Study) -> Table:
         for row in study.runs.itertuples()
     ]
     caption = (
-        "ms/step: median without warm-up. Exposed: the part of it for which rank 0 stood still for collectives. Kept: "
-        "between steps, by the account of rank 0's engine. Peak: tensor storage within a step, where it was measured. "
-        "Sent: by rank 0 in a step. Times of runs that were not interleaved (measure=bench) do not rank arms."
+        "ms/step: median without warm-up. Exposed: the part of it for which rank 0 stood still for collectives, where "
+        "the engine tells. Kept: between steps, by the account of rank 0's engine. Peak: tensor storage within a step, "
+        "where it was measured. Sent: by rank 0 in a step. Times of runs that were not interleaved (measure=bench) do "
+        "not rank arms."
     )
     return _filled(Table("Runs", caption, head, rows))
 

@@ -97,7 +97,7 @@ def test_plots_draw_what_they_are_given(store: Path) -> None:
     assert left.lines[0].get_ydata()[0] == steps["loss"].iloc[0]
     plot.differences(stats.against(steps, named(runs, "ddp")), right)
     assert right.get_yscale() == "log"
-    assert len({line.get_color() for line in right.lines if len(line.get_xdata()) > 2}) == 2
+    assert {"#0072B2", "#D55E00"} <= {line.get_color() for line in right.lines}, "an arm each"
     plt.close(figure)
 
 
@@ -110,7 +110,7 @@ def test_zero_is_drawn_as_zero_and_a_bound_in_the_colour_of_its_arm() -> None:
     bound, some, zero, broken = ax.lines[:4]
     assert bound.get_linestyle() == "--"
     assert {line.get_color() for line in (bound, some)} == {zero.get_markeredgecolor()} == {plot.COLOURS[0]}
-    assert list(some.get_ydata()) == [1e-6]
+    assert [value for value in some.get_ydata() if value == value] == [1e-6]
     assert list(zero.get_xdata()) == [1, 3]
     assert list(broken.get_xdata()) == [4]
     named = {text.get_text(): place for place, text in zip(ax.get_yticks(), ax.get_yticklabels(), strict=True)}

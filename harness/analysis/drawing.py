@@ -1,0 +1,151 @@
+"""What pictures are drawn with: an arm's colour and name, figures, legends, and axes on which zero has a place.
+
+[Note: Pictures that can be read]
+An arm has one colour and one marker in every picture (`style`), its bound is dashed in the same colour, and the control
+is black. Colours are those of Okabe and Ito, which colour-blind people tell apart. Arms stand on the vertical axis, by
+what tells them apart, so that names need no room below; what else needs a legend gets one outside the axes (`legend`).
+On logarithmic axes what is exactly zero stands on a line of its own, marked 0; what is not a number at the upper edge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#7F6000")
+MARKERS = "os^Dv"
+CONTROL = "#000000"
+GREY = "#767676"
+MIB = 2**20
+COLUMNS = 3
+"""Panels beside each other, at most."""
+
+
+class Style(NamedTuple):
+    """How an arm is drawn everywhere."""
+
+    colour: str
+    marker: str
+    label: str
+
+
+def style(labels: Mapping[str, str], control: str | None = None) -> dict[str, Style]:
+    """A colour and a marker for each run of `labels`, in its order; the control is black."""
+    arms = [run for run in labels if run != control]
+    found = {
+        run: Style(COLOURS[place % len(COLOURS)], MARKERS[place // len(COLOURS) % len(MARKERS)], plain(labels[run]))
+        for place, run in enumerate(arms)
+    }
+    if control in labels:
+        found[str(control)] = Style(CONTROL, "", f"control: {plain(labels[str(control)])}")
+    return found
+
+
+def plain(text: object) -> str:
+    """A text that is drawn as it stands: no mathematics, no control characters, and no name that a legend drops."""
+    shown = "".join(letter if letter.isprintable() else "?" for letter in str(text)).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+def panels(count: int, height: float = 2.4) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels with the same axes, at most three beside each other; names stand above them."""
+    columns = beside(count)
+    rows = max(1, math.ceil(count / columns))
+    width = 7.0 if columns == 1 else max(7.0, 3.0 * columns)
+    figure, grid = plt.subplots(
+        rows,
+        columns,
+        figsize=(width, 0.9 + height * (rows if columns > 1 else 1.3)),
+        sharex=True,
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
+    every = list(grid.flat)
+    for ax in every[count:]:
+        ax.set_visible(False)
+    return figure, every[:count]
+
+
+def beside(count: int) -> int:
+    """How many of so many panels stand beside each other: rows are as even as can be."""
+    return max(1, math.ceil(count / max(1, math.ceil(count / COLUMNS))))
+
+
+def bars(count: int, width: float = 8.0) -> tuple[Figure, Axes]:
+    """A figure for `count` arms below each other."""
+    figure, ax = plt.subplots(figsize=(width, 1.5 + 0.34 * max(2, count)), layout="constrained")
+    return figure, ax
+
+
+def legend(ax: Axes, columns: int = 3, handles: Sequence[Any] | None = None) -> None:
+    """A legend below everything, where no data are."""
+    figure = ax.get_figure()
+    found = ax.get_legend_handles_labels() if handles is None else (handles, [each.get_label() for each in handles])
+    if found[0] and figure is not None:
+        figure.legend(*found, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+
+
+def fold(label: str, size: int = 32) -> str:
+    """A label in lines, broken after commas."""
+    lines = [""]
+    for part in label.split(", "):
+        joined = f"{lines[-1]}, {part}" if lines[-1] else part
+        lines = [*lines[:-1], joined] if len(joined) <= size or not lines[-1] else [*lines[:-1], f"{lines[-1]},", part]
+    return "\n".join(lines)
+
+
+def zero_place(values: Iterable[float]) -> float:
+    """Where a logarithmic axis has room for zero: a decade below the smallest other size."""
+    sizes = [abs(float(value)) for value in values if value == value and value and math.isfinite(value)]
+    return 10.0 ** (math.floor(math.log10(min(sizes))) - 1) if sizes else 1e-17
+
+
+def log_axis(ax: Axes, which: str, place: float, top: float = 0.0, *, zero: bool = True) -> None:
+    """Make an axis logarithmic, with decades named above `place` and `place` itself named 0.
+
+    Args:
+        ax: whose. which: `x` or `y`. place: as `zero_place` gives it. top: a size up to which it reaches at least.
+        zero: whether anything stands there; else the axis begins above it.
+    """
+    axis, limits = (ax.xaxis, ax.set_xlim) if which == "x" else (ax.yaxis, ax.set_ylim)
+    (ax.set_xscale if which == "x" else ax.set_yscale)("log")
+    top = max(axis.get_data_interval()[1], top, place * 100)
+    if not math.isfinite(top):
+        top = place * 100
+    limits(place / 2.5 if zero else place * 4, top * 2.5)
+    decades = list(range(round(math.log10(place)) + 1, math.floor(math.log10(top * 2.5)) + 1))
+    stride = max(1, math.ceil(len(decades) / 7))
+    shown = [10.0**exponent for exponent in decades[::-stride][::-1]]
+    axis.set_major_locator(FixedLocator([*([place] if zero else []), *shown]))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: "0" if value <= place * 1.5 else _power(value)))
+    axis.set_minor_locator(LogLocator(subs=(1.0,), numticks=40))
+    axis.set_minor_formatter(NullFormatter())
+    if zero:
+        (ax.axvline if which == "x" else ax.axhline)(place * 10**0.5, color=GREY, linewidth=0.6, linestyle=":")
+
+
+def _power(value: float) -> str:
+    return f"$10^{{{round(math.log10(value))}}}$"
+
+
+def name_rows(ax: Axes, names: Sequence[str]) -> None:
+    """Names on the vertical axis, the first on top."""
+    ax.set_yticks(range(len(names)), list(names), fontsize=10)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.grid(axis="x", color="#DDDDDD", linewidth=0.6)
+    ax.set_axisbelow(True)
+
+
+def over_steps(ax: Axes) -> None:
+    """Name the horizontal axis after steps, which are whole."""
+    ax.set_xlabel("step")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.grid(color="#E5E5E5", linewidth=0.6)
+    ax.set_axisbelow(True)
