@@ -11,6 +11,7 @@ command. Judging reads the runs, and may be done as often as judges change; held
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import sys
@@ -25,10 +26,10 @@ from harness.config.compose import Cell
 from harness.config.faults import AMOUNTS, corpus
 from harness.launch.opening import Opened, Sources, open_here
 from harness.parity.compare import judge
-from harness.parity.outcome import Grade, Outcome, Verdict
+from harness.parity.outcome import Grade
 from harness.parity.record import Record, load
 from harness.store import status
-from harness.store.files import write_json
+from harness.store.files import write_atomic
 from harness.store.identity import directory_name
 from harness.store.provenance import PACKAGE, git_facts, versions
 from harness.store.rundir import Store
@@ -56,7 +57,6 @@ class Found:
     """All that the first finding leaves open, the last one named; of an unplaced one none."""
     tensor: str | None
     check: str
-    sentence: str
 
 
 def main() -> int:
@@ -87,9 +87,15 @@ def main() -> int:
         found = [*judged(chosen, cells, arguments.root)]
         if arguments.out is not None:
             made = {"code": git_facts(PACKAGE.parent), "versions": versions(), "cpu_s": _cpu_seconds()}
-            write_json(arguments.out, {**made, "pairs": found})
+            write_lines(arguments.out, made, found)
     print(f"{_cpu_seconds():.0f} CPU seconds")
     return 0
+
+
+def write_lines(path: Path, made: Mapping[str, object], found: Sequence[Mapping[str, object]]) -> None:
+    """JSON with a line a pair."""
+    pairs = ",\n".join(json.dumps(each, separators=(",", ":")) for each in found)
+    write_atomic(path, f'{json.dumps(made)[:-1]}, "pairs": [\n{pairs}\n]}}\n')
 
 
 def train(chosen: Sequence[WholePair], cells: Mapping[tuple[str, ...], Cell], store: Store) -> None:
@@ -198,20 +204,15 @@ def defaults() -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _seen(arm: Path, control: Path, view: str) -> Found:
     verdict = judge(_view(arm, view), _view(control, view))
-    return _found(verdict)
-
-
-def _found(verdict: Verdict) -> Found:
     first = next((finding for finding in verdict.findings if finding.grade is not Grade.ok), None)
-    sentence = "" if verdict.outcome in (Outcome.EQUAL, Outcome.EQUIVALENT) else verdict.sentence
     if first is None:
-        return Found(verdict.outcome.value, None, (), None, "", sentence)
+        return Found(verdict.outcome.value, None, (), None, "")
     stages = tuple(stage.value for stage in first.stages)
-    return Found(verdict.outcome.value, first.step, stages, first.tensor, first.check, sentence)
+    return Found(verdict.outcome.value, first.step, stages, first.tensor, first.check)
 
 
 def _acts(arm: Path, twin: Path) -> bool:
-    """Whether a faulty run left another trace than its twin: a fault that does nothing in a cell cannot be found."""
+    """Whether a faulty run has other losses, norms or weights than its twin."""
     left, right = _record(arm), _record(twin)
     same = left.columns == right.columns and left.summary.get("final_weights") == right.summary.get("final_weights")
     return not same

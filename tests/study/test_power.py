@@ -16,6 +16,7 @@ import pytest
 from harness.cli.main import main
 from harness.config.faults import AMOUNTS, corpus
 from harness.parity.power.score import Judged
+from harness.study import whole
 from harness.study.power import Kind, pairs
 from tests.study import short
 
@@ -104,3 +105,15 @@ def test_the_page_is_of_the_data(tmp_path: Path) -> None:
     assert len(data["pairs"]) == len(pairs())
     assert data["sources"][:8] in page
     assert all(fault in page for fault in corpus())
+
+
+@pytest.mark.parametrize(("name", "held_out"), [("power_whole", False), ("power_whole_held_out", True)])
+def test_the_part_about_whole_runs_is_of_all_its_pairs(name: str, held_out: bool) -> None:
+    root = Path(__file__).parents[2]
+    data = json.loads((root / "benchmarks" / "data" / f"{name}.json").read_text())
+    facts = ("name", "world", "begins", "strength", "against", "group")
+    of_study = {tuple(getattr(each, key) for key in facts) for each in whole.pairs() if each.held_out is held_out}
+    assert {tuple(each[key] for key in facts) for each in data["pairs"]} == of_study
+    different = [each for each in data["pairs"] if each["views"]["default"]["outcome"] == "DIFFERENT"]
+    assert not [each for each in different if each["kind"] == "clean"]
+    assert f"judges frozen at commit `{data['code']['sha'][:7]}`" in (root / "docs" / "power.md").read_text()
