@@ -114,7 +114,7 @@ def work(answer: Answer, place: Placement) -> int:
     from harness.launch.terminal import RunDisplay, Terminal
     from harness.worker import main as worker
 
-    display = RunDisplay(Terminal(several=False), "") if place.rank == 0 else None
+    display = RunDisplay(Terminal(), "") if place.rank == 0 else None
     code = worker(Path(answer.run), answer.attempt, place, display)
     if place.rank == 0:
         print(f"next: python -m harness show {answer.run}")

@@ -100,7 +100,7 @@ REQUESTS: dict[str, BadRequest] = {
     "root not writable": _bad("launch.root=/proc/runs", "launch.root=/proc/runs"),
     "newline in the root": _bad(["launch.root='a\nb'"], "launch.root=", "control character"),
     "no such device": _bad(
-        "cluster.device=cuda mesh.world_size=64", "cluster.device=cuda", "NVIDIA devices for 64 ranks"
+        "cluster.device=cuda mesh.world_size=64", "cluster.device=cuda", "CUDA devices for 64 ranks"
     ),
     "no scheduler": _bad("cluster=slurm", "sbatch", "cluster=local"),
     "two ranks inline": _bad("launch.inline=true", "launch.inline=true", "mesh=one"),

@@ -6,7 +6,7 @@ There is no `__init__.py` beside this package: `hydra_plugins` is a namespace th
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_store import ConfigStore
@@ -64,7 +64,7 @@ class StudySource(FileConfigSource):
         if isinstance(result.config, DictConfig):
             raw = OmegaConf.to_container(result.config, resolve=False)
             assert isinstance(raw, dict)
-            result.config = OmegaConf.create(normalise(raw, Path(name).stem))
+            result.config = OmegaConf.create(normalise(cast("dict[str, Any]", raw), Path(name).stem))
         return result
 
     def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:

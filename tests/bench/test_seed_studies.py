@@ -57,7 +57,24 @@ def _judged(monkeypatch: pytest.MonkeyPatch) -> None:
         summary = {"collectives": [{"bucket": name, "bytes": size} for name, size in rows]}
         origin = {"cpu_model": "a processor", "cpu_count": 2, "hosts": ["secret"], "versions": {"torch": "2.13.0"}}
         flat = flatten(values)
-        return Record(path, path.name, flat, origin, summary, columns, {}, {}, None, {}, {}, 0, 1, None, ())
+        return Record(
+            path=path,
+            name=path.name,
+            config=flat,
+            provenance=origin,
+            summary=summary,
+            columns=columns,
+            captures={},
+            updates={},
+            weights={},
+            moments={},
+            witnesses={},
+            moves={},
+            draws=0,
+            attempts=1,
+            stream=None,
+            problems=(),
+        )
 
     def judge(arm: Record, control: Record) -> Verdict:
         same = arm.series("loss") == control.series("loss")
