@@ -3,9 +3,10 @@
     python benchmarks/costs/vouching_cost.py [CELL ...]
 
 Two ranks of one thread train 12.7 M weights (the model of `experiment=bench_comm`) in fp32 on 4096 tokens a rank and
-step, in two microbatches. Every other step is not looked at: it and the one after it are a block. A step is all the
-wall time from the end of one to the end of the next on rank 0. Each figure is a share of the step that is not looked
-at, with a bootstrap interval (harness/bench/stats.py):
+step, in one microbatch or in two: local gradients, and weights as forwards see them, are looked at in each. Every other
+step is not looked at: it and the one after it are a block. A step is all the wall time from the end of one to the end
+of the next on rank 0. Each figure is a share of the step that is not looked at, with a bootstrap interval
+(harness/bench/stats.py):
 
 - `extra`: by wall time. Leaves nothing out, and needs a quiet machine.
 - `extra_cpu`: by both ranks' processor time.
@@ -42,12 +43,14 @@ BLOCKS = 8
 WARMUP = 2
 SEQUENCES = 16
 OUTPUT = Path(__file__).resolve().parents[1] / "data" / "vouching_cost.json"
+IN_TWO = ", two microbatches"
 
 CELLS = {
     **{f"native {each.name}": (EngineName.native, each) for each in Strategy},
     "fsdp2 optim_grads_params": (EngineName.fsdp2, Strategy.optim_grads_params),
     "ddp": (EngineName.ddp, Strategy.no_shard),
 }
+CELLS |= {f"{name}{IN_TWO}": CELLS[name] for name in ("native no_shard", "native optim_grads_params")}
 
 
 def config_of(name: str) -> Config:
@@ -61,7 +64,7 @@ def config_of(name: str) -> Config:
         data__num_sequences=256,
         train__steps=WARMUP + 2 * BLOCKS,
         train__global_batch_size=SEQUENCES,
-        train__microbatch_size=SEQUENCES // 4,
+        train__microbatch_size=SEQUENCES // (4 if name.endswith(IN_TWO) else 2),
         train__param_norm_every=0,
         measure__capture_steps=[],
         measure__vouch=True,
@@ -187,7 +190,6 @@ def main() -> None:
     result = {
         "weights": "12.7 M, fp32",
         "tokens_a_rank": SEQUENCES // 2 * 512,
-        "microbatches_a_rank": 2,
         "blocks": BLOCKS,
         "cells": {name: summary(name) for name in names},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
