@@ -24,6 +24,7 @@ SOURCES = {
     "metrics.md": "harness/store/fields.py",
     "power.md": "benchmarks/pages/power_table.py",
     "seed_studies.md": "benchmarks/pages/seed_studies.py",
+    "streams.md": "benchmarks/pages/streams.py",
 }
 """Where the head of a generated page is written. `engine_step_time.md` begins with its study's question, which
 `tests/bench/test_page.py` looks for; `engine.md` keeps its own head when its tables are made again."""

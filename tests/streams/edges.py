@@ -38,6 +38,11 @@ class Without(NamedTuple):
 KINDS = {"event": "stream waits for event", "work": "stream waits for collective"}
 STOPS = "host waits for stream"
 
+REASONS = {
+    "_register": "a registration meets all ranks: nothing of this one may be in flight, whatever bytes it touches",
+}
+"""Functions with an edge that orders no two accesses to memory, and what it is for."""
+
 
 def edges_of(log: Log) -> dict[Edge, set[int]]:
     """The edges of a log, and the numbers of their entries."""

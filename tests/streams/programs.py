@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -20,10 +20,8 @@ from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.runtime import usage
 from tests.fsdp import pairs
 from tests.streams.cuda import MAIN, Stream
-from tests.streams.edges import Without, without_each
 from tests.streams.group import RecordedGroup, new_group
 from tests.streams.log import Log
-from tests.streams.races import Race, races_of
 from tests.streams.recorder import Recorder, believing_in, recording
 from tests.support.covering import covering
 
@@ -351,24 +349,3 @@ def backward(loss: Tensor, case: Case, recorder: Recorder) -> None:
     finally:
         cuda.current = forward
     forward.wait_stream(caller)  # the program's own, before it steps
-
-
-@dataclass
-class Verdict:
-    """Of a case on one rank. races and edges: where it was recorded."""
-
-    run: Run
-    races: list[Race]
-    edges: list[Without]
-
-
-def run_all(rank: int, cases: Sequence[Case]) -> list[Verdict]:
-    """Cases of one world size in one process group; the first rank alone records."""
-    found = []
-    for case in cases:
-        ran = run(rank, case, records=rank == 0)
-        verdict = Verdict(replace(ran, log=None), [], [])
-        if ran.log is not None:
-            verdict.races, verdict.edges = races_of(ran.log), without_each(ran.log)
-        found.append(verdict)
-    return found

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.checks.streams import key_of
+from benchmarks.pages import streams as page
 from tests.fsdp import pairs
-from tests.streams.edges import needed
+from tests.streams.edges import REASONS, needed
 from tests.streams.programs import (
     FACTORS,
     MAX_NORM,
@@ -15,35 +19,19 @@ from tests.streams.programs import (
     STEPS,
     Case,
     Program,
-    Verdict,
     cover,
     data,
     pairs_of,
     product,
-    run_all,
 )
+from tests.streams.visits import Verdict, trained
 from tests.support.covering import once
-from tests.support.spawn import run_ranks
 
 SLICES, OF = 32, 256
-"""Parts of the product that `make test-all` runs; an eighth of it. `benchmarks/checks/streams.py` runs all."""
-
-REASONS = {
-    "_register": "a registration meets all ranks: nothing of this one may be in flight, whatever bytes it touches",
-}
-"""Functions with an edge that orders no two accesses to memory, and what it is for."""
+"""Parts of the product that `make test-all` runs; an eighth of it. `benchmarks/checks/streams.py` runs more."""
+REMAKE = "python benchmarks/checks/streams.py && python benchmarks/pages/streams.py"
 
 Found = list[Verdict]
-
-
-def trained(cases: tuple[Case, ...]) -> dict[Case, Found]:
-    """What every rank has of each case, by rank."""
-    found: dict[Case, Found] = {}
-    for world in sorted({case.world for case in cases}):
-        alike = [case for case in cases if case.world == world]
-        per_rank = run_ranks(run_all, world, alike)
-        found |= {case: [of_rank[place] for of_rank in per_rank] for place, case in enumerate(alike)}
-    return found
 
 
 @once
@@ -100,6 +88,15 @@ def test_every_edge_is_needed() -> None:
     assert len(table) > 10
     spare = [edge for edge, logs in table.items() if not any(log.race for log in logs)]
     assert {edge.function for edge in spare} == set(REASONS), "\n".join(map(str, spare))
+
+
+def test_the_page_shows_the_edges_that_are_found() -> None:
+    told = json.loads(page.DATA.read_text(encoding="utf-8"))
+    recorded = needed(found[0].edges for found in covered().values())
+    assert set(told["edges"]) == {key_of(edge) for edge in recorded}, f"run: {REMAKE}"
+    assert not told["races"]
+    assert {row["function"] for row in told["edges"].values() if row["example"] is None} == set(REASONS)
+    assert page.PAGE.read_text(encoding="utf-8") == page.page(told), f"run: {REMAKE}"
 
 
 @pytest.mark.full

@@ -1,0 +1,94 @@
+"""Write docs/streams.md: what streams wait for, what breaks without each of these edges, and what overlaps.
+
+    python benchmarks/checks/streams.py
+    python benchmarks/pages/streams.py
+
+The first command records trainings on a CPU and writes benchmarks/data/streams.json, which the page is made of.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.streams.edges import REASONS  # noqa: E402
+
+DATA = ROOT / "benchmarks" / "data" / "streams.json"
+PAGE = ROOT / "docs" / "streams.md"
+HEAD = """# What streams wait for
+
+*Record. Which waits the CUDA path of the engine has, what breaks without each, and what overlaps. Made by
+`python benchmarks/checks/streams.py && python benchmarks/pages/streams.py`; the data are in
+[streams.json](../benchmarks/data/streams.json).*
+
+No GPU was used. The CUDA path of the engine runs on a CPU with a recorder in place of `torch.cuda` and process groups
+that order their collectives as NCCL does ([tests/streams](../tests/streams)). Every operation is logged with its stream
+and the bytes that it reads and writes, every event with its record and its waits, every allocation as the caching
+allocator may hand it out again at the earliest. Vector clocks over streams and host then find each pair of accesses to
+the same bytes, one of them a write, that nothing orders: a *race*. What a wait costs on a device is not measured here.
+"""
+EDGES = """An *edge* is a line of the engine that makes a stream wait for an event or for a collective, or the host for
+a stream. All its waits are left out of a training's log, and races are looked for anew. Where a training races without
+an edge, one such race is shown: the buffer, what the host issued first, and what then runs too early. The engine calls
+`record_stream` nowhere. A number that the host reads is no edge, for it could not go on without it."""
+Facts = dict[str, Any]
+
+
+def page(facts: Facts) -> str:
+    """The whole page."""
+    lines = [HEAD, "## What was recorded", "", *recorded(facts), "", "## What breaks without each edge", "", EDGES, ""]
+    return "\n".join([*lines, *edges(facts["edges"].values())]) + "\n"
+
+
+def recorded(facts: Facts) -> Iterator[str]:
+    """How many trainings, of how many, and what was found."""
+    races = facts["races"]
+    yield (
+        f"{facts['trainings']:,} trainings of two steps on two or four ranks, {facts['operations']:,} operations on"
+        f" streams, torch {facts['torch']}: {len(races) or 'no'} race{'s' * (len(races) != 1)}."
+    )
+    yield (
+        "Among them are those of `make test`, which hold every pair of values of strategy, hybrid, microbatches,"
+        " prefetch, plain, double or user buffers, offload, recomputation, clipping, stream of the backward and dtype"
+        f" policy; and {facts['parts']} of {facts['of']} parts of the product of all these, which has"
+        f" {facts['product']:,}."
+    )
+    yield from (f"- {race}" for race in races)
+
+
+def edges(rows: Any) -> Iterator[str]:
+    """The table of edges, most used first."""
+    yield "| edge | what waits | trainings with it | of which race without it | what breaks |"
+    yield "|---|---|---|---|---|"
+    for row in sorted(rows, key=lambda row: -row["trainings"]):
+        place = f"`{row['file'].removeprefix('harness/fsdp/')}`, `{row['function']}`: `{row['source']}`"
+        yield f"| {place} | {row['kind']} | {row['trainings']:,} | {row['racing']:,} | {broken(row)} |"
+
+
+def broken(row: Facts) -> str:
+    """A race there is without an edge, or what the edge is for."""
+    example = row["example"]
+    if example is None:
+        return f"No access to memory: {REASONS[row['function']]}"
+    then = example["then"].removeprefix("the next use of its memory, ")
+    return f"{example['buffer'].replace(' | ', ' and ')}: {_short(example['first'])}; then {_short(then)}"
+
+
+def _short(what: str) -> str:
+    return what.replace("harness/fsdp/", "").replace(" at tests/streams/programs.py (forward)", " in the forward")
+
+
+def main() -> int:
+    """Write the page."""
+    PAGE.write_text(page(json.loads(DATA.read_text(encoding="utf-8"))), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
