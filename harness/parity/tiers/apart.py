@@ -20,10 +20,11 @@ reduction that is wrong from some step on adds to d what x knows nothing of, and
 near 1) nothing is a jump any more, and nothing is said. Where the control is not stable K may burst (`BURST`): there a
 jump is one only while the weights are that much closer together.
 
-K is taken per tensor and over all, whichever is larger, of what lies above the rounding at step 1; gradients are held
-against the largest of their last `WINDOW` norms, because one that happens to cancel is not far off for that.
+K is taken over all tensors, of what lies above the rounding at step 1: a batch that bends the loss bends it for one
+tensor more than for others, and not always for the same. Gradients are held against the largest of their last `WINDOW`
+norms, because one that happens to cancel is not far off for that.
 
-Weights may jump too, where nobody saw the optimizer at work: beyond JUMP times the farthest they were before, and four
+Weights may jump too, where nobody saw the optimizer at work: beyond STRIDE times the farthest they were before, and four
 times what rounding makes of one update (`trajectory.kick` of its size).
 """
 
@@ -48,9 +49,12 @@ if TYPE_CHECKING:
 BURST = 625.0
 """Factor by which K may grow in training that is not stable: a difference was seen to grow 600-fold in one step."""
 
-JUMP = 10.0
-"""How much farther off a gradient may be, given the weights, than it ever was; weights, than they ever were. Clean
-pairs in stable training: 3 at most (docs/verdicts.md)."""
+JUMP = 15.0
+"""How much farther off a gradient may be, given the weights, than any ever was. Clean pairs in stable training: 8 at
+most (docs/verdicts.md)."""
+
+STRIDE = 10.0
+"""How much farther off weights may be than they ever were. Clean pairs in stable training: 3 at most."""
 
 DRAW = 3.5
 """What a distance estimated from four sketches may be too large by: the root of a chi-square of four degrees of freedom
@@ -206,12 +210,11 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady:
     burst = np.where(found.steps <= steady, 1.0, BURST)[:, None]
     before = found.before[:, None]
     known = np.nan_to_num(distances, nan=0.0)
-    rounding = np.maximum(4 * known[:1], floors) if found.steps[0] == 1 else whole
+    rounding = 4 * known[:1] if found.steps[0] == 1 else whole
     above = np.sqrt(np.maximum(0.0, known**2 - rounding**2))
     with np.errstate(divide="ignore", invalid="ignore"):
         curvature = np.where(before > 0, above / before, 0.0)
-    typical = np.sqrt((curvature**2).mean(1, keepdims=True))
-    largest = np.maximum.accumulate(np.maximum(np.maximum(curvature, typical), 1.0))
+    largest = np.maximum.accumulate(np.maximum(curvature.max(1, keepdims=True), 1.0))
     held = np.concatenate((np.ones_like(largest[:1]), largest[:-1]))
     return _farthest(found, distances, DRAW * np.maximum(floors, JUMP * burst * held * before))
 
@@ -225,7 +228,7 @@ def weight_jumps(found: Apart, push: Kick) -> Jump:
     largest = np.maximum.accumulate(np.maximum(known, typical))
     held = np.concatenate((np.full_like(largest[:1], np.inf), largest[:-1]))
     kick = 4.0 * push.weights * np.nan_to_num(found.moved, nan=np.inf)
-    return _farthest(found, found.weights, DRAW * (JUMP * held + kick))
+    return _farthest(found, found.weights, DRAW * (STRIDE * held + kick))
 
 
 def _farthest(found: Apart, distances: Float64, allowed: Float64) -> Jump:
