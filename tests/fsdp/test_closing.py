@@ -70,6 +70,7 @@ def collected_late(rank: int, strategy: str) -> list[str]:
     loss = model(torch.full((2, WIDTH), float(rank))).sum()
     if rank == 0:
         loss.backward()
+    dist.barrier()  # a group that is gone already would refuse the reduction
     dist.destroy_process_group(group)
     began = time.perf_counter()
     del model, updates, module, loss

@@ -21,7 +21,7 @@ from torch import nn
 from harness.fsdp import ShardedModel, fully_shard_model
 from harness.fsdp import construction as building
 from harness.fsdp.guards.watches import Watches
-from harness.fsdp.runtime import backward_hooks
+from harness.fsdp.runtime import abandoned, backward_hooks
 from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, data, loss_of, shard
@@ -60,6 +60,9 @@ def watched(model: ShardedModel) -> list[weakref.ref[Any]]:
 
 
 def alive(seen: list[weakref.ref[Any]]) -> int:
+    """How many there still are when all that was under way has ended; see [Note: Left under way]."""
+    for thread in list(abandoned._waiting):
+        thread.join(10.0)
     return sum(each() is not None for each in seen)
 
 

@@ -24,8 +24,8 @@ K is taken over all tensors, of what lies above the rounding at step 1: a batch 
 tensor more than for others, and not always for the same. Gradients are held against the largest of their last `WINDOW`
 norms, because one that happens to cancel is not far off for that.
 
-Weights may jump too, where nobody saw the optimizer at work: beyond STRIDE times the farthest they were before, and four
-times what rounding makes of one update (`trajectory.kick` of its size).
+Weights may jump too, where nobody saw the optimizer at work: beyond STRIDE times the farthest they were before, and
+four times what rounding makes of one update (`trajectory.kick` of its size).
 """
 
 from __future__ import annotations
