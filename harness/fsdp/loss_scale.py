@@ -147,7 +147,7 @@ class LossScale:
         """
         norm = math.nan
         if self.unscale_():
-            norm = self.model.grad_norm() if max_norm is None else self.model.clip_grad_norm_(max_norm)
+            norm = float(self.model.grad_norm() if max_norm is None else self.model.clip_grad_norm_(max_norm))
             optimizer.step()
         return self.update(norm)
 

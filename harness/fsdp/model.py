@@ -14,7 +14,7 @@ from typing import Unpack
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from harness.fsdp.arguments import DIRECT
 from harness.fsdp.binding import own
@@ -175,6 +175,9 @@ class ShardedModel(StatefulModule):
         Raises:
             ValueError: `norm_type` is neither positive nor inf; or numerics promises bits that it does not keep.
         """
+        return float(self._gradient_norm(norm_type))
+
+    def _gradient_norm(self, norm_type: float) -> Tensor:
         self.finish_grad_sync()
         if norm_type == 2.0:
             return norms.gradient_norm(self.buckets, self._parts.everyone, self.numerics)
@@ -183,20 +186,23 @@ class ShardedModel(StatefulModule):
     def weight_norm(self) -> float:
         """Euclidean norm of all main weights over all ranks, each parameter counted once. *Collective.*"""
         self._parts.weights.wait()
-        return norms.weight_norm(self.buckets, self._parts.everyone, self.numerics)
+        return float(norms.weight_norm(self.buckets, self._parts.everyone, self.numerics))
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> float:
-        """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before. *Collective.*
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before, as torch's function
+        does: an fp64 tensor of shape [] on the model's device. On CUDA the host waits for it when it is read, and not
+        here, unless numerics or `error_if_nonfinite` ask, or the host has the gradients. *Collective.*
 
         Raises:
             ValueError: as `grad_norm`.
             RuntimeError: `error_if_nonfinite`, and the norm is not finite; gradients are as they were.
         """
-        norm = self.grad_norm(norm_type)
+        norm = self._gradient_norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise RuntimeError(
-                f"the gradient's norm of order {norm_type} is {norm}: nothing was clipped. zero_grad() forgets the"
-                " step; report_nan_in_param_grad=True names the tensor; error_if_nonfinite=False scales by it anyway"
+                f"the gradient's norm of order {norm_type} is {float(norm)}: nothing was clipped. zero_grad() forgets"
+                " the step; report_nan_in_param_grad=True names the tensor; error_if_nonfinite=False scales by it"
+                " anyway"
             )
         clipping.clip_gradients(self.buckets, norm, float(max_norm))
         return norm

@@ -173,7 +173,7 @@ def _train_sharded(rank: int, setup: Setup) -> Outcome:
                     (loss_of(wrapped, tokens, targets, use) / setup.k).backward()
         if step == 0:
             outcome.gradients = dict(wrapped.full_gradients())
-        outcome.norms.append(wrapped.clip_grad_norm_(setup.clip))
+        outcome.norms.append(float(wrapped.clip_grad_norm_(setup.clip)))
         optimizer.step()
     outcome.weights = dict(wrapped.full_weights())
     whole = torch.cat([w.double().flatten() for w in outcome.weights.values()]).norm().item()

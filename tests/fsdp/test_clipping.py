@@ -36,7 +36,7 @@ def clip(rank: int, todo: tuple[tuple[Pair, float], ...]) -> list[Found]:
     found = []
     for pair, order in todo:
         model = built(rank, pair)
-        found.append((model.clip_grad_norm_(MAX_NORM, order), dict(model.full_gradients())))
+        found.append((float(model.clip_grad_norm_(MAX_NORM, order)), dict(model.full_gradients())))
         model.close()
     return found
 

@@ -282,7 +282,7 @@ def resumes(rank: int, pair: Pair) -> list[str]:
     def step(which: ShardedModel, of: torch.optim.Optimizer, number: int) -> float:
         of.zero_grad()
         accumulate(which, own(rank, number), "no_sync", 1 / K)
-        norm = which.clip_grad_norm_(0.1)
+        norm = float(which.clip_grad_norm_(0.1))
         of.step()
         return norm
 

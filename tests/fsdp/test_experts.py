@@ -85,7 +85,7 @@ def train(rank: int) -> dict[tuple[Any, ...], dict[str, Any]]:
                 own = tokens(step, microbatch, rank).float()
                 served = {n: rows.float() for n, rows in served_by(rank, ep, step, microbatch).items()}
                 model(own, served).backward()
-            norms.append(model.clip_grad_norm_(1.0))
+            norms.append(float(model.clip_grad_norm_(1.0)))
             optimizer.step()
             optimizer.zero_grad()
         found[strategy, ep, k, numerics] = {"norms": norms, "weights": dict(model.full_weights())}

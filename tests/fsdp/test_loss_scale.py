@@ -168,7 +168,7 @@ def _step_by_hand(
 ) -> Any:
     norm = math.nan
     if scale.unscale_():
-        norm = model.clip_grad_norm_(CLIP)
+        norm = float(model.clip_grad_norm_(CLIP))
         sharded.attach()
         optimizer.step()
         sharded.detach()

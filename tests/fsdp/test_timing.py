@@ -139,7 +139,7 @@ def run_one(rank: int, size: int, case: Case, disturbance: Disturbance) -> Bits:
                 loss = wrapped(torch.randn(2, 12, generator=generator)).square().mean()
                 bits.losses.append(loss.item())
                 loss.backward()
-            bits.norms.append(wrapped.clip_grad_norm_(0.5))
+            bits.norms.append(float(wrapped.clip_grad_norm_(0.5)))
             optimizer.step()
             optimizer.zero_grad()
         bits.weights = dict(wrapped.full_weights())

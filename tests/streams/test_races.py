@@ -90,6 +90,14 @@ def test_every_edge_is_needed() -> None:
     assert {edge.function for edge in spare} == set(REASONS), "\n".join(map(str, spare))
 
 
+def test_the_host_waits_for_nothing_in_a_step() -> None:
+    """Clipping included. What asks for a number or gives the host the optimizer's work is left out."""
+    looks = ("looked at", "compared", "ordered")
+    asked = [case for case in covered() if not case.offload and case.policy != "exact" and case.more not in looks]
+    assert any(case.clip for case in asked)
+    assert {str(case): covered()[case][0].stops for case in asked} == {str(case): {} for case in asked}
+
+
 def test_the_page_shows_the_edges_that_are_found() -> None:
     told = json.loads(page.DATA.read_text(encoding="utf-8"))
     recorded = needed(found[0].edges for found in covered().values())

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+from tests.streams.cost import counts_of, step_of
 from tests.streams.edges import Without, without_each
-from tests.streams.programs import Case, Run, run
+from tests.streams.programs import STEPS, Case, Run, run
 from tests.streams.races import Race, races_of
 from tests.support.spawn import run_ranks
 
@@ -19,6 +20,8 @@ class Verdict:
     races: list[Race]
     edges: list[Without]
     num_operations: int = 0
+    stops: dict[str, int] = field(default_factory=dict)
+    """Of the host between the first forward and the end of `step()`, in the last step, by place."""
 
 
 def run_all(rank: int, cases: Sequence[Case]) -> list[Verdict]:
@@ -30,6 +33,7 @@ def run_all(rank: int, cases: Sequence[Case]) -> list[Verdict]:
         if ran.log is not None:
             verdict.races, verdict.edges = races_of(ran.log), without_each(ran.log)
             verdict.num_operations = len(ran.log.kernels)
+            verdict.stops = counts_of(step_of(ran.log, STEPS - 1)).stops
         found.append(verdict)
     return found
 

@@ -88,7 +88,7 @@ class NativeEngine(Engine):
         optim.set_lr(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+        return float(norm)  # here at the earliest the host waits for the device
 
     def _scaled_step(self, scale: LossScale, lr: float, clip: float | None) -> float:
         optim.set_lr(self.optimizer, lr)

@@ -41,8 +41,13 @@ def add_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
         target.add_(source)
 
 
-def scale_together(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply each by a factor."""
+def scale_together(tensors: Sequence[Tensor], factor: float | Tensor) -> None:
+    """Multiply each by a factor, rounding once. A factor of shape [] on a device to which work is queued stays there:
+    it multiplies even where it is 1, and the host does not look at it."""
+    if isinstance(factor, Tensor) and tensors and is_queued(factor.device):
+        _scale_on_device(tensors, factor)
+        return
+    factor = float(factor)
     if factor == 1.0:
         return
     if _is_one(tensors):
@@ -50,6 +55,19 @@ def scale_together(tensors: Sequence[Tensor], factor: float) -> None:
         return
     for tensor in tensors:
         tensor.mul_(factor)
+
+
+def _scale_on_device(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """One launch for tensors of the factor's own width; 16-bit ones go one by one, for which torch would first round
+    the factor to their dtype."""
+    for dtype in dict.fromkeys(each.dtype for each in tensors):
+        alike = [each for each in tensors if each.dtype == dtype]
+        if dtype.itemsize >= torch.float32.itemsize:
+            torch._foreach_mul_(alike, factor.to(dtype))
+            continue
+        wide = factor.to(torch.float32).reshape(1)
+        for each in alike:
+            torch.mul(each, wide, out=each)
 
 
 def zero_together(tensors: Sequence[Tensor]) -> None:

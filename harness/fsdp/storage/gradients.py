@@ -178,6 +178,11 @@ class Gradients:
         return self.accumulation is Accumulation.in_place
 
     @property
+    def is_offloaded(self) -> bool:
+        """Whether main gradients lie in the host's memory, and the model's device is another."""
+        return self.plan.offload is not None
+
+    @property
     def is_copied(self) -> bool:
         """Whether what is sent takes memory beside the sums."""
         return not self.is_in_place or self.dtypes.wire != self.dtypes.grads

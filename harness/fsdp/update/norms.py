@@ -1,4 +1,7 @@
-"""Norms over all ranks: of a model's main gradients, and of its main weights."""
+"""Norms over all ranks: of a model's main gradients, and of its main weights.
+
+A norm is an fp64 tensor of shape [] on the model's device, which the host need not look at to go on.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,17 @@ _BLOCK = 1 << 20
 """Elements widened at a time."""
 
 
-def gradient_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numerics) -> float:
-    """Euclidean norm of the whole main gradient, fp64, equal on all ranks; each parameter counts once. *Collective.*"""
+def gradient_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numerics) -> Tensor:
+    """Euclidean norm of the whole main gradient, equal on all ranks; each parameter counts once. *Collective.*"""
     return _euclidean([(bucket, bucket.grad_shards) for bucket in buckets if bucket.trainable], everyone, numerics)
 
 
-def weight_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numerics) -> float:
+def weight_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numerics) -> Tensor:
     """Euclidean norm of all main weights, frozen ones included. *Collective.*"""
     return _euclidean([(bucket, bucket.main_shards) for bucket in buckets], everyone, numerics)
 
 
-def _euclidean(shards_of: list[tuple[Bucket, list[Tensor]]], everyone: Everyone, numerics: Numerics) -> float:
+def _euclidean(shards_of: list[tuple[Bucket, list[Tensor]]], everyone: Everyone, numerics: Numerics) -> Tensor:
     """Order-free where bits may not depend on the layout (`harness.fsdp.update.order_free_norm`), else fp64 squares.
 
     Buckets that every rank holds whole are counted by each for itself, the others by the first rank that holds a shard.
@@ -40,7 +43,9 @@ def _euclidean(shards_of: list[tuple[Bucket, list[Tensor]]], everyone: Everyone,
     if split:
         everyone.sum_scalars(total, "norm")
     total += count(whole, _device_of(whole, device)).to(device)
-    return order_free_norm.norm_from_counters(total) if numerics.bitwise else math.sqrt(float(total))
+    if numerics.bitwise:  # integers of more bits than a device has: the host reads them
+        return torch.full((), order_free_norm.norm_from_counters(total), dtype=torch.float64, device=device)
+    return total.sqrt().reshape(())
 
 
 def _dealt(shards_of: Sequence[tuple[Bucket, list[Tensor]]]) -> tuple[list[Tensor], list[Tensor], bool]:
@@ -51,8 +56,8 @@ def _dealt(shards_of: Sequence[tuple[Bucket, list[Tensor]]]) -> tuple[list[Tenso
     return whole, counted, bool(split)
 
 
-def gradient_p_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numerics, p: float) -> float:
-    """The p-norm of the whole main gradient, p positive or inf, in fp64 and equal on all ranks. *Collective.*
+def gradient_p_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Numerics, p: float) -> Tensor:
+    """The p-norm of the whole main gradient, p positive or inf, equal on all ranks. *Collective.*
 
     Raises:
         ValueError: p is neither; or it is not inf, and `numerics` promises bits that do not depend on the layout.
@@ -69,8 +74,7 @@ def gradient_p_norm(buckets: Sequence[Bucket], everyone: Everyone, numerics: Num
         )
     device = everyone.runtime.device
     total = everyone.sum_scalars(_sum_of_powers(counted, p, device), "norm") + _sum_of_powers(whole, p, device)
-    norm: float = float(total) ** (1.0 / p)
-    return norm
+    return total.pow(1.0 / p).reshape(())
 
 
 def _sum_of_powers(shards: Sequence[Tensor], p: float, device: torch.device) -> Tensor:
@@ -82,12 +86,12 @@ def _sum_of_powers(shards: Sequence[Tensor], p: float, device: torch.device) -> 
     return total
 
 
-def _largest(shards: Sequence[Tensor], everyone: Everyone) -> float:
+def _largest(shards: Sequence[Tensor], everyone: Everyone) -> Tensor:
     """The largest |x| on any rank; NaN where an element is."""
     largest = torch.zeros(everyone.size, dtype=torch.float64, device=everyone.runtime.device)
     found = [shard.detach().abs().amax().double().to(largest.device) for shard in shards if shard.numel()]
     largest[everyone.rank] = torch.stack(found).amax() if found else 0.0
-    return float(everyone.sum_scalars(largest, "norm").amax())
+    return everyone.sum_scalars(largest, "norm").amax()
 
 
 def _device_of(shards: Sequence[Tensor], fallback: torch.device) -> torch.device:

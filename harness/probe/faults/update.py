@@ -14,7 +14,7 @@ from harness.probe.faults.site import Site, blend, fault, rounded, share
 
 
 def _on_norm(site: Site, factor: float) -> None:
-    def wrap(norm: Callable[..., float]) -> Callable[..., float]:
+    def wrap(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: norm(*args, **kwargs) * factor
 
     site.around(norms, "gradient_norm", wrap)
@@ -49,9 +49,9 @@ def _on_clip(site: Site, power: float) -> None:
     """Multiply gradients by the clipping coefficient once more, to this power."""
 
     def wrap(clip: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(buckets: list[Bucket], norm: float, max_norm: float) -> None:
+        def wrapped(buckets: list[Bucket], norm: Tensor, max_norm: float) -> None:
             clip(buckets, norm, max_norm)
-            coefficient = min(1.0, max_norm / (norm + 1e-6)) ** power
+            coefficient = min(1.0, max_norm / (float(norm) + 1e-6)) ** power
             for bucket in buckets:
                 for piece in bucket.grad_shards:
                     piece.mul_(coefficient)

@@ -117,7 +117,7 @@ def train(rank: int, case: Case) -> Record:
             total += loss.item() / case.k
         if step == 0:
             found.gradients = dict(model.full_gradients())
-        norm = model.grad_norm() if case.clip is None else model.clip_grad_norm_(case.clip)
+        norm = float(model.grad_norm() if case.clip is None else model.clip_grad_norm_(case.clip))
         found.losses.append(total)
         found.norms.append(norm)
         optimizer.step()
