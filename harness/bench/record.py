@@ -99,13 +99,26 @@ def load(path: Path) -> Process | str:
     config, summary, lines = run.config(), read_summary(run), read_metrics(run.metrics)
     if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:
         return "done, but its record is not whole"
+    try:
+        return _process(run, state.updated, config, summary, lines)
+    except (LookupError, TypeError, ValueError) as error:
+        return f"done, but its record is damaged: {error!r}"
+
+
+def _process(
+    run: RunDir,
+    ended: str,
+    config: Mapping[str, Any],
+    summary: Mapping[str, Any],
+    lines: Sequence[Mapping[str, Any]],
+) -> Process:
     timed = lines[config["measure"]["warmup_steps"] :]
     return Process(
         run=run.name,
         arm=arm_of(config),
         block=config["train"]["replicate"],
         config=config,
-        ended=state.updated,
+        ended=ended,
         step_s=tuple(line["step_time_s"] for line in timed),
         parts={part: _median_or_none([line["time"][part] for line in timed]) for part in PARTS},
         tokens=timed[-1]["tokens"],
@@ -116,7 +129,7 @@ def load(path: Path) -> Process | str:
         rss_bytes=max(line["memory"]["rss"] for line in timed),
         load=max(summary["load"]["at_start"], summary["load"]["at_end"]),
         others_cores=summary["load"]["others_cores"],
-        origin=provenance.read(path),
+        origin=provenance.read(run.path),
     )
 
 

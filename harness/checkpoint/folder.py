@@ -21,7 +21,8 @@ def path_of(folder: Path, step: int) -> Path:
 def steps(folder: Path) -> list[int]:
     """Steps that have a published checkpoint, oldest first."""
     names = (path.name.removeprefix(PREFIX) for path in folder.glob(f"{PREFIX}*"))
-    return sorted(int(name) for name in names if name.isdigit())
+    found = {name: int(name) for name in names if name.isascii() and name.isdigit()}
+    return sorted(step for name, step in found.items() if f"{PREFIX}{name}" == path_of(folder, step).name)
 
 
 def begin(folder: Path, step: int) -> Path:

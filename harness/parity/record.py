@@ -12,7 +12,8 @@ from harness.store import provenance, status, vouching
 from harness.store.errors import StoreError
 from harness.store.metrics import read_columns
 from harness.store.reading import read_json
-from harness.store.rundir import RunDir, flatten
+from harness.store.rundir import RunDir, flatten, read_summary
+from harness.store.shapes import ROUNDING, WITNESS
 from harness.store.vouching import Stream
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
@@ -127,7 +128,7 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
     problems += _state_problems(run)
     origin = _read(lambda: provenance.read(run.path), {}, problems)
     problems += _origin_problems(origin, sources)
-    summary = _read(lambda: read_json(run.summary), None, problems)
+    summary = _read(lambda: read_summary(run), None, problems)
     columns = _read(lambda: read_columns(run.metrics, FIELDS), {key: [] for key in FIELDS}, problems)
     problems += _step_problems(columns, int(config["train.steps"]))
     problems += _summary_problems(summary)
@@ -222,7 +223,7 @@ def _captures(run: RunDir, kind: str, wanted: Sequence[int], problems: list[str]
     paths = {int(step): run.capture / f"{kind}-{int(step):06d}.safetensors" for step in wanted}
     for step, path in paths.items() if any(path.exists() for path in paths.values()) else ():
         try:
-            if read_json(path.with_suffix(".json")) is None:
+            if read_json(path.with_suffix(".json"), dict) is None:
                 raise Unreadable(f"{path} is not complete: the description beside it is missing")
             captures[step] = Capture(path)
         except (Unreadable, StoreError) as error:
@@ -239,20 +240,22 @@ def _testimonies(run: RunDir, wanted: Sequence[int], problems: list[str]) -> dic
     found: dict[int, Testimony] = {}
     for step, capture in _captures(run, "witness", wanted, problems).items():
         try:
-            facts = read_json(capture.path.with_suffix(".json")) or {}
+            facts = read_json(capture.path.with_suffix(".json"), WITNESS) or {}
             terms = {name: float(facts["terms"][name]) for name in capture.tensors}
             found[step] = Testimony(capture, terms, facts["kept"], tuple(facts["wrong_weights"]))
-        except (StoreError, KeyError, TypeError, ValueError) as error:
+        except StoreError as error:
+            problems.append(str(error))
+        except (KeyError, ValueError) as error:
             problems.append(f"{capture.path.with_suffix('.json')} is damaged: {error!r}")
     return found
 
 
 def _rounding(run: RunDir, problems: list[str]) -> tuple[Mapping[str, Any], int]:
     path = run.capture / "rounding-000001.json"
-    facts = _read(lambda: read_json(path), None, problems)
+    facts = _read(lambda: read_json(path, ROUNDING), None, problems)
     if facts is None:
         return {}, 0
-    if "moves" not in facts or not facts.get("draws"):
-        problems.append(f"{path} is damaged: it has no moves")
+    if facts["draws"] < 1:
+        problems.append(f"{path} is damaged: draws is {facts['draws']}")
         return {}, 0
-    return facts["moves"], int(facts["draws"])
+    return facts["moves"], facts["draws"]

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from harness.store import status
 from harness.store.errors import StoreError
+from harness.store.files import is_held
 from harness.store.reading import folder_names, read_text
 from harness.store.rundir import CODE, CODE_OF, CONFIG, DRY_RUN, MARK, SUBMISSIONS, RunDir, Store
 from harness.store.status import JobProbe, State, Status
@@ -110,18 +111,18 @@ def _run_folders(root: Path) -> Iterator[Path]:
 
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9_.-]+\.[0-9a-f]{12}\.tmp")
 """Names that `files.write_atomic` gives."""
-_UNFINISHED = re.compile(r"step-[0-9]{6,}\.tmp")
-"""Names that a checkpoint has while it is written."""
 _MADE_BEFORE_CONFIG = frozenset({status.WRITE_LOCK, status.OWNER_LOCK, "overrides.txt"})
 
 
 def _temporary(run: Path) -> Iterator[Item]:
-    places = (run, _TEMPORARY), (run / "attempts", _TEMPORARY), (run / "ckpt", _UNFINISHED)
-    folders = [*places, *((run / "attempts" / name, _TEMPORARY) for name in folder_names(run / "attempts"))]
-    for folder, pattern in folders:
+    attempts = run / "attempts"
+    for folder in (run, attempts, *(attempts / name for name in folder_names(attempts))):
         for name in sorted(folder_names(folder)):
-            if pattern.fullmatch(name) and _old(folder / name):
+            if _TEMPORARY.fullmatch(name) and _old(folder / name):
                 yield _item(folder / name, "left by a crash")
+    for path in RunDir(run).checkpoints():
+        if path.suffix == ".tmp" and _old(path) and not is_held(run / status.OWNER_LOCK):  # a large one takes long
+            yield _item(path, "left by a crash")
 
 
 def _half_made(run: Path) -> Iterator[Item]:
@@ -173,8 +174,12 @@ def _found(run: RunDir, jobs: JobProbe | None) -> Status | StoreError | None:
 
 def _checkpoints(store: Store, jobs: JobProbe | None) -> Iterator[Item]:
     for run in store.runs():
-        if run.ckpt.is_dir() and not run.ckpt.is_symlink() and _is_done(run, jobs):
-            yield _item(run.ckpt, "checkpoints of a run that is done")
+        ours = [path for path in run.checkpoints() if path.is_dir() and not path.is_symlink()]
+        if not ours or run.ckpt.is_symlink() or not _is_done(run, jobs):
+            continue
+        alone = len(ours) == len(folder_names(run.ckpt))
+        for path in [run.ckpt] if alone else ours:
+            yield _item(path, "checkpoints of a run that is done")
 
 
 def _is_done(run: RunDir, jobs: JobProbe | None) -> bool:

@@ -30,6 +30,8 @@ SUBMISSIONS, DRY_RUN = ".submit", ".dry_run"
 """Folders under a study: what was submitted, a folder for each array; and batch scripts that were only asked for."""
 MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
+_CHECKPOINT = re.compile(r"step-[0-9]{6,}(\.tmp|\.old)?")
+"""Names that `harness.checkpoint.folder` gives: of a checkpoint, one that is being written, one that is replaced."""
 RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch")
 """What a run produced; moved aside when it starts again from step 0."""
 
@@ -181,12 +183,16 @@ class RunDir:
 
     def has_record(self) -> bool:
         """Whether the run directory holds steps or a checkpoint of an earlier attempt."""
-        return self.metrics.exists() or any(self.ckpt.glob("*"))
+        return self.metrics.exists() or bool(self.checkpoints())
+
+    def checkpoints(self) -> list[Path]:
+        """Folders of checkpoints, torn ones too; a person's own files may lie beside them."""
+        return [self.ckpt / name for name in sorted(folder_names(self.ckpt)) if _CHECKPOINT.fullmatch(name)]
 
     def start_over(self, attempt: int) -> None:
         """Move the record of earlier attempts into `attempts/<attempt>/before/` and drop its checkpoints."""
-        if self.ckpt.exists():  # first: whatever interrupts us, no checkpoint outlives the record it stands on
-            shutil.rmtree(self.ckpt)
+        for checkpoint in self.checkpoints():  # first: if we are interrupted, none outlives the record it stands on
+            shutil.rmtree(checkpoint) if checkpoint.is_dir() and not checkpoint.is_symlink() else checkpoint.unlink()
         target = self.attempt_dir(attempt) / "before"
         for entry in (self.path / name for name in RECORD):
             if entry.exists():

@@ -17,6 +17,8 @@ class Each:
 
     container: type
     of: Shape
+    count: int | None = None
+    """How many there are; None: any number."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,18 @@ def fault(value: Any, shape: Shape, at: str = "") -> str:
     if isinstance(shape, Maybe):
         return "" if value is None else fault(value, shape.of, at)
     if isinstance(shape, Each):
-        return _kind_fault(value, shape.container, at) or _first(
-            fault(item, shape.of, _inner(at, key)) for key, item in _items(value)
-        )
+        return _each_fault(value, shape, at)
     if isinstance(shape, Mapping):
         return _kind_fault(value, dict, at) or _first(_key_fault(value, key, of, at) for key, of in shape.items())
     return _kind_fault(value, shape, at)
+
+
+def _each_fault(value: Any, shape: Each, at: str) -> str:
+    if wrong := _kind_fault(value, shape.container, at):
+        return wrong
+    if shape.count not in (None, len(value)):
+        return f"{at or 'it'} has {len(value)} values, not {shape.count}"
+    return _first(fault(item, shape.of, _inner(at, key)) for key, item in _items(value))
 
 
 def _items(value: Any) -> Any:
@@ -121,6 +129,14 @@ PROVENANCE: Shape = {
 
 _ASKED: Shape = {"requested": str, "effective": str}
 
+_RESTORED: Shape = {"step": int, "wrong": Each(list, str)}
+
+_STRUCTURE: Shape = {
+    "aliases": Each(list, Each(list, str, count=2)),
+    "untied": Each(list, str),
+    "elsewhere": Each(list, str),
+}
+
 _COLLECTIVE: Shape = {"bucket": Maybe(str), "count": int, "kind": str, "bytes": int}
 
 SUMMARY: Shape = {
@@ -134,8 +150,8 @@ SUMMARY: Shape = {
     "load?": Maybe({"at_start": NUMBER, "at_end": NUMBER, "others_cores": NUMBER}),
     "tensor_bytes?": Maybe({"persistent": Each(list, int), "peak": Each(list, int), "growth": Each(list, int)}),
     "other_replicas?": Maybe(Each(list, int)),
-    "restored?": Maybe(dict),
-    "structure?": Maybe(dict),
+    "restored?": Maybe(_RESTORED),
+    "structure?": Maybe(_STRUCTURE),
 }
 
 STUDY: Shape = {
@@ -161,6 +177,17 @@ STEP: Mapping[str, Shape] = {
     "comm?": Each(dict, {"count": int, "bytes": int}),
     "own?": Each(dict, NUMBER),
 }
+
+_WRONG_WEIGHT: Shape = {"rank": int, "tensor": str, "what": str}
+
+WITNESS: Shape = {
+    "terms": Each(dict, (str, *NUMBER)),
+    "kept": Each(dict, int),
+    "wrong_weights": Each(list, _WRONG_WEIGHT),
+}
+"""Beside a `witness-*.safetensors`; terms that are not finite are texts."""
+
+ROUNDING: Shape = {"draws": int, "moves": Each(dict, Each(dict, Each(dict, NUMBER)))}
 
 VIEW: Shape = {"name": str, "id": str, "project": str}
 """A dashboard that was made on a wandb server."""

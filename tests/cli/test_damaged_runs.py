@@ -18,8 +18,10 @@ from typing import Any
 import pytest
 
 from harness.cli.main import main
+from harness.store import judged, nodes
 from harness.store.rundir import Store
-from tests.parity.lab import Arm, as_study, write
+from tests.bench import lab as timed
+from tests.parity.lab import Arm, as_study, edit_json, write
 
 CODES = {0, 1, 2, 3, 4, 69}
 """Exit codes of README.md that a verb which starts nothing can end with."""
@@ -103,7 +105,8 @@ FILES = (
     *("config.yaml", "overrides.txt", "status.json", "metrics.jsonl", "summary.json", "provenance.json", "diff.patch"),
     *("attempts", "attempts/0", "attempts/0/error.txt", ".lock", ".status.lock", "ckpt", "capture"),
     *("capture/step-000001.safetensors", "capture/step-000001.json", "capture/witness-000001.json"),
-    *("../study.json", "../.lock", "../../.last", "../../.store"),
+    *("capture/rounding-000001.json", "vouch/stream.json", "vouch/steps.f64", "vouch/tensors.f64"),
+    *("../study.json", "../verdict.json", "../.lock", "../../.last", "../../.store", "../../.nodes.jsonl"),
 )
 
 # -- one damaged store -------------------------------------------------------------------------------------------------
@@ -111,9 +114,9 @@ FILES = (
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of two runs of one study, one compared with the other, with every file a run may have."""
+    """A store of two runs of one study, one held against the other, every file there may be; and a timed study."""
     root = tmp_path_factory.mktemp("whole")
-    arm = Arm(steps=6, witnessed=True)
+    arm = Arm(steps=6, witnessed=True, vouched=True)
     control, other = write(root, arm), write(root, replace(arm, seed=1))
     as_study(root, {control: None, other: control}, "any?")
     store = Store(root)
@@ -121,19 +124,45 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, text in {"overrides.txt": "a=1\n", "diff.patch": "+x\n", "attempts/0/error.txt": "rank 0\n"}.items():
             (run.path / name).write_text(text)
         (run.path / ".lock").touch()
+        edit_json(run.summary, **MORE_FACTS)
+        moved = {"": {"distance": 0.1, "scale": 0.1, "loss": 0.1}}
+        (run.capture / "rounding-000001.json").write_text(json.dumps({"draws": 2, "moves": {"fp32": moved}}))
+        nodes.blame(root, "n1", run.name, "7.0", "it failed")
         (run.ckpt / "step-000006").mkdir(parents=True)
     (root / "lab" / ".lock").touch()
+    judged.keep(root, "lab", [(other, control, "EQUAL")])
+    _timed(root)
     store.remember(store.runs()[0])
     return root
 
 
+MORE_FACTS = {
+    "restored": {"step": 2, "wrong": ["w"], "layout": {}, "passed_over": [], "cast": [], "skipped": []},
+    "structure": {"aliases": [["w", "v"]], "untied": ["u"], "elsewhere": ["rank 1"]},
+    "network": {"nccl_ub": {"requested": "auto", "effective": "none", "reason": "no"}},
+    "collectives": [{"bucket": "b", "count": 1, "kind": "all_gather", "bytes": 4}],
+    "engine": {"name": "native"},
+}
+"""What summaries of real runs hold beside the lab's."""
+
+
+def _timed(root: Path) -> None:
+    """A study of two engines in two blocks, as `bench` reads it."""
+    configs = [timed.config(engine, "no_shard", block) for block in (0, 1) for engine in ("ddp", "native")]
+    for values in configs:
+        values["study"]["name"] = "timed"
+        timed.write(root, values, [0.1 + 0.001 * step for step in range(timed.TIMED)])
+    timed.record(root, configs)
+
+
 def _verbs(root: Path) -> list[list[str]]:
-    study = next(path for path in sorted(root.iterdir()) if path.is_dir())
+    study = root / "lab"
     first, second = (str(path) for path in sorted(study.iterdir()) if path.is_dir() and not path.name.startswith("."))
     signature = first.rpartition("-")[2]
     said = [["watch"], ["show", first], ["show", "@last"], ["show", signature], ["diff", first, second]]
     said += [["compare", first, second], ["compare", second, first, "--json"], ["verdict", study.name]]
-    said += [["bench", study.name], ["cancel", first], ["gc", "--checkpoints", "--yes"], ["watch", study.name]]
+    said += [["bench", study.name], ["bench", "timed"], ["cancel", first], ["gc", "--checkpoints", "--yes"]]
+    said += [["watch", study.name]]
     return [[*words, "--root", str(root)] for words in said]
 
 

@@ -199,18 +199,31 @@ def test_gc_touches_nothing_that_is_not_ours(store, tmp_path_factory):
         gc(Store(home), apply=True)
     run = add(store, State.done)
     strange = [store.root / "notes" / "mine", run.path.parent / "mine", run.path / ".secret.tmp", run.path / "x.tmp"]
-    strange += [store.root / "adhoc" / ".submit" / "backup", run.ckpt / "best.tmp"]
+    strange += [store.root / "adhoc" / ".submit" / "backup", run.ckpt / "best.tmp", run.ckpt / "notes"]
     for path in strange:
         path.mkdir(parents=True)
         (path / "file").touch()
+    (run.ckpt / "step-000003").mkdir()
     linked = run.path.parent / "link"
     linked.symlink_to(theirs)
     (theirs / ".status.lock").touch()
     for path in (*strange, theirs):
         age(path)
-    gc(store, checkpoints=False, apply=True)
+    gc(store, checkpoints=True, apply=True)
     assert all((path / "file").exists() for path in strange)
+    assert not (run.ckpt / "step-000003").exists()
     assert (theirs / "text.tex").exists()
+
+
+def test_gc_leaves_a_checkpoint_that_is_being_written(store):
+    """A large one takes longer than the hour after which a leftover is nobody's; its run's lock tells the two apart."""
+    run = add(store, State.done)
+    unfinished = run.ckpt / "step-000003.tmp"
+    unfinished.mkdir(parents=True)
+    age(unfinished)
+    with Lock.acquire(run.path / ".lock"):
+        assert garbage(store) == []
+    assert [item.path for item in garbage(store)] == [unfinished]
 
 
 STEP = {"kind": "step", "rank": 0, "steps": 100, "loss": 2.5, "step_time_s": 0.5, "tokens": 1000, "memory_bytes": 2**30}

@@ -138,11 +138,16 @@ def test_starting_over_moves_the_record_aside_and_drops_checkpoints(tmp_path):
     assert not run.has_record()
     run.metrics.write_text('{"step": 1}\n')
     run.capture.mkdir()
-    (run.ckpt / "step-000001").mkdir(parents=True)
+    scratch = tmp_path / "scratch"
+    (scratch / "step-000001").mkdir(parents=True)
+    run.ckpt.symlink_to(scratch)  # as people do whose home is small
+    for name in ("notes.txt", "step-000002"):
+        (scratch / name).write_text("a person's file, and one in a checkpoint's place")
     assert run.has_record()
     attempt = run.new_attempt()
     run.start_over(attempt)
     assert not run.has_record()
+    assert [path.name for path in run.ckpt.iterdir()] == ["notes.txt"]
     assert not run.capture.exists()
     assert (run.attempt_dir(attempt) / "before" / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert identity.signature(run.config()) == run.signature()

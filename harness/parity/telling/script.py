@@ -23,8 +23,7 @@ from harness.parity.telling.looks import LOOKS, MEASURES, Look
 from harness.parity.telling.wording import shown
 from harness.store.files import write_atomic
 from harness.store.identity import EXCLUDED
-from harness.store.reading import read_json
-from harness.store.rundir import RunDir, flatten
+from harness.store.rundir import RunDir, flatten, read_summary
 
 FOLDER = "verdict"
 """Folder of a run directory with scripts, one for each run that it was held against."""
@@ -161,7 +160,7 @@ def _rule(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _resumed_after(run: RunDir) -> int | None:
     """The step after which a run was last taken up again."""
-    restored = (read_json(run.summary) or {}).get("restored")
+    restored = (read_summary(run) or {}).get("restored")
     return int(restored["step"]) if restored else None
 
 
