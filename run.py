@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun that must end
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
+
+from collections.abc import Callable
+from pathlib import Path
 
 import hydra
 from omegaconf import DictConfig

@@ -13,7 +13,9 @@ from harness.bench.stats import median
 from harness.store import provenance, status
 from harness.store.identity import canonical
 from harness.store.metrics import read_metrics
-from harness.store.rundir import RunDir, read_summary
+from harness.store.reading import checked
+from harness.store.rundir import CONFIG, RunDir, read_summary
+from harness.store.shapes import TIMED
 from harness.store.status import State
 
 PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
@@ -96,7 +98,8 @@ def load(path: Path) -> Process | str:
     state = status.effective(path)
     if state is None or state.state is not State.done:
         return "never started" if state is None else f"{state.state.value}: {state.reason}"
-    config, summary, lines = run.config(), read_summary(run), read_metrics(run.metrics)
+    config = checked(run.config(), TIMED, str(run.path / CONFIG))
+    summary, lines = read_summary(run), read_metrics(run.metrics)
     if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:
         return "done, but its record is not whole"
     try:
@@ -119,9 +122,9 @@ def _process(
         block=config["train"]["replicate"],
         config=config,
         ended=ended,
-        step_s=tuple(line["step_time_s"] for line in timed),
+        step_s=tuple(_number(line["step_time_s"]) for line in timed),
         parts={part: _median_or_none([line["time"][part] for line in timed]) for part in PARTS},
-        tokens=timed[-1]["tokens"],
+        tokens=_number(timed[-1]["tokens"]),
         loss=timed[-1]["loss"],
         comm=timed[-1]["comm"],
         **_storage(summary, timed),
@@ -131,6 +134,12 @@ def _process(
         others_cores=summary["load"]["others_cores"],
         origin=provenance.read(run.path),
     )
+
+
+def _number(value: Any) -> Any:
+    if value is None:
+        raise ValueError("a step has no time, or no tokens")
+    return value
 
 
 def _storage(summary: Mapping[str, Any], timed: Sequence[Mapping[str, Any]]) -> dict[str, int | None]:

@@ -13,6 +13,7 @@ from harness.bench.naming import details, differing, strategy_of, title
 from harness.bench.record import PARTS, Process, arm_of, load, workload_of
 from harness.bench.stats import Interval, median, median_ratio, spread
 from harness.config.errors import refuse
+from harness.store.errors import StoreError
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, Store, flatten
 from harness.store.study import read_study
@@ -157,11 +158,15 @@ def report(root: Path | str, study: str) -> Report:
 
 
 def _load(path: Path) -> Process | str:
+    """A run, or why it has no row; one that cannot be read hides no other."""
     if not (path / "config.yaml").exists():
         return "never started"
-    if RunDir(path).config()["measure"]["mode"] != "bench":
-        return "not timed: measure.mode=record"
-    return load(path)
+    try:
+        if RunDir(path).setting("measure.mode") != "bench":
+            return "not timed: measure.mode=record"
+        return load(path)
+    except StoreError as error:
+        return str(error)
 
 
 def _of_one_source(processes: Sequence[Process]) -> tuple[list[Process], list[str]]:

@@ -10,22 +10,42 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 
 HIDDEN = "<redacted>"
 
 LEAST = 8
 """Characters from which on the value of a variable is searched for: `0` and `true` stand everywhere."""
 
-_TELLING = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+LONG = 10_000
+"""Characters from which on a text is looked through once only."""
+
+_TELLING = re.compile(
+    r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|COOKIE|WEBHOOK|JWT|(?:^|_|PG)PASS(?:_|$)|_PAT$|_AUTH(?:_|$)",
+    re.IGNORECASE,
+)
 """What the name of a variable holds whose value is nobody's business."""
 
 _ASSIGNED = (
-    re.compile(r"((?:KEY|TOKEN|SECRET|PASSWORD)[A-Z0-9_]*=['\"]?)(?=\S*[a-z0-9])[^\s'\"$,;(){}<\[][^\s'\",;(){}]{3,}"),
+    re.compile(
+        r"((?:KEY|TOKEN|SECRET|PASSWORD|_PASS)[A-Z0-9_]*=['\"]?)(?=\S*[a-z0-9])[^\s'\"$,;(){}<\[][^\s'\",;(){}]{3,}"
+    ),
     re.compile(r"((?:KEY|TOKEN)[A-Z0-9_]*['\"]?\s*[=:]\s*['\"])(?=[^'\"]*\d)[^'\"\s$<]{8,}(?=['\"])"),
     re.compile(r"(?i)((?:secret|password)\w*['\"]?\s*[=:]\s*['\"])[^'\"\s$<]{4,}(?=['\"])"),
     re.compile(r"(?i)((?:api_?key|token)\w*['\"]?\s*[=:]\s*['\"])(?=[^'\"]*\d)[^'\"\s$<]{16,}(?=['\"])"),
+    re.compile(r"(?i)((?:secret|password|passphrase)[\w-]*\s*[=:]\s*)(?=\S*\d)[^\s'\"$<(){},;.\[\]]{6,}(?=\s|$)"),
+    re.compile(r"(?i)((?:api[_-]?key|token)\s*[=:]\s*)(?=\S*\d)[\w+/=~-]{16,}"),
+    re.compile(
+        r"(?i)(--?(?:password|token|api-key)[ =]|\blogin\s+\S+\s+password\s+|\bwandb login\s+)[^\s'\"$<-][^\s'\"]{7,}"
+    ),
+    re.compile(r"(?i)(\bbearer\s+)(?=\S*\d)[\w.~+/=-]{12,}"),
     re.compile(r"(://[^\s/:@'\"]*:)[^\s/@'\"]+(?=@)"),
-    re.compile(r"()(?:AKIA[0-9A-Z]{16}|gh[pousr]_\w{20,}|hf_\w{20,}|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,})"),
+    re.compile(r"(://)(?=[^\s/:@]*\d)[\w.-]{16,}(?=:?@)"),
+    re.compile(
+        r"()(?:(?:AKIA|ASIA)[0-9A-Z]{16}|AIza[\w-]{35}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|hf_\w{20,}"
+        r"|npm_\w{30,}|pypi-[\w-]{16,}|sk-[\w-]{20,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}(?:\.[\w-]+)?)"
+    ),
+    re.compile(r"(hooks\.slack\.com/services/)[\w/]+"),
     re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(?=-----END|\Z)", re.DOTALL),
 )
 """Each keeps its first group."""
@@ -33,11 +53,20 @@ _ASSIGNED = (
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """`text` with every secret replaced by `HIDDEN`; the same text where it holds none."""
-    for value in secrets_of(environment).values():
+    values = tuple(secrets_of(environment).values())
+    return _kept(text, values) if len(text) > LONG else _without(text, values)
+
+
+def _without(text: str, values: tuple[str, ...]) -> str:
+    for value in values:
         text = text.replace(value, HIDDEN)
     for pattern in _ASSIGNED:
         text = pattern.sub(rf"\1{HIDDEN}", text)
     return text
+
+
+_kept = lru_cache(maxsize=4)(_without)
+"""The diff of a thousand cells is one text."""
 
 
 def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
@@ -45,6 +74,14 @@ def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
     found = {
         name: value
         for name, value in environment.items()
-        if len(value) >= LEAST and not value.startswith("/") and _TELLING.search(name)
+        if len(value) >= LEAST and _TELLING.search(name) and not _is_path(name, value)
     }
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
+
+
+_OF_PATHS = re.compile(r"_(?:FILE|PATH|DIR|HOME)$", re.IGNORECASE)
+
+
+def _is_path(name: str, value: str) -> bool:
+    """Whether a variable says where something lies. Keys in base 64 may begin with a slash, too."""
+    return "/" in value and bool(_OF_PATHS.search(name) or os.path.lexists(value))

@@ -116,6 +116,19 @@ CONFIG: Shape = {
 }
 """Nothing is demanded: versions differ in what they know (`RunDir.setting` says what a reader misses)."""
 
+TIMED: Shape = {
+    **dict.fromkeys(("data", "optimizer", "numerics", "nccl_ub", "sharp"), dict),
+    "model": {"name": str},
+    "engine": {"name": str},
+    "sharding": {"strategy": str, "outer": str},
+    "dtype": {"name": str},
+    "mesh": {"world_size": int, "dp_outer": int},
+    "train": {"steps": int, "replicate": int},
+    "measure": {"mode": str, "warmup_steps": int},
+    "cluster": {"device": str},
+}
+"""What a table of step times reads of a configuration."""
+
 _OWN: Shape = {"kind": str, "name": str, "root": str, "files": Each(list, str), "digest": str}
 
 PROVENANCE: Shape = {

@@ -53,7 +53,9 @@ def _origin(run: RunDir) -> list[str]:
     if not facts:
         return []
     git = facts.get("git") or {}
-    code = git.get("sha", "no repository")[:12] + (" with local changes (diff.patch)" if git.get("dirty") else "")
+    code = (git["sha"][:12] if git else "no repository") + (
+        " with local changes (diff.patch)" if git.get("dirty") else ""
+    )
     lines = [_field("code", code)]
     if provenance.is_stale(run.path):
         lines.append(_field("stale", "the sources that can change its numbers are others now"))

@@ -219,9 +219,12 @@ def test_the_time_limit_comes(cluster: Cluster, tmp_path: Path, cells: int) -> N
 
 
 def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(cluster: Cluster, tmp_path: Path) -> None:
-    """Its ranks are stopped, as in a hung file system: SLURM kills them, and says so."""
+    """Its ranks are stopped, as in a hung file system: SLURM kills them, and says so.
+
+    As soon as there are two: SLURM may ask a run to save up to a minute before `cluster.grace_s` begins.
+    """
     run = one(tmp_path, "train.steps=100000", "cluster.time_min=1", "cluster.grace_s=10")
-    until(cluster, lambda: step_of(run) >= 2, PATIENCE_S)
+    until(cluster, lambda: len(ranks_of(run)) == 2, PATIENCE_S)
     for process in ranks_of(run):
         process.suspend()
     until(cluster, lambda: effective(run) is State.failed, PATIENCE_S)

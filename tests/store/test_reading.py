@@ -144,7 +144,13 @@ def test_the_folder_of_locks_is_nobody_elses(tmp_path: Path, monkeypatch: pytest
         own_folder()
 
 
-SECRETS = {"WANDB_API_KEY": "w4ndb-0123456789", "MY_DB_PASSWORD": "correct horse", "TOKEN_FILE": "/run/secrets/token"}
+SECRETS = {
+    "WANDB_API_KEY": "w4ndb-0123456789",
+    "MY_DB_PASSWORD": "correct horse",
+    "DB_PASS": "battery staple",
+    "AWS_SECRET_ACCESS_KEY": "/bPxRfi/CYEXAMPLE",
+    "TOKEN_FILE": "/run/secrets/token",
+}
 
 
 @pytest.mark.parametrize(
@@ -156,6 +162,18 @@ SECRETS = {"WANDB_API_KEY": "w4ndb-0123456789", "MY_DB_PASSWORD": "correct horse
         ("+password = 'hunter2'", "+password = '<redacted>'"),
         ('"AWS_SECRET_ACCESS_KEY": "abcd1234"', '"AWS_SECRET_ACCESS_KEY": "<redacted>"'),
         ("url = https://me:hunter2@host/x.git", "url = https://me:<redacted>@host/x.git"),
+        ("notes=/bPxRfi/CYEXAMPLE", "notes=<redacted>"),
+        ("psql with battery staple", "psql with <redacted>"),
+        ("aws_secret_access_key = wJalrXUtnFEMI/K7MDENG", "aws_secret_access_key = <redacted>"),
+        ("curl -H 'Authorization: Bearer abcdef0123456789'", "curl -H 'Authorization: Bearer <redacted>'"),
+        ("wandb login 0123456789abcdef", "wandb login <redacted>"),
+        ("huggingface-cli login --token hf0123456789", "huggingface-cli login --token <redacted>"),
+        ("https://a1b2c3d4e5f6a7b8c9@dev.example.com/x", "https://<redacted>@dev.example.com/x"),
+        ("glpat-abcdefghij0123456789", "<redacted>"),
+        ("password: hunter2x", "password: <redacted>"),
+        ("+    password: str = field(); token: Token = next()", "+    password: str = field(); token: Token = next()"),
+        ("+    secret = config.password2.value", "+    secret = config.password2.value"),
+        ("git@github.com:me/x.git and ssh://git@host/x", "git@github.com:me/x.git and ssh://git@host/x"),
         ("+    tokens = batch.tokens; key = 'train.steps'", "+    tokens = batch.tokens; key = 'train.steps'"),
         ("KEY=VALUE HF_TOKEN=$HF_TOKEN", "KEY=VALUE HF_TOKEN=$HF_TOKEN"),
     ],
@@ -193,7 +211,9 @@ runpy.run_path({program!r}, run_name="__main__")
 """
 
 
-@pytest.mark.parametrize(("program", "at"), [("run.py", "hydra"), ("harness/__main__.py", "harness.cli.main")])
+@pytest.mark.parametrize(
+    ("program", "at"), [("run.py", "pathlib"), ("run.py", "hydra"), ("harness/__main__.py", "harness.cli.main")]
+)
 def test_ctrl_c_while_modules_load_ends_with_130_and_no_traceback(program: str, at: str) -> None:
     root = Path(__file__).parents[2]
     text = EARLY.format(program=str(root / program), words=["watch"], at=at)
