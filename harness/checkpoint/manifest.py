@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -121,7 +123,15 @@ _CHUNK: Shape = {"offsets": _SIZES, "sizes": _SIZES, "file": str, "name": str}
 SHAPE: Shape = {
     "tensors": Each(dict, {"dtype": str, "shape": _SIZES, "chunks": Each(list, _CHUNK)}),
     "files": Each(dict, {"bytes": int, "xxh3": str}),
-    "values": dict,
+    "values": {
+        "step": int,
+        "layout": dict,
+        "portable": bool,
+        "initial_weights": str,
+        "data": dict,
+        "record": {"begins_after": int, "lines": int},
+        "parts?": Each(list, str),
+    },
 }
 
 
@@ -141,11 +151,27 @@ def _fault_of(key: str, entry: TensorEntry, files: Mapping[str, FileEntry]) -> s
         ranks = {len(chunk.offsets), len(chunk.sizes), len(entry.shape)}
         if len(ranks) > 1 or any(begin < 0 or size < 0 or begin + size > end for begin, size, end in inside):
             return f"a chunk of {key} lies at {list(chunk.offsets)} of {list(entry.shape)}"
+        if chunk.name not in (key, f"{key}@{','.join(map(str, chunk.offsets))}"):
+            return f"a chunk of {key} is {chunk.name!r} in {chunk.file}"
     held, whole = sum(prod(chunk.sizes) for chunk in entry.chunks), prod(entry.shape)
-    distinct = len({chunk.offsets for chunk in entry.chunks if prod(chunk.sizes)})
-    if held != whole or distinct != sum(prod(chunk.sizes) > 0 for chunk in entry.chunks):
+    if not _covered(entry):
         return f"the chunks of {key} hold {held} of its {whole} elements, or some twice"
     return ""
+
+
+def _covered(entry: TensorEntry) -> bool:
+    """Whether the chunks are the whole tensor, each element once.
+
+    Corners of a rectangle count +1 or -1, by how many of their coordinates are its end. Sums of rectangles that are
+    equal everywhere have equal counts at every corner, and the other way round.
+    """
+    corners: Counter[tuple[int, ...]] = Counter()
+    whole = (tuple(0 for _ in entry.shape), entry.shape)
+    for sign, (offsets, sizes) in [(-1, whole), *((1, (chunk.offsets, chunk.sizes)) for chunk in entry.chunks)]:
+        edges = [((begin, 1), (begin + size, -1)) for begin, size in zip(offsets, sizes, strict=True)]
+        for corner in product(*edges) if prod(sizes) else ():
+            corners[tuple(place for place, _ in corner)] += sign * prod(each for _, each in corner)
+    return not any(corners.values())
 
 
 def _sum(body: Mapping[str, Any]) -> str:

@@ -247,8 +247,10 @@ def stored(entry: TensorEntry) -> TensorStorageMetadata:
 
 
 def dtype_of(entry: TensorEntry) -> torch.dtype:
-    """Torch's dtype of an entry."""
-    found: torch.dtype = getattr(torch, entry.dtype)
+    """Torch's dtype of an entry. Raises `Damaged`: torch has none of this name."""
+    found = getattr(torch, entry.dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise Damaged(f"{entry.dtype!r} is no dtype")
     return found
 
 

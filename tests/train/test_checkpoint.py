@@ -74,6 +74,26 @@ def chunks(body: dict[str, Any]) -> list[dict[str, Any]]:
     return found
 
 
+def overlapping(body: dict[str, Any]) -> None:
+    """Two chunks that are as large as their tensor together, and share a row."""
+    (first,) = chunks(body)
+    rows = first["sizes"][0]
+    second = {
+        **first,
+        "offsets": [rows - 2, 0],
+        "sizes": [1, first["sizes"][1]],
+        "name": f"{first['name']}@{rows - 2},0",
+    }
+    first["sizes"][0] = rows - 1
+    chunks(body).append(second)
+
+
+def swapped(body: dict[str, Any]) -> None:
+    """Two tensors of one shape under each other's names."""
+    one, other = (body["tensors"][f"weights/blocks.0.{name}_norm.weight"]["chunks"][0] for name in ("attention", "ffn"))
+    one["name"], other["name"] = other["name"], one["name"]
+
+
 def replaced_by_a_device(path: Path) -> None:
     path.unlink()
     path.symlink_to("/dev/zero")
@@ -83,6 +103,9 @@ DAMAGE = {
     "a chunk dropped": lambda p: signed_again(p, lambda body: chunks(body).pop()),
     "a chunk twice": lambda p: signed_again(p, lambda body: chunks(body).append(chunks(body)[0])),
     "a chunk beyond its tensor": lambda p: signed_again(p, lambda body: chunks(body)[0]["offsets"].__setitem__(0, 1)),
+    "chunks that overlap": lambda p: signed_again(p, overlapping),
+    "chunks swapped": lambda p: signed_again(p, swapped),
+    "no step": lambda p: signed_again(p, lambda body: body["values"].pop("step")),
     "a file without a sum": lambda p: signed_again(p, lambda body: body["files"].clear()),
     "a file outside": lambda p: signed_again(p, lambda body: body["files"].update({"../x": body["files"][RANK_FILE]})),
     "a text for a number": lambda p: signed_again(p, lambda body: body["files"][RANK_FILE].update(bytes="many")),
