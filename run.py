@@ -15,6 +15,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from harness.cli.help import request_help
 from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose_cell, register
 from harness.config.errors import refuse
+from harness.store import commands
 from harness.store.placement import Placement, placement
 from harness.study.file import register as register_study
 from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
@@ -80,7 +82,7 @@ def as_rank(argv: list[str], place: Placement) -> int:
     arguments = read_arguments(argv, implied=[f"mesh.world_size={place.world_size}"])
     if arguments.multirun:
         raise refuse(
-            "-m", f"makes many cells, and {place.launcher} started the ranks of one", fix="python run.py -m ..."
+            "-m", f"makes many cells, and {place.launcher} started the ranks of one", fix=commands.request("-m ...")
         )
     if arguments.starts_nothing:
         return 0 if place.rank else request(arguments, lambda cell: carry_out([cell]))
@@ -118,7 +120,7 @@ def work(answer: Answer, place: Placement) -> int:
     display = RunDisplay(Terminal(), "") if place.rank == 0 else None
     code = worker(Path(answer.run), answer.attempt, place, display)
     if place.rank == 0:
-        print(f"next: python -m harness show {answer.run}")
+        print(f"next: {commands.verb(f'show {shlex.quote(str(answer.run))}')}")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads of a process group must not keep a finished rank alive

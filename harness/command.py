@@ -1,4 +1,4 @@
-"""The console script `harness`: `harness run ...` is run.py; any other word is a verb of `python -m harness`."""
+"""The console script `harness`, and `python -m harness`: `run ...` is run.py; any other word is a verb."""
 
 from __future__ import annotations
 
@@ -12,11 +12,15 @@ def main() -> int:
     """Carry out a command line; returns the exit code."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun
+    from harness.store import commands
+
+    if os.path.splitext(os.path.basename(sys.argv[0]))[0] == commands.SCRIPT:
+        commands.started_as_script(sys.argv[0])
     if sys.argv[1:2] != ["run"]:
         from harness.cli.main import main as verbs
 
         return verbs()
-    from harness.config.catalog import ROOT
+    from harness.store.provenance import ROOT
 
     script = str(ROOT / "run.py")
     sys.argv = [script, *sys.argv[2:]]

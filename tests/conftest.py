@@ -27,6 +27,10 @@ settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("people", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "people")
 
+# What is printed is what one types here (`harness.store.commands`): as after `source .venv/bin/activate`.
+os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+os.environ.pop("HARNESS_TYPED", None)
+
 pytest_plugins = ("tests.support.mutants",)
 
 CONFORMANCE = Path(__file__).parent / "engines" / "conformance"

@@ -1,15 +1,17 @@
-"""A wheel in an empty environment trains, from another folder, what is one's own."""
+"""A wheel in an empty environment trains and judges, from another folder, what is one's own."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.own.guide import ROOT, written
+from tests.own.guide import COMMANDS, ROOT, written
 
 
 def ran(*words: str | Path, cwd: Path) -> str:
@@ -40,3 +42,9 @@ def test_a_wheel_trains_what_is_ones_own(tmp_path: Path) -> None:
     small = ("train.steps=2", "train.global_batch_size=4", "train.microbatch_size=2", "train.warmup_steps=0")
     assert "done, 2 steps" in ran(command, "run", "experiment=words", *small, cwd=folder)
     assert "mixer-native" in ran(command, "watch", "adhoc", cwd=folder)
+    for words in (shlex.split(each) for each in COMMANDS):
+        if words[1] == "run.py" and any(word.startswith("study=") for word in words):
+            assert "done, 2 steps" in ran(command, "run", *words[2:], *small, cwd=folder)
+        elif words[3:4] in (["verdict"], ["report"]):
+            assert re.match("(EQUAL|EQUIVALENT): ", ran(command, *words[3:], cwd=folder)), words
+    assert (folder / "runs" / "wires" / "report.html").is_file()

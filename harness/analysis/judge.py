@@ -79,13 +79,14 @@ class Study:
         return plot.style(names, only)
 
 
-def study(root: Path | str, name: str, *, sources: str | None = CHECKOUT) -> Study:
+def study(root: Path | str, name: str, *, sources: str | None = CHECKOUT, verdict: StudyVerdict | None = None) -> Study:
     """Read and judge a study, as far as it has come.
 
     Args:
         root: the store.
         name: of the study.
         sources: as in `harness.parity.compare`; None for runs that other sources made.
+        verdict: on the whole study, where it was judged already.
     """
     runs, found, missing = load.runs(root, name), None, ""
     record = None
@@ -95,7 +96,7 @@ def study(root: Path | str, name: str, *, sources: str | None = CHECKOUT) -> Stu
             order = [cell["directory"] for cell in record["cells"]]
             places = runs["path"].map(lambda path: order.index(Path(path).name) if Path(path).name in order else -1)
             runs = runs[places >= 0].iloc[places[places >= 0].argsort(kind="stable")].reset_index(drop=True)
-        found, absent = so_far(Store(root).root, name, sources=sources)
+        found, absent = (verdict, []) if verdict else so_far(Store(root).root, name, sources=sources)
         if absent:
             missing = f"{len(absent)} of {len(order)} cells were never started: {', '.join(absent[:4])}"
     except BadRequest as error:

@@ -28,6 +28,7 @@ from harness.launch.terminal import Terminal
 from harness.parity import Verdict, compare
 from harness.parity.record import load
 from harness.parity.versions import own_fault
+from harness.store import commands
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import RunDir, Store, flatten
 from harness.study.replay import replay
@@ -90,7 +91,7 @@ class KeySearch:
         self._verdicts: dict[tuple[str, ...], Verdict] = {}
         self._number = itertools.count(1)
         if not self._values:
-            fix = "python -m harness diff names other differences; compare --code tries versions of the code"
+            fix = f"{commands.verb('diff')} names other differences; compare --code tries versions of the code"
             raise refuse(f"bisect --keys {good} {bad}", "are one configuration: no setting of a run differs", fix=fix)
 
     def _frozen(self, run: RunDir, request: Request) -> Frozen:
@@ -176,9 +177,9 @@ class KeySearch:
         return tuple(f"{name}={_typed(self._values[name][1])}" for name in names)
 
     def _next(self, found: tuple[str, ...], verdict: Verdict) -> tuple[str, ...]:
-        again = ("run.py", "--from", str(self._good_run.path), *self._request.words, *self._words(found))
+        again = ("--from", str(self._good_run.path), *self._request.words, *self._words(found))
         where = [] if self._store.root == Path("runs").absolute() else [f"launch.root={_typed(str(self._store.root))}"]
-        return (shlex.join(["python", *again, *where]), *verdict.commands[:1])
+        return (commands.request(shlex.join([*again, *where])), *verdict.commands[:1])
 
 
 def _counts(key: str, left: Frozen, right: Frozen) -> bool:

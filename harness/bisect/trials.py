@@ -13,6 +13,7 @@ from harness.config.errors import refuse
 from harness.parity import Grade, Outcome, Stage, Verdict
 from harness.parity.telling.wording import describe
 from harness.parity.tiers.admissible import REPEATABLE
+from harness.store import commands
 
 PASSED = (Outcome.EQUAL, Outcome.EQUIVALENT)
 
@@ -43,7 +44,7 @@ class Request:
         """A command line of ours that asks the same."""
         flags = ["--bitwise"] * self.bitwise + ["--undecided"] * (self.undecided and before[0] == "bisect")
         flags += [] if Path(self.root) == Path("runs") else ["--root", self.root]
-        return shlex.join(["python", "-m", "harness", *before, *self.words, *flags])
+        return commands.verb(shlex.join([*before, *self.words, *flags]))
 
 
 def unfit(verdict: Verdict) -> str:

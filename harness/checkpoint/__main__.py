@@ -17,6 +17,7 @@ from harness.checkpoint import foreign
 from harness.checkpoint.manifest import Damaged
 from harness.config.compose import load_config
 from harness.config.schema import Dtype
+from harness.store import commands
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir
 
@@ -80,7 +81,7 @@ def _import(arguments: argparse.Namespace) -> str:
         manifest = foreign.import_hugging_face(arguments.source, arguments.target)
     return (
         f"{arguments.target}: {len(manifest.tensors)} tensors, {manifest.bytes} bytes\n"
-        f"next: python run.py ckpt.load={arguments.target}"
+        f"next: {commands.request(f'ckpt.load={arguments.target}')}"
     )
 
 

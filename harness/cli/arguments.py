@@ -12,6 +12,7 @@ from hydra._internal.utils import get_args_parser
 from harness.config import catalog
 from harness.config.errors import refuse
 from harness.config.overrides import check_overrides, hydra_words, typed_value
+from harness.store import commands
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ def _consistent(parsed: argparse.Namespace) -> None:
         raise refuse("--resolve", "goes with --cfg, which it fills in", fix="--cfg job --resolve, or leave it out")
     if parsed.frozen and (parsed.multirun or parsed.cfg):
         raise refuse(
-            "--from", "runs one frozen cell again", fix="drop -m and --cfg; `python -m harness show RUN` prints it"
+            "--from", "runs one frozen cell again", fix=f"drop -m and --cfg; `{commands.verb('show RUN')}` prints it"
         )
     for flag in ("config_path", "config_name"):
         if getattr(parsed, flag):

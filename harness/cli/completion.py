@@ -13,10 +13,9 @@ from collections.abc import Iterable, Iterator
 from harness.cli.verb import Verb
 from harness.config.catalog import load_catalog
 from harness.config.doc import settings
+from harness.store import commands
 from harness.store.rundir import Store
 
-INSTALL = 'eval "$(python -m harness completion bash)"'
-"""What a person types, or writes into ~/.bashrc."""
 REQUEST_FLAGS = ("-m", "--cfg", "--from", "--help", "--resolve", "--package", "--config-dir")
 BASH = r"""_harness_completion() {
     local line="${COMP_LINE:0:COMP_POINT}" ask
@@ -33,6 +32,11 @@ BASH = r"""_harness_completion() {
     fi
 }
 complete -o default -F _harness_completion harness python python3"""
+
+
+def install() -> str:
+    """What a person types, or writes into ~/.bashrc."""
+    return f'eval "$({commands.verb("completion bash")})"'
 
 
 def candidates(line: str) -> list[str]:
@@ -107,7 +111,7 @@ def _named(metavar: str, store: Store) -> list[str]:
 
 
 def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash",), help=f"install it: {INSTALL}")
+    parser.add_argument("shell", choices=("bash",), help=f"install it: {install()}")
     parser.add_argument("--line", metavar="LINE", help="what may follow this half-typed line, a word each")
 
 
@@ -116,4 +120,4 @@ def _completion(arguments: Namespace) -> int:
     return 0
 
 
-COMPLETION = Verb("completion", f"for TAB: {INSTALL}", _arguments, _completion)
+COMPLETION = Verb("completion", "a function for bash, so that TAB offers what can be typed", _arguments, _completion)

@@ -10,6 +10,8 @@ from pathlib import Path
 from harness.bench import report, text
 from harness.cli.runs import say_next
 from harness.cli.verb import Verb
+from harness.store import commands
+from harness.store.study import asking_word
 
 
 def _bench_arguments(parser: ArgumentParser) -> None:
@@ -26,7 +28,7 @@ def _bench(arguments: Namespace) -> int:
     root = "" if Path(arguments.root) == Path("runs") else f" launch.root={shlex.quote(str(arguments.root))}"
     if found.exit_code:
         rerun = " launch.rerun=always" if found.mixed else " launch.rerun=stale"
-        print(f"next: python run.py -m study={found.study}{rerun}{root}")
+        print(f"next: {commands.request(f'-m {asking_word(Path(arguments.root), found.study)}{rerun}{root}')}")
     else:
         say_next(arguments, f"bench {found.study} --json")
     return found.exit_code

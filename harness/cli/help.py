@@ -8,25 +8,20 @@ from collections.abc import Mapping, Sequence
 from harness.cli.verb import Verb
 from harness.config.catalog import load_catalog
 from harness.config.doc import groups
+from harness.store import commands
 
 WIDTH = 80
-REQUEST = """\
-Train one cell, or a set of them.
-
-python run.py                               2 ranks, CPU, real text
-python run.py engine=ddp dtype=bf16_comm    choose options: GROUP=OPTION
-python run.py train.steps=50                change settings: GROUP.KEY=VALUE
-python run.py -m sharding=no_shard,optim    a set of cells
-python run.py -m study=parity_pair          a study: sweeps/, or ./FILE
-python run.py launch.dry_run=true           what would run; nothing starts
-python run.py --cfg job                     the whole configuration
-python run.py --from RUN train.steps=50     that frozen cell again, changed
-python -m harness --help                    verdicts, costs, how runs fare
-
-docs/quickstart.md takes five minutes; docs/configuration.md has every setting.
-
-Groups and their options:
-"""
+REQUESTS = {
+    "": "2 ranks, CPU, real text",
+    "engine=ddp dtype=bf16_comm": "choose options: GROUP=OPTION",
+    "train.steps=50": "change settings: GROUP.KEY=VALUE",
+    "-m sharding=no_shard,optim": "a set of cells",
+    "-m study=parity_pair": "a study: sweeps/, or ./FILE",
+    "launch.dry_run=true": "what would run; nothing starts",
+    "--cfg job": "the whole configuration",
+    "--from RUN train.steps=50": "that frozen cell again, changed",
+}
+"""What to type after the program, and what it does."""
 LAST = ("fault",)
 """Groups whose options fill a screen of their own."""
 
@@ -36,7 +31,20 @@ def request_help() -> str:
     options = load_catalog().options
     names = sorted(options, key=lambda name: (name in LAST, name))
     sentences = groups()
-    return "\n".join([REQUEST, *(line for name in names for line in _group(name, options[name], sentences))])
+    typed = {commands.request(words): about for words, about in REQUESTS.items()}
+    typed[commands.verb("--help")] = "verdicts, costs, how runs fare"
+    size = max(map(len, typed))
+    head = [
+        "Train one cell, or a set of them.",
+        "",
+        *(f"{command:<{size}}  {about}" for command, about in typed.items()),
+        "",
+        "docs/quickstart.md takes five minutes; docs/configuration.md has every setting.",
+        "",
+        "Groups and their options:",
+        "",
+    ]
+    return "\n".join([*head, *(line for name in names for line in _group(name, options[name], sentences))])
 
 
 def _group(name: str, options: Sequence[str], sentences: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,7 @@ from harness.bisect.trials import Request
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
+from harness.store import commands
 from harness.store.judged import keep
 from harness.store.rundir import Store
 from harness.store.screen import painted
@@ -60,7 +61,7 @@ def _two_runs(arguments: Namespace) -> list[str]:
         problem = (
             "the following arguments are required: RUN RUN" if len(words) < 2 else f"takes 2 runs, not {len(words)}"
         )
-        fix = "python -m harness compare RUN RUN, or compare --code OLD NEW KEY=VALUE ..."
+        fix = f"{commands.verb('compare RUN RUN')}, or compare --code OLD NEW KEY=VALUE ..."
         raise refuse(" ".join(["compare", *words]), problem, fix=fix)
     return words
 
@@ -121,7 +122,7 @@ def _judged(arguments: Namespace) -> StudyVerdict:
         store = Store(arguments.root)
         return against([store.find(word).path for word in words], store.find(arguments.control).path)
     if len(words) > 1:
-        fix = "python -m harness verdict RUN ... --control RUN"
+        fix = commands.verb("verdict RUN ... --control RUN")
         raise refuse(" ".join(["verdict", *words]), f"takes 1 study, not {len(words)}; runs need a control", fix=fix)
     return verdict(arguments.root, words[0])
 

@@ -14,8 +14,7 @@ from harness.cli.verb import Verb
 from harness.cli.verbs import KINDS, VERBS
 from harness.config.errors import refuse
 from harness.config.hints import nearest
-
-PROGRAM = "python -m harness"
+from harness.store import commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,18 +42,18 @@ def read(words: Sequence[str]) -> tuple[Verb, argparse.Namespace]:
         SystemExit: help was asked for (code 0).
     """
     if words and words[0] in ("-h", "--help"):
-        print(verbs_help(PROGRAM, KINDS))
+        print(verbs_help(commands.verb(), KINDS))
         raise SystemExit(0)
     _check_verb(words)
     verb = next((each for each in VERBS if each.name == words[0]), None)
     if verb is None:
-        raise refuse(words[0], "stands before the verb", fix=f"{PROGRAM} VERB {words[0]} ...")
+        raise refuse(words[0], "stands before the verb", fix=f"{commands.verb()} VERB {words[0]} ...")
     return verb, parser_of(verb).parse_intermixed_args(words[1:])  # options stand anywhere among the other words
 
 
 def parser_of(verb: Verb) -> argparse.ArgumentParser:
     """What reads the words after a verb."""
-    parser = _Parser(prog=f"{PROGRAM} {verb.name}", description=verb.summary)
+    parser = _Parser(prog=f"{commands.verb()} {verb.name}", description=verb.summary)
     parser.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
     verb.add_arguments(parser)
     return parser
@@ -63,10 +62,10 @@ def parser_of(verb: Verb) -> argparse.ArgumentParser:
 def _check_verb(words: Sequence[str]) -> None:
     names = [verb.name for verb in VERBS]
     if not words:
-        raise refuse(PROGRAM, "needs a verb", choices=", ".join(names), fix=f"{PROGRAM} --help")
+        raise refuse(commands.verb(), "needs a verb", choices=", ".join(names), fix=f"{commands.verb()} --help")
     if words[0] not in names and not words[0].startswith("-"):
         meant = nearest(words[0], names)
-        fix = f"did you mean {' or '.join(meant)}?" if meant else f"{PROGRAM} --help"
+        fix = f"did you mean {' or '.join(meant)}?" if meant else f"{commands.verb()} --help"
         raise refuse(words[0], "no such verb", choices=", ".join(names), fix=fix)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from harness.cli.verb import Verb
+from harness.store import commands
 from harness.store.rundir import Store
 from harness.study.rehearse import Rehearsal, rehearse
 
@@ -51,7 +53,7 @@ def text(found: Rehearsal) -> str:
     else:
         head = f"DIFFERENT: {len(found.differences)} differences, the first: {found.differences[0]}"
     lines = [head, *(f"  {each}" for each in found.differences[1:SHOWN])]
-    return "\n".join([*lines, f"next: python -m harness show {found.resumed}"])
+    return "\n".join([*lines, f"next: {commands.verb(f'show {shlex.quote(str(found.resumed))}')}"])
 
 
 REHEARSE = Verb("rehearse", "stop a run after a step, go on, and hold every number against it", _arguments, _rehearse)

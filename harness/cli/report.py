@@ -12,6 +12,7 @@ from harness.cli.judge import keep_verdict
 from harness.cli.runs import say_next
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
+from harness.store import commands
 from harness.store.files import write_atomic
 from harness.store.rundir import CONFIG, Store
 from harness.store.study import read_study
@@ -75,7 +76,7 @@ def _where(arguments: Namespace) -> tuple[str, str]:
             f"report {arguments.study}",
             f"no study of this name was run under {root}",
             choices=", ".join(store.studies()) or "none yet",
-            fix="python run.py -m study=NAME",
+            fix=commands.request("-m study=NAME"),
         )
     return root, name
 
@@ -83,7 +84,7 @@ def _where(arguments: Namespace) -> tuple[str, str]:
 def _command(arguments: Namespace, root: str, name: str) -> str:
     under = "" if Path(root) == Path("runs") else f" --root {shlex.quote(root)}"
     flags = " --archived" * arguments.archived + " --markdown" * arguments.markdown
-    return f"python -m harness report {shlex.quote(name)}{flags}{under}"
+    return commands.verb(f"report {shlex.quote(name)}{flags}{under}")
 
 
 def _write(target: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from harness.cli.verb import Verb
 from harness.launch.control import cancel, retry
 from harness.launch.slurm.scheduler import probe
 from harness.launch.watch import watch
-from harness.store import status
+from harness.store import commands, status
 from harness.store.gc import gc
 from harness.store.rundir import Store
 from harness.store.show import diff, show
@@ -24,7 +24,7 @@ def say_next(arguments: Namespace, *verbs: str) -> None:
     """End with the commands most likely to follow, under the same root."""
     root = "" if Path(arguments.root) == Path("runs") else f" --root {shlex.quote(str(arguments.root))}"
     for verb in verbs:
-        print(f"next: python -m harness {verb}{root}")
+        print(f"next: {commands.verb(f'{verb}{root}')}")
 
 
 def _watch_arguments(parser: ArgumentParser) -> None:

@@ -13,14 +13,16 @@ from pathlib import Path
 
 from harness.config.errors import BadRequest, Violation, refuse
 from harness.config.faults import NONE, corpus
+from harness.store import provenance
 
-_CHECKOUT = Path(__file__).resolve().parents[2]
-_INSTALLED = Path(__file__).resolve().parents[1] / "shipped"
-ROOT = _INSTALLED if _INSTALLED.is_dir() else _CHECKOUT
-"""Where `run.py`, `conf/` and `sweeps/` lie: in a checkout beside the package, in an installed one inside it."""
+ROOT = provenance.ROOT
+"""Where `conf/` and `sweeps/` lie."""
+
+STUDIES = "study"
+"""The group of studies: `sweeps/` here, `study/` in a folder of one's own."""
 
 STUDY_FILE = "from_file"
-"""What Hydra calls the study whose file was named by its path."""
+"""What Hydra calls the study whose file is the user's own."""
 
 NULLABLE = ("study", "experiment", "debug")
 """Groups that need no option."""
@@ -71,11 +73,16 @@ def own_folder() -> Path | None:
 
 
 def study_path(value: str) -> Path | None:
-    """The file that `study=VALUE` names, absolute; None where VALUE is a name in `sweeps/`."""
+    """The file that `study=VALUE` names, by its path or by its name in a user's own folder, absolute.
+
+    None where VALUE is a name in `sweeps/`, or nowhere.
+    """
     bare = value.strip().strip("'\"")
-    if "/" not in bare and not bare.endswith((".yaml", ".yml")):
-        return None
-    return Path(os.path.abspath(os.path.expanduser(bare)))
+    if "/" in bare or bare.endswith((".yaml", ".yml")):
+        return Path(os.path.abspath(os.path.expanduser(bare)))
+    own = own_folder()
+    file = own / STUDIES / f"{bare}.yaml" if own is not None else None
+    return file if file is not None and file.is_file() else None
 
 
 @functools.cache
@@ -104,7 +111,7 @@ def file_of(group: str, name: str) -> Path:
 @functools.cache
 def _catalog(own: Path | None) -> Catalog:
     shipped = {folder.name: _stems(folder) for folder in _folders()}
-    shipped |= {"study": _stems(ROOT / "sweeps"), "fault": tuple(sorted((*corpus(), NONE)))}
+    shipped |= {STUDIES: _stems(ROOT / "sweeps"), "fault": tuple(sorted((*corpus(), NONE)))}
     if own is None:
         return Catalog(shipped)
     added = {group: _stems(own / group) for group in _own_groups()}
@@ -128,7 +135,7 @@ def _folders() -> list[Path]:
 @functools.cache
 def _own_groups() -> tuple[str, ...]:
     """Groups that a file of one's own can add an option to."""
-    return tuple(sorted(folder.name for folder in _folders()))
+    return tuple(sorted((*(folder.name for folder in _folders()), STUDIES)))
 
 
 def _stems(folder: Path) -> tuple[str, ...]:

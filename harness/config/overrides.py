@@ -25,6 +25,7 @@ from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, explain_setting, nearest
 from harness.config.root import OPEN_DICTS, typed_root
+from harness.store import commands
 
 MAX_SWEEP = 100_000
 """Most values one axis may have; beyond it a range was mistyped."""
@@ -96,7 +97,7 @@ def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
     if override.is_interval_sweep():
         return [Violation(text, "has no values to go through", fix=f"{key}=range(START,STOP,STEP) or a list of values")]
     if override.is_sweep_override() and not multirun:
-        fix = f"python run.py -m {shlex.quote(text)}, or {key}=[...] for a list"
+        fix = f"{commands.request(f'-m {shlex.quote(text)}')}, or {key}=[...] for a list"
         return [Violation(text, "names several values, which makes several cells", fix=fix)]
     return []
 

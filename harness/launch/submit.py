@@ -18,7 +18,7 @@ from harness.launch.plan import Action, Decision
 from harness.launch.slurm import steps, submission
 from harness.launch.terminal import RunDisplay, Terminal
 from harness.launch.waiting import wait_for
-from harness.store import screen
+from harness.store import commands, screen
 from harness.store.errors import EXIT_BUSY
 from harness.store.identity import directory_name
 from harness.store.rundir import RunDir, Store
@@ -163,7 +163,7 @@ class _Request:
         else:
             verbs = [f"show {ref}", f"watch {study}"]
         where = "" if self._store.root == Path("runs").absolute() else f" --root {shlex.quote(str(self._store.root))}"
-        return [f"python -m harness {verb}{where}" for verb in verbs]
+        return [commands.verb(f"{verb}{where}") for verb in verbs]
 
 
 def _labels(cells: Sequence[Cell]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A study's pictures as files, drawn by `harness.analysis.plot`."""
+"""A study's figures as PNG files: those of its report."""
 
 from __future__ import annotations
 
@@ -6,29 +6,30 @@ from pathlib import Path
 
 from harness.parity import StudyVerdict
 
-SIZE, DPI = (9.0, 5.0), 150
-"""Inches, and dots an inch."""
+DPI = 150
+"""Dots an inch."""
 
 
-def pictures(found: StudyVerdict, folder: Path) -> list[Path]:
-    """Draw the losses of each control and its arms.
+def pictures(root: Path, found: StudyVerdict, folder: Path) -> list[Path]:
+    """Draw what a report of the study shows.
+
+    Args:
+        root: the store.
+        found: the study's verdict.
+        folder: where the files go, each named by its title.
 
     Returns:
-        PNG files in `folder`; none where the study has no arm, or matplotlib or pandas is not installed.
+        the files; none where matplotlib or pandas is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import pyplot as plt
 
-        from harness.analysis import load, plot
+        from harness.analysis import figures, judge
     except ImportError:
         return []
     drawn = []
-    for number, control in enumerate(dict.fromkeys(arm.control for arm in found.arms)):
-        figure = Figure(figsize=SIZE, dpi=DPI, layout="constrained")
-        ax = figure.subplots()
-        plot.losses(load.steps([control, *(arm.arm for arm in found.arms if arm.control == control)]), ax)
-        figure.legend(loc="outside right upper", fontsize=7)
-        ax.set_title(f"{found.study}: control {Path(control).name}")
-        drawn.append(folder / f"loss_{number}.png")
-        figure.savefig(drawn[-1])
+    for each in figures.figures(judge.study(root, found.study, verdict=found)):
+        drawn.append(folder / f"{each.title.lower().replace(' ', '_')}.png")
+        each.figure.savefig(drawn[-1], dpi=DPI)
+        plt.close(each.figure)
     return drawn

@@ -75,7 +75,7 @@ def push(root: Path, study: str, mode: WandbMode) -> Pushed:
     folder = root / study / "wandb" / FILES
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    drawn = pictures(found, folder)
+    drawn = pictures(root, found, folder)
     _write(folder, found, read_study(root, study), as_json(board))
     _log(run, found, drawn)
     run.log_artifact(_artifact(found, folder))

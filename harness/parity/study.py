@@ -13,9 +13,10 @@ from harness.parity.compare import CHECKOUT, judge
 from harness.parity.outcome import Outcome, StudyVerdict, Verdict
 from harness.parity.record import load
 from harness.parity.tiers.seeds import over_seeds
+from harness.store import commands
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, Store, flatten
-from harness.store.study import read_study
+from harness.store.study import asking_word, read_study
 
 REPETITION = "train.replicate"
 MANY = 64
@@ -40,7 +41,11 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
     absent = _absent(Store(root).root / study, record)
     if absent:
         text = f"{len(absent)} of {len(record['cells'])} cells were never started: {', '.join(absent[:4])}"
-        raise refuse(f"verdict {study}", text, fix=f"python run.py -m study={study} starts what is missing")
+        raise refuse(
+            f"verdict {study}",
+            text,
+            fix=f"{commands.request(f'-m {asking_word(Path(root), study)}')} starts what is missing",
+        )
     return _judged(Store(root).root / study, record, sources)
 
 
@@ -64,7 +69,8 @@ def _record(root: Path, study: str) -> dict[str, Any]:
     if record is None:
         raise _unknown(root, study)
     if not any(cell["control"] for cell in record["cells"]):
-        fix = f"control: {{sharding: no_shard}} in sweeps/{study}.yaml, then python run.py -m study={study}"
+        again = commands.request(f"-m {asking_word(root, study)}")
+        fix = f"control: {{sharding: no_shard}} in the study's file, then {again}"
         raise refuse(f"study.control of {study}", "is empty: an arm needs something to be held against", fix=fix)
     return record
 
@@ -139,4 +145,4 @@ def _repetitions(controls: list[Path]) -> list[tuple[Path, Path]]:
 def _unknown(root: Path, study: str) -> Exception:
     known = ", ".join(name for name in Store(root).studies() if read_study(root, name) is not None) or "none yet"
     text = f"no study of this name was run under {root}"
-    return refuse(f"verdict {study}", text, choices=known, fix="python run.py -m study=NAME")
+    return refuse(f"verdict {study}", text, choices=known, fix=commands.request("-m study=NAME"))

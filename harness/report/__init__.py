@@ -1,7 +1,7 @@
 """A study on one page: `python -m harness report STUDY`.
 
 contents   what is told: verdicts, tables, failures, provenance; plain values
-pictures   figures of the study, as SVG
+pictures   its figures (`harness.analysis.figures`), as SVG
 page       contents and pictures as one HTML file that needs nothing else
 markdown   the same without pictures, for a pull request
 """

@@ -17,11 +17,12 @@ from harness.analysis.judge import Study, verdicts
 from harness.parity.outcome import Finding, percent
 from harness.parity.telling.explain import OUTCOMES
 from harness.report.origin import Origin, origins
-from harness.store import provenance
+from harness.store import commands, provenance
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.reading import read_text
 from harness.store.rundir import RunDir
+from harness.store.study import asking_word
 
 MOST_LINES = 60
 """Lines of an error that are shown; its file has all."""
@@ -141,7 +142,7 @@ def _made() -> str:
 
 def _commands(name: str, root: Path | str, command: str) -> list[str]:
     under = "" if Path(root) == Path("runs") else f" launch.root={shlex.quote(str(root))}"
-    return [f"python run.py -m study={shlex.quote(name)}{under}", command]
+    return [commands.request(f"-m {asking_word(Path(root), name)}{under}"), command]
 
 
 def _verdicts(study: Study) -> Table:

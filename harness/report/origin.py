@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.analysis.judge import Study
-from harness.store import provenance
+from harness.store import commands, provenance
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, flatten
 
@@ -66,7 +66,7 @@ def _run(row: Any, facts: Mapping[str, str], common: Mapping[str, str]) -> Run:
         path=str(run.path),
         state=str(row.state),
         overrides=shlex.join(typed),
-        command=f"python run.py --from {shlex.quote(str(run.path))}",
+        command=commands.request(f"--from {shlex.quote(str(run.path))}"),
         attempts=len(run.attempts()),
         facts=_ordered(own),
     )

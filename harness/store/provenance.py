@@ -27,6 +27,12 @@ from harness.store.shapes import PROVENANCE
 PACKAGE = Path(__file__).resolve().parents[1]
 """Folder of the `harness` package."""
 
+SHIPPED = "shipped"
+"""The folder in an installed package that holds what a checkout has beside it."""
+
+ROOT = PACKAGE / SHIPPED if (PACKAGE / SHIPPED).is_dir() else PACKAGE.parent
+"""Where `run.py`, `conf/` and `sweeps/` lie: in a checkout beside the package, in an installed one inside it."""
+
 SOURCES = (
     *("worker", "train", "checkpoint", "control.py", "engines", "models", "data", "fsdp"),
     *("config/derived.py", "config/schedule.py", "config/data_source.py"),

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import yaml
 
-from harness.store import identity, shapes, status
+from harness.store import commands, identity, shapes, status
 from harness.store.errors import Busy, StoreError
 from harness.store.files import Lock, held, write_atomic
 from harness.store.reading import folder_names, read_json, read_text, read_yaml
@@ -165,7 +165,7 @@ class RunDir:
         if lock is None:
             present = self.status()
             owner = f"process {present.pid} on {present.host}" if present and present.pid else "another process"
-            raise Busy(f"{self.path} is in use by {owner}; wait for it or run: python -m harness watch")
+            raise Busy(f"{self.path} is in use by {owner}; wait for it or run: {commands.verb('watch')}")
         return lock
 
     def adopt(self, cell: CellLike) -> None:
@@ -364,7 +364,7 @@ class Store:
         text = read_text(self.root / LAST)
         run = None if text is None else RunDir(self.root / text.strip())
         if run is None or not os.path.isfile(run.path / CONFIG):
-            raise StoreError(f"@last: nothing was run under {self.root} yet; start with: python run.py")
+            raise StoreError(f"@last: nothing was run under {self.root} yet; start with: {commands.request()}")
         return run
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,13 @@ def study_record(cells: Sequence[CellLike], controls: Mapping[str, str]) -> dict
             for cell in cells
         ],
     }
+
+
+def asking_word(root: Path, study: str) -> str:
+    """The word that asks for a study again, ready for a shell: its name, or the path by which it was last asked for."""
+    record = read_study(root, study)
+    typed = [word for cell in record["cells"] for word in cell.get("overrides", ())] if record else []
+    return shlex.quote(next((word for word in typed if word.startswith("study=")), f"study={study}"))
 
 
 def read_study(root: Path, study: str) -> dict[str, Any] | None:

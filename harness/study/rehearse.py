@@ -116,7 +116,7 @@ def _check(run: RunDir, config: Mapping[str, Any], preempt_at: int, changes: Seq
 def _call(words: Sequence[str], store: Path, expected: int) -> None:
     store.mkdir(parents=True, exist_ok=True)
     log = store / "rehearsal.log"
-    script = provenance.PACKAGE.parent / "run.py"
+    script = provenance.ROOT / "run.py"
     with log.open("ab") as output:
         command = [sys.executable, str(script), *words, f"launch.root={quote(str(store))}"]
         code = subprocess.run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from harness.config.overrides import check_overrides
 from harness.config.schema import Backend, StudyConfig
 from harness.launch.order import is_timed
 from harness.launch.slurm.steps import in_allocation
+from harness.store import commands
 from harness.store.study import write_study
 from harness.study.cells import Composer, Desired, desired
 from harness.study.expand import expand
@@ -28,7 +30,11 @@ def refuse_study(overrides: Sequence[str]) -> None:
     """
     chosen = [text for text in overrides if text.startswith("study=") and text != "study=null"]
     if chosen:
-        raise refuse(chosen[0], "a study is a set of cells, and one is asked for", fix=f"python run.py -m {chosen[0]}")
+        raise refuse(
+            chosen[0],
+            "a study is a set of cells, and one is asked for",
+            fix=commands.request(f"-m {shlex.quote(chosen[0])}"),
+        )
 
 
 def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) -> int:
@@ -82,7 +88,7 @@ def _carried_out_as_one(cells: Sequence[Cell]) -> None:
         raise refuse(
             "cluster=slurm measure=bench",
             "makes jobs that run at different times on different machines, and their step times cannot be compared",
-            fix="salloc --nodes=N ... python run.py ...: inside one allocation, cells are its steps, one by one",
+            fix=f"salloc --nodes=N ... {commands.request('...')}: inside one allocation, cells are its steps",
         )
 
 

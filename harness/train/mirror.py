@@ -14,7 +14,7 @@ from pathlib import Path
 
 from harness.config.mirror import mirror_mode
 from harness.config.schema import Config, WandbMode
-from harness.store import status
+from harness.store import commands, status
 from harness.store.errors import StoreError
 from harness.store.provenance import PACKAGE
 
@@ -81,7 +81,7 @@ class Mirror:
 
     def _fail(self, why: str) -> None:
         self._process = None
-        text = f"wandb mirror: {why}; the record is whole without it: python -m harness sync {self._run_dir}"
+        text = f"wandb mirror: {why}; the record is whole without it: {commands.verb(f'sync {self._run_dir}')}"
         self._warn(text)
         with contextlib.suppress(OSError, StoreError):
             status.note(self._run_dir, mirror=text)

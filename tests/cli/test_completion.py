@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli.completion import INSTALL, candidates
+from harness.cli.completion import candidates, install
 from harness.cli.help import request_help
 from harness.cli.main import main
 from harness.config.catalog import load_catalog
@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_bash_completes_what_is_typed(folder: Path) -> None:
     ask = 'COMP_LINE="$1"; COMP_POINT=${#COMP_LINE}; COMPREPLY=(); _harness_completion; echo "[${COMPREPLY[*]}]"'
     asked = "\n".join([f"ask() {{ {ask}; }}", *(f"ask '{line}'" for line in ASKED)])
-    script = f"{INSTALL}\ncomplete -p python harness\n{asked}"
+    script = f"{install()}\ncomplete -p python harness\n{asked}"
     environment = os.environ | {
         "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
         "PYTHONPATH": str(Path(__file__).parents[2]),

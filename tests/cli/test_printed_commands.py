@@ -16,7 +16,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checks.bad_requests import Asker, BadRequest
+from harness.cli.arguments import read_arguments
 from harness.cli.main import main, read
+from harness.store import commands as commands_printed
 from harness.store import provenance
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, edit_json, write
@@ -129,6 +131,25 @@ def test_a_verb_is_understood_and_a_reading_one_carried_out(
         assert not {"RUN", "STUDY"} & set(then), "what is next can be typed as printed"
         if then[1:3] == ["-m", "harness"] and read(then[3:])[0].name in READS:
             assert main(then[3:]) != 2, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["watch lab --once", "show RUN", "diff RUN RUN", "verdict lab", "report lab"])
+def test_what_the_console_script_prints_is_typed_as_the_console_script(
+    words: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv(commands_printed.TYPED, "harness")
+    assert main(filled(words, folder)) == 0
+    out, err = capsys.readouterr()
+    assert "python" not in out + err
+    typed = [shlex.split(each) for each in re.findall("^next: (.*)", out, re.M)]
+    assert typed
+    for then in typed:
+        assert then[0] == "harness"
+        if then[1] == "run":
+            assert read_arguments(then[2:]).overrides
+        else:
+            assert read(then[1:])
 
 
 @pytest.mark.parametrize("command", of("make "))

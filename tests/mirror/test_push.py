@@ -71,12 +71,14 @@ def test_a_study_is_one_run_however_often_it_is_pushed(
     assert [(row["check"], row["observed"]) for row in evidence] == [
         (each.check, str(each.observed)) for arm in found.arms for each in arm.evidence
     ]
-    assert len(list(folder.glob("offline-run-*/files/media/images/pictures/*.png"))) == 1
+    drawn = {path.stem for path in (folder / "verdicts").glob("*.png")}
+    assert drawn == {"loss", "distance_to_the_control", "gradients", "step_time", "traffic"}
+    assert len(list(folder.glob("offline-run-*/files/media/images/pictures/*.png"))) == len(drawn)
     (artifact,) = (each.artifact for each in records if each.artifact.type == "verdict")
     assert {entry.path for entry in artifact.manifest.contents} == {
         each.name for each in (folder / "verdicts").iterdir()
     }
-    assert {"verdict.json", "dashboard.json", "loss_0.png"} <= {entry.path for entry in artifact.manifest.contents}
+    assert {"verdict.json", "dashboard.json", "loss.png"} <= {entry.path for entry in artifact.manifest.contents}
     assert not [path for path in folder.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
 
 

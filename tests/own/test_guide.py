@@ -15,6 +15,7 @@ import pytest
 from harness.config import catalog
 from harness.config.compose import composed
 from harness.config.errors import BadRequest
+from harness.config.overrides import check_overrides
 from harness.engines.describe import Unusable
 from harness.store import provenance
 from harness.worker.describe import described
@@ -60,9 +61,14 @@ def test_the_guides_commands_do_what_it_says(tmp_path: Path) -> None:
     for command in COMMANDS:
         program, *words = shlex.split(command.replace("RUN RUN", "ARM CONTROL"))[1:]
         if program == "run.py":
-            if "--config-dir" in words:
-                (folder / "conf").rename(folder / "no-conf")
+            beside = folder / ("conf" if "--config-dir" in words else "none")
+            aside = beside.rename(folder / "no-conf") if beside.exists() else None
             done = typed(folder, str(ROOT / "run.py"), *words, *SMALL)
+            if aside:
+                aside.rename(beside)
+        elif "compare" not in words:
+            done = typed(folder, program, *words)
+            assert "EQUAL: " in done.stdout or "EQUIVALENT: " in done.stdout
         else:
             control, arm = sorted(folder.glob("runs/adhoc/ext-*dp2*"), key=lambda path: "ddp" in path.name)
             done = typed(folder, program, *[{"ARM": str(arm), "CONTROL": str(control)}.get(w, w) for w in words])
@@ -131,6 +137,9 @@ def test_options_lie_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest
     assert "mixer" in catalog.load_catalog().options["model"]
     assert composed(["model=mixer"]).model.target == "my_model:Workload"
     assert composed(["experiment=words"]).optimizer.target == "my_optimizer:Lion"
+    assert catalog.study_path("shards") == tmp_path / "conf" / "study" / "shards.yaml"
+    assert catalog.study_path("parity_pair") is None
+    assert [word.values for word in check_overrides(["study=shards"], multirun=True)] == [("shards",)]
     (tmp_path / "hides" / "conf" / "model").mkdir(parents=True)
     (tmp_path / "hides" / "conf" / "model" / "tiny.yaml").write_text("family: llama\n")
     monkeypatch.chdir(tmp_path / "hides")

@@ -67,11 +67,17 @@ def test_a_mistake_in_a_file_names_the_file(file: str, content: str, told: list[
     assert "full_key" not in message
 
 
-def test_a_study_is_named_by_the_path_of_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As run.py asks: Hydra is told a name of ours, and what is recorded is the path as it was typed."""
-    (tmp_path / "my study.yaml").write_text("name: mine\ngrid: {train.seed: [1, 2]}\nbase: {data: synthetic}\n")
+@pytest.mark.parametrize(
+    ("file", "word"), [("my study.yaml", "study='./my study.yaml'"), ("conf/study/seeds.yaml", "study=seeds")]
+)
+def test_a_study_of_ones_own_is_named_by_its_path_or_in_conf(
+    file: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As run.py asks: Hydra is told a name of ours, and what is recorded is what was typed."""
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).write_text("name: mine\ngrid: {train.seed: [1, 2]}\nbase: {data: synthetic}\n")
     monkeypatch.chdir(tmp_path)
-    typed = ["study='./my study.yaml'", "train.steps=3", "train.warmup_steps=0"]
+    typed = [word, "train.steps=3", "train.warmup_steps=0"]
     check_overrides(typed, multirun=True)
     words = hydra_words(typed)
     study_file.register(typed)

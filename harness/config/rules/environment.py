@@ -21,6 +21,7 @@ from harness.config.errors import Violation
 from harness.config.mirror import has_key, mirror_mode, server
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Backend, CkptPolicy, Config, Device, EngineName, Registration, WandbMode
+from harness.store import commands
 from harness.store.provenance import versions
 
 ALLOCATORS = ("megatron", "apex")
@@ -90,7 +91,7 @@ def mirror_can_start(request: Request) -> Iterator[Violation]:
         yield Violation(
             subject,
             f"{where} for {server(os.environ)}",
-            fix="wandb login, or wandb=offline and `python -m harness sync` later",
+            fix=f"wandb login, or wandb=offline and `{commands.verb('sync')}` later",
         )
 
 

@@ -6,49 +6,42 @@ paths are quoted.
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 from harness.parity.outcome import Finding, Grade, Outcome
 from harness.parity.record import Record
 from harness.parity.reference import BOUNDS
+from harness.store.commands import request, shown, verb
 
 VOUCH = "measure.vouch"
 """The setting by which a run vouches for its steps."""
 
 
-def shown(path: Path | str) -> str:
-    """A path as one would type it here."""
-    relative = os.path.relpath(path)
-    return shlex.quote(relative if not relative.startswith("..") else str(path))
-
-
 def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) -> tuple[str, ...]:
     """What makes two runs comparable that are not; where no command does, the one that says in what they differ."""
     if differing[0].check == BOUNDS:
-        return (f"python run.py --from {shown(control.path)} experiment=oracle mesh=one",)
+        return (_again(control, "experiment=oracle", "mesh=one"),)
     commands = []
     for run in (arm, control):
         text = " ".join(run.problems)
         if "stale" in text:
-            commands.append(f"python run.py --from {shown(run.path)} launch.rerun=stale")
+            commands.append(_again(run, "launch.rerun=stale"))
         elif run.problems:
-            commands.append(f"python run.py --from {shown(run.path)}")
-    return tuple(commands) or (f"python -m harness diff {shown(arm.path)} {shown(control.path)}",)
+            commands.append(_again(run))
+    return tuple(commands) or (verb(f"diff {shown(arm.path)} {shown(control.path)}"),)
 
 
 def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:
     """The commands after a verdict on comparable runs, the most useful first."""
-    judge = f"python -m harness compare {shown(arm.path)} {shown(control.path)}"
+    judge = verb(f"compare {shown(arm.path)} {shown(control.path)}")
     tensor = next((f for f in findings if f.tensor and f.step in arm.captures and f.step in control.captures), None)
     if tensor is not None and tensor.tensor in arm.captures[tensor.step or 1].tensors:
         step = f" --step {tensor.step}" if tensor.step != 1 else ""
         return (
             f"{judge} --tensor {shlex.quote(str(tensor.tensor))}{step}",
             *_deciding(outcome, arm, control, findings)[:1],
-            f"python -m harness diff {shown(arm.path)} {shown(control.path)}",
+            verb(f"diff {shown(arm.path)} {shown(control.path)}"),
         )
     return _deciding(outcome, arm, control, findings) or (f"{judge} --json",)
 
@@ -96,4 +89,4 @@ def _word(value: object) -> str:
 
 
 def _again(run: Record, *words: str) -> str:
-    return f"python run.py --from {shown(run.path)} {' '.join(words)}"
+    return request(f"--from {shown(run.path)} {' '.join(words)}")

@@ -20,7 +20,7 @@ from typing import Any
 from harness.config.overrides import quote
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict
 from harness.parity.telling.looks import LOOKS, MEASURES, Look
-from harness.parity.telling.wording import shown
+from harness.store import commands
 from harness.store.files import write_atomic
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import RunDir, flatten, read_summary
@@ -50,7 +50,7 @@ def scripted(*verdicts: Verdict) -> tuple[tuple[Verdict, ...], str]:
         except OSError as error:
             complaint = complaint or f"no minimal script was written beside the verdict: {error}"
             path = None
-        done.append(each if path is None else replace(each, script=f"python {shown(path)}"))
+        done.append(each if path is None else replace(each, script=commands.script(path)))
     return tuple(done), complaint
 
 

@@ -9,10 +9,9 @@ from harness.parity.outcome import Finding, Grade, Outcome, Verdict, percent
 from harness.parity.record import Record
 from harness.parity.reference import BOUNDS
 from harness.parity.telling import deciding
-from harness.parity.telling.deciding import shown
 from harness.parity.tiers.admissible import Admission
 
-__all__ = ["describe", "not_comparable", "shown", "standing_for", "verdict"]
+__all__ = ["describe", "not_comparable", "standing_for", "verdict"]
 
 
 def not_comparable(arm: Record, control: Record, differing: Sequence[Finding]) -> Verdict:

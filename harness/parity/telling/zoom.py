@@ -7,9 +7,9 @@ from pathlib import Path
 from harness.config.errors import refuse
 from harness.parity.outcome import Grade, grade, percent
 from harness.parity.record import Record, load
-from harness.parity.telling.deciding import shown
 from harness.parity.tiers.envelope import REFUTED, Envelope
 from harness.parity.tiers.gradients import BLOCKS, Block, compare_tensor
+from harness.store import commands
 from harness.store.screen import table
 
 PIECES = 6
@@ -49,7 +49,7 @@ def _require(run: Record, tensor: str, step: int) -> None:
     if step not in run.captures:
         held = ", ".join(map(str, sorted(run.captures))) or "none"
         wanted = ",".join(map(str, sorted({step, *run.config["measure.capture_steps"]})))
-        fix = f'python run.py --from {shown(run.path)} "measure.capture_steps=[{wanted}]"'
+        fix = commands.request(f'--from {commands.shown(run.path)} "measure.capture_steps=[{wanted}]"')
         raise refuse(f"--step {step}", f"{run.name} did not capture it", choices=held, fix=fix)
     if tensor not in run.captures[step].tensors:
         choices = ", ".join(sorted(run.captures[step].tensors))
