@@ -9,6 +9,7 @@ from harness.bisect.settings import KeySearch
 from harness.bisect.trials import Request
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
+from harness.store.screen import INDENT, fold, width
 
 EXIT_UNDECIDED = 3
 
@@ -41,7 +42,7 @@ def _bisect(arguments: Namespace) -> int:
 
 
 def _tell(line: str) -> None:
-    print(line, flush=True)
+    print("\n".join(each for part in line.split("\n") for each in fold(part, width(), INDENT)), flush=True)
 
 
 def _commits(request: Request, good: str, bad: str) -> int:
@@ -49,7 +50,7 @@ def _commits(request: Request, good: str, bad: str) -> int:
     _tell(f"\n{found.sentence}")
     _tell_skipped(found)
     for command in found.next:
-        _tell(f"next: {command}")
+        print(f"next: {command}")
     return EXIT_UNDECIDED if found.skipped else 0
 
 
@@ -64,7 +65,7 @@ def _keys(request: Request, good: str, bad: str) -> int:
     found = KeySearch(request, good, bad, _tell).find()
     _tell(f"\n{found.sentence}")
     for command in found.next:
-        _tell(f"next: {command}")
+        print(f"next: {command}")
     return 0
 
 

@@ -83,7 +83,7 @@ def _push(arguments: Namespace) -> int:
         print(f"next: wandb sync {shlex.quote(str(made.folder))}")
     else:
         print(f"dashboard  {made.dashboard}")
-    say_next(arguments, f"sync {shlex.quote(arguments.study)}")
+    say_next(arguments, f"sync {shlex.quote(arguments.study)}{' --offline' * (mode is WandbMode.offline)}")
     return 0
 
 

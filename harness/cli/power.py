@@ -24,7 +24,7 @@ from harness.parity.power.score import (
 from harness.store.files import write_json
 from harness.store.identity import directory_name
 from harness.store.provenance import PACKAGE, git_facts, sources_digest, versions
-from harness.store.screen import table
+from harness.store.screen import INDENT, fold, table, width
 from harness.study.power import DIFFERENCES, STUDY, Kind, Pair, carry_out, pairs
 
 PARTS = ("fixed", "held_out", "all")
@@ -85,13 +85,14 @@ def text(judged: list[Judged]) -> str:
         if each.kind == "faulty" or each.caught
     ]
     head = ("fault", "strength", "against", "verdict", "tier", "step", "named", "is in")
-    lines = table(head, rows)
-    lines += ["", f"faults found: {_rate(caught(judged))}", f"stage right: {_rate(placed(judged))}"]
-    lines += [f"found where runs say nothing of themselves: {_rate(caught_unwitnessed(judged))}"]
-    lines += [f"false alarms: {_rate(false_alarms(judged))}"]
+    columns = width()
+    lines = table(head, rows, columns, flexible=(2, 6, 7), folded=(2, 6, 7))
+    rates = [f"faults found: {_rate(caught(judged))}", f"stage right: {_rate(placed(judged))}"]
+    rates += [f"found where runs say nothing of themselves: {_rate(caught_unwitnessed(judged))}"]
+    rates += [f"false alarms: {_rate(false_alarms(judged))}"]
     for name, rate in published_rates(judged, "faulty").items():
-        lines.append(f"{name}: found {_rate(rate)}, alarms {_rate(published_rates(judged, 'clean')[name])}")
-    return "\n".join(lines)
+        rates.append(f"{name}: found {_rate(rate)}, alarms {_rate(published_rates(judged, 'clean')[name])}")
+    return "\n".join([*lines, "", *(line for rate in rates for line in fold(rate, columns, INDENT))])
 
 
 def _rate(rate: Rate) -> str:

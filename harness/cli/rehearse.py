@@ -11,6 +11,7 @@ from pathlib import Path
 from harness.cli.verb import Verb
 from harness.store import commands
 from harness.store.rundir import Store
+from harness.store.screen import INDENT, fold, width
 from harness.study.rehearse import Rehearsal, rehearse
 
 SHOWN = 8
@@ -52,7 +53,8 @@ def text(found: Rehearsal) -> str:
         )
     else:
         head = f"DIFFERENT: {len(found.differences)} differences, the first: {found.differences[0]}"
-    lines = [head, *(f"  {each}" for each in found.differences[1:SHOWN])]
+    told = [head, *(f"  {each}" for each in found.differences[1:SHOWN])]
+    lines = [line for each in told for line in fold(each, width(), INDENT)]
     return "\n".join([*lines, f"next: {commands.verb(f'show {shlex.quote(str(found.resumed))}')}"])
 
 

@@ -88,8 +88,16 @@ def _command(arguments: Namespace, root: str, name: str) -> str:
 
 
 def _write(target: Path, text: str) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(target, text)
+    """Write a report.
+
+    Raises:
+        BadRequest: it cannot be written there.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(target, text)
+    except OSError as error:
+        raise refuse(str(target), str(error.strerror), fix="report STUDY --out A_FILE_OF_YOUR_OWN.html") from None
 
 
 REPORT = Verb("report", "a study on one page: verdicts, tables, pictures, where it all comes from", _arguments, _report)

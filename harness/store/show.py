@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from harness.store import identity, provenance, screen, status
@@ -110,12 +110,21 @@ def _cost(summary: dict[str, Any]) -> list[str]:
     rows = summary.get("collectives") or []
     total = sum(row["bytes"] for row in rows)
     if rows:
-        lines.append(_field("traffic", f"{total:,} bytes sent in the last step:"))
-    lines += [
-        f"    {row['bucket'] or '(no bucket)':<28} {row['count']:>4} {row['kind']:<15} {row['bytes']:>14,} bytes"
-        for row in rows
-    ]
+        lines += [_field("traffic", f"{total:,} bytes sent in the last step:"), *_traffic(rows)]
     return lines
+
+
+def _traffic(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A line for each bucket and kind of collective, its columns as narrow as they can be."""
+    texts = [
+        (str(row["bucket"] or "(no bucket)"), str(row["count"]), str(row["kind"]), f"{row['bytes']:,}") for row in rows
+    ]
+    name, count, kind, size = (max(map(len, column)) for column in zip(*texts, strict=True))
+    name = min(name, max(screen.LEAST, screen.width() - count - kind - size - len("      bytes") - 5))
+    return [
+        f"    {screen.shorten(bucket, name):<{name}}  {times:>{count}} {what:<{kind}}  {sent:>{size}} bytes"
+        for bucket, times, what, sent in texts
+    ]
 
 
 def _asked(entry: dict[str, Any]) -> str:

@@ -58,7 +58,9 @@ def test_a_study_is_one_run_however_often_it_is_pushed(
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     for _ in range(2):
         assert main(["wandb", "push", "lab", "--root", str(root)]) == 0
-    assert "DIFFERENT: verdicts, evidence, pictures and the dashboard" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "DIFFERENT: verdicts, evidence, pictures and the dashboard" in out
+    assert "sync lab --offline" in out.splitlines()[-1], "what needs no key, as this needed none"
     folder = root / "lab" / "wandb"
     records = wandb_file.records(wandb_file.only_file(root / "lab"))
     opened, summary = wandb_file.run_of(records), wandb_file.summary(records)

@@ -166,6 +166,15 @@ def test_a_study_at_any_stage(left: str, tmp_path: Path, capsys: pytest.CaptureF
     assert told[left] in re.sub(r"\\", "", out)
 
 
+def test_where_it_cannot_be_written_another_place_is_named(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    words = ["report", "lab", "--root", str(store), "--markdown", "--out", str(tmp_path / "file" / "report.md")]
+    assert main(words) == 2
+    assert "report STUDY --out" in capsys.readouterr().err
+
+
 def test_the_answer_is_kept_for_tables(tmp_path: Path) -> None:
     from harness.analysis import load
 

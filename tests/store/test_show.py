@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from harness.store.show import _cost
 
 
@@ -18,3 +20,13 @@ def test_memory_by_role_and_traffic_by_bucket() -> None:
     assert traffic.endswith("369,672 bytes sent in the last step:")
     assert first.split() == ["blocks.0/float32", "4", "all_gather", "369,664", "bytes"]
     assert second.split() == ["(no", "bucket)", "1", "all_reduce", "8", "bytes"]
+
+
+@pytest.mark.parametrize("columns", [80, 60])
+def test_traffic_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    kinds = {"all_gather": "blocks.12.attention.projection/float32", "reduce_scatter": "head/bfloat16"}
+    rows = [{"kind": kind, "bucket": name, "count": 16, "bytes": 123_456_789_012} for kind, name in kinds.items()]
+    _, *lines = _cost({"accounted_bytes": {}, "collectives": rows})
+    assert [line for line in lines if len(line) > columns] == []
+    assert all("123,456,789,012 bytes" in line for line in lines)
