@@ -34,14 +34,17 @@ def _watch_arguments(parser: ArgumentParser) -> None:
 
 def _watch(arguments: Namespace) -> int:
     store = Store(arguments.root)
-    code = watch(store, arguments.study, follow=not arguments.once)
-    newest = max(store.runs(arguments.study), key=lambda run: run.path.stat().st_mtime)
-    study = newest.path.parent.name
-    signatures = [run.path.name.rpartition("-")[2] for run in store.runs(study)]
-    say_next(
-        arguments, f"retry {study}" if code else judging_verb(store.root, study, signatures, f"show {signatures[0]}")
-    )
-    return code
+    seen = watch(store, arguments.study, follow=not arguments.once)
+    bad = {one.study for one in seen if one.bad}
+    runs = [run for run in store.runs(arguments.study) if not bad or run.path.parent.name in bad]
+    study = max(runs, key=lambda run: run.path.stat().st_mtime).path.parent.name
+    if bad:
+        say_next(arguments, f"retry {study}")
+        return 1
+    siblings = store.runs(study)
+    ends = [store.short(run) for run in dict.fromkeys((siblings[0], siblings[-1]))]
+    say_next(arguments, judging_verb(store.root, study, ends, f"show {ends[0]}"))
+    return 0
 
 
 def _run_argument(parser: ArgumentParser) -> None:
@@ -49,18 +52,18 @@ def _run_argument(parser: ArgumentParser) -> None:
 
 
 def _show(arguments: Namespace) -> int:
-    run, jobs = Store(arguments.root).find(arguments.run), probe()
+    store = Store(arguments.root)
+    run, jobs = store.find(arguments.run), probe()
     print(show(run, jobs))
     if notes := run.config().get("notes"):
         print(f"  notes      {notes}")
     found = status.effective(run.path, jobs)
-    name = run.signature()[:8]
+    name = store.short(run)
     if found is not None and found.state in (State.failed, State.lost, State.cancelled, State.preempted):
         say_next(arguments, f"retry {name}")
     else:
-        siblings = Store(arguments.root).runs(run.path.parent.name)
-        others = [each.path.name.rpartition("-")[2] for each in siblings if each != run]
-        say_next(arguments, f"compare {name} {others[0]}" if others else f"watch {run.path.parent.name}")
+        other = next((each for each in store.runs(run.path.parent.name) if each != run), None)
+        say_next(arguments, f"compare {name} {store.short(other)}" if other else f"watch {run.path.parent.name}")
     return 0
 
 

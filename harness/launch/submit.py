@@ -152,13 +152,14 @@ class _Request:
 
     def _next(self, code: int) -> list[str]:
         study = self._cells[0].study
-        ref = study if self._several else self._cells[0].signature[:8]
+        shorts = [self._store.short(RunDir(self._store.path_of(cell))) for cell in (self._cells[0], self._cells[-1])]
+        ref = study if self._several else shorts[0]
         if any(not cell.config["launch"]["wait"] for cell in self._submitted):
             verbs = [f"watch {study}", f"cancel {ref}"]
         elif code:
             verbs = [f"watch {study}" if self._several else f"show {ref}", f"retry {ref}"]
         elif self._several:
-            judging = judging_verb(self._store.root, study, [cell.signature for cell in self._cells], f"show {ref}")
+            judging = judging_verb(self._store.root, study, shorts, f"show {ref}")
             verbs = [f"watch {study}", f"bench {study}" if any(map(is_timed, self._cells)) else judging]
         else:
             verbs = [f"show {ref}", f"watch {study}"]

@@ -18,7 +18,6 @@ from harness.store.status import JobProbe, State
 
 POLL_S = 2.0
 MOVING = frozenset({State.queued, State.running, State.preempted})
-BAD = frozenset({State.failed, State.lost})
 HEADER = ("run", "state", "step", "loss", "ms/step", "left", "reason")
 
 
@@ -37,6 +36,11 @@ class Row:
     loss: float | None
     step_time_s: float | None
     reason: str
+
+    @property
+    def bad(self) -> bool:
+        """Whether the run failed or is lost."""
+        return self.state in (State.failed.value, State.lost.value)
 
     @property
     def left_s(self) -> float | None:
@@ -97,7 +101,8 @@ def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
 def render(found: Sequence[Row], width: int) -> str:
     """The table, what failed grouped by its first line, and the count of states, in lines of `width` columns."""
     labels = screen.labels({one.name for one in found})
-    cells = [(labels[one.name], *one.cells()[1:]) for one in found]
+    several = len({one.study for one in found}) > 1
+    cells = [(f"{one.study}/" * several + labels[one.name], *one.cells()[1:]) for one in found]
     told = any(reason for *_, reason in cells)
     head, *body = (row if told else row[:-1] for row in (HEADER, *cells))
     lines = screen.table(head, body, width, flexible=(len(head) - 1, 0) if told else (0,), rule=False)
@@ -109,7 +114,7 @@ def render(found: Sequence[Row], width: int) -> str:
 
 def _groups(found: Iterable[Row]) -> list[str]:
     """`3 x ValueError: ...`: the same failure on other ranks, steps or addresses is the same failure."""
-    bad = [one for one in found if one.state in {state.value for state in BAD}]
+    bad = [one for one in found if one.bad]
     groups: dict[str, list[str]] = {}
     for one in bad:
         key = re.sub(r"^rank \d+: ", "", one.reason.splitlines()[0] if one.reason else "no reason")
@@ -118,12 +123,10 @@ def _groups(found: Iterable[Row]) -> list[str]:
     return ["", "failures:", *(f"  {len(reasons)} x {reasons[0]}" for reasons in ordered), ""] if bad else [""]
 
 
-def watch(store: Store, study: str | None = None, *, follow: bool = True, terminal: Terminal | None = None) -> int:
-    """Show the table, again whenever it changes while anything moves and the output is a terminal.
-
-    Returns:
-        0; 1 if any run failed or is lost.
-    """
+def watch(
+    store: Store, study: str | None = None, *, follow: bool = True, terminal: Terminal | None = None
+) -> list[Row]:
+    """Show the table, again whenever it changes while anything moves and the output is a terminal; returns the last."""
     terminal = terminal or Terminal()
     shown = ""
     while True:
@@ -134,5 +137,5 @@ def watch(store: Store, study: str | None = None, *, follow: bool = True, termin
             terminal.page(text)
             shown = text
         if not (follow and terminal.moving and moving):
-            return int(any(one.state in {state.value for state in BAD} for one in found))
+            return found
         time.sleep(POLL_S)

@@ -352,6 +352,13 @@ class Store:
             f"(there are: {_listed(self.runs()) or 'none yet'})"
         )
 
+    def short(self, run: RunDir) -> str:
+        """The shortest word by which `find` finds a run: digits of its signature; after its study where another study
+        has the same cell."""
+        digits = run.path.name.rpartition("-")[2]
+        same = [path for path in self.root.glob(f"*/*-{digits}/{CONFIG}") if not path.parent.name.startswith(".")]
+        return digits if len(same) < 2 else run.name
+
     def _by_signature(self, prefix: str) -> Iterator[RunDir]:
         if len(prefix) < 4 or any(character not in "0123456789abcdef" for character in prefix):
             return

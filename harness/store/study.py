@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.store.files import write_json
-from harness.store.identity import SHORT, directory_name, signature, study_name
+from harness.store.identity import directory_name, signature, study_name
 from harness.store.reading import read_json
 from harness.store.rundir import CellLike
 from harness.store.shapes import STUDY
@@ -68,16 +68,16 @@ def read_study(root: Path, study: str) -> dict[str, Any] | None:
     return record
 
 
-def judging_verb(root: Path, study: str, signatures: Sequence[str], alone: str) -> str:
+def judging_verb(root: Path, study: str, runs: Sequence[str], alone: str) -> str:
     """The verb that judges runs of a study: its verdict where it has a control, else two of them held together.
 
     Args:
         root: the store's root.
         study: its name.
-        signatures: of runs of it; the last is held against the first.
+        runs: what names some of its runs (`Store.short`); the last is held against the first.
         alone: the verb where there is but one.
     """
     record = read_study(root, study)
     if record is not None and any(cell["control"] for cell in record["cells"]):
         return f"verdict {study}"
-    return f"compare {signatures[-1][:SHORT]} {signatures[0][:SHORT]}" if len(signatures) > 1 else alone
+    return f"compare {runs[-1]} {runs[0]}" if len(runs) > 1 else alone

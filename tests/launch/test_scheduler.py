@@ -90,7 +90,7 @@ def test_what_a_jobs_state_means(known, slurm, state):
         (State.running, Job("7", "s", "TIMEOUT", "exit code 0:0"), "cluster.time_min"),
         (State.running, Job("7", "s", "OUT_OF_MEMORY", "exit code 0:125"), "cluster.mem_gb"),
         (State.running, Job("7", "s", "NODE_FAIL", "exit code 1:0", "n3"), "on n3: a node failed"),
-        (State.queued, Job("7", "s", "FAILED", "exit code 1:0"), "its log: .submit/ab/7_0_log.out"),
+        (State.queued, Job("7", "my-s-ab", "FAILED", "exit code 1:0"), "its log: my-s/.submit/ab/7_0_log.out"),
         (State.preempted, Job("7", "s", "FAILED", "exit code 75:0"), "had saved, and was not put back"),
     ],
 )

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from harness.cli.main import main
 from harness.launch import control
 from harness.launch.terminal import RunDisplay, Terminal, duration, quantity
 from harness.launch.watch import render, rows, watch
@@ -57,7 +58,7 @@ def test_the_table_says_how_each_fares(store):
 def test_a_run_whose_process_is_gone_is_lost_in_the_table(store):
     add(store, State.running)
     assert "lost" in table(store)
-    assert watch(store, "adhoc", terminal=Terminal(io.StringIO())) == 1
+    assert any(one.bad for one in watch(store, "adhoc", terminal=Terminal(io.StringIO())))
 
 
 def test_failures_are_grouped_by_what_they_say(store):
@@ -85,6 +86,20 @@ def test_lines_fit_the_terminal(store):
     lines = table(store, 60).splitlines()
     assert 50 < max(map(len, lines)) <= 60
     assert " ".join(" ".join(lines).split()).count("no luck") > 60, "told whole, below the table"
+
+
+def test_one_cell_in_two_studies_is_told_by_its_study(store, capsys):
+    """Also in the commands that are printed: the digits alone would fit both."""
+    failed = add(store, State.failed, "no luck", "study.name=first")
+    other = add(store, State.done, "r", "study.name=second")
+    assert [store.short(run) for run in (failed, other)] == [failed.name, other.name]
+    assert store.find(store.short(other)) == other
+    lines = render(rows(store, None, None), 300).splitlines()
+    assert [line.split("/")[0] for line in lines[1:3]] == ["first", "second"]
+    assert main(["watch", "--once", "--root", str(store.root)]) == 1
+    assert "next: python -m harness retry first" in capsys.readouterr().out
+    assert main(["show", str(other.path), "--root", str(store.root)]) == 0
+    assert "next: python -m harness watch second" in capsys.readouterr().out
 
 
 def test_no_such_study(store):

@@ -71,5 +71,6 @@ def _advice(job: Job) -> str:
 
 
 def log_of(status: Status, job: Job) -> str:
-    """Log of the batch script, under the study's folder."""
-    return f"{SUBMISSIONS}/{status.submission or '*'}/{job.id}_0_log.out"
+    """Log of the batch script, under the store's root; a job's name begins with its study."""
+    study = job.name.rpartition("-")[0] or "*"
+    return f"{study}/{SUBMISSIONS}/{status.submission or '*'}/{job.id}_0_log.out"
