@@ -108,7 +108,8 @@ class Commands:
 
     def __call__(self, command, **_):
         self.asked.append(command[0])
-        text = self.texts.get(command[0])
+        of_one = any(word.startswith("--jobs=") for word in command)
+        text = self.texts.get("squeue_jobs" if of_one and "squeue_jobs" in self.texts else command[0])
         if text is None or text.startswith("error: "):
             return subprocess.CompletedProcess(command, 1, "", text or "no")
         return subprocess.CompletedProcess(command, 0, text, "")
@@ -145,7 +146,19 @@ def test_accounting_is_asked_first_and_once_for_an_array(commands):
     look = Scheduler()
     states = [look(of(job=job)) for job in ("7_1", "7_2")]
     assert [found and found[0] for found in states] == [State.failed, State.failed]
-    assert fake.asked == ["squeue", "sacct"]
+    assert fake.asked == ["squeue", "squeue", "sacct"], "one for all that is mine, two for an array that is not there"
+
+
+def test_what_waits_for_another_user_is_not_lost(commands):
+    """As 22.05 prints it: squeue of one's own is empty, and the others name waiting elements by their range alone."""
+    commands(
+        squeue="",
+        squeue_jobs="11|0|PENDING|PartitionDown||s-ab\n11|3|PENDING|PartitionDown||s-ab\n",
+        sacct="11_[0-3%4]|PENDING|0:0|None assigned|s-ab\n",
+        scontrol="JobId=11 ArrayJobId=11 ArrayTaskId=0-3%4 ArrayTaskThrottle=4 JobName=s-ab JobState=PENDING "
+        "Reason=PartitionDown ExitCode=0:0\n",
+    )
+    assert Scheduler()(of(State.queued, "11_3")) == (State.queued, "SLURM job 11_3 is PENDING (PartitionDown)")
 
 
 def test_with_squeue_alone_what_ended_lately_is_known(commands):

@@ -218,18 +218,32 @@ def test_the_time_limit_comes(cluster: Cluster, tmp_path: Path, cells: int) -> N
     assert {effective(run) for run in runs} == {State.preempted}
 
 
-def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(cluster: Cluster, tmp_path: Path) -> None:
-    """Its ranks are stopped, as in a hung file system: SLURM kills them, and says so.
+HANGS = """
+import os, time
+from harness.train.callbacks import Callback
 
-    As soon as there are two: SLURM may ask a run to save up to a minute before `cluster.grace_s` begins.
+class Hang(Callback):
+    def step(self, step, record, engine):
+        while step == 2:
+            time.sleep(600)
+"""
+
+
+def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every rank waits for ever in a step, as in a hung file system: SLURM kills them, and says so.
+
+    A stopped process would not do: before its SIGTERM SLURM sends SIGCONT, and the run saves within the five seconds
+    until it is killed.
     """
-    run = one(tmp_path, "train.steps=100000", "cluster.time_min=1", "cluster.grace_s=10")
-    until(cluster, lambda: len(ranks_of(run)) == 2, PATIENCE_S)
-    for process in ranks_of(run):
-        process.suspend()
+    (tmp_path / "hangs.py").write_text(HANGS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    run = one(tmp_path / "runs", "measure.callbacks=[hangs:Hang]", "cluster.time_min=1", "cluster.grace_s=10")
     until(cluster, lambda: effective(run) is State.failed, PATIENCE_S)
     assert "is TIMEOUT" in reason(run)
     assert "cluster.time_min" in reason(run)
+    assert step_of(run) <= 2
 
 
 def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: Path) -> None:

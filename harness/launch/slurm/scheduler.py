@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from harness.launch.slurm.commands import SlurmError, ask
 from harness.launch.slurm.judgement import RUNNING, WAITING, judge
@@ -67,9 +67,16 @@ class Scheduler:
 
     def _queued(self, status: Status) -> Job | None:
         if status.job:
-            return self.queue().get(status.job)
+            return self.queue().get(status.job) or self._of_another(status.job)
         named = [job for job in self.queue().values() if job.name.endswith(f"-{status.submission}")]
         return next((job for job in named if job.id.partition("_")[2] in ("", str(status.index))), None)
+
+    def _of_another(self, number: str) -> Job | None:
+        """A job that waits or runs for another user of the store: of an array's waiting elements only squeue tells."""
+        try:
+            return _told(self._array("squeue", number.partition("_")[0])).get(number)
+        except SlurmError:
+            return None
 
     def _ended_job(self, number: str, queued: Job | None) -> Job | None:
         """What is known of the end of a job; who knows most is asked first."""
@@ -89,8 +96,7 @@ class Scheduler:
     def _array(self, command: str, main: str) -> Jobs | SlurmError:
         if (command, main) not in self._ended:
             try:
-                jobs = _from_accounting(main) if command == "sacct" else _from_controller(main)
-                self._ended[command, main] = {job.id: job for job in jobs}
+                self._ended[command, main] = {job.id: job for job in _ASKED[command](main)}
             except SlurmError as error:
                 self._ended[command, main] = error
         return self._ended[command, main]
@@ -107,12 +113,28 @@ def _from_accounting(main: str) -> list[Job]:
 
 
 def _from_controller(main: str) -> list[Job]:
+    return parse_scontrol(_remembered("scontrol", "--oneliner", "show", "job", main))
+
+
+def _from_queue(main: str) -> list[Job]:
+    asked = ("squeue", "--noheader", "--array", "--states=all", f"--jobs={main}", f"--format={SQUEUE}")
+    return parse_squeue(_remembered(*asked))
+
+
+def _remembered(*command: str) -> str:
     try:
-        return parse_scontrol(ask("scontrol", "--oneliner", "show", "job", main))
+        return ask(*command)
     except SlurmError as error:
-        if "Invalid job id" in str(error):  # an answer: it has forgotten the job
-            return []
+        if "Invalid job id" in str(error):  # an answer: the controller has forgotten the job
+            return ""
         raise
+
+
+_ASKED: Mapping[str, Callable[[str], list[Job]]] = {
+    "sacct": _from_accounting,
+    "scontrol": _from_controller,
+    "squeue": _from_queue,
+}
 
 
 def _missing(status: Status) -> tuple[State, str] | None:
