@@ -12,7 +12,7 @@ from harness.config.schema import Rerun
 from harness.launch.plan import Action, Decision, decide
 from harness.launch.snapshot import own_copy
 from harness.store import provenance, status
-from harness.store.files import Lock
+from harness.store.files import Lock, SameFiles
 from harness.store.rundir import RunDir, Store
 from harness.store.status import JobProbe, Keeper, State, Status
 
@@ -70,7 +70,9 @@ def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
     return ""
 
 
-def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources, first: Status) -> Opened:
+def open_attempt(
+    store: Store, cell: Cell, decision: Decision, sources: Sources, first: Status, same: SameFiles | None = None
+) -> Opened:
     """Make the next attempt of a run and write its first status. The study's lock is held by the caller.
 
     Args:
@@ -79,6 +81,7 @@ def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources,
         decision: one that starts.
         sources: the desk's code.
         first: the status to begin with; its attempt number is filled in.
+        same: of cells that are opened together.
     """
     run = store.create(cell)
     attempt = run.new_attempt()
@@ -88,9 +91,8 @@ def open_attempt(store: Store, cell: Cell, decision: Decision, sources: Sources,
     mine = own.facts(cell.typed)
     if first.keeper is Keeper.slurm:  # a job starts later: from the files as they are now
         mine = [own_copy(store.root, each) for each in mine]
-    provenance.record_start(run.path, {**sources.facts, "own": mine}, sources.diff)
+    provenance.record_start(run.path, {**sources.facts, "own": mine}, sources.diff, same)
     status.write(run.path, replace(first, attempt=attempt, steps=cell.config["train"]["steps"]))
-    store.remember(run)
     return Opened(cell, run, attempt)
 
 
@@ -106,7 +108,9 @@ def open_here(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None)
             return decision
         lock = store.create(cell).lock()
         try:
-            return open_attempt(store, cell, decision, sources, _own_status(decision)), lock
+            opened = open_attempt(store, cell, decision, sources, _own_status(decision))
+            store.remember(opened.run)
+            return opened, lock
         except BaseException:
             lock.release()
             raise

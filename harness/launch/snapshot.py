@@ -60,17 +60,23 @@ def own_copy(root: Path, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def copied(origin: Path, names: Iterable[str], target: Path) -> Path:
-    """Copy files to a folder whose name ends in their digest; a crash at any moment leaves the whole folder or none."""
-    if target.is_dir():
-        os.utime(target)  # in use: `gc` takes only what nobody has asked for lately
-        return target
+    """Copy files to a folder whose name ends in their digest; a crash at any moment leaves the whole folder or none.
+
+    A copy that is there is looked through once a process: a machine that went down may have left empty files in it.
+    """
     names = list(names)
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    if target.is_dir() and target not in _WHOLE and not _fits(target.name, target, names):
+        os.replace(target, temporary.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp"))  # `gc` takes it
+    if target.is_dir():
+        os.utime(target)  # in use: `gc` takes only what nobody has asked for lately
+        _WHOLE.add(target)
+        return target
     try:
         for name in names:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin / name, temporary / name)
-        if not target.name.endswith(files_digest(temporary, names)[:16]):
+        if not _fits(target.name, temporary, names):
             raise StoreError(f"a file under {origin} changed while it was copied; ask again")
         os.replace(temporary, target)
     except OSError:
@@ -79,6 +85,14 @@ def copied(origin: Path, names: Iterable[str], target: Path) -> Path:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+_WHOLE: set[Path] = set()
+"""Copies that this process has looked through."""
+
+
+def _fits(name: str, folder: Path, names: Iterable[str]) -> bool:
+    return name.endswith(files_digest(folder, names)[:16])
 
 
 def _files(origin: Path, name: str) -> Iterable[str]:

@@ -44,6 +44,38 @@ def write_atomic(path: Path, text: str, *, mode: int = 0o666) -> None:
         raise
 
 
+class SameFiles:
+    """Files of several folders that mostly hold the same text: written and flushed once, then linked.
+
+    To be read only: who writes one in place writes all. Replacing one (`write_atomic`) leaves the others alone.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[Path, int]] = {}
+        """By text: a file that holds it, and its inode."""
+
+    def write(self, path: Path, text: str, *, mode: int = 0o666) -> None:
+        """`write_atomic`, or a second name of the file that was written before; what cannot be linked is written."""
+        if text not in self._first or not _linked(*self._first[text], path):
+            write_atomic(path, text, mode=mode)
+            self._first[text] = path, path.stat().st_ino
+
+
+def _linked(first: Path, inode: int, path: Path) -> bool:
+    """Whether `path` is now a name of the file that `first` was when it was written."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        os.link(first, temporary)
+        if os.stat(temporary).st_ino == inode:
+            os.replace(temporary, path)
+            return True
+    except OSError:
+        pass
+    with contextlib.suppress(OSError):
+        os.unlink(temporary)
+    return False
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write `value` as indented JSON, atomically. Raises `ValueError` on a non-finite float: JSON has none."""
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False) + "\n")

@@ -20,7 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from harness.store.files import PRIVATE, write_atomic, write_json
+from harness.store.files import PRIVATE, SameFiles, write_json
 from harness.store.reading import read_json
 from harness.store.shapes import PROVENANCE
 
@@ -253,11 +253,18 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.decode(errors="replace") if done.returncode == 0 else None
 
 
-def record_start(run: Path, facts: Mapping[str, Any], diff: str) -> None:
-    """Write the desk's part of `provenance.json`, and `diff.patch` where files differ from the commit."""
+def record_start(run: Path, facts: Mapping[str, Any], diff: str, same: SameFiles | None = None) -> None:
+    """Write the desk's part of `provenance.json`, and `diff.patch` where files differ from the commit.
+
+    Args:
+        run: the run directory.
+        facts: `desk_facts`, and what in the run is the user's own.
+        diff: tracked changes.
+        same: of runs that are started together, which share one diff.
+    """
     write_json(run / "provenance.json", facts)
     if diff:
-        write_atomic(run / "diff.patch", diff, mode=PRIVATE)
+        (same or SameFiles()).write(run / "diff.patch", diff, mode=PRIVATE)
     else:
         (run / "diff.patch").unlink(missing_ok=True)
 

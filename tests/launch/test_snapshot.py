@@ -44,6 +44,14 @@ def test_the_same_code_is_one_copy(tmp_path, origin):
     assert len(list((tmp_path / "runs" / ".snapshots").iterdir())) == 1
 
 
+def test_a_copy_that_a_crash_left_empty_files_in_is_made_again(tmp_path, origin, monkeypatch):
+    taken = Snapshot(tmp_path / "runs", origin).take()
+    (taken / "harness" / "__init__.py").write_text("")
+    monkeypatch.setattr(snapshot, "_WHOLE", set())  # another process asks
+    assert Snapshot(tmp_path / "runs", origin).take() == taken
+    assert (taken / "harness" / "__init__.py").read_text() == "WORD = 'then'\n"
+
+
 def test_a_file_that_changes_meanwhile_is_no_snapshot(tmp_path, origin, monkeypatch):
     target = Snapshot(tmp_path / "runs", origin).path
     (origin / "run.py").write_text("edited between the digest and the copy")

@@ -11,7 +11,9 @@ import importlib.util
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from harness.config.adapter import capabilities_of
@@ -29,6 +31,8 @@ ALLOCATORS = ("megatron", "apex")
 
 PROBE_BYTES = 1 << 20
 """Bytes written and synced to find out whether a disk takes any: about what the logs of a short run need."""
+PROBED_S = 60.0
+"""Seconds for which that is known."""
 
 
 @rule("mesh.world_size", "cluster.ranks_per_device")
@@ -230,7 +234,7 @@ def _no_room(folder: Path, need: int) -> str:
         free = shutil.disk_usage(folder).free
         if free < need:
             return f"{folder} has {_size(free)} free, and the run writes about {_size(need)}"
-        _write_and_remove(folder, min(need, PROBE_BYTES))
+        _write_and_remove(folder, min(need, PROBE_BYTES), int(time.monotonic() // PROBED_S))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"no room on the disk of {folder}: {error.strerror}"
@@ -238,7 +242,12 @@ def _no_room(folder: Path, need: int) -> str:
     return ""
 
 
-def _write_and_remove(folder: Path, size: int) -> None:
+@lru_cache
+def _write_and_remove(folder: Path, size: int, now: int) -> None:
+    """Once for the thousand cells of a request, each of which would wait for the disk; what fails is tried again.
+
+    `now` is the time in units of `PROBED_S`: an answer is not believed for longer.
+    """
     handle, name = tempfile.mkstemp(prefix=".probe-", dir=folder)
     try:
         with open(handle, "wb", buffering=0) as file:

@@ -26,7 +26,7 @@ from harness.launch.slurm.task import write_tasks
 from harness.launch.snapshot import Snapshot
 from harness.store import failure, nodes, provenance, status
 from harness.store.errors import StoreError
-from harness.store.files import write_atomic
+from harness.store.files import SameFiles, write_atomic
 from harness.store.placement import FOREIGN
 from harness.store.rundir import CODE_OF, RunDir, Store
 from harness.store.status import JobProbe, Keeper, State, Status
@@ -124,14 +124,16 @@ def _blame(store: Store, cell: Cell, decision: Decision, jobs: JobProbe | None) 
 
 
 def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
+    same = SameFiles()
     opened = [
-        open_attempt(store, cell, decision, sources, _first_status(batch.token, index))
+        open_attempt(store, cell, decision, sources, _first_status(batch.token, index), same)
         for index, (cell, decision) in enumerate(batch.wanted)
     ]
+    store.remember(opened[-1].run)
     batch.folder.mkdir(parents=True, exist_ok=True)
     try:
         write_atomic(batch.folder / CODE_OF, "".join(f"{name}\n" for name in _copies(batch, opened)))
-        jobs = _sbatch(batch, opened)
+        jobs = _sbatch(batch, opened, same)
     except Exception as error:
         reason = f"sbatch refused: {_words_of(error)}"
         for one in opened:
@@ -152,13 +154,13 @@ def _first_status(token: str, index: int) -> Status:
     return Status(State.queued, "being submitted", 0, Keeper.slurm, submission=token, index=index)
 
 
-def _sbatch(batch: Batch, opened: Sequence[Opened]) -> list[str]:
+def _sbatch(batch: Batch, opened: Sequence[Opened], same: SameFiles) -> list[str]:
     """Write everything the jobs read, then submit them; returns a job's number for each cell."""
     import submitit
 
     text = batch.script()
     for one in opened:
-        write_atomic(one.run.attempt_dir(one.attempt) / "submit.sh", text)
+        same.write(one.run.attempt_dir(one.attempt) / "submit.sh", text)
     write_tasks(batch.folder, [(one.run.path, one.attempt) for one in opened])
     executor = submitit.SlurmExecutor(batch.folder)
     executor.parameters.update(batch.parameters)
