@@ -17,6 +17,7 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,12 @@ import torch  # noqa: E402
 
 from harness.store.files import write_json  # noqa: E402
 from harness.store.provenance import files_digest  # noqa: E402
+from tests.streams.cost import Machine  # noqa: E402
 from tests.streams.edges import Edge, Without  # noqa: E402
 from tests.streams.programs import OTHERS, Case, cover, product  # noqa: E402
+from tests.streams.steps import Arm, measured  # noqa: E402
 from tests.streams.visits import Verdict, trained  # noqa: E402
+from tests.support.spawn import run_ranks  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data" / "streams.json"
 SOURCES = ("harness/fsdp", "tests/streams")
@@ -77,10 +81,10 @@ def begun(parts: int) -> Facts:
     """What there is of these sources already, if more parts are asked for; else a new beginning."""
     sources = digest()
     held: Facts = json.loads(DATA.read_text(encoding="utf-8")) if DATA.exists() else {}
-    kept = {name: held[name] for name in ("costs",) if name in held}
     if parts and held.get("sources") == sources:
         return held
     facts: Facts = {
+        "costs": costs(),
         "sources": sources,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -91,10 +95,47 @@ def begun(parts: int) -> Facts:
         "operations": 0,
         "races": [],
         "edges": {},
-        **kept,
     }
     add(facts, trained((*cover(), *OTHERS)))
     return facts
+
+
+RANKS, LAYERS = 2, 8
+LINKS = {"NVLink": (360e9, 15e-6), "400 Gbit/s a GPU": (45e9, 30e-6)}
+"""Bytes per second, and seconds of latency."""
+SIZES = {"width 4,096, 8,192 tokens": 64, "width 1,024, 2,048 tokens": 16}
+"""Times the recorded width and tokens."""
+MACHINES = [
+    Machine(link_bytes_per_s=rate, latency_s=latency, widen=float(times**2), tokens=float(times), ranks=RANKS)
+    for times in SIZES.values()
+    for rate, latency in LINKS.values()
+]
+F32, BF16 = torch.float32, torch.bfloat16
+ARMS = [
+    *(Arm(engine, "optim_grads_params", wire) for wire in (F32, BF16) for engine in ("fsdp2", "native")),
+    *(Arm(engine, "optim_grads") for engine in ("fsdp2", "native")),
+    Arm("native", "optim"),
+    Arm("native", "no_shard"),
+]
+
+
+def costs() -> Facts:
+    """What a step launches under each arm, and when it would end."""
+    found = run_ranks(measured, RANKS, RANKS, ARMS, LAYERS, MACHINES)[0]
+    machine = {
+        name: value for name, value in asdict(MACHINES[0]).items() if name in ("launch_s", "bytes_per_s", "flops")
+    }
+    rows = [
+        {
+            "name": arm.engine,
+            "strategy": arm.strategy,
+            "wire": str(arm.wire).removeprefix("torch."),
+            **asdict(each.counts),
+            "times": [{"step_ms": t.step_s * 1e3, "exposed_ms": t.exposed_s * 1e3} for t in each.timelines],
+        }
+        for arm, each in zip(ARMS, found, strict=True)
+    ]
+    return {"ranks": RANKS, "layers": LAYERS, "machine": machine, "sizes": list(SIZES), "links": LINKS, "rows": rows}
 
 
 def main() -> int:

@@ -110,10 +110,7 @@ class EngineOptions:
     report_nan_in_param_grad: bool = option(
         False,
         Facts(
-            costs=(
-                "One pass over every gradient, one small all-reduce a step; on a device a wait of the host for every "
-                "bucket."
-            ),
+            costs=("One pass over every gradient, one small all-reduce a step; on a device one wait of the host."),
             use="While a run diverges, or always where its share of a step is small (docs/engine.md).",
             peer="report_nan_in_param_grad",
             same_bits=True,

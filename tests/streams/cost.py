@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 from tests.streams.log import HOST, Entry, Kernel, Log, Mark, Phase, Span, Stop, Wait
 
-LIBRARY_SPLITS = {"fsdp": 1}
+ENGINES = ("harness/fsdp/", "torch/distributed/fsdp/")
 
 
 @dataclass(frozen=True)
 class Machine:
     """launch_s: of the host for one kernel, event or wait. bytes_per_s: of the device's memory. link_bytes_per_s: of a
-    collective, to and from a rank. latency_s: of a collective. flops: of matrix products.
+    link, to and from a rank. latency_s: of a collective. flops: of matrix products. ranks: that were recorded.
 
     widen: how many times larger than the recorded model's are the bytes and products of the one that is meant. tokens:
     how many times more of these a rank's microbatch has.
@@ -32,13 +32,15 @@ class Machine:
     link_bytes_per_s: float = 360e9
     latency_s: float = 15e-6
     flops: float = 600e12
+    ranks: int = 2
     widen: float = 1.0
     tokens: float = 1.0
 
     def seconds(self, kernel: Kernel) -> float:
         """How long it takes once it runs."""
         if kernel.group:
-            return self.latency_s + self.widen * kernel.moves / self.link_bytes_per_s
+            sent = kernel.moves * (self.ranks - 1) / self.ranks  # of a ring
+            return self.latency_s + self.widen * sent / self.link_bytes_per_s
         size = sum(span.end - span.begin for span in (*kernel.reads, *kernel.writes))
         if kernel.flops:
             return self.widen * max(kernel.flops * self.tokens / self.flops, size / self.bytes_per_s)
@@ -80,7 +82,7 @@ class Counts:
         return self.engine + self.update + self.collectives
 
 
-def counts_of(entries: Iterable[Entry], engine: Sequence[str] = ("harness/",)) -> Counts:
+def counts_of(entries: Iterable[Entry], engine: Sequence[str] = ENGINES) -> Counts:
     """Count a step. engine: how the files of what is counted as the engine begin."""
     kinds: Counter[str] = Counter()
     stops: Counter[str] = Counter()

@@ -172,6 +172,8 @@ class RecordedGroup(dist.ProcessGroup):
 
         return self._issue("all_gather", inputs, outputs, run, opts)
 
+    all_gather_single = _allgather_base
+
     def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any = None) -> Work:
         for out, chunks in zip(outputs, inputs, strict=True):
             _check_alike([*chunks, out], "reduce_scatter")
@@ -189,13 +191,16 @@ class RecordedGroup(dist.ProcessGroup):
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_tensor_coalesced([output], [whole], opts)
 
+    reduce_scatter_single = _reduce_scatter_base
+
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Work:
         self._check_parts(inputs, outputs, "reduce_scatter_tensor")
+        op = _name_of(opts.reduceOp) if opts is not None else "SUM"
 
         def run() -> None:
             for out, every in zip(outputs, zip(*self._meet("reduce_scatter", inputs), strict=True), strict=True):
                 own = [each.view(self._size, -1)[self._rank] for each in every]
-                out.copy_(_combined(own).view_as(out))
+                out.copy_(_combined(own, op).view_as(out))
 
         return self._issue("reduce_scatter", inputs, outputs, run, opts)
 
@@ -242,7 +247,8 @@ class RecordedGroup(dist.ProcessGroup):
                 issued.record()
                 stream = self.stream_name
                 recorder.put(Wait(stream, issued.number or 0, line, "issue"))
-            moved = sum(each.nbytes for each in held)
+            whole = max(sum(each.nbytes for each in reads), sum(each.nbytes for each in writes))
+            moved = whole * (2 if name == "all_reduce" else 1)
             spans = recorder.spans(reads), recorder.spans(writes)
             recorder.put(Kernel(f"nccl {name}", stream, *spans, line, 0, moved, 0, self.stream_name))
             with recorder.paused():

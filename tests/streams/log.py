@@ -41,8 +41,8 @@ class Site(NamedTuple):
 class Kernel:
     """Work on a stream.
 
-    size: number of elements of its largest argument. moves: bytes a collective brings to and from this rank; flops: of
-    a matrix product. group: of a collective.
+    size: number of elements of its largest argument. moves: bytes of the whole that a collective gathers or reduces;
+    twice, where it does both. flops: of a matrix product. group: of a collective.
     """
 
     name: str

@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from harness.fsdp.comm import device
@@ -224,6 +225,8 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._paused:
             return function(*args, **kwargs)
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # torch takes it apart, and what it then asks of local tensors comes here again
         schema = schema_of(function)
         reads: list[Tensor] = []
         writes: list[Tensor] = []
@@ -323,6 +326,10 @@ def _follows(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def _flops(name: str, reads: Sequence[Tensor]) -> int:
+    """Of a product of matrices; of causal attention, whose backward makes five products where its forward makes two."""
+    if name.startswith("_scaled_dot_product"):
+        query = next(each for each in reads if each.dim() == 4)
+        return (5 if "backward" in name else 2) * query.numel() * query.shape[-2]
     if name not in ("mm", "addmm", "bmm"):
         return 0
     a, b = reads[-2:]
@@ -346,5 +353,9 @@ def recording() -> Iterator[Recorder]:
 @contextmanager
 def believing_in(cuda: Any) -> Iterator[None]:
     """The engine takes the CPU for a device with streams, which are those of `cuda`."""
-    with mock.patch.object(device, "cuda", cuda), mock.patch.object(device, "QUEUED", ("cpu",)):
+    with (
+        mock.patch.object(device, "cuda", cuda),
+        mock.patch.object(device, "QUEUED", ("cpu",)),
+        mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor),  # no CPU build of torch pins
+    ):
         yield

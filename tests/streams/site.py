@@ -18,7 +18,8 @@ PASSED_ON = ("harness/fsdp/comm/device.py", "harness/fsdp/comm/events.py")
 PASSING = (("harness/fsdp/comm/communicator.py", "wait"), ("harness/fsdp/comm/communicator.py", "receive"))
 """Functions of which the same is true."""
 OWN = "tests/streams/"
-PROGRAM = "tests/streams/programs.py"
+TORCHS = "torch/distributed/fsdp/_fully_shard/"
+PROGRAMS = ("tests/streams/programs.py", "tests/streams/steps.py")
 NOWHERE = Site("", 0, "")
 
 
@@ -38,10 +39,12 @@ def site() -> Site:
 def _file_of(code: CodeType) -> str:
     """Where code lies in this repository; empty where nobody asks from there."""
     name = code.co_filename
+    if TORCHS in name:
+        return name[name.index(TORCHS) :]
     if not name.startswith(ROOT):
         return ""
     name = name.removeprefix(ROOT)
-    if name in PASSED_ON or (name.startswith(OWN) and name != PROGRAM) or name.startswith(".venv"):
+    if name in PASSED_ON or (name.startswith(OWN) and name not in PROGRAMS) or name.startswith(".venv"):
         return ""
     return name
 

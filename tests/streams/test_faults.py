@@ -17,8 +17,8 @@ from torch import Tensor
 from harness.fsdp.comm import device
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.device import DeviceRuntime, Event
-from harness.fsdp.comm.gradient_format import Floating
 from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
+from harness.fsdp.comm.together import copy_together
 from harness.fsdp.runtime import installation, unit_weights
 from harness.fsdp.runtime.bucket_reduction import Job
 from harness.fsdp.runtime.reduce import ReducePipeline
@@ -149,16 +149,14 @@ def uninstalled(buckets: Any) -> list[Any]:
     return [pending for bucket in buckets for pending in bucket.install()]
 
 
-def stamped_late(self: ReducePipeline, bucket: Any) -> Job:
+def moved_late(self: ReducePipeline, bucket: Any) -> Job:
+    held: Gradients = bucket.gradients
+    waiting, held._waiting = held._waiting, {}
+    places = [held._views[index] for index in waiting]
+    held._unwritten -= waiting.keys()
     job = _start(self, bucket)
-    job.gradients.marks.stamp(job.source, range(len(job.gradients.params)))  # type: ignore[union-attr, arg-type]
+    copy_together(places, list(waiting.values()))
     return job
-
-
-def unfollowed(self: Floating, sums: Any, main: Any, factor: float) -> None:
-    for source, target in zip(sums, main, strict=True):
-        source.mul_(factor)
-        target.copy_(source, non_blocking=True)
 
 
 def own_stream(optimizer: torch.optim.Optimizer, recorder: Any) -> None:
@@ -258,11 +256,11 @@ FAULTS = {
         ("nccl reduce_scatter", "stream reduce"),
     ),
     "norm before its sum": Fault(
-        "The host reads the norm before the ranks' parts are added",
+        "The norm is taken before the ranks' parts are added",
         instead(Communicator, "sum_scalars", early_sums),
         Case("optim_grads", clip=True),
         r"memory for (norm|\(root\)|blocks)|block \d+",
-        ("nccl all_reduce", "_local_scalar_dense|add_"),
+        ("nccl all_reduce", "sqrt"),
     ),
     "weights not installed": Fault(
         "The next forward begins before other ranks' updated weights have come in",
@@ -292,16 +290,16 @@ FAULTS = {
         r"gradient sums of blocks\.2/float32",
         ("copy_ .*stream reduce", "allocated from stream gather"),
     ),
-    "stamped after sending": Fault(
-        "The marks of gradients are written when the bucket is on its way",
-        instead(ReducePipeline, "_start", stamped_late),
+    "moved after sending": Fault(
+        "Gradients that waited for one another are moved into their bucket when that is on its way",
+        instead(ReducePipeline, "_start", moved_late),
         ZERO2,
         r"memory for blocks\.2/float32",
-        ("nccl reduce_scatter|stream reduce", "index_(select|copy_)"),
+        ("nccl reduce_scatter|stream reduce", "_foreach_copy_"),
     ),
     "offloaded and not waited for": Fault(
         "The host steps main gradients that are still being copied to it",
-        instead(Floating, "finish", unfollowed),
+        instead(DeviceRuntime, "synchronize", lambda self: None),
         Case("optim_grads", offload=True),
         r"main gradients of \(root\)/float32",
         ("copy_", "on stream host"),

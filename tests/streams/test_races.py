@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 
 import pytest
 import torch
@@ -23,9 +25,12 @@ from tests.streams.programs import (
     data,
     pairs_of,
     product,
+    shard,
 )
+from tests.streams.recorder import Recorder, believing_in
 from tests.streams.visits import Verdict, trained
 from tests.support.covering import once
+from tests.support.spawn import run_ranks
 
 SLICES, OF = 32, 256
 """Parts of the product that `make test-all` runs; an eighth of it. `benchmarks/checks/streams.py` runs more."""
@@ -96,6 +101,38 @@ def test_the_host_waits_for_nothing_in_a_step() -> None:
     asked = [case for case in covered() if not case.offload and case.policy != "exact" and case.more not in looks]
     assert any(case.clip for case in asked)
     assert {str(case): covered()[case][0].stops for case in asked} == {str(case): {} for case in asked}
+
+
+def test_the_guard_stops_the_host_once_a_step() -> None:
+    (case,) = (case for case in covered() if case.more == "looked at")
+    assert case.k > 1
+    assert covered()[case][0].stops == {"harness/fsdp/guards/nonfinite.py:_none_anywhere (_local_scalar_dense)": 1}
+
+
+def provoked(rank: int) -> str:
+    """What a rank is told where the second microbatch of rank 1 is not finite; and whether the next step is right."""
+    case = Case("optim_grads_params", k=2, more="looked at", policy="bf16_comm")
+    with believing_in(Recorder().cuda):
+        model, optimizer = shard(rank, case, Program(""))
+        for step in range(2):
+            for index in range(case.k):
+                x = data(case, rank, step, index).bfloat16()
+                x[0, 0] = math.inf if (step, rank, index) == (0, 1, 1) else x[0, 0]
+                with model.sync() if index else model.no_sync():
+                    model(x).float().square().mean().backward()
+            if step == 0:
+                with pytest.raises(FloatingPointError) as told:
+                    optimizer.step()
+                optimizer.zero_grad()
+        optimizer.step()
+        model.close()
+    return str(told.value)
+
+
+def test_the_guard_names_parameter_rank_and_microbatch_when_it_looks_later() -> None:
+    said = run_ranks(provoked, 2)
+    assert said[0] == said[1]
+    assert re.search(r": \S+ on rank 1 in microbatch 2: (NaN|Inf) among \d+ elements", said[0]), said[0]
 
 
 def test_the_page_shows_the_edges_that_are_found() -> None:

@@ -75,7 +75,7 @@ class FixedPoint:
             (into[begin:end].add_ if add else into[begin:end].copy_)(rounded)
 
     def decode(self, sums: Tensor, divisor: float, into: Tensor) -> None:
-        """Divide flat sums and round them to the dtype of `into`.
+        """Divide flat sums and round them to the dtype of `into`, which is there when the device has come so far.
 
         The upper and the lower half are exact in fp64 and added there: one rounding, the same on every machine, however
         its vector units convert an int64.
@@ -83,7 +83,7 @@ class FixedPoint:
         for begin, end in _blocks(sums):
             block = sums[begin:end]
             value = (block >> 32).double().mul_(2.0**32).add_((block & 0xFFFFFFFF).double())
-            into[begin:end].copy_(value.mul_(math.ldexp(1.0, -self.bits)).div_(divisor))
+            into[begin:end].copy_(value.mul_(math.ldexp(1.0, -self.bits)).div_(divisor), non_blocking=True)
 
 
 def beyond_message(count: int, fixed: FixedPoint) -> str:

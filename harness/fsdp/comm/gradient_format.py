@@ -33,7 +33,8 @@ class Numbers(ABC):
 
     @abstractmethod
     def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
-        """Turn sums into main gradients (the same tensors, or others), multiplied by what is left of `factor`."""
+        """Turn sums into main gradients (the same tensors, or others), multiplied by what is left of `factor`. Those
+        that lie with the host are there when it has waited for the device."""
 
 
 class Floating(Numbers):
@@ -50,7 +51,7 @@ class Floating(Numbers):
 
     def finish(self, sums: Sequence[Tensor], main: Sequence[Tensor], factor: float) -> None:
         scale_together(sums, factor)
-        copy_together(main, sums)
+        copy_together(main, sums, follows=False)
 
 
 class Integers(Numbers):

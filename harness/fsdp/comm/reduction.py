@@ -20,6 +20,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ from harness.fsdp.vocabulary import Numerics
 
 PIECE_BYTES = 4 << 20
 """Bytes of one piece over all peers; two pieces are in flight."""
+PACKED_BYTES = 32 << 20
+"""A bucket of at most so many bytes is sent as one message where work is queued: copying that takes some 20 us on a
+GPU, about what giving it another message takes the host."""
 FOLD_BLOCK = 1 << 16
 """Elements summed at a time, so that the running sum stays in cache."""
 
@@ -188,7 +192,13 @@ class PeerReduction(Reduction):
 
 
 class ExchangeReduction(Reduction):
-    """Own exchange by all-to-all, summed in rank order. For NCCL, which may sum in the wire dtype, in any order."""
+    """Own exchange by all-to-all, summed in the accumulate dtype. For NCCL, which may sum in the wire dtype.
+
+    in_order: sums are made in rank order, one contribution after the other, so that bits do not depend on the layout;
+    else in one operation, in whichever order that has. Small buckets travel as one message (see `PACKED_BYTES`).
+    """
+
+    in_order = True
 
     def exchange(self, parts: list[Part], label: Label, factor: float = 1.0) -> Exchange:
         comm = self.comm
@@ -196,7 +206,7 @@ class ExchangeReduction(Reduction):
         if comm.size == 1:
             return exchange
         with events.begin(label, parts):
-            for part in parts:
+            for part in [_rank_by_rank(parts)] if _is_small(parts) else parts:
                 own = part.sizes[comm.rank]
                 received = part.tensor.new_empty(own * comm.size)
                 work = comm.group.alltoall_base(received, _together(part), [own] * comm.size, part.sizes)
@@ -208,11 +218,19 @@ class ExchangeReduction(Reduction):
         exchange.pending.wait()
         if self.comm.size == 1:
             exchange.received = [part.chunk(0) for part in exchange.parts]
-        for received, target in zip(exchange.received, into, strict=True):
-            _sum_in_order(
-                list(received.chunk(self.comm.size)), target, self.dtypes.accum, add=add, factor=exchange.factor
-            )
+        size = self.comm.size
+        rows = [received.view(size, received.numel() // size) for received in exchange.received]
+        lengths = [target.numel() for target in into]
+        came_as_one = len(rows) < len(into)
         exchange.received = []
+        if self.in_order:
+            for received, target in zip(rows[0].split(lengths, 1) if came_as_one else rows, into, strict=True):
+                _sum_in_order(list(received), target, self.dtypes.accum, add=add, factor=exchange.factor)
+            return
+        totals = [received.sum(dim=0, dtype=self.dtypes.accum) for received in rows]
+        totals = list(totals[0].split(lengths)) if came_as_one else totals
+        (add_together if add else copy_together)(into, totals)
+        scale_together(into, exchange.factor)
 
 
 class NativeReduction(Reduction):
@@ -278,7 +296,22 @@ def make_reduction(
         kind = PeerReduction
     elif numerics is not Numerics.exact and (numerics.bitwise or not dtypes.sums_as_sent):
         kind = ExchangeReduction
-    return kind(comm, dtypes, numbers, legs_apart=legs_apart)
+    reduction = kind(comm, dtypes, numbers, legs_apart=legs_apart)
+    if isinstance(reduction, ExchangeReduction):
+        reduction.in_order = numerics.bitwise
+    return reduction
+
+
+def _is_small(parts: Sequence[Part]) -> bool:
+    """Whether several parts are worth a copy that makes one message of them; the same on all ranks."""
+    return len(parts) > 1 and sum(sum(part.sizes) * part.tensor.itemsize for part in parts) <= PACKED_BYTES
+
+
+def _rank_by_rank(parts: Sequence[Part]) -> Part:
+    """All parts as one, copied: what belongs to a rank lies together."""
+    ranks = range(len(parts[0].spans))
+    lengths = [sum(part.sizes[rank] for part in parts) for rank in ranks]
+    return Part.at(torch.cat([part.chunk(rank) for rank in ranks for part in parts]), [0, *accumulate(lengths)])
 
 
 def _together(part: Part) -> Tensor:

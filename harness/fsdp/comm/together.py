@@ -18,14 +18,14 @@ def _is_one(tensors: Sequence[Tensor]) -> bool:
     return len(tensors) > 1 and is_queued(tensors[0].device)
 
 
-def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source into its target, unless it lies there."""
+def copy_together(targets: Sequence[Tensor], sources: Sequence[Tensor], *, follows: bool = True) -> None:
+    """Copy each source into its target, unless it lies there. follows: the host waits for what is copied to it."""
     apart = [(target, source) for target, source in zip(targets, sources, strict=True) if not _is_there(target, source)]
     if _is_one(targets) and apart:
-        torch._foreach_copy_([target for target, _ in apart], [source for _, source in apart])
+        torch._foreach_copy_([target for target, _ in apart], [source for _, source in apart], not follows)
         return
     for target, source in apart:
-        target.copy_(source)
+        target.copy_(source, non_blocking=not follows)
 
 
 def _is_there(target: Tensor, source: Tensor) -> bool:

@@ -283,7 +283,9 @@ class BackwardHooks:
         if unit.is_root:
             return
         self.gather.reshard(unit)
-        if self.step.plan.reduce_units and unit.trainable and not self.reduce.is_done_with(unit):
+        if not self.step.plan.reduce_units:
+            self.reduce.bring_in(unit)
+        elif unit.trainable and not self.reduce.is_done_with(unit):
             self.reduce.mark_ready(unit)
 
     def _root_post_backward(self) -> None:

@@ -26,11 +26,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
 
+from torch import Tensor
+
 from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.mesh import Meshes
+from harness.fsdp.comm.reduction import Reduction
 from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.policy import Dtypes
 from harness.fsdp.runtime.bucket_reduction import Job, Reductions
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit
@@ -106,7 +110,7 @@ class ReducePipeline:
     def expect(self, unit: Unit) -> None:
         """A unit's backward begins: its gradients will come, in the dtype they are sent in."""
         for gradients in unit.gradients:
-            gradients.expect()
+            gradients.expect(waits=self.runtime.has_streams and not unit.is_root)
 
     def prepare(self, unit: Unit) -> None:
         """Give a unit's parameters flat gradient storage, waiting while too many units have theirs."""
@@ -128,6 +132,11 @@ class ReducePipeline:
         while self._issued < len(self.order) and self.order[self._issued].name in self._ready:
             self._issue(self.order[self._issued])
 
+    def bring_in(self, unit: Unit) -> None:
+        """A unit's backward has ended, and its gradients stay on this rank."""
+        for gradients in unit.gradients:
+            gradients.bring_waiting()
+
     def is_done_with(self, unit: Unit) -> bool:
         """Whether this backward's gradients of a unit have been handed over."""
         return unit.name in self._ready
@@ -137,7 +146,9 @@ class ReducePipeline:
         for unit in self.order[self._issued :]:
             if reduce:
                 self._issue(unit)
-            elif self.guard is not None:
+                continue
+            self.bring_in(unit)
+            if self.guard is not None:
                 self._look(unit, self.guard)
         self._ready.clear()
         self._issued = 0
@@ -156,11 +167,19 @@ class ReducePipeline:
     def finish(self) -> None:
         """Wait for the step's reductions; turn sums into main gradients and scale what was left unscaled."""
         self.drain()
+        alike: dict[tuple[type, Dtypes, float], tuple[Reduction, list[Tensor], list[Tensor]]] = {}
         for unit in self.order:
             for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
                 reductions = self.reductions[bucket.name]
                 factor = 1.0 if reductions.scales_as_it_sums(gradients) else self.factor
-                reductions.inner.finish(gradients.own_shards, gradients.main_shards, factor)
+                kind = type(reductions.inner.numbers), reductions.inner.dtypes, factor
+                _, sums, main = alike.setdefault(kind, (reductions.inner, [], []))
+                sums += gradients.own_shards
+                main += gradients.main_shards
+        for (*_, factor), (reduction, sums, main) in alike.items():  # what is alike in one launch
+            reduction.finish(sums, main, factor)
+        if any(gradients.is_offloaded for unit in self.order for gradients in unit.gradients):
+            self.runtime.synchronize()  # once for all that is copied to the host, which goes on with it
 
     @property
     def is_under_way(self) -> bool:

@@ -8,7 +8,8 @@ update it, those that had none with the others' sum. How ranks know of each othe
     counts   an int64 a parameter, summed over all ranks once a step: in the same message as the counters of
              numerics=exact, whose gradients are integers and have no negative zero; under numerics=ordered, which may
              touch no element in a place that depends on the layout; where a format has too little range (fp16), or a
-             backend that sums by itself loses the sign of zero
+             backend that sums by itself loses the sign of zero; and where work is queued: one message a step is given
+             sooner than marks in every bucket. A rank that had all gradients need not look: no sum is zero
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.reduction import NativeReduction, Reduction
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
@@ -86,13 +88,15 @@ class Usage:
     def _count(self, group: Group, beyond: Tensor | None) -> int:
         """Sum what every rank had; the sum of `beyond` too."""
         asked = group.gradients if self.wanted else ()
-        had = [int(index in each.came) for each in asked for index in range(len(each.params))]
+        had = [index in each.came for each in asked for index in range(len(each.params))]
         first = [] if beyond is None else [beyond]
         if not first and not had:
             return 0
-        device = group.comm.runtime.device
-        values = torch.cat([*first, torch.tensor(had, dtype=torch.int64, device=device)])
+        counts = _as_counts(had, group.comm.runtime.device)
+        values = torch.cat([*first, counts]) if first else counts
         totals = group.comm.sum_scalars(values, "gradients beyond the fixed point" if first else "used parameters")
+        if not first and all(had):
+            return 0
         told: list[int] = totals.tolist()
         self._note(asked, told[len(first) :])
         return told[0] if first else 0
@@ -106,6 +110,13 @@ class Usage:
                 each.note_unused(unused)
 
 
+def _as_counts(had: Sequence[bool], device: torch.device) -> Tensor:
+    """Ones and zeros, int64; the host brings them to the device only where they differ."""
+    if all(had):
+        return torch.ones(len(had), dtype=torch.int64, device=device)
+    return torch.tensor(had, dtype=torch.int64, device=device)
+
+
 def make_usage(
     groups: Sequence[Group], buckets: Sequence[Bucket], reductions: Iterable[Reduction], numerics: Numerics
 ) -> Usage:
@@ -115,6 +126,8 @@ def make_usage(
         buckets: of the gradients. reductions: of all of them.
     """
     why = _why_counts(buckets, numerics)
+    if not why and is_queued(groups[0].comm.runtime.device):
+        why = "work is queued"
     if not why and not keeps_negative_zero(reductions, groups[0].comm):
         why = "this backend's sums lose the sign of zero"
     for bucket in buckets:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,11 +114,11 @@ class SavedRun:
         """Whether a run of the optimizer has elements in common with what was saved."""
         return _where(flat) == self.where and self.begin < flat.run.end and flat.run.start < self.end
 
-    def part(self, flat: FlatRun) -> dict[str, Tensor]:
-        """Copies of what belongs to a run that lies within this one, where it belongs."""
+    def part(self, flat: FlatRun, numbers_on: torch.device) -> dict[str, Tensor]:
+        """Copies of what belongs to a run that lies within this one, where it belongs; plain numbers on a device."""
         begin, end = flat.run.start - self.begin, flat.run.end - self.begin
         return {
-            key: value[begin:end].to(flat.weight.device, copy=True) if value.dim() else value.to(copy=True)
+            key: value[begin:end].to(flat.weight.device, copy=True) if value.dim() else value.to(numbers_on, copy=True)
             for key, value in self.values.items()
             if key != NOTHING
         }
@@ -170,7 +171,14 @@ def load_runs(saved: Sequence[SavedRun], optimizer: ShardedOptimizer) -> None:
         covering = [each for each in saved if each.overlaps(flat)]
         for piece in optimizer.split_at(flat, {place for each in covering for place in (each.begin, each.end)}):
             within = next((each for each in covering if each.overlaps(piece)), None)
-            optimizer.put_state(piece, {} if within is None else within.part(piece))
+            numbers_on = where_numbers_lie(optimizer.group_of(piece), piece.weight)
+            optimizer.put_state(piece, {} if within is None else within.part(piece, numbers_on))
+
+
+def where_numbers_lie(group: Mapping[str, Any], weight: Tensor) -> torch.device:
+    """Where torch's optimizers look for plain numbers of a weight's state, such as `step`: with the weight where a
+    kernel reads them, else with the host, which then need not wait for a device."""
+    return weight.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _mismatch(key: str, value: Tensor, numel: int, dtype: torch.dtype) -> list[str]:

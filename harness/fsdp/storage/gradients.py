@@ -23,10 +23,10 @@ from functools import cache
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from harness.fsdp.comm.together import zero_together
+from harness.fsdp.comm.together import copy_together, zero_together
 from harness.fsdp.policy import Dtypes
+from harness.fsdp.storage.arrivals import ADDED, adopt, may_wait
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.marks import ABSENT, Marks
@@ -117,6 +117,12 @@ class Gradients:
         """Parameters that this rank had a gradient of since the bucket was last handed over."""
         self._unwritten: set[int] = set()
         self._views: list[Tensor] = []
+        self._waits = False
+        self._gaps: list[Tensor] = []
+        """What lies between parameters in the bucket, until it is made zeros."""
+        self._blank: Tensor | None = None
+        self._waiting: dict[int, Tensor] = {}
+        """First gradients that are not in the bucket yet, by parameter; see [Note: Waiting for one another]."""
         self._build()
         self.drop()
 
@@ -131,8 +137,11 @@ class Gradients:
         """What the optimizer gets; a segment each."""
         self._main: Tensor | None = None
         if self.plan.integers or self.plan.offload is not None:
-            device = self.plan.offload or self.memory.device
-            self._main = torch.zeros(cuts.numel(self.placements.main_grads), dtype=self.dtypes.grads, device=device)
+            numel, dtype = cuts.numel(self.placements.main_grads), self.dtypes.grads
+            if self.is_offloaded:
+                self._main = self.memory.on_host(numel, dtype)
+            else:
+                self._main = torch.zeros(numel, dtype=dtype, device=self.memory.device)
             self.main_shards = cuts.split_own(self._main)
         if self.is_in_place:
             self._view(self.sums)
@@ -149,12 +158,17 @@ class Gradients:
         return self.dtypes.grads if keeps else self.dtypes.wire
 
     @by_engine
-    def expect(self) -> None:
-        """Have autograd bring gradients in the dtype they wait in; storage is found when the first one arrives."""
+    def expect(self, *, waits: bool | None = None) -> None:
+        """Have autograd bring gradients in the dtype they wait in; storage is found when the first one arrives.
+
+        waits: whether first gradients may wait for the others (None: as before), in the dtype they are made in.
+        """
+        self._waits = self._waits if waits is None else waits and not self.concat
         arriving = self.arriving
         for param in self.params:
-            if grad_of(param) is None and param.grad_dtype != arriving:
-                param.grad_dtype = arriving
+            expected = param.dtype if self._waits and may_wait(param) else arriving
+            if grad_of(param) is None and param.grad_dtype != expected:
+                param.grad_dtype = expected
 
     @by_engine
     def prepare(self) -> None:
@@ -165,7 +179,9 @@ class Gradients:
             return
         if self.bucket is None:
             bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
-            zero_together([bucket[begin:end] for begin, end in self.layout.gaps])
+            self._gaps = [bucket[begin:end] for begin, end in self.layout.gaps]
+            if not self._waits:
+                self._close_gaps()
             self._view(bucket)
         for index, param in enumerate(self.params):
             if grad_of(param) is not None or index not in self._unwritten:
@@ -202,7 +218,47 @@ class Gradients:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket.
         For functions that are marked `by_engine`."""
         self._note_arrival(index)
-        self.bring(index)
+        param = self.params[index]
+        if index in self._waiting:  # it came before, and what comes now is added to that in the bucket's dtype
+            self._bring_waiting(but=index)
+        gradient = grad_of(param)
+        if not self._waits or not may_wait(param) or index not in self._unwritten or gradient is None:
+            self.bring(index)
+            return
+        self._waiting[index] = gradient.detach()
+        put_grad(param, None)
+
+    @by_engine
+    def bring_waiting(self) -> None:
+        """Move what waits into the bucket, in one operation."""
+        self._bring_waiting()
+
+    def _bring_waiting(self, but: int | None = None) -> None:
+        """but: a parameter that has another gradient meanwhile, which stays where it is."""
+        waiting, self._waiting = self._waiting, {}
+        if not waiting:
+            self._close_gaps()
+            return
+        gaps, self._gaps = self._gaps, []
+        came = list(waiting.values())
+        copy_together([*(self._views[index] for index in waiting), *gaps], [*came, *self._zeros_for(gaps, came[0])])
+        self._unwritten -= waiting.keys()
+        for index in waiting:
+            if index != but:
+                self.bring(index)
+
+    def _close_gaps(self) -> None:
+        """Make zeros of what lies between parameters in a bucket just taken: it is reduced with them."""
+        gaps, self._gaps = self._gaps, []
+        if gaps:
+            zero_together(gaps)
+
+    def _zeros_for(self, gaps: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+        """Zeros for gaps, in a gradient's dtype: what is copied together has one."""
+        most = max((gap.numel() for gap in gaps), default=0)
+        if self._blank is None or self._blank.dtype != like.dtype or self._blank.numel() < most:
+            self._blank = like.new_zeros(most)
+        return [self._blank[: gap.numel()] for gap in gaps]
 
     def _note_arrival(self, index: int) -> None:
         self._arrived.add(index)
@@ -215,13 +271,14 @@ class Gradients:
             put_grad(param, self._views[index])
             setattr(param, ADDED, False)
         elif not self.concat:
-            _adopt(param, self._views[index], fresh=index in self._unwritten)
+            adopt(param, self._views[index], fresh=index in self._unwritten)
         self._unwritten.discard(index)
 
     @by_engine
     def written_by(self, index: int) -> Tensor:
         """The place of parameter `index`, for a kernel that adds to it itself; zeros where nothing has come yet."""
         self.prepare()
+        self._bring_waiting()
         self._note_arrival(index)
         if index in self._unwritten:
             self._views[index].zero_()
@@ -231,6 +288,7 @@ class Gradients:
 
     def settle(self) -> None:
         """Fill the places of parameters that no gradient came for: with zeros, or with what says so."""
+        self.bring_waiting()
         self._fill_unwritten(self._absent)
 
     def _fill_unwritten(self, value: float) -> None:
@@ -336,6 +394,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Forget all gradients; a shard of them gives its memory back."""
+        self._waiting = {}
         if self.is_in_place:
             self._unwritten = set(range(len(self.params)))
         elif self.accumulation is Accumulation.reduced:
@@ -347,6 +406,7 @@ class Gradients:
 
     def discard(self) -> None:
         """Drop what a backward left unreduced in a temporary bucket."""
+        self._waiting = {}
         if self.is_in_place:
             return
         self.drop()
@@ -365,9 +425,6 @@ class Gradients:
 
 MAIN_GRADIENT = "get_main_grad"
 """Attribute of a parameter by which a kernel of Megatron's protocol finds where to add its gradient."""
-ADDED = "grad_added_to_main_grad"
-"""Attribute that a kernel of Megatron's protocol sets: it has added a weight's gradient to `get_main_grad()` itself,
-and what autograd gets of it is a stand-in without meaning."""
 
 
 def view_of(bucket: Tensor, begin: int, slot: Slot) -> Tensor:
@@ -384,27 +441,3 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(step)
         step *= max(1, size)
     return tuple(reversed(strides))
-
-
-def _adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
-    """Let `view` be the gradient of a parameter; one that autograd put elsewhere is moved there (`fresh`) or added."""
-    early = grad_of(param)
-    if isinstance(param, DTensor):  # it has no `.grad` but a DTensor: what came moves
-        early = None if early is None else gradient_here(param, early)
-        put_grad(param, None)
-        _move(early, view, fresh=fresh)
-        return
-    if early is not None and early.data_ptr() == view.data_ptr() and early.dtype == view.dtype:
-        return
-    if param.grad_dtype != view.dtype:
-        put_grad(param, None)
-        param.grad_dtype = view.dtype
-    put_grad(param, view)
-    _move(early, view, fresh=fresh)
-
-
-def _move(early: Tensor | None, view: Tensor, *, fresh: bool) -> None:
-    if fresh:
-        view.zero_() if early is None else view.copy_(early.detach())
-    elif early is not None:
-        view.add_(early.detach())

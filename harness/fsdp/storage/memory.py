@@ -19,6 +19,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 from torch import Tensor
 
+from harness.fsdp.comm.device import is_queued
+
 ALIGN_BYTES = 256
 """Places in a shared buffer begin on multiples of this."""
 
@@ -86,6 +88,11 @@ class BucketMemory:
         """Zeros that stay, shape [numel]."""
         with self.allocating():
             return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def on_host(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Zeros that stay, in the host's memory; pinned where work is queued, so that copies there run beside it."""
+        zeros = torch.zeros(numel, dtype=dtype)
+        return zeros.pin_memory() if is_queued(self.device) else zeros
 
     def has_room(self, bucket: Tensor) -> bool:
         """Whether a bucket of `bucket` could be refilled now."""

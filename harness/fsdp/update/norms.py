@@ -42,7 +42,8 @@ def _euclidean(shards_of: list[tuple[Bucket, list[Tensor]]], everyone: Everyone,
     total = count(counted, _device_of(counted, device)).to(device)
     if split:
         everyone.sum_scalars(total, "norm")
-    total += count(whole, _device_of(whole, device)).to(device)
+    if whole:
+        total += count(whole, _device_of(whole, device)).to(device)
     if numerics.bitwise:  # integers of more bits than a device has: the host reads them
         return torch.full((), order_free_norm.norm_from_counters(total), dtype=torch.float64, device=device)
     return total.sqrt().reshape(())

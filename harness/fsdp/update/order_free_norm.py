@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from harness.fsdp.comm.device import is_queued
+
 _UNIT = 74
 _LIMB = 32
 _LIMIT = 2.0**26
@@ -21,13 +23,17 @@ _NUM_LIMBS = 4
 NUM_COUNTERS = _NUM_LIMBS + 2
 """The limbs from the highest, the number of elements beyond the limit, the number of non-finite ones."""
 _BLOCK = 1 << 20
+"""Elements counted at a time, on a CPU."""
+_QUEUED_BLOCK = 1 << 23
+"""Elements counted at a time where work is queued: 45 launches, and some 400 MB. The counters are those of any other
+length."""
 
 
 def square_counters(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
     """Counters of the sum of squares over tensors of any shape: int64, shape [6]; they add over ranks."""
     counters = torch.zeros(NUM_COUNTERS, dtype=torch.int64, device=device)
     for tensor in tensors:
-        for block in tensor.reshape(-1).split(_BLOCK):
+        for block in tensor.reshape(-1).split(_QUEUED_BLOCK if is_queued(tensor.device) else _BLOCK):
             counters += _block_counters(block)
     return counters
 
