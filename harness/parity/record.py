@@ -12,7 +12,7 @@ from harness.store import provenance, status, vouching
 from harness.store.errors import StoreError
 from harness.store.metrics import read_columns
 from harness.store.reading import read_json
-from harness.store.rundir import RunDir, flatten, read_summary
+from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
 from harness.store.shapes import ROUNDING, WITNESS
 from harness.store.vouching import Stream
 
@@ -27,6 +27,17 @@ WEIGHTS = ("initial_weights", "final_weights")
 
 OF_ITSELF = ("restored", "structure", "other_replicas")
 """Facts of `summary.json` that say whether a run was sound."""
+
+
+class Settings(dict[str, Any]):
+    """A frozen configuration, one level of dotted keys; who asks for one that a damaged file lost hears of the file."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        super().__init__(values)
+        self.file = file
+
+    def __missing__(self, key: str) -> Any:
+        raise StoreError(f"{self.file} has no {key}: it was cut or edited, or an older version made the run")
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,7 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
         StoreError: there is no run there, or its configuration cannot be read; anything less is one of `problems`.
     """
     run = RunDir(Path(path))
-    config = {**(assumed or {}), **flatten(run.config())}
+    config = Settings(run.path / CONFIG, {**(assumed or {}), **flatten(run.config())})
     problems: list[str] = []
     problems += _state_problems(run)
     origin = _read(lambda: provenance.read(run.path), {}, problems)

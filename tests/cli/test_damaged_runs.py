@@ -224,8 +224,19 @@ def test_the_fuzzer_sees_a_traceback(whole: Path, tmp_path: Path, monkeypatch: p
     assert "TypeError: 'NoneType' object is not callable" in text
 
 
+FELL = (20753, 22662)
+"""Seeds over which a verb once fell: configurations that lost what a table or a verdict reads."""
+
+
 def test_no_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) -> None:
-    assert not found_wrong(whole, tmp_path, range(12))
+    assert not found_wrong(whole, tmp_path, (*FELL, *range(10)))
+
+
+def test_a_summary_that_is_a_text_makes_no_verb_fall(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DAMAGE, "a text", lambda path, _: path.write_text('"x"'))
+    assert not damaged(whole, tmp_path, random.Random(0), "a text", "summary.json")
 
 
 @pytest.mark.full
