@@ -55,6 +55,7 @@ def config_of(width: int) -> Config:
     """Large enough that a save takes a while."""
     config = LAYOUT.config()
     config.model.ffn_dim, config.ckpt.keep = width, 2
+    config.train.steps = 10_000  # saved for ever: a checkpoint beyond the last step is refused
     return config
 
 
