@@ -67,8 +67,8 @@ where the first finding is in the part of the step where the fault is. Bounds ar
 LIMITS = (
     "- Cells of the first steps capture gradients and updates of three, and most faults act there; they were judged",
     "  before every step vouched for itself.",
-    "- The faults are in the native engine, which has witnesses, as DDP and one process have. Engines without them",
-    "  (FSDP1, FSDP2, megatron-fsdp, DeepSpeed, yours) are judged as in the last row of the table of rules.",
+    "- The faults are in the native engine, which has witnesses, as DDP, FSDP2 and one process have. Engines without",
+    "  them (FSDP1, megatron-fsdp, DeepSpeed, yours if it shows nothing) are judged as in the last row of the rules.",
     "- Models are small (about 0.2 M weights, 1 to 4 ranks on one machine), and whoever wrote the faults also wrote",
     "  the comparator. Held-out faults guard the tolerances against that, not the choice of checks.",
     "- Clean pairs of one world and seed share runs: they are fewer independent trials than pairs.",

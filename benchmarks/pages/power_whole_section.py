@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 from harness.parity.power.score import Rate
 from harness.store.reading import read_json
-from harness.study.whole import LATE, STEPS, WORLDS
+from harness.study.whole import ARMS, LATE, STEPS, WORLDS
+from harness.study.whole import pairs as pairs_of_study
 
 FOLDER = Path(__file__).resolve().parents[1] / "data"
 PARTS = {"mended on": FOLDER / "power_whole.json", "held out": FOLDER / "power_whole_held_out.json"}
@@ -25,14 +27,15 @@ Pairs = Sequence[dict[str, Any]]
 HEAD = f"""## Over whole runs
 
 *Made by `python benchmarks/checks/power_whole.py train` and `judge` (`--part fixed`, and once `--part held_out`), with
-judges frozen at commit `{{commit}}`: about 780 runs of 1 to 1.5 CPU seconds, and 154 CPU seconds of judging.*
+judges frozen at commit `{{commit}}`: {{runs}} runs, and {{seconds:.0f}} CPU seconds of judging.*
 
 The cell in which late faults were found to pass: {STEPS} steps without warm-up, batch 8, sequences of 32, two layers.
 Late faults begin at step {LATE}; those of a resume act there, one after the last step. Every run is seen with default
-settings (step 1 captured, every step vouched for), and the same runs again as if more had been captured, or as if they
+settings (every step vouched for), and the same runs again as if more had been captured, or as if they
 said nothing of themselves. A third of faults and clean groups was held out by another hash than below, and judged once.
 A fault is *found* where a run is DIFFERENT or UNDECIDED; its *stage is right* where the one that is named is, or the
-interval ("between A and B") that is named has it. Each is held against its twin and against DDP.
+interval ("between A and B") that is named has it. Each is held against its twin and against DDP. *By default* is
+what it was at that commit, step 1 captured; since then more is (docs/verdicts.md), so that a user sees more than here.
 """
 
 MENDED = """What the campaign found in the part that judges were mended on, and what was mended. Late faults of a
@@ -45,7 +48,7 @@ be seen.
 LEFT = """A forward or backward that is wrong late is UNDECIDED and not DIFFERENT: no witness knows what the gradient of
 a model is, and a jump raises a doubt. The two at full strength are missed in hot training against DDP, where runs have
 parted by step 8; the weak one is a hundredth of a weight decay on gains, below the rounding of the weight it changes.
-Three faults of precision are not counted in bf16, where they round what is rounded already and change no bit.
+Faults of precision that round what is rounded already and change no bit are not counted ({idle}).
 """
 
 
@@ -56,7 +59,7 @@ def section() -> list[str]:
     every = [pair for pairs in parts.values() for pair in pairs]
     commit = str(read["held out"]["code"]["sha"])[:7]
     return [
-        HEAD.format(commit=commit),
+        HEAD.format(commit=commit, runs=len(_runs()), seconds=sum(float(data["cpu_s"]) for data in read.values())),
         *_found(parts),
         "",
         MENDED,
@@ -70,7 +73,7 @@ def section() -> list[str]:
         "",
         *_missed(every),
         "",
-        LEFT,
+        LEFT.format(idle=_idle(data["pairs"] for data in read.values())),
         "### Clean pairs, hot training counted apart",
         "",
         *_clean(every),
@@ -78,6 +81,22 @@ def section() -> list[str]:
         *_bound(every),
         "",
     ]
+
+
+def _idle(parts: Iterable[Pairs]) -> str:
+    """What is left out: worlds and names."""
+    found: dict[str, set[str]] = {}
+    for pairs in parts:
+        acting = {id(pair) for pair in _acting(pairs)}
+        for pair in pairs:
+            if id(pair) not in acting:
+                found.setdefault(pair["world"], set()).add(pair["name"])
+    return "; ".join(f"in {world}: {', '.join(sorted(names))}" for world, names in sorted(found.items())) or "none"
+
+
+def _runs() -> set[tuple[str, ...]]:
+    """The cells that all pairs of the study need, as overrides."""
+    return {cell for pair in pairs_of_study() for cell in (pair.arm, pair.control)}
 
 
 def _acting(pairs: Pairs) -> Pairs:
@@ -163,7 +182,8 @@ def _bound(pairs: Pairs) -> list[str]:
     pairwise, grouped = Rate(wrong, len(clean)).at_most, Rate(0, groups).at_most
     return [
         f"{wrong} of {len(clean)} clean pairs are DIFFERENT. Were they independent, false alarms would be at most",
-        f"{100 * pairwise:.2f} % (95 %; the rule of three, 3 / n). They are not: 14 runs of one group make 91 pairs.",
+        f"{100 * pairwise:.2f} % (95 %; the rule of three, 3 / n). They are not: {len(ARMS)} runs of one group make "
+        f"{math.comb(len(ARMS), 2)} pairs.",
         f"Of the {groups} groups, which are, none had one: at most {100 * grouped:.0f} % of groups.",
     ]
 
