@@ -35,7 +35,7 @@ from harness.store.provenance import PACKAGE, git_facts, versions
 from harness.store.rundir import Store
 from harness.store.status import State
 from harness.study.power import Kind, compose_all
-from harness.study.whole import PREEMPT_AT, STEPS, STUDY, WholePair, pairs
+from harness.study.whole import PREEMPT_AT, SPREAD, STEPS, STUDY, WholePair, pairs
 from tests.study import short
 from tests.study.short import Job
 from tests.support.spawn import RankFailed, run_ranks
@@ -199,7 +199,7 @@ def _view(path: Path, view: str) -> Record:
 
 def defaults() -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Steps whose gradients, and whose updates, a run of this length captures by default."""
-    return (1,), ()
+    return SPREAD, SPREAD
 
 
 def _seen(arm: Path, control: Path, view: str) -> Found:

@@ -227,12 +227,14 @@ def check_kinds(config: Any, under: str = "") -> None:
     """
     from harness.config.hints import explain_setting
 
-    held = {path: setting.type for path, setting in settings().items() if path.startswith(f"{under}." if under else "")}
+    held = {path: each for path, each in settings().items() if path.startswith(f"{under}." if under else "")}
     values = {path: attrgetter(path.removeprefix(f"{under}."))(config) for path in held}
     wrong = [
         explain_setting(path, values[path])
-        for path, kind in held.items()
-        if get_origin(kind) is not None and not _fits(values[path], kind)
+        for path, setting in held.items()
+        if get_origin(setting.type) is not None
+        and not (setting.optional and values[path] is None)
+        and not _fits(values[path], setting.type)
     ]
     if wrong:
         raise BadRequest(wrong)

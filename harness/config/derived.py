@@ -227,14 +227,3 @@ def persistent_bytes_per_rank(cfg: Config) -> int:
             weights += kept(placed.main_weights, main, of)
     grads = kept(placed.accumulated_grads, cfg.dtype.main_grads.bytes)
     return weights + grads + kept(placed.optimizer_state, main * optimizer_states(cfg))
-
-
-def captured_bytes(cfg: Config) -> int:
-    """Bytes of all captured gradients, their witnesses (fp64), updates, and the weights before step 1 with its update:
-    none where one step of gradients passes the limit."""
-    count = parameter_count(cfg)
-    gradients, updates = (count * dtype.bytes for dtype in (cfg.dtype.main_grads, cfg.dtype.main_params))
-    if gradients > cfg.measure.capture_limit_mib * 2**20:
-        return 0
-    changes = len(cfg.measure.update_steps) + (1 in cfg.measure.update_steps)
-    return (gradients + 8 * count) * len(cfg.measure.capture_steps) + updates * changes

@@ -279,17 +279,20 @@ class MeasureConfig:
     """record: every step alike. bench: warm-up steps, then timed ones, alone on the machine."""
     warmup_steps: int = 0
     """Steps before the timed ones, out of train.steps (bench); declared beforehand, never chosen by looking."""
-    capture_steps: list[int] = field(default_factory=lambda: [1])
-    """Steps at which every full gradient is written to `capture/` (before clipping)."""
-    update_steps: list[int] = field(default_factory=list)
-    """Steps whose whole update (main weights after minus before) is written to `capture/`: Adam cannot hide in it."""
+    capture_steps: list[int] | None = None
+    """Steps at which every full gradient is written to `capture/` (before clipping). null: the first, the last, and
+    between them 3, 10, 30, 100, ..., as many as fit into capture_limit_mib; with their updates and the last weights."""
+    update_steps: list[int] | None = None
+    """Steps whose whole update (main weights after minus before) is written to `capture/`: Adam cannot hide in it.
+    null: those that capture_steps chooses, where that is null too; else none."""
     rounding_draws: int = 0
     """Times the fp64 reference's first step is run again with an error behind every operation, for each dtype: how far
     rounding moves every gradient, which a verdict against this run then knows. 0: bounds are counted."""
     rounding_fp8: bool = False
     """Whether the reference finds that out of every FP8 recipe too that the model has sizes for."""
     capture_limit_mib: int = 1024
-    """No gradients are captured where one step of them would take more."""
+    """No gradients are captured where one step of them would take more; where capture_steps is null, all that is
+    captured beyond those of step 1 must fit into it together."""
     callbacks: list[str] = field(default_factory=list)
     """Classes of one's own that see every step, as package.module:Class; what they return is recorded as `own`."""
     vouch: bool = True

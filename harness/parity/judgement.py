@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from harness.parity.alone import ending as own_ending
 from harness.parity.alone import optimizer, structure, vouched, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
-from harness.parity.tiers import bitwise, finite, numeric, parting, placing, trajectory, updates
+from harness.parity.tiers import bitwise, ending, finite, numeric, parting, placing, trajectory, updates
 from harness.parity.tiers.admissible import Admission, admissible
 from harness.parity.tiers.envelope import Arithmetic, Envelope
 from harness.parity.tiers.graded import listed
@@ -36,6 +37,7 @@ def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str]
         *structure.check(run),
         *optimizer.check(run),
         *vouched.check(run, arithmetic),
+        *own_ending.check(run),
         *(finding for step in seen for finding in witness.check(run, step, arithmetic, factors)),
     )
 
@@ -167,6 +169,9 @@ class Judgement:
         if self.certain:
             until = min(self.last, self.certain + 1)
             kinds += [parting.losses(self.arm, self.control, self.envelope, until, self.steady)]
+        if self.last == self.control.length:
+            sketches = None if self.parting is None else self.parting.found
+            kinds += [ending.check(self.arm, self.control, self.envelope, sketches)]
         return self._placed([kind for kind in kinds if kind])
 
     def losses(self) -> list[Finding]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from harness.config.captured import Captured
 from harness.parity.tensors import Capture, Unreadable
 from harness.store import provenance, status, vouching
 from harness.store.errors import StoreError
@@ -83,6 +84,8 @@ class Record:
     `distance`, `scale` and, of all, `loss`; nothing where it was not asked to find out."""
     draws: int
     """Number of draws that `moves` is the mean square of."""
+    final: Capture | None
+    """Main weights after the last step; None where they were not captured."""
     attempts: int
     """How often the run was started; above one it was resumed."""
     stream: Stream | None
@@ -110,6 +113,7 @@ class Record:
             witnesses={step: each for step, each in self.witnesses.items() if step in captured},
             weights={step: each for step, each in self.weights.items() if step in updated},
             moments={step: each for step, each in self.moments.items() if step in updated},
+            final=None,
         )
 
     @property
@@ -143,8 +147,10 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
     columns = _read(lambda: read_columns(run.metrics, FIELDS), {key: [] for key in FIELDS}, problems)
     problems += _step_problems(columns, int(config["train.steps"]))
     problems += _summary_problems(summary)
-    captures = _captures(run, "step", config["measure.capture_steps"], problems)
-    updates = _captures(run, "update", config["measure.update_steps"], problems)
+    plan = _plan(run, config, problems)
+    config |= {"measure.capture_steps": list(plan.gradients), "measure.update_steps": list(plan.updates)}
+    captures = _captures(run, "step", plan.gradients, problems)
+    updates = _captures(run, "update", plan.updates, problems)
     return Record(
         run.path,
         run.name,
@@ -156,8 +162,9 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
         updates,
         _captures(run, "weights", _there(run, "weights", updates), problems),
         _captures(run, "moments", _there(run, "moments", updates), problems),
-        _testimonies(run, config["measure.capture_steps"], problems),
+        _testimonies(run, plan.gradients, problems),
         *_rounding(run, problems),
+        _final(run, plan, problems),
         len(run.attempts()),
         _read(lambda: vouching.read(run.path), None, problems),
         tuple(problems),
@@ -226,6 +233,40 @@ def _summary_problems(summary: Mapping[str, Any] | None) -> list[str]:
         return ["it has no summary.json"]
     missing = [key for key in WEIGHTS if not summary.get(key)]
     return [f"summary.json has no {' and no '.join(missing)}"] if missing else []
+
+
+def _plan(run: RunDir, config: Mapping[str, Any], problems: list[str]) -> Captured:
+    """The captured steps: those that were listed, or what the run wrote down where it was left to choose."""
+    if (listed := config["measure.capture_steps"]) is not None:
+        return Captured(tuple(listed), tuple(config["measure.update_steps"] or ()))
+    path = run.capture / "captured.json"
+    facts = _read(lambda: read_json(path), None, problems)
+    if facts is None:
+        if any(run.capture.glob("*.safetensors")):
+            problems.append(f"{path} is missing: which steps were to be captured is not known")
+        return Captured()
+    try:
+        gradients, updates = (tuple(int(step) for step in facts[key]) for key in ("gradients", "updates"))
+        return Captured(gradients, updates, bool(facts["final"]), int(facts["num_bytes"]), str(facts["left_out"]))
+    except (KeyError, TypeError, ValueError) as error:
+        problems.append(f"{path} is damaged: {error!r}")
+        return Captured()
+
+
+def _final(run: RunDir, plan: Captured, problems: list[str]) -> Capture | None:
+    """The last weights; missing where the rest of the captures is there, they are damage."""
+    path = run.capture / "final.safetensors"
+    if not path.exists():
+        if plan.final and any(run.capture.glob("*.safetensors")):
+            problems.append(f"{path} is missing")
+        return None
+    try:
+        if read_json(path.with_suffix(".json")) is None:
+            raise Unreadable(f"{path} is not complete: the description beside it is missing")
+        return Capture(path)
+    except (Unreadable, StoreError) as error:
+        problems.append(str(error))
+        return None
 
 
 def _captures(run: RunDir, kind: str, wanted: Sequence[int], problems: list[str]) -> dict[int, Capture]:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from harness.config.captured import Captured
 from harness.store.files import write_json
 
 
@@ -52,6 +53,25 @@ def write_weights(folder: Path, step: int, weights: Mapping[str, Tensor]) -> Non
         OSError: the folder cannot be written.
     """
     _write(folder / f"weights-{step:06d}", {"step": step, "content": "main weights before the step"}, weights.items())
+
+
+def write_final(folder: Path, steps: int, weights: Mapping[str, Tensor]) -> None:
+    """Write the main weights that a run ends with, as `final.safetensors`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    _write(folder / "final", {"step": steps, "content": "main weights after the last step"}, weights.items())
+
+
+def write_plan(folder: Path, plan: Captured) -> None:
+    """Write which steps are captured, as `captured.json`.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "captured.json", plan._asdict())
 
 
 def write_moments(folder: Path, step: int, moments: Iterable[tuple[str, Tensor]]) -> None:

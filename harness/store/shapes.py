@@ -111,7 +111,11 @@ CONFIG: Shape = {
     "mesh?": {"world_size?": int},
     "study?": {"name?": str},
     "train?": {"steps?": int, "replicate?": int},
-    "measure?": {"capture_steps?": Each(list, int), "update_steps?": Each(list, int), "warmup_steps?": int},
+    "measure?": {
+        "capture_steps?": Maybe(Each(list, int)),
+        "update_steps?": Maybe(Each(list, int)),
+        "warmup_steps?": int,
+    },
     "notes?": str,
 }
 """Nothing is demanded: versions differ in what they know (`RunDir.setting` says what a reader misses)."""

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
+from harness.config.captured import spread
 from harness.config.faults import AMOUNTS, Fault, corpus
 from harness.study.power import Kind
 
@@ -29,7 +30,7 @@ LATE = 8
 """The step at which late faults begin."""
 PREEMPT_AT = 7
 """Step after which a run that is to be resumed is interrupted: what a resume spoils shows at `LATE`."""
-SPREAD = (1, 3, 10, 12)
+SPREAD = tuple(sorted(spread(STEPS)))
 """What a run of so many steps captures by default."""
 EVERY = f"measure.capture_steps=[{','.join(map(str, range(1, STEPS + 1)))}]"
 

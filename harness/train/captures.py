@@ -3,14 +3,15 @@ rounding. Nothing of it is there in any other step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.config.derived import captured_bytes, global_microbatches
+from harness.config.captured import captured
+from harness.config.derived import global_microbatches
 from harness.config.projections import fitting
 from harness.config.update_rule import Rule
 from harness.control import Control
@@ -20,7 +21,9 @@ from harness.models.registry import workload_for
 from harness.probe import structure
 from harness.probe.capture import (
     write_capture,
+    write_final,
     write_moments,
+    write_plan,
     write_rounding,
     write_update,
     write_weights,
@@ -47,9 +50,14 @@ class Captures:
         self.config = config
         self.folder = session.run_dir / "capture"
         self.is_first_rank = session.ranks.rank == 0
-        any_fit = captured_bytes(config)
-        self.steps = set(config.measure.capture_steps if any_fit else ())
-        self.update_steps = set(config.measure.update_steps if any_fit else ())
+        self.plan = captured(config)
+        self.steps, self.update_steps = set(self.plan.gradients), set(self.plan.updates)
+        self._last: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Say what will be captured, where the configuration leaves that open; readers go by it."""
+        if self.is_first_rank and self.config.measure.capture_steps is None:
+            write_plan(self.folder, self.plan)
 
     def structure(self) -> dict[str, Any] | None:
         """What of the engine's tensors stands in the same memory and should not, or the other way round; *collective*.
@@ -128,6 +136,19 @@ class Captures:
             write_update(self.folder, step, before, after.items())
             if self._begins_anew(step):  # later ones follow from these and the updates
                 write_weights(self.folder, step, before)
+
+    def looking(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The weights of the end on their way to what reads them anyway: they are gathered once. For `final`."""
+        for name, weight in weights:
+            if self.plan.final and self.is_first_rank:
+                self._last[name] = weight
+            yield name, weight
+
+    def final(self) -> None:
+        """Write the weights that `looking` saw."""
+        if self._last:
+            write_final(self.folder, self.config.train.steps, self._last)
+            self._last = {}
 
     def _weights(self) -> dict[str, Tensor]:
         """All main weights on the first rank, nothing on the others; gathering is collective."""

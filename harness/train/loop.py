@@ -129,6 +129,7 @@ class Loop:
 
     def _begin(self) -> int:
         """Restore, or note the weights a new run begins with; returns the steps already done."""
+        self.captures.begin()
         with self.session.meters.paused():
             self.structure = self.captures.structure()
         if self.keeps_checkpoints or self.config.ckpt.load is not None:
@@ -291,7 +292,10 @@ class Loop:
     def _finish(self, status: str, start: int, wall_s: float) -> None:
         benched = {} if self.bench is None or status != "done" else self.bench.facts()
         with self.session.meters.paused():
-            final_weights = weights_digest(self.session.engine.named_weights(), alive=self.session.alive)
+            weights = self.session.engine.named_weights()
+            weights = self.captures.looking(weights) if status == "done" else weights
+            final_weights = weights_digest(weights, alive=self.session.alive)
+            self.captures.final()
             own = self.control.gather([int(final_weights[:15], 16)])
         if not self.is_first_rank:
             return

@@ -68,7 +68,7 @@ def captured_steps_are_reached(request: Request) -> Iterator[Violation]:
     """A step that is to be captured is one that happens."""
     steps = request.config.train.steps
     for path in ("measure.capture_steps", "measure.update_steps"):
-        wanted = request.value(path)
+        wanted = request.value(path) or ()
         missed = [s for s in wanted if s > steps]
         if missed:
             kept = [s for s in wanted if s <= steps]

@@ -63,7 +63,7 @@ _WANDB = Condition(
     lambda c: c.wandb.mode is not WandbMode.disabled, "wandb=offline or wandb=online", lambda c: "wandb=disabled"
 )
 _CAPTURE = Condition(
-    lambda c: bool(c.measure.capture_steps or c.measure.update_steps),
+    lambda c: c.measure.capture_steps != [] or bool(c.measure.update_steps),
     "measure.capture_steps=[1]",
     lambda c: "measure.capture_steps=[]",
 )

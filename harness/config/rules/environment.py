@@ -17,7 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.config.adapter import capabilities_of
-from harness.config.derived import captured_bytes, may_leave_unused, persistent_bytes_per_rank, state_bytes
+from harness.config.captured import captured
+from harness.config.derived import may_leave_unused, persistent_bytes_per_rank, state_bytes
 from harness.config.devices import visible_devices
 from harness.config.errors import Violation
 from harness.config.mirror import has_key, mirror_mode, server
@@ -209,7 +210,7 @@ def disk_takes_the_run(request: Request) -> Iterator[Violation]:
 def expected_bytes(cfg: Config) -> int:
     """Bytes a run writes at least: captures, the checkpoints it keeps beside the one it writes, and logs."""
     checkpoints = (cfg.ckpt.keep + 1) * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
-    return captured_bytes(cfg) + checkpoints + PROBE_BYTES
+    return captured(cfg).num_bytes + checkpoints + PROBE_BYTES
 
 
 def probe(root: Path, need: int, *, write: bool) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from harness.config.captured import captured
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
@@ -78,7 +79,7 @@ def only_the_reference_is_perturbed(request: Request) -> Iterator[Violation]:
             "0, or any number with engine=single dtype=fp64 mesh=one",
             "measure.rounding_draws=0",
         )
-    elif 1 not in config.measure.capture_steps or config.cluster.device is not Device.cpu:
+    elif 1 not in captured(config).gradients or config.cluster.device is not Device.cpu:
         yield Violation(
             request.show("measure.rounding_draws"),
             "needs the gradients of step 1 on cluster.device=cpu",

@@ -134,7 +134,7 @@ def _lists(request: Request) -> dict[str, Violation]:
         elif not 0 < margin < math.inf:
             found[path] = Violation(f"{path}={margin}", "is out of range", "above 0", f"{path}=0.001 is 0.1 %")
     for path in ("measure.capture_steps", "measure.update_steps"):
-        steps = request.value(path)
+        steps = request.value(path) or ()
         if any(step < 1 for step in steps) or len(set(steps)) != len(steps):
             found[path] = Violation(request.show(path), "needs distinct steps, counted from 1", fix=f"{path}=[1]")
     return found

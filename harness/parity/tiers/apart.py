@@ -85,6 +85,8 @@ class Apart:
     """The control's weights after the step against those after the kept step before; NaN at the first."""
     whole: Float64
     """[steps]: of all weights after the step together."""
+    norms: Float64
+    """Norms of the control's weights after the step."""
 
     @property
     def before(self) -> Float64:
@@ -125,6 +127,7 @@ def apart(arm: Stream, control: Stream) -> Apart | None:
             reduced=np.sqrt(found["reduced apart"] / gradient),
             moved=np.sqrt(found["moved"] / found["weights"]),
             whole=np.sqrt(np.nansum(found["weights apart"], 1) / np.nansum(found["weights"], 1)),
+            norms=np.sqrt(found["weights"]),
         )
 
 

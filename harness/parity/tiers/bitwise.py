@@ -68,5 +68,30 @@ def _gradients(step: int, pairs: Sequence[TensorPair], mismatches: Sequence[Mism
 
 def _weights(arm: Record, control: Record) -> Finding:
     left, right = (str(run.summary["final_weights"]) for run in (arm, control))
-    verdict = Grade.ok if left == right else Grade.bad
-    return Finding("T1", "final weights", Stage.optimizer, verdict, left[:16], right[:16], step=arm.length)
+    if left == right:
+        return Finding("T1", "final weights", Stage.optimizer, Grade.ok, left[:16], right[:16], step=arm.length)
+    tensor, note = _first_weight(arm, control)
+    return Finding(
+        "T1",
+        "final weights",
+        Stage.optimizer,
+        Grade.bad,
+        left[:16],
+        right[:16],
+        step=arm.length,
+        tensor=tensor,
+        note=note,
+    )
+
+
+def _first_weight(arm: Record, control: Record) -> tuple[str | None, str]:
+    """The first of the captured last weights whose bits differ, and how many do."""
+    if arm.final is None or control.final is None:
+        return None, ""
+    both = arm.final.tensors.keys() & control.final.tensors.keys()
+    off = [
+        name
+        for name in arm.final.tensors
+        if name in both and arm.final.raw(name).tobytes() != control.final.raw(name).tobytes()
+    ]
+    return (off[0], f"{len(off)} of {len(both)} tensors differ") if off else (None, "")

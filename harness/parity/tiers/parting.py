@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.outcome import Finding, Stage
 from harness.parity.record import Record
 from harness.parity.tiers.apart import BURST, Apart, Jump, apart, gradient_jumps, weight_jumps
 from harness.parity.tiers.envelope import SAFETY, Envelope
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 GIVEN = "{} given the weights"
 WEIGHTS = "weights given those before"
-END = "weights at the end"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class Parting:
         return bool(self.found.steps[0] == 1 and not np.isnan(self.found.local[0]).all())
 
     def check(self, certain: int) -> list[list[Finding]]:
-        """Every jump, and how far apart the two are, a list a kind.
+        """Every jump, a list a kind.
 
         Args:
             certain: the last step up to which both were seen to be right: what their weights do follows from gradients.
@@ -85,7 +84,6 @@ class Parting:
                 GIVEN.format("gradient"), reduced, Stage.reduction, Stage.reduction if seen else Stage.forward
             ),
             self._graded(WEIGHTS, weights, Stage.optimizer, after, certain, self.steady),
-            self._end(),
         ]
         return [kind for kind in kinds if kind]
 
@@ -108,18 +106,6 @@ class Parting:
         )
         tensors = jump.tensors[judged]
         return series.findings(lambda at: self.found.names[int(tensors[at])])
-
-    def _end(self) -> list[Finding]:
-        """The weights that the runs end with: how far apart the farthest tensor is. No bound of its own: whether it
-        came there step by step is what the jumps say."""
-        import numpy as np
-
-        last = self.found.weights[-1]
-        if np.isnan(last).all():
-            return []
-        place, step = int(np.nanargmax(last)), int(self.found.steps[-1])
-        name, off = self.found.names[place], float(last[place])
-        return [Finding("T2", END, Stage.optimizer, Grade.ok, off, math.inf, step=step, tensor=name, count=len(last))]
 
 
 def losses(arm: Record, control: Record, envelope: Envelope, last: int, steady: int) -> list[Finding]:

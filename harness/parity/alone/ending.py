@@ -1,0 +1,49 @@
+"""What one run says of the weights it ends with: are they those that its last captured update left?
+
+Where the last step was captured, so were the weights before it (or before the updates that lead to it) and the update.
+Their sum is what the step left, up to the rounding of each difference, u(main) of it. Anything beyond was done to the
+weights after the last step, where no loss is left to show it; a run without a stream has no other witness there.
+"""
+
+from __future__ import annotations
+
+from harness.config.roundoff import UNIT
+from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.record import Record
+from harness.parity.tiers.envelope import REFUTED
+from harness.parity.tiers.gradients import length
+
+FOLLOWS = "weights at the end follow"
+
+
+def check(run: Record) -> list[Finding]:
+    """A finding a tensor; nothing where the last step or the last weights were not captured."""
+    begin = _begin(run)
+    if run.final is None or begin is None:
+        return []
+    unit = UNIT[str(run.config["dtype.main_params"])]
+    found = []
+    for name in run.final.tensors:
+        updates = [run.updates[step] for step in range(begin, run.length + 1)]
+        if name not in run.weights[begin].tensors or any(name not in each.tensors for each in updates):
+            continue
+        expected, moved = run.weights[begin].values(name), 0.0
+        for each in updates:
+            update = each.values(name)
+            expected, moved = expected + update, moved + length(update)
+        norm = length(expected) or 1.0
+        off, allowed = length(run.final.values(name) - expected) / norm, unit * moved / norm
+        said = grade(off, allowed, REFUTED * allowed)
+        note = "" if said is Grade.ok else f"in {run.name}, changed after the last update"
+        found.append(Finding("T2", FOLLOWS, Stage.weights, said, off, allowed, step=run.length, tensor=name, note=note))
+    return found
+
+
+def _begin(run: Record) -> int | None:
+    """The step before which weights were captured from which captured updates lead to the end."""
+    step = run.length
+    while step in run.updates:
+        if step in run.weights:
+            return step
+        step -= 1
+    return None

@@ -1,0 +1,70 @@
+"""What a run captures where nobody says which steps: first, last, some between, as much as fits."""
+
+from __future__ import annotations
+
+import pytest
+
+from harness.config.captured import MIB, captured, spread
+from harness.config.derived import parameter_count
+from harness.config.schema import Config, MeasureMode, OptimizerName
+
+
+def config_of(steps: int = 20, dim: int = 64, limit_mib: int = 1024) -> Config:
+    config = Config()
+    config.train.steps, config.model.dim, config.measure.capture_limit_mib = steps, dim, limit_mib
+    return config
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [(1, [1]), (2, [1, 2]), (3, [1, 3]), (12, [1, 3, 10, 12]), (20, [1, 3, 10, 20]), (301, [1, 3, 10, 30, 100, 300, 301])],
+)  # fmt: skip
+def test_the_chosen_steps_are_the_first_the_last_and_some_between(steps: int, expected: list[int]) -> None:
+    assert sorted(spread(steps)) == expected
+    found = captured(config_of(steps))
+    assert (found.gradients, found.updates, found.final, found.left_out) == (tuple(expected), tuple(expected), True, "")
+
+
+def test_a_step_costs_what_its_files_hold() -> None:
+    count = parameter_count(config_of())
+    first, last = 4 + 8 + 4 + 4, 4 + 8 + 4 + 4 + 2 * 4
+    assert captured(config_of(1)).num_bytes == (first + 4) * count
+    assert captured(config_of(20)).num_bytes == (first + 3 * last + 4) * count
+    follows = (12 + 4) * count  # an update that follows another begins with what that left
+    assert captured(config_of(2)).num_bytes == (first + 4) * count + follows
+    sgd = config_of(20)
+    sgd.optimizer.name = OptimizerName.sgd
+    assert captured(sgd).num_bytes == (first * 4 + 4) * count
+
+
+def test_what_does_not_fit_is_left_out_last_things_first() -> None:
+    """Every limit holds, more room never captures less, and what is left out is said."""
+    seen = set()
+    for limit in range(1, 40):
+        found = captured(config_of(20, dim=64 * 3, limit_mib=limit))
+        assert found.num_bytes <= limit * MIB or found.gradients == (1,)
+        assert bool(found.left_out) == (found.gradients != (1, 3, 10, 20))
+        assert f"measure.capture_limit_mib={limit}" in found.left_out or not found.left_out
+        seen.add((len(found.gradients), len(found.updates), found.final))
+    stages = [(0, 0, False), (1, 0, False), (1, 1, False), (1, 1, True), (2, 2, True), (3, 3, True), (4, 4, True)]
+    assert sorted(seen) == [each for each in stages if each in seen] and len(seen) > 3
+    assert (
+        captured(config_of(20, dim=8192)).gradients == ()
+        and "one step of gradients" in captured(config_of(20, dim=8192)).left_out
+    )
+
+
+def test_what_is_listed_is_captured_as_it_is() -> None:
+    config = config_of()
+    config.measure.capture_steps = [5, 2]
+    assert captured(config)[:3] == ((2, 5), (), False)
+    config.measure.update_steps = [5]
+    assert captured(config)[:3] == ((2, 5), (5,), False)
+    config.measure.capture_steps = None
+    assert captured(config)[:3] == ((1, 3, 10, 20), (5,), True)
+
+
+def test_a_timed_run_captures_nothing() -> None:
+    config = config_of()
+    config.measure.mode = MeasureMode.bench
+    assert captured(config).num_bytes == 0
