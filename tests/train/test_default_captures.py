@@ -81,10 +81,12 @@ def test_first_last_and_some_between_are_captured_whole(pair: tuple[Record, Reco
 
 def test_last_weights_are_compared_tensor_by_tensor(pair: tuple[Record, Record]) -> None:
     found = ends(*pair)
-    assert {each.check for each in found} == {ending.END} and all(each.grade is Grade.ok for each in found)
+    assert {each.check for each in found} == {ending.END}
+    assert all(each.grade is Grade.ok for each in found)
     bits = bitwise.check(*pair, {}, {})[-1]
     assert (bits.check, bits.grade) == ("final weights", Grade.bad)
-    assert bits.tensor in pair[0].captures[1].tensors and "tensors differ" in bits.note
+    assert bits.tensor in pair[0].captures[1].tensors
+    assert "tensors differ" in bits.note
 
 
 def test_weights_changed_after_the_last_step_are_found(pair: tuple[Record, Record]) -> None:
@@ -102,13 +104,15 @@ def test_without_whole_weights_their_sketches_are_compared(pair: tuple[Record, R
     from harness.parity.tiers.apart import apart
 
     arm, control = (replace(run, final=None) for run in pair)
-    assert arm.stream is not None and control.stream is not None
+    assert arm.stream is not None
+    assert control.stream is not None
     found = ending.check(arm, control, Envelope.of(arm, control), apart(arm.stream, control.stream))
     assert {each.check for each in found} == {ending.SKETCHED}
     whole = {each.tensor: float(each.observed) for each in ends(*pair)}
     for each in found:
         assert each.tensor is not None
-        assert each.grade is Grade.ok and float(each.observed) < 4 * whole[each.tensor] + 1e-12
+        assert each.grade is Grade.ok
+        assert float(each.observed) < 4 * whole[each.tensor] + 1e-12
     assert ends(arm, control) == []
 
 
