@@ -1,17 +1,19 @@
 """How long a verdict takes, as a user types it. Writes data/verdict_time.json.
 
-    python benchmarks/costs/verdict_time.py
+    python benchmarks/costs/verdict_time.py [--only NAME]
 
 Whole commands in fresh processes: `compare` of two runs of 1,000 steps, and `verdict` of a study of 12 arms and 5 seeds
 against a control of 5 seeds, 200 steps each. The records are those of three short real runs of the tiny model (a
 control by DDP, a clean arm, one with a fault) with gradients, witnesses and updates of three steps. Their last lines
 are repeated to the length that is wanted, and the study's runs are copies under other seeds and prefetch depths,
-captures as hard links. Processor time is user's and system's, of all threads; other processes on the machine take the
-clock's seconds, not these.
+captures as hard links. `verdict, 1,000 cells` is of runs whose sketches alone speak for them (measure=light),
+`verdict, 100 cells captured` of runs as they are by default. Processor time is user's and system's, of all threads;
+other processes on the machine take the clock's seconds, not these.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -40,9 +42,10 @@ from harness.store.study import write_study
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = Path(__file__).resolve().parents[1] / "data" / "verdict_time.json"
 SHORT, LONG, STUDY_STEPS = 12, 1000, 200
+CELLS, CAPTURED = 1000, 100
 ARMS, SEEDS = 12, 5
-REPETITIONS = {"compare": 7, "verdict": 5}
-LIMITS = {"compare": 2.0, "verdict": 20.0}
+REPETITIONS = {"compare": 7, "verdict": 5, "cells": 3}
+LIMITS = {"compare": 2.0, "verdict": 20.0, "verdict, 1,000 cells": 10.0}
 CELL = (
     f"train.steps={SHORT}",
     "train.schedule=constant",
@@ -68,11 +71,12 @@ class Copied:
     overrides: tuple[str, ...] = ()
 
 
-def real_run(root: Path, name: str) -> Path:
+def real_run(root: Path, name: str, study: str = "", *more: str) -> Path:
     """Train one cell; its directory."""
-    command = [sys.executable, "run.py", *CELL, *KINDS[name], f"study.name={name}", f"launch.root={root}"]
-    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return next((root / name).glob("*/config.yaml")).parent
+    own = [word for word in CELL if not more or not word.startswith("measure.")]
+    command = [sys.executable, "run.py", *own, *KINDS[name], *more, f"study.name={study or name}"]
+    subprocess.run([*command, f"launch.root={root}"], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return next((root / (study or name)).glob("*/config.yaml")).parent
 
 
 def extended(source: Path, root: Path, study: str, steps: int, **changes: dict[str, Any]) -> Copied:
@@ -111,6 +115,17 @@ def make_study(runs: dict[str, Path], root: Path) -> None:
     write_study(root, cells, controls)
 
 
+def many(root: Path, study: str, count: int, measure: str) -> None:
+    """A study of so many cells against one control, each a copy of one real run under a depth of its own."""
+    runs = {name: real_run(root, name, f"{study}_{name}", f"measure={measure}") for name in ("control", "clean")}
+    control = extended(runs["control"], root, study, SHORT)
+    arms = [extended(runs["clean"], root, study, SHORT, engine={"prefetch": depth}) for depth in range(count - 1)]
+    controls = {signature(arm.config): signature(control.config) for arm in arms}
+    for cell in (control, *arms):
+        cell.config["study"].update(question="How long?", margins={})
+    write_study(root, [control, *arms], controls)
+
+
 def timed(repetitions: int, expected: int, *words: str) -> dict[str, Any]:
     """Seconds of a whole command: the median of its repetitions, and their spread."""
     found: dict[str, list[float]] = {"wall_s": [], "processor_s": []}
@@ -129,8 +144,19 @@ def timed(repetitions: int, expected: int, *words: str) -> dict[str, Any]:
     }
 
 
+def of_many(root: Path) -> dict[str, Any]:
+    """Verdicts on many short runs."""
+    many(root, "cells", CELLS, "light")
+    many(root, "captured", CAPTURED, "default")
+    count = REPETITIONS["cells"]
+    return {
+        "verdict, 1,000 cells": timed(count, 0, "verdict", "cells", "--root", str(root)),
+        "verdict, 100 cells captured": timed(count, 0, "verdict", "captured", "--root", str(root)),
+    }
+
+
 def measure(root: Path) -> dict[str, Any]:
-    """Every command."""
+    """Every command on long runs."""
     runs = {name: real_run(root, name) for name in KINDS}
     for name, run in runs.items():
         extended(run, root, f"long_{name}", LONG)
@@ -146,9 +172,15 @@ def measure(root: Path) -> dict[str, Any]:
 
 def main() -> None:
     """Measure and write."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--only", choices=("long", "many"), help="keep the figures of the others")
+    only = parser.parse_args().only
     before = os.getloadavg()[0]
+    commands = json.loads(OUTPUT.read_text(encoding="utf-8"))["commands"] if only else {}
     with tempfile.TemporaryDirectory() as folder:
-        commands = measure(Path(folder))
+        for name, part in (("long", measure), ("many", of_many)):
+            if only in (None, name):
+                commands |= part(Path(folder))
     facts = {
         "unit": "s",
         "limits_s": LIMITS,
@@ -157,6 +189,7 @@ def main() -> None:
             "compare_steps": LONG,
             "study": {"arms": ARMS, "seeds": SEEDS, "controls": SEEDS, "steps": STUDY_STEPS, "faulty_arms": 1},
             "captured_steps": [1, 2, 3],
+            "many": {"steps": SHORT, "cells": CELLS, "cells captured by default": CAPTURED},
         },
         "commands": commands,
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("numpy", "scipy")}},

@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
@@ -48,6 +48,7 @@ class VouchedTensor(NamedTuple):
     shape: tuple[int, ...]
 
 
+@cache
 def step_columns(sketches: int) -> tuple[str, ...]:
     """Names of a step's numbers, in order.
 
@@ -64,6 +65,7 @@ def step_columns(sketches: int) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@cache
 def tensor_columns(sketches: int) -> tuple[str, ...]:
     """Names of a tensor's numbers at a kept step, in order; `terms_squares` is of all local gradients, averaged."""
     return (

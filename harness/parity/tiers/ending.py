@@ -70,9 +70,11 @@ def _graded(
     draw: float = 1.0,
 ) -> list[Finding]:
     rounding = 2 * step * max(UNIT[str(run.config["dtype.main_params"])] for run in runs)
-    made = []
+    made, farthest = [], reach(runs, envelope, step)
+    is_shared = runs[1].config["optimizer.name"] != "sgd"  # by all elements alike; SGD may spend all on one
     for name, numel, distance, norm in told:
-        allowed = draw * (rounding + (reach(runs, envelope, step, numel) / norm if norm else math.inf))
+        own = farthest * (math.sqrt(numel / envelope.control.parameters) if is_shared else 1.0)
+        allowed = draw * (rounding + (own / norm if norm else math.inf))
         off = grade(distance, allowed, REFUTED * allowed)
         made.append(
             Finding("T2", kind, Stage.optimizer, off, distance, allowed, step=step, tensor=name, since=Stage.weights)
@@ -80,19 +82,15 @@ def _graded(
     return made
 
 
-def reach(runs: tuple[Record, Record], envelope: Envelope, step: int, numel: int) -> float:
-    """How far apart so many weights can be after a step; see [Note: Reach]."""
+def reach(runs: tuple[Record, Record], envelope: Envelope, step: int) -> float:
+    """How far apart all weights together can be after a step; see [Note: Reach]."""
     control = runs[1]
     if control.config["optimizer.name"] not in KNOWN:
         return math.inf
     paths = sum(float(path_lengths(run, envelope.control.parameters)[step - 1]) for run in runs)
     if control.config["optimizer.name"] == "sgd":
         return paths
-    return (
-        steepest(*map(float, control.config["optimizer.betas"]))
-        * paths
-        * math.sqrt(numel / envelope.control.parameters)
-    )
+    return steepest(*map(float, control.config["optimizer.betas"])) * paths
 
 
 def steepest(beta1: float, beta2: float) -> float:

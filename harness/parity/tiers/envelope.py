@@ -38,6 +38,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -159,12 +160,12 @@ class Arithmetic:
             fp8=str(config.get("dtype.fp8") or ""),
         )
 
-    @property
+    @cached_property
     def forward(self) -> float:
         """Relative rounding error of an activation at the model's end."""
         return math.hypot(self._compute(1), self.quantized(1))
 
-    @property
+    @cached_property
     def gradient(self) -> float:
         """Relative rounding error of one averaged gradient, reduction included."""
         return math.hypot(self._compute(GRADIENT_FACTOR), self.quantized(GRADIENT_FACTOR), self.reduction)
@@ -215,7 +216,7 @@ class Arithmetic:
         products = passes * (depth.products_block * self.layers + depth.products_ends) * self.inner
         return RMS * math.hypot(UNIT[self.compute] * math.sqrt(elementwise), UNIT[inner_dtype] * math.sqrt(products))
 
-    @property
+    @cached_property
     def reduction(self) -> float:
         """Relative rounding error of adding k microbatches and N ranks, wire and division included, in the order that
         errs most (`orders`)."""
@@ -355,7 +356,7 @@ class Envelope:
         """Largest relative distance of one tensor's gradient at step 1."""
         return SAFETY * self.error
 
-    @property
+    @cached_property
     def error(self) -> float:
         """Relative error of both runs' gradients: counted; under FP8 as a perturbed reference shows it, if one does."""
         return math.hypot(*(self._of_fp8(run, "distance", run.gradient) for run in (self.arm, self.control)))

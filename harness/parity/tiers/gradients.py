@@ -12,11 +12,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from harness.parity.tensors import Capture
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from harness.parity.tensors import Float64
 
 BLOCKS = 32
@@ -104,13 +108,18 @@ def compare_values(name: str, a: Float64, c: Float64, *, equal: bool = False) ->
     """Two arrays of one shape, fp64; `equal` where their bits are known to be."""
     import numpy as np
 
-    finite, control_finite = bool(np.isfinite(a).all()), bool(np.isfinite(c).all())
-    if not (finite and control_finite):
-        return _plain(name, equal, a.size, math.nan, math.nan, math.nan, finite, control_finite)
+    squares = c * c
+    square = float(squares.sum())
+    arm_norm = math.sqrt(square) if equal else length(a)
+    if not (math.isfinite(square) and math.isfinite(arm_norm)):  # a sum of squares may overflow where no value is odd
+        finite, control_finite = bool(np.isfinite(a).all()), bool(np.isfinite(c).all())
+        if not (finite and control_finite):
+            return _plain(name, equal, a.size, math.nan, math.nan, math.nan, finite, control_finite)
     if equal:
-        norm = length(c)
-        return _plain(name, True, a.size, norm, norm, 0.0)
-    return _fit(name, a, c)
+        return _plain(name, True, a.size, arm_norm, arm_norm, 0.0)
+    if square == 0.0:
+        return _plain(name, False, a.size, arm_norm, 0.0, math.inf if arm_norm else 0.0)
+    return _fit(name, a - c, c, squares, arm_norm)
 
 
 def _plain(
@@ -131,7 +140,9 @@ def _plain(
 def _same_bits(name: str, arm: Capture, control: Capture) -> bool:
     import numpy as np
 
-    return bool(np.array_equal(arm.raw(name).view(np.uint8), control.raw(name).view(np.uint8)))
+    left, right = arm.raw(name), control.raw(name)
+    bits = np.dtype(f"u{left.dtype.itemsize}")
+    return bool(np.array_equal(left.view(bits), right.view(bits)))
 
 
 def dot(left: Float64, right: Float64) -> float:
@@ -145,12 +156,9 @@ def length(values: Float64) -> float:
     return math.sqrt(dot(values, values))
 
 
-def _fit(name: str, a: Float64, c: Float64) -> TensorPair:
-    difference = a - c
-    square = dot(c, c)
-    if square == 0.0:
-        arm_norm = length(a)
-        return _plain(name, False, a.size, arm_norm, 0.0, math.inf if arm_norm else 0.0)
+def _fit(name: str, difference: Float64, c: Float64, squares: Float64, arm_norm: float) -> TensorPair:
+    """A pair of finite tensors that differ; `squares` are the control's elements'."""
+    square, apart = float(squares.sum()), difference * difference
     norm = math.sqrt(square)
     b = dot(difference, c) / square
     rest = difference - b * c
@@ -159,14 +167,14 @@ def _fit(name: str, a: Float64, c: Float64) -> TensorPair:
         bits_equal=False,
         finite=True,
         control_finite=True,
-        numel=a.size,
-        arm_norm=length(a),
+        numel=c.size,
+        arm_norm=arm_norm,
         norm=norm,
-        distance=length(difference) / norm,
+        distance=math.sqrt(float(apart.sum())) / norm,
         b=b,
         standard_error=_standard_error(rest, c, square),
         residual=length(rest) / norm,
-        block=_worst_block(difference.ravel(), c.ravel(), norm),
+        block=_worst_block(apart.ravel(), squares.ravel(), norm),
     )
 
 
@@ -177,13 +185,21 @@ def _standard_error(rest: Float64, c: Float64, square: float) -> float:
     return max((length(products.sum(axis)) / square for axis in axes), default=0.0)
 
 
-def _worst_block(difference: Float64, c: Float64, norm: float) -> Block:
-    """The farthest of `BLOCKS` consecutive pieces."""
+@lru_cache(maxsize=256)
+def _edges(size: int) -> NDArray[np.int64]:
+    """Where `BLOCKS` consecutive pieces of so many elements begin, and where the last ends."""
     import numpy as np
 
-    edges = np.unique(np.linspace(0, c.size, min(BLOCKS, c.size) + 1).astype(np.int64))
-    off, own = (np.add.reduceat(values * values, edges[:-1]) for values in (difference, c))
-    share = norm**2 * np.diff(edges) / c.size
+    return np.unique(np.linspace(0, size, min(BLOCKS, size) + 1).astype(np.int64))
+
+
+def _worst_block(apart: Float64, squares: Float64, norm: float) -> Block:
+    """The farthest of `BLOCKS` consecutive pieces, of the squares of what is apart and of the control's elements."""
+    import numpy as np
+
+    edges = _edges(squares.size)
+    off, own = (np.add.reduceat(values, edges[:-1]) for values in (apart, squares))
+    share = norm**2 * np.diff(edges) / squares.size
     distances = np.sqrt(off / ((own + share) / 2))
     worst = int(distances.argmax())
     return Block(int(edges[worst]), int(edges[worst + 1]), float(distances[worst]))
