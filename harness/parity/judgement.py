@@ -18,7 +18,7 @@ from harness.parity.alone import optimizer, structure, vouched, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
 from harness.parity.record import Record
 from harness.parity.telling import wording
-from harness.parity.tiers import bitwise, ending, finite, numeric, parting, placing, trajectory, updates
+from harness.parity.tiers import bitwise, ending, finite, forward, numeric, parting, placing, trajectory, updates
 from harness.parity.tiers.admissible import Admission, admissible
 from harness.parity.tiers.envelope import Arithmetic, Envelope
 from harness.parity.tiers.graded import listed
@@ -158,6 +158,7 @@ class Judgement:
         if 1 in usable:
             factors = numeric.suspects(self.envelope)
             kinds += numeric.first_step(self.pairs[1], self.mismatches[1], self.envelope, factors)
+        kinds += forward.check(self.arm, self.control, self.envelope) if self.last else []
         kinds += [self._logged_norms(usable), *self._captured(usable)]
         observed = pool(self.pairs[1]).distance if 1 in usable else None
         span = Span(self.last, min(self.last, self.steady))

@@ -9,8 +9,9 @@ from typing import Any
 
 from harness.config.captured import Captured
 from harness.parity.tensors import Capture, Unreadable
-from harness.store import provenance, status, vouching
+from harness.store import forward, provenance, status, vouching
 from harness.store.errors import StoreError
+from harness.store.forward import Forward
 from harness.store.metrics import read_columns
 from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
@@ -88,6 +89,8 @@ class Record:
     """Main weights after the last step; None where they were not captured."""
     attempts: int
     """How often the run was started; above one it was resumed."""
+    forward: Forward | None
+    """What the modules of step 1 gave out, sketched; None where nobody looked."""
     stream: Stream | None
     """The run's own word on every step, read where it is asked for; None where there is none."""
     problems: tuple[str, ...]
@@ -96,7 +99,7 @@ class Record:
     def unwitnessed(self) -> Record:
         """This run without what it says of itself: what is left is what any two runs can be compared by."""
         summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
-        return replace(self, witnesses={}, weights={}, moments={}, summary=summary, stream=None)
+        return replace(self, witnesses={}, weights={}, moments={}, summary=summary, forward=None, stream=None)
 
     def seen_at(self, captured: Collection[int], updated: Collection[int] = ()) -> Record:
         """This run as it would be, had it captured no more than these steps, and the updates of those."""
@@ -166,6 +169,7 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
         *_rounding(run, problems),
         _final(run, plan, problems),
         len(run.attempts()),
+        _read(lambda: forward.read(run.path), None, problems),
         _read(lambda: vouching.read(run.path), None, problems),
         tuple(problems),
     )

@@ -202,7 +202,7 @@ class Loop:
         vouching = self.vouching
         if vouching is not None:
             aside = self._outside(vouching.before)
-        watch = nullcontext() if vouching is None else vouching.watch()
+        watch = nullcontext() if vouching is None else vouching.watch(step)
         with meters.timers.span("forward_backward"), witness or nullcontext(), watch:
             losses = [
                 session.engine.forward_backward(microbatch, last=number == len(microbatches))

@@ -15,25 +15,29 @@ is loaded, give the first rank the numbers of the whole model, which it writes i
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from harness.config.derived import microbatches_per_rank, tokens_per_step
 from harness.config.schema import MeasureMode
 from harness.config.update_rule import KNOWN, Rule
 from harness.control import Control
 from harness.engines import optim
 from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.models.registry import workload_for
+from harness.probe.vouching.forward import ForwardWatch
 from harness.probe.vouching.local import LocalWatch
 from harness.probe.vouching.pieces import Piece, own_places, shares
 from harness.probe.vouching.sample import Made, Sample, Values, unit_of
 from harness.probe.vouching.sketch import SKETCHES, Signs, Sketch
 from harness.probe.vouching.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
 from harness.store import vouching as stream
+from harness.store.forward import write as write_forward
 from harness.store.vouching import StreamWriter, VouchedTensor
 from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
@@ -98,6 +102,7 @@ class Vouching:
         self.summed = SummedTable(len(self.pieces), SKETCHES)
         self.largest = LargestTable(len(self.pieces), SKETCHES)
         self.watching: LocalWatch | None = None
+        self.forward: ForwardWatch | None = None
         self.gradient_sample: Tensor | None = None
         self.gradient_unit = 0.0
 
@@ -114,18 +119,26 @@ class Vouching:
         if self.left is not None:
             self.largest.kept[:] = self._kept(sketches, self.values)
 
-    def watch(self) -> AbstractContextManager[Any]:
+    def watch(self, step: int) -> AbstractContextManager[Any]:
         """Surrounds the step's forwards and backwards."""
         seen = self.session.engine.seen()
         if seen is None:
             return nullcontext()
         self.divisor = seen.divisor
         self.watching = LocalWatch(seen.module, self.names, self.signs)
-        return self.watching
+        if step > 1 or not (seen.compute.is_floating_point and seen.compute.itemsize == 2):
+            return self.watching
+        config, rank = self.session.config, self.session.ranks.data_rank
+        share = microbatches_per_rank(config) * config.train.microbatch_size * config.data.seq_len
+        self.forward = ForwardWatch(seen.module, self.signs, tokens_per_step(config), rank * share)
+        both = ExitStack()
+        both.enter_context(self.watching)
+        both.enter_context(self.forward)
+        return both
 
     def watched_for(self) -> float:
         """Seconds that looking took inside."""
-        return 0.0 if self.watching is None else self.watching.seconds
+        return sum(watch.seconds for watch in (self.watching, self.forward) if watch is not None)
 
     def reduced(self) -> None:
         """Look at the engine's averaged gradients, before they are clipped."""
@@ -138,6 +151,8 @@ class Vouching:
 
     def after(self, step: int, lr: float, norm: float) -> Callable[[], None]:
         """Look at what the step left, and begin to tell the first rank; what is returned ends it and writes."""
+        if self.forward is not None:
+            self._tell_forward(self.forward)
         sketches, values = self._sketches(), self.sample.look()
         self.summed.put("after", sketches, self.counted)
         self.summed.put("dissent", sketches, self.among)
@@ -176,6 +191,21 @@ class Vouching:
         held = self.sample.held_to_rule(self.values, values, self.gradient_sample, clipping, made)
         self.largest.rule[:] = self.sample.largest(held.ratios, len(self.pieces))
         self.largest.clipping[:] = held.clipping
+
+    def _tell_forward(self, watch: ForwardWatch) -> None:
+        """Add up what all ranks' forwards gave out; *collective*."""
+        names = [name for name, _ in watch.module.named_modules()]
+        order = [*watch.found, *(name for name in names if name not in watch.found)]
+        table = torch.stack([watch.found.get(name, torch.zeros(SKETCHES + 1, dtype=torch.float64)) for name in names])
+        if self.session.control is not None:
+            dist.all_reduce(table, group=self.session.control)
+        if self.is_first_rank:
+            told = dict(zip(names, table.tolist(), strict=True))
+            config = self.session.config
+            batch = config.train.microbatch_size, config.data.seq_len
+            called = {name: told[name] for name in order if any(told[name])}
+            write_forward(self.session.run_dir, watch.rows, batch, called)
+        self.forward = None
 
     def _tell_local(self, watching: LocalWatch) -> None:
         gradients, (largest, least) = watching.gradients(), watching.weights()

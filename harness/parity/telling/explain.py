@@ -65,6 +65,8 @@ CHECKS = {
     "weights at the end, sketched": "the same of their sketches, where whole weights were too large to keep",
     "weights at the end follow": "the last weights must be those before the last captured updates, and these",
     "loss given the weights": "a loss that differs by more than its gradient times the weights' distance",
+    "output of a module": "in 16 bits, at step 1: what each module gave out; equal shapes leave no room for rounding",
+    "loss given the logits": "logits that are the same have the same loss",
     "resolution": "whether a pass could have failed: the smallest wrong scale that would have shown",
     "gradients captured": "without gradients of step 1 Adam can hide a wrong scale",
 }

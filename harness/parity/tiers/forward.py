@@ -1,0 +1,88 @@
+"""Forwards of step 1 in 16 bits, module by module: bounds made of what the twin's own kernels do.
+
+Both runs begin with the same weights and the same tokens (T0). What their modules give out was sketched
+(`harness.probe.vouching.forward`), and with m sketches S_j
+
+    d = sqrt(mean over j of (S_j(a) - S_j(c))^2) / |c|
+
+[Note: Same kernels] A module that is called with the same bits, in the same shapes, dtype, threads and versions (T0
+holds these equal) gives out the same bits: a library chooses by shape. So where both runs cut the batch into
+microbatches of one size, everything agrees up to the first module that is another one, and d is zero but for the order
+in which fp64 sketches are added, `SAME`. The first module beyond that is the fault's place, whatever its size. On CPUs
+that refutes; on other devices, where a library may choose by more than shapes, it raises a doubt.
+
+Where microbatches have other sizes, kernels may differ: a sum of K terms in fp32 errs by e = sqrt(K) RMS u(fp32), which
+flips the rounding to 16 bits of an element with a probability of e / u and moves it by 2 u then, and from there on the
+rest. Such pairs are told apart by no more than the count of roundings, d <= SAFETY `Arithmetic.forward`.
+
+The loss follows from the logits. Where these agree, it may differ by the rounding of its own means in fp32, `LOSS`: a
+term that was added to it (a z-loss) is seen, however small beside what bf16 logits would explain.
+"""
+
+from __future__ import annotations
+
+import math
+
+from harness.config.roundoff import UNIT
+from harness.parity.outcome import Finding, Grade, Stage, grade
+from harness.parity.record import Record
+from harness.parity.tiers.envelope import REFUTED, SAFETY, Envelope
+from harness.store.forward import Forward
+
+SAME = 1e-9
+"""What fp64 sums of equal numbers may differ by, relative to the norm of what is summed."""
+
+LOSS = 16 * UNIT["fp32"]
+"""What equal logits' losses may differ by: means over the tokens of microbatches, and of those, in fp32."""
+
+OUTPUT = "output of a module"
+LOGITS = "loss given the logits"
+
+
+def check(arm: Record, control: Record, envelope: Envelope) -> list[list[Finding]]:
+    """Findings a kind; nothing where a forward was not looked at, the dtypes differ, or routes may."""
+    left, right = arm.forward, control.forward
+    same_dtype = (envelope.arm.compute, envelope.arm.fp8) == (envelope.control.compute, envelope.control.fp8)
+    if left is None or right is None or not same_dtype or left.rows != right.rows or envelope.flips:
+        return []
+    counted = SAFETY * math.hypot(envelope.arm.forward, envelope.control.forward)
+    distances = _distances(left, right)
+    if not distances:
+        return []
+    if left.batch != right.batch:
+        outputs = [_finding(name, off, counted, REFUTED * counted) for name, off in distances.items()]
+        return [outputs]
+    on_cpu = {run.config.get("cluster.device") for run in (arm, control)} == {"cpu"}
+    refuted = SAME if on_cpu else math.inf
+    apart = next((name for name, off in distances.items() if off > SAME), None)
+    if apart is not None:  # all that comes after it differs for its sake
+        return [[_finding(apart, distances[apart], SAME, refuted)]]
+    return [[_finding(name, off, SAME, refuted) for name, off in distances.items()], _loss(arm, control, refuted)]
+
+
+def _loss(arm: Record, control: Record, refuted: float) -> list[Finding]:
+    a, c = (run.series("loss")[0] for run in (arm, control))
+    if a is None or c is None or not c or not math.isfinite(a + c):
+        return []
+    off = abs(a - c) / abs(c)
+    said = grade(off, LOSS, LOSS if refuted <= SAME else math.inf)
+    note = "" if said is Grade.ok else "the logits are the same, and the loss is another one"
+    return [Finding("T2", LOGITS, Stage.forward, said, off, LOSS, step=1, note=note)]
+
+
+def _finding(name: str, off: float, allowed: float, refuted: float) -> Finding:
+    said = grade(off, allowed, refuted)
+    note = "" if said is Grade.ok else f"module {name or 'the model itself'}; all that was called before it agrees"
+    return Finding("T2", OUTPUT, Stage.forward, said, off, allowed, step=1, tensor=name or None, note=note)
+
+
+def _distances(left: Forward, right: Forward) -> dict[str, float]:
+    """Of the modules that both looked at, in the control's order."""
+    found = {}
+    for name, (theirs, squares) in right.modules.items():
+        ours = left.modules.get(name)
+        if ours is None or len(ours[0]) != len(theirs):
+            continue
+        off = math.sqrt(sum((a - c) ** 2 for a, c in zip(ours[0], theirs, strict=True)) / len(theirs))
+        found[name] = off / math.sqrt(squares) if squares else (math.inf if off else 0.0)
+    return found

@@ -1,0 +1,69 @@
+"""What a run's first step gave out, module by module: `vouch/forward.json`, written by the first rank.
+
+    version, sketches (m), rows (positions of the global batch that were looked at), batch (sequences and tokens of one
+    call: runs that call their modules with other shapes may use other kernels), modules (name, sketches [m], squares)
+
+The sketches are those of `harness.probe.vouching.forward`, in the order in which modules are first called.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness.store.errors import StoreError
+from harness.store.files import write_json
+from harness.store.reading import read_json
+from harness.store.vouching import FOLDER
+
+NAME = "forward.json"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Forward:
+    """Sketches of one step's forwards."""
+
+    rows: int
+    batch: tuple[int, int]
+    modules: Mapping[str, tuple[tuple[float, ...], float]]
+    """By name, in the order of first calls: sketches, and the sum of squares of all elements."""
+
+
+def write(run_dir: Path, rows: int, batch: tuple[int, int], modules: Mapping[str, Sequence[float]]) -> None:
+    """Write a forward; of each module m sketches, and the sum of squares behind them.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+    told = [
+        {"name": name, "sketches": list(each[:-1]), "squares": each[-1]}
+        for name, each in modules.items()
+        if all(math.isfinite(value) for value in each)  # JSON has no others, and the loss tells of them
+    ]
+    write_json(run_dir / FOLDER / NAME, {"version": VERSION, "rows": rows, "batch": list(batch), "modules": told})
+
+
+def read(run_dir: Path) -> Forward | None:
+    """The forward of a run; None where nobody looked.
+
+    Raises:
+        StoreError: it cannot be read, and why.
+    """
+    path = run_dir / FOLDER / NAME
+    facts = read_json(path)
+    if facts is None:
+        return None
+    try:
+        if facts["version"] != VERSION:
+            raise StoreError(f"{path} has version {facts['version']}, and {VERSION} is read here")
+        modules = {
+            str(each["name"]): (tuple(float(value) for value in each["sketches"]), float(each["squares"]))
+            for each in facts["modules"]
+        }
+        return Forward(int(facts["rows"]), (int(facts["batch"][0]), int(facts["batch"][1])), modules)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise StoreError(f"{path} is damaged: {error!r}") from None
