@@ -15,7 +15,7 @@ from harness.store.forward import Forward
 from harness.store.metrics import read_columns
 from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
-from harness.store.shapes import ROUNDING, WITNESS
+from harness.store.shapes import CAPTURED, ROUNDING, WITNESS
 from harness.store.vouching import Stream
 
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
@@ -244,17 +244,13 @@ def _plan(run: RunDir, config: Mapping[str, Any], problems: list[str]) -> Captur
     if (listed := config["measure.capture_steps"]) is not None:
         return Captured(tuple(listed), tuple(config["measure.update_steps"] or ()))
     path = run.capture / "captured.json"
-    facts = _read(lambda: read_json(path), None, problems)
-    if facts is None:
-        if any(run.capture.glob("*.safetensors")):
-            problems.append(f"{path} is missing: which steps were to be captured is not known")
-        return Captured()
-    try:
-        gradients, updates = (tuple(int(step) for step in facts[key]) for key in ("gradients", "updates"))
-        return Captured(gradients, updates, bool(facts["final"]), int(facts["num_bytes"]), str(facts["left_out"]))
-    except (KeyError, TypeError, ValueError) as error:
-        problems.append(f"{path} is damaged: {error!r}")
-        return Captured()
+    found = len(problems)
+    facts = _read(lambda: read_json(path, CAPTURED), None, problems)
+    if facts is not None:
+        return Captured(**{**facts, "gradients": tuple(facts["gradients"]), "updates": tuple(facts["updates"])})
+    if found == len(problems) and any(run.capture.glob("*.safetensors")):
+        problems.append(f"{path} is missing: which steps were to be captured is not known")
+    return Captured()
 
 
 def _final(run: RunDir, plan: Captured, problems: list[str]) -> Capture | None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from harness.store.errors import StoreError
 from harness.store.files import write_json
 from harness.store.reading import read_json
+from harness.store.shapes import FORWARD
 from harness.store.vouching import FOLDER
 
 NAME = "forward.json"
@@ -54,16 +55,27 @@ def read(run_dir: Path) -> Forward | None:
         StoreError: it cannot be read, and why.
     """
     path = run_dir / FOLDER / NAME
-    facts = read_json(path)
+    facts = read_json(path, FORWARD)
     if facts is None:
         return None
+    if facts["version"] != VERSION:
+        raise StoreError(f"{path} has version {facts['version']}, and {VERSION} is read here")
     try:
-        if facts["version"] != VERSION:
-            raise StoreError(f"{path} has version {facts['version']}, and {VERSION} is read here")
         modules = {
-            str(each["name"]): (tuple(float(value) for value in each["sketches"]), float(each["squares"]))
-            for each in facts["modules"]
+            each["name"]: (_numbers(each["sketches"]), *_numbers([each["squares"]])) for each in facts["modules"]
         }
-        return Forward(int(facts["rows"]), (int(facts["batch"][0]), int(facts["batch"][1])), modules)
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise StoreError(f"{path} is damaged: {error!r}") from None
+    except (OverflowError, ValueError) as error:
+        raise StoreError(f"{path} is damaged: {error}") from None
+    return Forward(facts["rows"], (facts["batch"][0], facts["batch"][1]), modules)
+
+
+def _numbers(values: Sequence[float]) -> tuple[float, ...]:
+    """Finite numbers.
+
+    Raises:
+        OverflowError, ValueError: one of them is none.
+    """
+    found = tuple(float(value) for value in values)
+    if not all(map(math.isfinite, found)):
+        raise ValueError(f"{found} are not all finite")
+    return found

@@ -171,6 +171,21 @@ SUMMARY: Shape = {
     "structure?": Maybe(_STRUCTURE),
 }
 
+CAPTURED: Shape = {
+    "gradients": Each(list, int),
+    "updates": Each(list, int),
+    "final": bool,
+    "num_bytes": int,
+    "left_out": str,
+}
+
+FORWARD: Shape = {
+    "version": int,
+    "rows": int,
+    "batch": Each(list, int, count=2),
+    "modules": Each(list, {"name": str, "sketches": Each(list, NUMBER), "squares": NUMBER}),
+}
+
 STUDY: Shape = {
     "name": str,
     "question": str,

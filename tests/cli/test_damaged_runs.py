@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from harness.cli.main import main
-from harness.store import judged, nodes
+from harness.store import forward, judged, nodes
 from harness.store.rundir import Store
 from tests.bench import lab as timed
 from tests.parity.lab import Arm, as_study, edit_json, write
@@ -106,6 +106,7 @@ FILES = (
     *("attempts", "attempts/0", "attempts/0/error.txt", ".lock", ".status.lock", "ckpt", "capture"),
     *("capture/step-000001.safetensors", "capture/step-000001.json", "capture/witness-000001.json"),
     *("capture/rounding-000001.json", "vouch/stream.json", "vouch/steps.f64", "vouch/tensors.f64"),
+    "vouch/forward.json",
     *("../study.json", "../verdict.json", "../.lock", "../../.last", "../../.store", "../../.nodes.jsonl"),
 )
 
@@ -127,6 +128,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
         edit_json(run.summary, **MORE_FACTS)
         moved = {"": {"distance": 0.1, "scale": 0.1, "loss": 0.1}}
         (run.capture / "rounding-000001.json").write_text(json.dumps({"draws": 2, "moves": {"fp32": moved}}))
+        forward.write(run.path, 8, (2, 4), {"embedding": [1.0, -1.0, 0.5, 2.0, 4.0], "": [0.0] * 5})
         nodes.blame(root, "n1", run.name, "7.0", "it failed")
         (run.ckpt / "step-000006").mkdir(parents=True)
     (root / "lab" / ".lock").touch()

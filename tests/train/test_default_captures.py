@@ -140,7 +140,7 @@ def test_a_plan_that_is_gone_is_damage(runs: tuple[Path, Path]) -> None:
         path.unlink()
         assert any("captured.json is missing" in problem for problem in load(runs[0]).problems)
         write_json(path, {"gradients": [1]})
-        assert any("captured.json is damaged" in problem for problem in load(runs[0]).problems)
+        assert any("captured.json" in problem and "updates" in problem for problem in load(runs[0]).problems)
         write_json(path, Captured((1, 2), (1,), True)._asdict())
         assert any("step-000002" in problem for problem in load(runs[0]).problems)
     finally:

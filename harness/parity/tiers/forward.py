@@ -83,6 +83,6 @@ def _distances(left: Forward, right: Forward) -> dict[str, float]:
         ours = left.modules.get(name)
         if ours is None or len(ours[0]) != len(theirs):
             continue
-        off = math.sqrt(sum((a - c) ** 2 for a, c in zip(ours[0], theirs, strict=True)) / len(theirs))
-        found[name] = off / math.sqrt(squares) if squares else (math.inf if off else 0.0)
+        off = math.hypot(*(a - c for a, c in zip(ours[0], theirs, strict=True))) / math.sqrt(len(theirs) or 1)
+        found[name] = off / math.sqrt(squares) if squares > 0 else (math.inf if off else 0.0)
     return found
