@@ -62,7 +62,7 @@ def read(run_dir: Path) -> Forward | None:
         raise StoreError(f"{path} has version {facts['version']}, and {VERSION} is read here")
     try:
         modules = {
-            each["name"]: (_numbers(each["sketches"]), *_numbers([each["squares"]])) for each in facts["modules"]
+            each["name"]: (_numbers(each["sketches"]), _numbers([each["squares"]])[0]) for each in facts["modules"]
         }
     except (OverflowError, ValueError) as error:
         raise StoreError(f"{path} is damaged: {error}") from None
