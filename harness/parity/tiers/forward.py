@@ -77,7 +77,7 @@ def _finding(name: str, off: float, allowed: float, refuted: float) -> Finding:
 
 
 def _distances(left: Forward, right: Forward) -> dict[str, float]:
-    """Distance of the outputs of every module that both runs looked at, in the order in which the control calls them."""
+    """Distance of the outputs of every module that both runs looked at, in the order of the control."""
     found = {}
     for name, (theirs, squares) in right.modules.items():
         ours = left.modules.get(name)
