@@ -67,7 +67,7 @@ REQUESTS: dict[str, BadRequest] = {
     "not key=value": _bad("native", "'native'", "did you mean engine=native?"),
     "empty word": _bad([""], "is not key=value"),
     "given twice": _bad("train.steps=5 train.steps=6", "is given 2 times"),
-    "list without -m": _bad("sharding=optim,no_shard", "python run.py -m"),
+    "list without -m": _bad("sharding=optim,no_shard", "run.py -m sharding=optim,no_shard"),
     "unbalanced quote": _bad(["data=text", "data.path=it's"], "cannot be read", "data.path="),
     "batch not divisible": _bad("train.global_batch_size=10", "train.global_batch_size=10", "8, 16, 24"),
     "heads do not divide": _bad("model.num_heads=3 model.num_kv_heads=3", "model.dim=64", "multiples of 6"),
@@ -105,7 +105,7 @@ REQUESTS: dict[str, BadRequest] = {
     "no scheduler": _bad("cluster=slurm", "sbatch", "cluster=local"),
     "two ranks inline": _bad("launch.inline=true", "launch.inline=true", "mesh=one"),
     "model beyond this machine": _bad("model=llama_70b", "model=llama_70b", "this machine has"),
-    "study without -m": _bad("study=parity_pair", "python run.py -m study=parity_pair"),
+    "study without -m": _bad("study=parity_pair", "run.py -m study=parity_pair"),
     "unknown study": _bad("-m study=parity_par", "study=parity_par", "did you mean study=parity_pair?"),
     "unknown run": _bad("--from 0123abcd", "0123abcd"),
     "two bad cells of a sweep": _bad(

@@ -149,7 +149,7 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
     summary = _read(lambda: read_summary(run), None, problems)
     columns = _read(lambda: read_columns(run.metrics, FIELDS), {key: [] for key in FIELDS}, problems)
     problems += _step_problems(columns, int(config["train.steps"]))
-    problems += _summary_problems(summary)
+    problems += _summary_problems(run, summary)
     plan = _plan(run, config, problems)
     config |= {"measure.capture_steps": list(plan.gradients), "measure.update_steps": list(plan.updates)}
     captures = _captures(run, "step", plan.gradients, problems)
@@ -232,9 +232,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _summary_problems(summary: Mapping[str, Any] | None) -> list[str]:
-    if summary is None:
-        return ["it has no summary.json"]
+def _summary_problems(run: RunDir, summary: Mapping[str, Any] | None) -> list[str]:
+    if summary is None:  # a damaged one has been named
+        return [] if run.summary.exists() else ["it has no summary.json"]
     missing = [key for key in WEIGHTS if not summary.get(key)]
     return [f"summary.json has no {' and no '.join(missing)}"] if missing else []
 

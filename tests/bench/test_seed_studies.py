@@ -72,6 +72,8 @@ def _judged(monkeypatch: pytest.MonkeyPatch) -> None:
             moves={},
             draws=0,
             attempts=1,
+            final=None,
+            forward=None,
             stream=None,
             problems=(),
         )

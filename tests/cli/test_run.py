@@ -53,7 +53,8 @@ def poisoned(tmp_path: Path) -> dict[str, str]:
 def test_looking_starts_nothing_writes_nothing_and_loads_no_torch(words: list[str], told: str, tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
-    done = run(*words, cwd=here, **poisoned(tmp_path))
+    nowhere = str(tmp_path / "slurm.conf")  # another test's cluster may be up
+    done = run(*words, cwd=here, SLURM_CONF=nowhere, **poisoned(tmp_path))
     assert done.returncode == 0, done.stderr
     assert told in done.stdout
     written = [path for path in here.rglob("*") if path.is_file()]

@@ -40,7 +40,10 @@ REFUSALS: dict[str, tuple[Edit, str]] = {
     "sources unknown": (lambda run: edit_json(run / "provenance.json", sources_digest=None), "no sources_digest"),
     "provenance gone": (lambda run: (run / "provenance.json").unlink(), "no sources_digest"),
     "summary gone": (lambda run: (run / "summary.json").unlink(), "no summary.json"),
-    "no final weights": (lambda run: edit_json(run / "summary.json", final_weights=None), "no final_weights"),
+    "no final weights": (
+        lambda run: edit_json(run / "summary.json", final_weights=None),
+        "final_weights is null, not a text",
+    ),
     "summary damaged": (lambda run: (run / "summary.json").write_text("{"), "not valid JSON"),
     "metrics gone": (lambda run: (run / "metrics.jsonl").unlink(), "0 of 12 steps"),
     "last step missing": (lambda run: edit_lines(run, lambda lines: lines.pop()), "first missing one is 12"),

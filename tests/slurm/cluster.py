@@ -110,6 +110,7 @@ class Cluster:
 
     def start_now(self, job: str) -> None:
         """Start a requeued job without the two minutes that SLURM waits."""
+        time.sleep(2.0)  # slurmd takes a credential of the second of the kill for the killed job's, and runs nothing
         self.ask("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def kill_node(self, name: str) -> None:

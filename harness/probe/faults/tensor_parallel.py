@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from harness.config.faults import SEQUENCE, TP, ZERO3
-from harness.fsdp.storage import gradients
+from harness.fsdp.storage import arrivals, gradients
 from harness.fsdp.storage.bucket import Bucket
 from harness.probe.faults.site import Site, blend, fault
 
@@ -57,7 +57,8 @@ def _on_portions(site: Site, change: Callable[[nn.Parameter, Tensor, Tensor | No
 
         return wrapped
 
-    site.around(gradients, "gradient_here", wrap)
+    for taken_in in (gradients, arrivals):
+        site.around(taken_in, "gradient_here", wrap)
 
 
 @fault(

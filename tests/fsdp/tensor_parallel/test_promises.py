@@ -29,7 +29,7 @@ from harness.fsdp.fp8.linear import convert_linears
 from harness.fsdp.guards import replicas
 from harness.fsdp.guards.replicas import ReplicaDrift
 from harness.fsdp.runtime import materialize
-from harness.fsdp.storage import gradients, parameter_access
+from harness.fsdp.storage import arrivals, gradients, parameter_access
 from harness.fsdp.tensor_parallel.parameters import DTensors, Plain, UnknownPlan
 from harness.fsdp.tensor_parallel.portion import Portion
 from tests.fsdp.checked import Mutant, holds, is_found
@@ -330,6 +330,15 @@ def as_it_is(_: nn.Parameter, gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
+@contextmanager
+def terms_for_sums() -> Iterator[None]:
+    with (
+        mock.patch.object(gradients, "gradient_here", as_it_is),
+        mock.patch.object(arrivals, "gradient_here", as_it_is),
+    ):
+        yield
+
+
 def backwards(portion: Portion, value: Tensor, group: Any) -> Tensor:
     if portion.is_whole or group is None:
         return value
@@ -352,7 +361,7 @@ MUTANTS = {
     ),
     "a term for the sum": Mutant(
         "The gradient of a norm under sequence parallelism is this rank's term of it",
-        lambda: mock.patch.object(gradients, "gradient_here", as_it_is),
+        terms_for_sums,
         "training",
     ),
     "portions in another order": Mutant(
