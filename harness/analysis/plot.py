@@ -148,7 +148,7 @@ def gradient_distances(
             ax.plot([allowed[run]] * 2, [row - 0.36, row + 0.36], color=own.colour, linewidth=2.4)
     log_axis(ax, "x", place, zero=bool((frame["distance"] == 0).any()))
     name_rows(ax, [own.label for own in styles.values()])
-    ax.set_xlabel("distance of a gradient at step 1 (relative); the bar is what rounding explains")
+    ax.set_xlabel("distance of a gradient at step 1 (relative)")
     return ax
 
 

@@ -179,6 +179,10 @@ class Engine(ABC):
         """Bytes kept on this rank by role: compute_weights, main_weights, main_grads, optimizer, padding, buffers; and
         gradient_sums, where sums lie apart from the main gradients."""
 
+    def finish_gradients(self) -> None:  # noqa: B027 # most engines have nothing left to do
+        """Do now what is left of the step's reductions, so that looking at gradients before `step` moves none of it
+        into the harness's own time and traffic. *Collective* where an engine reduces after the last backward."""
+
     def seen(self) -> Seen | None:
         """Where local gradients and the weights of the forward can be seen; None where they cannot."""
         return None

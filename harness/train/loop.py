@@ -208,6 +208,9 @@ class Loop:
                 session.engine.forward_backward(microbatch, last=number == len(microbatches))
                 for number, microbatch in enumerate(microbatches, start=1)
             ]
+        if vouching is not None or step in self.captures.steps:
+            with meters.timers.span("optimizer"):
+                session.engine.finish_gradients()
         if vouching is not None:
             aside += vouching.watched_for() + self._outside(vouching.reduced)
         if step in self.captures.steps:

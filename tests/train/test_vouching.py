@@ -14,6 +14,7 @@ from torch import Tensor
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, OptimizerName, OuterStrategy, Strategy
 from harness.engines.protocol import Engine
 from harness.store import vouching
+from harness.store.rundir import RunDir, read_summary
 from harness.store.vouching import Stream
 from tests.support.factory import small_config, train, with_dtypes
 from tests.support.spawn import run_ranks
@@ -65,6 +66,25 @@ def test_every_step_of_every_engine_vouches_for_itself(tmp_path: Path, optimizer
         assert (stream.column("rule")[:5] <= 1).all(), (run.name, stream.column("rule"))
         assert (stream.column("rule")[:5] > 0).all(), run.name
         assert (stream.column("norm")[:5] <= 1e-6).all(), run.name
+
+
+def looks_or_not(rank: int, folder: str) -> None:
+    for kind in ("native-no_shard", "native-hybrid"):
+        for looks in (True, False):
+            captured = [5] if looks else []
+            config = configured(kind, measure__vouch=looks, measure__capture_steps=captured)
+            train(config, Path(folder, f"{kind}-{looks}"), rank)
+
+
+def test_who_looks_changes_nothing_of_what_is_counted(tmp_path: Path) -> None:
+    """The second leg of an all-reduce is the engine's, whoever asks for the gradients first."""
+    run_ranks(looks_or_not, 2, str(tmp_path))
+    for kind in ("native-no_shard", "native-hybrid"):
+        looked, left = (read_summary(RunDir(tmp_path / f"{kind}-{looks}")) for looks in (True, False))
+        assert looked is not None
+        assert left is not None
+        assert looked["collectives"] == left["collectives"]
+        assert sum(row["bytes"] for row in looked["collectives"]) > 0
 
 
 def test_sketches_of_all_layouts_agree(tmp_path: Path) -> None:

@@ -103,6 +103,10 @@ class NativeEngine(Engine):
             self.loss_scale.unscale_()
         return self.model.full_gradients()
 
+    def finish_gradients(self) -> None:
+        """Wait for reductions, and begin and end the second leg of all-reduces."""
+        self.model.finish_grad_sync()
+
     def local_gradients(self) -> Mapping[str, Tensor]:
         """This rank's main gradients, where they lie; not scaled, whatever the loss was."""
         if self.loss_scale is not None:
