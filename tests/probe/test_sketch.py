@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 
 from harness.probe.vouching import sketch as module
+from harness.probe.vouching.local import LocalWatch
 from harness.probe.vouching.pieces import Piece, own_places, shares
 from harness.probe.vouching.sketch import SKETCHES, Place, Signs, Sketch
 
@@ -84,3 +87,21 @@ def test_a_stack_has_an_axis_in_front() -> None:
     found = Sketch.stack([Sketch(torch.ones(4), torch.tensor(2.0)), Sketch(torch.zeros(4), torch.tensor(0.0))])
     assert found.values.shape == (2, 4)
     assert found.squares.tolist() == [2.0, 0.0]
+
+
+def test_a_watch_is_gone_with_its_step() -> None:
+    """In a cycle it would wait for the collector, and its small sketches keep the memory between them from being
+    reused: a default run of 400 steps took 480 to 620 MiB instead of 330."""
+    layer = torch.nn.Linear(3, 2)
+    gc.collect()
+    gc.disable()
+    try:
+        watch = LocalWatch(layer, ["weight", "bias"], Signs())
+        with watch:
+            layer(torch.ones(4, 3)).sum().backward()
+        assert watch.saw_gradients
+        left = weakref.ref(watch)
+        del watch
+        assert left() is None
+    finally:
+        gc.enable()

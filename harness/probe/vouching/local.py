@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -38,16 +39,16 @@ class LocalWatch:
         """Tensors whose weights the forward used in 8 bits, by their places."""
         self.seconds = 0.0
         """What looking has taken."""
-        self._hooks = ParameterHooks(module, self._gradient, self._forward)
+        self._hooks = ExitStack()
 
     def __enter__(self) -> LocalWatch:
         names = {id(param): name for name, param in self.module.named_parameters()}
         self._quantized = {names[id(layer.weight)] for layer in layers_of(self.module)}
-        self._hooks.__enter__()
+        self._hooks.enter_context(ParameterHooks(self.module, self._gradient, self._forward))
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._hooks.__exit__()
+        self._hooks.close()  # lets go of the hooks too: sketches in a cycle stay between other memory
 
     def _gradient(self, name: str, gradient: Tensor) -> None:
         self._look(self._gradients, name, gradient)
