@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.parity import Outcome, compare
 from harness.parity.tiers import stability
-from harness.parity.tiers.stability import stable_until
+from harness.parity.tiers.stability import grown, stable_until
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import CLEAN, edit_lines
-from tests.support.mutants import kills
+from tests.support.mutants import Slip, each, kills
 
 
 @pytest.mark.parametrize(
@@ -67,3 +69,65 @@ def test_a_rule_that_looks_away_too_easily_is_noticed(
 ) -> None:
     monkeypatch.setattr(stability, "UNSTABLE", 0.2)
     assert changed(bench, tmp_path, arm_bursts=False, control_bursts=False) is not Outcome.DIFFERENT
+
+
+# -- growth that was seen ----------------------------------------------------------------------------------------------
+
+FLOOR = 2e-7
+GROWN: dict[str, tuple[list[float], list[int] | None, bool]] = {
+    "600-fold in one step, as AdamW at 60 times its rate": ([1e-6, 1e-5, 1e-4, 6e-2], None, True),
+    "out of rounding at one blow": ([1e-7, 2e-7, 2e-7, 1e-3], None, False),
+    "as fast as it was seen to, and as fast squared": ([1e-6, 1e-4, 0.9], None, True),
+    "out of what was below the floor": ([0.0, 1e-12, FLOOR * 600], None, True),
+    "fast once, long ago": ([1e-6, 1e-4, 1e-4, 1e-4, 0.9], None, True),
+    "the first there is": ([1e-6], None, False),
+    "a step that is not a number": ([1e-6, float("nan"), 1e-5, 5e-3], None, True),
+    "600-fold in each step between two captures": ([1e-6, 1e-4, 1e-4 * 600.0**3], [1, 2, 5], True),
+    "over many steps no faster than over one": ([1e-6, 9e-3], [2, 4], True),
+    "25-fold over four steps is slow": ([1e-5, 2.5e-4, 0.5], [1, 5, 6], False),
+}
+"""Differences of a pair, the steps of each, and whether what was seen before explains the last."""
+
+
+def wrongly_grown() -> Iterator[str]:
+    """What is explained and should not be, or the reverse; lazily."""
+    for name, (differences, steps, explained) in GROWN.items():
+        bounds = stability.grown(np.array(differences), FLOOR, None if steps is None else np.array(steps))
+        if (differences[-1] <= bounds[-1]) is not explained:
+            yield f"{name}: {bounds[-1]}"
+
+
+@pytest.mark.parametrize("name", GROWN)
+def test_growth_is_bounded_by_what_was_seen_of_it(name: str) -> None:
+    differences, steps, explained = GROWN[name]
+    bounds = grown(np.array(differences), FLOOR, None if steps is None else np.array(steps))
+    assert (differences[-1] <= bounds[-1]) == explained
+
+
+MUTANTS = {
+    "growth of 10 at least": Slip(stability, "HOT_GROWTH", "", lambda _: 10.0, "600-fold growth in a step is refuted"),
+    "growth of 200 at least": Slip(stability, "HOT_GROWTH", "", lambda _: 200.0, "A leap out of rounding is growth"),
+    "growth once": Slip(
+        stability, "grown", "fastest[:-1] ** (2 * gaps[1:])", "fastest[:-1] ** gaps[1:]", "A factor is not squared"
+    ),
+    "growth of itself": Slip(
+        stability, "grown", "largest[:-1] * fastest[:-1]", "largest[:-1] * fastest[1:]", "A leap explains itself"
+    ),
+    "steps between are one": Slip(
+        stability, "grown", "** (2 * gaps[1:])", "** 2", "Captures that lie apart are taken to follow each other"
+    ),
+    "speed over the gap": Slip(
+        stability, "grown", "** (1 / gaps[1:])", "** 1.0", "What grew over many steps is taken to have grown in one"
+    ),
+    "only the last factor": Slip(
+        stability, "grown", "np.maximum.accumulate(factors)", "factors", "Fast growth of long ago is forgotten"
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", each("The comparator: how runs part", ((name, slip.breaks) for name, slip in MUTANTS.items()))
+)
+def test_a_wrong_growth_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    MUTANTS[name].put(monkeypatch)
+    assert any(wrongly_grown()), f"{name} survives"

@@ -6,7 +6,10 @@ the file with the seconds it took; `benchmarks/pages/mutants.py` makes docs/muta
 
 from __future__ import annotations
 
+import inspect
 import json
+import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +42,42 @@ def kills(room: str, name: str, breaks: str) -> pytest.MarkDecorator:
 def each(room: str, mutants: Iterable[tuple[str, str]]) -> list[Any]:
     """Parameters of a test, one a mutant: its name. The pairs are names and sentences."""
     return [pytest.param(name, id=name, marks=kills(room, name, breaks)) for name, breaks in mutants]
+
+
+class Slip(NamedTuple):
+    """A mistake in one place of the source: in `owner.name` (a function, property or constant of a module or class),
+    `old` reads `new`; a constant has no `old`, and `new` is made of it."""
+
+    owner: Any
+    name: str
+    old: str
+    new: Any
+    breaks: str = ""
+
+    def made(self) -> Any:
+        """What stands there with the mistake in it.
+
+        Raises:
+            AssertionError: `old` does not stand there once: the source has moved on, and the mutant must follow.
+        """
+        found = vars(self.owner)[self.name]
+        if not self.old:
+            return self.new(found)
+        function = found.fget if isinstance(found, property) else found
+        text = textwrap.dedent(inspect.getsource(function))
+        assert text.count(self.old) == 1, f"{self.old!r} stands {text.count(self.old)} times in {self.name}"
+        made: dict[str, Any] = {}
+        exec(compile(text.replace(self.old, self.new), self.name, "exec"), vars(sys.modules[function.__module__]), made)
+        return made[self.name]
+
+    def put(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Put it in place, wherever the package has it under its name."""
+        found, made = vars(self.owner)[self.name], self.made()
+        room = (self.owner.__name__ if inspect.ismodule(self.owner) else self.owner.__module__).rpartition(".")[0]
+        theirs = [module for name, module in [*sys.modules.items()] if name.startswith(room.rpartition(".")[0])]
+        for owner in (self.owner, *theirs):
+            if vars(owner).get(self.name) is found:
+                monkeypatch.setattr(owner, self.name, made)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ them to the rule, to each other, and to what two runs can come apart by."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,13 +17,16 @@ from harness.parity.alone import optimizer
 from harness.parity.outcome import Finding, Grade
 from harness.parity.record import Record, load
 from harness.parity.tensors import Capture
-from harness.parity.tiers import bitwise, ending
+from harness.parity.tiers import bitwise, ending, trajectory
+from harness.parity.tiers.apart import Apart, apart
 from harness.parity.tiers.envelope import Envelope
 from harness.store.files import write_json
 from tests.support.factory import freeze, small_config, train
+from tests.support.mutants import Slip, each
 
 STEPS = 5
 SPREAD = [1, 3, STEPS]
+NAME = "head.output.weight"
 
 
 def configured(**changes: object) -> Config:
@@ -67,6 +71,15 @@ def ends(arm: Record, control: Record) -> list[Finding]:
     return ending.check(arm, control, Envelope.of(arm, control), None)
 
 
+def distances(pair: tuple[Record, Record]) -> Apart:
+    left, right = (run.stream for run in pair)
+    assert left is not None
+    assert right is not None
+    found = apart(left, right)
+    assert found is not None
+    return found
+
+
 def test_first_last_and_some_between_are_captured_whole(pair: tuple[Record, Record]) -> None:
     for run in pair:
         assert run.config["measure.capture_steps"] == run.config["measure.update_steps"] == SPREAD
@@ -81,8 +94,8 @@ def test_first_last_and_some_between_are_captured_whole(pair: tuple[Record, Reco
 
 def test_last_weights_are_compared_tensor_by_tensor(pair: tuple[Record, Record]) -> None:
     found = ends(*pair)
-    assert {each.check for each in found} == {ending.END}
-    assert all(each.grade is Grade.ok for each in found)
+    assert {finding.check for finding in found} == {ending.END}
+    assert all(finding.grade is Grade.ok for finding in found)
     bits = bitwise.check(*pair, {}, {})[-1]
     assert (bits.check, bits.grade) == ("final weights", Grade.bad)
     assert bits.tensor in pair[0].captures[1].tensors
@@ -90,29 +103,24 @@ def test_last_weights_are_compared_tensor_by_tensor(pair: tuple[Record, Record])
 
 
 def test_weights_changed_after_the_last_step_are_found(pair: tuple[Record, Record]) -> None:
-    name = "head.output.weight"
-    changed = with_last(pair[0], name, 1.001)
-    (wrong,) = [each for each in own.check(changed) if each.grade is not Grade.ok]
-    assert (wrong.tensor, wrong.grade, wrong.step) == (name, Grade.bad, STEPS)
+    changed = with_last(pair[0], NAME, 1.001)
+    (wrong,) = [finding for finding in own.check(changed) if finding.grade is not Grade.ok]
+    assert (wrong.tensor, wrong.grade, wrong.step) == (NAME, Grade.bad, STEPS)
     for factor, said in ((1.001, Grade.ok), (2.0, Grade.bad)):
-        graded = {each.tensor: each.grade for each in ends(with_last(pair[0], name, factor), pair[1])}
-        assert graded.pop(name) is said, "what both could have walked is not refuted, and no more"
+        graded = {finding.tensor: finding.grade for finding in ends(with_last(pair[0], NAME, factor), pair[1])}
+        assert graded.pop(NAME) is said, "what both could have walked is not refuted, and no more"
         assert set(graded.values()) == {Grade.ok}
 
 
 def test_without_whole_weights_their_sketches_are_compared(pair: tuple[Record, Record]) -> None:
-    from harness.parity.tiers.apart import apart
-
     arm, control = (replace(run, final=None) for run in pair)
-    assert arm.stream is not None
-    assert control.stream is not None
-    found = ending.check(arm, control, Envelope.of(arm, control), apart(arm.stream, control.stream))
-    assert {each.check for each in found} == {ending.SKETCHED}
-    whole = {each.tensor: float(each.observed) for each in ends(*pair)}
-    for each in found:
-        assert each.tensor is not None
-        assert each.grade is Grade.ok
-        assert float(each.observed) < 4 * whole[each.tensor] + 1e-12
+    found = ending.check(arm, control, Envelope.of(arm, control), distances(pair))
+    assert {finding.check for finding in found} == {ending.SKETCHED}
+    whole = {finding.tensor: float(finding.observed) for finding in ends(*pair)}
+    for finding in found:
+        assert finding.tensor is not None
+        assert finding.grade is Grade.ok
+        assert float(finding.observed) < 4 * whole[finding.tensor] + 1e-12
     assert ends(arm, control) == []
 
 
@@ -151,3 +159,107 @@ def test_a_plan_that_is_gone_is_damage(runs: tuple[Path, Path]) -> None:
         assert any("final.safetensors is missing" in problem for problem in load(runs[0]).problems)
     finally:
         hidden.rename(last)
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def walked(pair: tuple[Record, Record], share: float) -> tuple[Record, Record]:
+    """The pair, had the arm's last weights come from the control's by a share of what both can walk, every element
+    alike."""
+    arm, control = pair
+    assert control.final is not None
+    farthest = (
+        2 * ending.steepest(*control.config["optimizer.betas"]) * sum(rate or 0.0 for rate in control.series("lr"))
+    )
+    values = {name: control.final.values(name) + share * farthest for name in control.final.tensors}
+    return replace(arm, final=Changed(control.final, **values)), control
+
+
+def broken_expectations(pair: tuple[Record, Record]) -> Iterator[str]:
+    """What is not as it is tested above, lazily."""
+    arm, control = pair
+    for run in pair:
+        if not own.check(run) or any(finding.grade is not Grade.ok for finding in own.check(run)):
+            yield "clean weights do not follow from the last update"
+        if own.check(replace(run, updates={step: update for step, update in run.updates.items() if step < STEPS})):
+            yield "weights follow from an update that is not the last"
+    for factor in (1 + 1e-7, 1.001):
+        wrong = [
+            (f.tensor, f.grade, f.step) for f in own.check(with_last(arm, NAME, factor)) if f.grade is not Grade.ok
+        ]
+        if wrong != [(NAME, Grade.bad, STEPS)]:
+            yield f"weights times {factor}: {wrong}"
+    for share, grade in ((0.99, Grade.ok), (1.5, Grade.doubt), (2.1, Grade.bad)):
+        if {finding.grade for finding in ends(*walked(pair, share))} != {grade}:
+            yield f"{share} of what both can walk is not {grade}"
+    arm, control = (replace(run, final=None) for run in pair)
+    found = distances(pair)
+    allowed = {f.tensor: float(f.allowed) for f in ending.check(*walked(pair, 0.0), Envelope.of(*pair), None)}
+    for factor, grade in ((2.0, Grade.ok), (10.0, Grade.bad)):
+        weights = found.weights.copy()
+        weights[-1] = [factor * allowed[name] for name in found.names]
+        told = ending.check(arm, control, Envelope.of(*pair), replace(found, weights=weights))
+        if {(finding.grade, finding.step) for finding in told} != {(grade, STEPS)}:
+            yield f"sketches {factor} times as far apart as weights may be are not {grade}"
+
+
+MUTANTS = {
+    "without the last update": Slip(
+        own,
+        "check",
+        "range(begin, run.length + 1)",
+        "range(begin, run.length)",
+        "Weights of the end are held to those before the last step",
+    ),
+    "any captured update": Slip(
+        own, "_begin", "step = run.length", "step = max(run.updates)", "The last captured update is taken for the last"
+    ),
+    "rounding of the weights": Slip(
+        own, "check", "unit * moved / norm", "unit", "Weights of the end are allowed a rounding of their own"
+    ),
+    "one run walks": Slip(
+        ending, "reach", "for run in runs", "for run in runs[:1]", "The control is taken to stand still"
+    ),
+    "Adam walks lr a step": Slip(
+        ending, "reach", 'steepest(*map(float, control.config["optimizer.betas"])) * paths', "paths", "C is left out"
+    ),
+    "one tensor walks for all": Slip(
+        ending, "_graded", 'runs[1].config["optimizer.name"] != "sgd"', "False", "A tensor is allowed what all may walk"
+    ),
+    "elements for tensors": Slip(
+        ending,
+        "_graded",
+        "math.sqrt(numel / envelope.control.parameters)",
+        "numel / envelope.control.parameters",
+        "The share of a tensor is its number of weights, and not its root",
+    ),
+    "Adam's path in one element": Slip(
+        trajectory, "path_lengths", "np.cumsum(rates) * math.sqrt(parameters)", "np.cumsum(rates)", "One weight walks"
+    ),
+    "no doubt": Slip(ending, "_graded", "REFUTED * allowed", "1e9 * allowed", "What no run can walk is never refuted"),
+    "sketches are exact": Slip(ending, "DRAW", "", lambda _: 1.0, "The error of four sketches is left out"),
+    "sketches of the first step": Slip(
+        ending,
+        "check",
+        "found.weights[-1].tolist()",
+        "found.weights[0].tolist()",
+        "Sketches are those of the beginning",
+    ),
+}
+
+
+def test_the_judges_as_they_are_break_nothing(pair: tuple[Record, Record]) -> None:
+    assert list(broken_expectations(pair)) == []
+
+
+@pytest.mark.parametrize(
+    "name", each("The comparator: weights of the end", ((name, slip.breaks) for name, slip in MUTANTS.items()))
+)
+def test_a_mutant_is_noticed(pair: tuple[Record, Record], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    MUTANTS[name].put(monkeypatch)
+    try:
+        noticed = any(broken_expectations(pair))
+    except KeyError:  # an update that is not there
+        return
+    assert noticed, f"{name} survives"

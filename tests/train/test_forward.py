@@ -22,6 +22,7 @@ from harness.parity.record import Record, load
 from harness.parity.tiers import forward
 from harness.parity.tiers.envelope import Envelope
 from tests.support.factory import freeze, small_config, train, with_dtypes
+from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 from tests.train.test_vouching import SEEN, configured
 
@@ -104,35 +105,122 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
 
 
 def found(arm: Record, control: Record) -> list[Finding]:
-    return [each for kind in forward.check(arm, control, Envelope.of(arm, control)) for each in kind]
+    return [finding for kind in forward.check(arm, control, Envelope.of(arm, control)) for finding in kind]
+
+
+def doubtful(arm: Record, control: Record) -> list[Finding]:
+    return [finding for finding in found(arm, control) if finding.grade is not Grade.ok]
+
+
+def on_cuda(run: Record) -> Record:
+    return replace(run, config={**run.config, "cluster.device": "cuda"})
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_forward_that_is_another_is_different_and_placed(runs: dict[str, Record], name: str) -> None:
-    (wrong,) = [each for each in found(runs[name], runs[TWIN]) if each.grade is not Grade.ok]
+    (wrong,) = doubtful(runs[name], runs[TWIN])
     _, check, tensor = FAULTS[name]
     assert (wrong.check, wrong.tensor, wrong.grade, wrong.step) == (check, tensor, Grade.bad, 1)
-    numbers = [each for kind in Judgement(runs[name], runs[TWIN], []).numbers for each in kind]
+    numbers = [finding for kind in Judgement(runs[name], runs[TWIN], []).numbers for finding in kind]
     assert wrong in numbers, "the verdict has it"
 
 
 @pytest.mark.parametrize("name", [name for name in CLEAN if name != TWIN])
 def test_layouts_microbatches_and_engines_are_not(runs: dict[str, Record], name: str) -> None:
     seen = found(runs[name], runs[TWIN])
-    assert {each.grade for each in seen} == {Grade.ok}
-    assert {each.check for each in seen} >= {forward.OUTPUT}
+    assert {finding.grade for finding in seen} == {Grade.ok}
+    assert {finding.check for finding in seen} >= {forward.OUTPUT}
     told = runs[name].forward
     assert told is not None
     assert {"embedding", "blocks.1.ffn.w_down", "head.output", ""} <= told.modules.keys()
 
 
 def test_on_other_devices_kernels_may_be_chosen_by_more(runs: dict[str, Record]) -> None:
-    cuda = {"cluster.device": "cuda"}
-    arm, control = (replace(runs[name], config={**runs[name].config, **cuda}) for name in ("softcap", TWIN))
-    assert [each.grade for each in found(arm, control) if each.grade is not Grade.ok] == [Grade.doubt]
+    arm, control = (on_cuda(runs[name]) for name in ("softcap", TWIN))
+    assert [finding.grade for finding in doubtful(arm, control)] == [Grade.doubt]
 
 
 def test_what_has_other_dtypes_or_was_not_looked_at_says_nothing(runs: dict[str, Record]) -> None:
     twin = runs[TWIN]
     assert found(replace(twin, forward=None), twin) == []
     assert found(replace(twin, config={**twin.config, "dtype.compute": "fp32"}), twin) == []
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def told(run: Record, **changes: Any) -> Record:
+    """The run, had its modules' outputs been written down otherwise."""
+    assert run.forward is not None
+    return replace(run, forward=replace(run.forward, **changes))
+
+
+def broken_expectations(runs: dict[str, Record]) -> Iterator[str]:
+    """What is not as it is tested above, lazily."""
+    twin = runs[TWIN]
+    assert twin.forward is not None
+    for name, (_, check, tensor) in FAULTS.items():
+        if [(wrong.check, wrong.tensor, wrong.grade) for wrong in doubtful(runs[name], twin)] != [
+            (check, tensor, Grade.bad)
+        ]:
+            yield f"{name} is not found where it begins"
+    for name in CLEAN:
+        if doubtful(runs[name], twin):
+            yield f"{name} does not pass"
+    if {wrong.grade for wrong in doubtful(on_cuda(runs["softcap"]), on_cuda(twin))} != {Grade.doubt}:
+        yield "kernels of another device are refuted"
+    if found(replace(twin, config={**twin.config, "dtype.compute": "fp32"}), twin):
+        yield "forwards in two dtypes are compared"
+    if found(told(twin, rows=twin.forward.rows + 1), twin):
+        yield "forwards of other positions are compared"
+    batch = (1, twin.forward.batch[1])
+    for factor, wrong in ((1.3, [("head.output", Grade.bad)]), (1.001, [])):
+        sketches, squares = twin.forward.modules["head.output"]
+        one = {**twin.forward.modules, "head.output": (tuple(factor * value for value in sketches), squares)}
+        told_so = doubtful(told(twin, modules=one, batch=batch), twin)
+        if [(finding.tensor, finding.grade) for finding in told_so] != wrong:
+            yield f"in other microbatches outputs {factor} times as large are {told_so}"
+
+
+MUTANTS = {
+    "SAME is what bf16 explains": Slip(forward, "SAME", "", lambda _: 5e-3, "Forwards agree to the count of roundings"),
+    "the farthest module": Slip(
+        forward,
+        "check",
+        "next((name for name, off in distances.items() if off > SAME), None)",
+        "max((name for name, off in distances.items() if off > SAME), key=distances.get, default=None)",
+        "The module that is farthest off is named, and not the first",
+    ),
+    "whatever the microbatch": Slip(
+        forward, "check", "left.batch != right.batch", "False", "Kernels of other shapes are taken to be the same"
+    ),
+    "nothing of other microbatches": Slip(
+        forward, "check", "return [outputs]", "return []", "Forwards in other microbatches pass, whatever they give out"
+    ),
+    "the norm squared": Slip(
+        forward, "_distances", "off / math.sqrt(squares)", "off / squares", "Distances are over the norm's square"
+    ),
+    "no loss given the logits": Slip(
+        forward, "_loss", "", lambda _: lambda *a: [], "The loss is not held to the logits"
+    ),
+    "a loss of bf16": Slip(forward, "LOSS", "", lambda _: 5e-3, "The loss is allowed what bf16 logits explain"),
+    "refuted on any device": Slip(
+        forward, "check", "SAME if on_cpu else math.inf", "SAME", "Other kernels on another device are a fault"
+    ),
+    "of two dtypes": Slip(forward, "check", "or not same_dtype", "", "A forward in bf16 is held to one in fp32"),
+    "of other positions": Slip(
+        forward, "check", "or left.rows != right.rows", "", "Sketches of other parts of the batch are compared"
+    ),
+}
+
+
+def test_the_judge_as_it_is_breaks_nothing(runs: dict[str, Record]) -> None:
+    assert list(broken_expectations(runs)) == []
+
+
+@pytest.mark.parametrize(
+    "name", each("The comparator: forwards in 16 bits", ((name, slip.breaks) for name, slip in MUTANTS.items()))
+)
+def test_a_mutant_is_noticed(runs: dict[str, Record], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    MUTANTS[name].put(monkeypatch)
+    assert any(broken_expectations(runs)), f"{name} survives"

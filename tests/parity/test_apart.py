@@ -1,0 +1,301 @@
+"""How two runs part, by their sketches: what clean pairs were seen to do is no jump, and what a fault does is one.
+
+Distances are written down here, and not drawn: x of all weights after each step, and K (how much farther off a
+gradient is, given the weights) of each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.parity.tiers import apart
+from harness.parity.tiers.apart import Apart, Jump
+from harness.parity.tiers.envelope import Arithmetic, Envelope
+from harness.parity.tiers.trajectory import Kick
+from harness.store import vouching
+from harness.store.rundir import flatten
+from harness.store.vouching import StreamWriter, VouchedTensor, step_columns, tensor_columns
+from tests.parity.corpus import FP32, OURS
+from tests.support.mutants import Slip, each
+
+STEPS = 12
+NAMES = ("embedding.weight", "blocks.0.w_up.weight", "head.output.weight")
+NUMEL = (768, 2048, 384)
+ENVELOPE = Envelope(Arithmetic.of(flatten(OURS.config())), Arithmetic.of(flatten(FP32.config())))
+ROUNDING = 2e-7
+"""Of a gradient at step 1, as fp32 shows it."""
+CLOSE = 1e-5 * 1.2 ** np.arange(STEPS)
+"""Relative distance of weights after each step of a stable pair; what a gradient is allowed to be off at step 1 is no
+more than a few times that."""
+UNLUCKY = 3.5
+"""What four sketches may overstate a distance by (docs/verdicts.md)."""
+
+
+def parted(weights: Any, given: dict[tuple[int, int], float], steps: Any = None, before: Any = None) -> Apart:
+    """Two runs whose weights are so far apart after each step, [steps] or [steps, tensors], and whose gradients are K
+    times as far as all weights were `before`: once, or as `given` for a (step, tensor)."""
+    numbers = np.arange(1, STEPS + 1) if steps is None else np.array(steps)
+    each = np.array(weights, float)
+    each = np.repeat(each[:, None], 3, 1) if each.ndim == 1 else each
+    whole = np.sqrt((each**2).mean(1))
+    factors = np.ones(each.shape)
+    for (step, tensor), value in given.items():
+        factors[[*numbers].index(step), tensor] = value
+    had = np.concatenate(([0.0], whole[:-1])) if before is None else before
+    local = np.hypot(ROUNDING, factors * had[:, None])
+    return Apart(numbers, NAMES, NUMEL, each, local, local, np.full(each.shape, 1e-2), whole, np.ones(each.shape))
+
+
+def jumps(found: Apart, steady: int = STEPS) -> dict[int, str]:
+    """Steps at which a gradient jumps, and whose."""
+    return beyond(found, apart.gradient_jumps(found, found.local, ENVELOPE, steady))
+
+
+def strides(found: Apart, kick: float = 1e-9) -> dict[int, str]:
+    """Steps at which weights jump."""
+    return beyond(found, apart.weight_jumps(found, Kick(kick, kick)))
+
+
+def beyond(found: Apart, jump: Jump) -> dict[int, str]:
+    there = np.flatnonzero(jump.observed > jump.allowed)
+    return {int(jump.steps[at]): found.names[int(jump.tensors[at])] for at in there}
+
+
+def missing(found: Apart, tensor: int) -> Apart:
+    """As if the engine showed nothing of one tensor's gradient."""
+    found.local[:, tensor] = np.nan
+    return found
+
+
+def overtaken() -> Apart:
+    """At step 9 a gradient that is wrong makes its own step's weights as wrong."""
+    return parted([*CLOSE[:8], *[1e-2] * 4], {(9, 1): 300.0}, before=np.array([0.0, *CLOSE[:8], *[1e-2] * 3]))
+
+
+def of_fp64() -> dict[tuple[int, int], float]:
+    """What was seen at steps 11 and 12 of `study=against_fp64`: one tensor, and in the next step another."""
+    return {(11, 0): 11.0, (12, 1): 123.0}
+
+
+NEAR = np.where(np.arange(STEPS) < 3, 1e-9, CLOSE)
+"""Weights that begin nearer together than a gradient's rounding is large."""
+BENT = np.where(np.arange(STEPS) < 6, CLOSE / 50, CLOSE)
+"""Weights that begin so near together that curvature shows above rounding, and within the bound of step 1."""
+SPARSE = [1, 2, 3, 4, 8, 12]
+"""Kept steps of a long run."""
+
+CLAIMS: dict[str, tuple[Callable[[], dict[int, str]], dict[int, str]]] = {
+    "a pair that parts slowly": (lambda: jumps(parted(CLOSE, {})), {}),
+    "a batch that bends the loss, for one tensor and then for another": (lambda: jumps(parted(CLOSE, of_fp64())), {}),
+    "curvature that was there before": (lambda: jumps(parted(CLOSE, {(4, 0): 20.0, (12, 1): 400.0})), {}),
+    "curvature 11 times what it was, and overstated": (lambda: jumps(parted(CLOSE, {(9, 1): 11 * UNLUCKY})), {}),
+    "a gradient 200 times as far off": (lambda: jumps(parted(CLOSE, {(9, 1): 200.0})), {9: NAMES[1]}),
+    "the same, and its step's weights with it": (lambda: jumps(overtaken()), {9: NAMES[1]}),
+    "the same, where nothing is shown of another": (
+        lambda: jumps(missing(parted(CLOSE, {(9, 1): 200.0}), 0)),
+        {9: NAMES[1]},
+    ),
+    "the same, after weights nearer than rounding": (
+        lambda: jumps(parted(NEAR, {(9, 1): 200.0})),
+        {9: NAMES[1]},
+    ),
+    "curvature that shows above rounding, within the bound of step 1": (
+        lambda: jumps(parted(BENT, {(4, 2): 25.0, (9, 1): 60.0})),
+        {},
+    ),
+    "a burst once training is not stable": (lambda: jumps(parted(CLOSE, {(9, 1): 600.0}), steady=7), {}),
+    "the same burst in stable training": (lambda: jumps(parted(CLOSE, {(9, 1): 600.0}), steady=9), {9: NAMES[1]}),
+    "more than bursts were seen to be": (lambda: jumps(parted(CLOSE, {(9, 1): 4e4}), steady=7), {9: NAMES[1]}),
+    "steps between kept ones": (
+        lambda: jumps(parted([*[1e-6] * 4, 1e-3, 1e-1], {}, SPARSE, np.array([0.0, *[1e-6] * 3, 5e-4, 5e-2]))),
+        {},
+    ),
+    "weights that go three times as far in a step, and are overstated": (
+        lambda: strides(parted([1e-6] * 6 + [3e-6 * UNLUCKY] * 6, {})),
+        {},
+    ),
+    "weights of one tensor 100 times as far": (lambda: strides(parted(_one_tensor(100), {})), {9: NAMES[2]}),
+    "the kick of an update": (lambda: strides(parted([1e-9] + [1e-5] * 11, {}), kick=1e-3), {}),
+    "the first weights there are": (lambda: strides(parted([1e-5] * STEPS, {})), {}),
+}
+"""What two runs do, and where that is a jump."""
+
+
+def _one_tensor(factor: float) -> Any:
+    weights = np.full((STEPS, 3), 1e-6)
+    weights[8:, 2] *= factor
+    return weights
+
+
+def broken_claims() -> Iterator[str]:
+    """What is not as it is claimed, lazily."""
+    for name, (said, wanted) in CLAIMS.items():
+        found = said()
+        if (found if not wanted else dict([*found.items()][:1])) != wanted:
+            yield f"{name}: {found}"
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+def test_what_is_a_jump(name: str) -> None:
+    said, wanted = CLAIMS[name]
+    found = said()
+    assert (found if not wanted else dict([*found.items()][:1])) == wanted
+
+
+# -- distances from sketches -------------------------------------------------------------------------------------------
+
+TENSORS = [VouchedTensor(f"w{number}", (4, 4)) for number in range(100)]
+SKETCHES = 4
+
+
+def stream(folder: Path, tables: Sequence[Any]) -> vouching.Stream:
+    """The stream of a run that kept these tables, [tensors][columns] each."""
+    writer = StreamWriter(folder, TENSORS, SKETCHES, 1, 0)
+    for step, table in enumerate(tables, start=1):
+        writer.write(step, [0.0] * len(step_columns(SKETCHES)), table)
+    writer.close()
+    found = vouching.read(folder)
+    assert found is not None
+    return found
+
+
+def tables(norms: Sequence[float], off: Sequence[float], seed: int) -> tuple[list[Any], list[Any]]:
+    """Of an arm and a control: gradients of these norms, in the control, and so far from it; by step. Sketches of what
+    is apart are normal, with its norm as their deviation."""
+    rng, names = np.random.default_rng(seed), tensor_columns(SKETCHES)
+    made: tuple[list[Any], list[Any]] = ([], [])
+    for norm, far in zip(norms, off, strict=True):
+        control = np.zeros((len(TENSORS), len(names)))
+        control[:] = rng.standard_normal(control.shape)
+        control[:, names.index("reduced_squares")] = norm**2
+        control[:, names.index("after_squares")] = 1.0
+        arm = control.copy()
+        for key in ("local", "reduced", "after"):
+            columns = [names.index(f"{key}_{number}") for number in range(SKETCHES)]
+            arm[:, columns] += far * rng.standard_normal((len(TENSORS), SKETCHES))
+        made[0].append(arm)
+        made[1].append(control)
+    return made
+
+
+def distances(root: Path, norms: Sequence[float], off: Sequence[float]) -> Apart:
+    arm, control = tables(norms, off, seed=3)
+    found = apart.apart(stream(root / "arm", arm), stream(root / "control", control))
+    assert found is not None
+    return found
+
+
+def wrong_distances(root: Path) -> Iterator[str]:
+    """What distances should be, and are not, lazily."""
+    found = distances(root / "plain", [1.0] * 3, [1e-3] * 3)
+    for kind in ("local", "reduced", "weights"):
+        typical = float(np.sqrt((getattr(found, kind) ** 2).mean()))
+        if not 0.9 < typical / 1e-3 < 1.1:
+            yield f"{kind} is {typical} in the mean square of 1200 draws, and 1e-3 apart"
+    cancels = distances(root / "cancels", [1.0] * 6 + [1e-3] + [1.0] * 3, [1e-6] * 10)
+    if cancels.local[6].max() > 1e-5:
+        yield "a gradient that happens to cancel is far off"
+    shrinks = distances(root / "shrinks", [1.0] + [1e-3] * 19, [1e-4] * 20)
+    if shrinks.local[-1].max() < 1e-2:
+        yield "a gradient that was large long ago is not far off"
+
+
+def test_distances_are_those_of_what_was_sketched(tmp_path: Path) -> None:
+    assert list(wrong_distances(tmp_path)) == []
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+ROOM = "The comparator: how runs part"
+MUTANTS: dict[str, Slip] = {
+    "JUMP / 3": Slip(apart, "JUMP", "", lambda value: value / 3, "Curvature that bursts as clean pairs' did is a jump"),
+    "JUMP x 5": Slip(apart, "JUMP", "", lambda value: value * 5, "A gradient 200 times as far off is none"),
+    "BURST is 1": Slip(apart, "BURST", "", lambda _: 1.0, "Hot training gets no more room than stable training"),
+    "BURST x 100": Slip(apart, "BURST", "", lambda value: value * 100, "In hot training nothing is a jump"),
+    "BURST always": Slip(
+        apart, "gradient_jumps", "found.steps <= steady", "found.steps <= 0", "Stable training gets the room of hot"
+    ),
+    "STRIDE / 10": Slip(apart, "STRIDE", "", lambda value: value / 10, "Weights that part threefold in a step jump"),
+    "STRIDE x 10": Slip(apart, "STRIDE", "", lambda value: value * 10, "Weights 100 times as far apart do not"),
+    "K of each tensor": Slip(
+        apart,
+        "gradient_jumps",
+        "curvature.max(1, keepdims=True)",
+        "curvature",
+        "A tensor's curvature is held against its own alone, as it was before `study=against_fp64`",
+    ),
+    "K of the present step": Slip(
+        apart,
+        "gradient_jumps",
+        "np.concatenate((np.ones_like(largest[:1]), largest[:-1]))",
+        "largest",
+        "A gradient is held against the curvature that it shows itself",
+    ),
+    "K of the last step": Slip(
+        apart, "gradient_jumps", "np.maximum.accumulate(", "(", "Curvature of earlier steps is forgotten"
+    ),
+    "rounding is curvature": Slip(
+        apart, "gradient_jumps", "known**2 - rounding**2", "known**2", "Rounding over nearly equal weights counts as K"
+    ),
+    "K above the bound": Slip(
+        apart,
+        "gradient_jumps",
+        "rounding = 4 * known[:1] if",
+        "rounding = np.maximum(4 * known[:1], floors) if",
+        "Curvature counts only where it lies above what step 1 would be allowed",
+    ),
+    "weights after the step": Slip(
+        apart.Apart,
+        "before",
+        "np.where(follows, shifted, self.whole)",
+        "self.whole",
+        "A gradient is held against the weights that it made itself",
+    ),
+    "kept steps follow each other": Slip(
+        apart.Apart,
+        "before",
+        "np.where(follows, shifted, self.whole)",
+        "shifted",
+        "Weights before a step are taken to be those of the kept step before, however long ago",
+    ),
+    "no kick": Slip(
+        apart, "weight_jumps", "STRIDE * held + kick", "STRIDE * held", "What rounding makes of one update is a jump"
+    ),
+    "the first weights are judged": Slip(
+        apart, "weight_jumps", "np.full_like(largest[:1], np.inf)", "0 * largest[:1]", "The first step has no past"
+    ),
+    "what is not shown is worst": Slip(
+        apart, "_farthest", "np.isnan(distances), -1.0", "np.isnan(distances), np.inf", "NaN stands for every tensor"
+    ),
+    "sketches are added": Slip(
+        apart._Squares,
+        "add",
+        "(values**2).mean(-1)",
+        "(values**2).sum(-1)",
+        "Squares of sketches are added where their mean is the distance",
+    ),
+    "reduced against local": Slip(
+        apart._Squares,
+        "add",
+        'control[..., self._of["reduced"]])',
+        'control[..., self._of["local"]])',
+        "The arm's reduced gradient is held against the control's local ones",
+    ),
+    "of the present norm": Slip(
+        apart, "WINDOW", "", lambda _: 1, "A gradient is held against its norm at that step, which may cancel"
+    ),
+    "norms are never forgotten": Slip(
+        apart, "WINDOW", "", lambda _: 10**6, "A gradient is held against the largest that it ever was"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each(ROOM, ((name, slip.breaks) for name, slip in MUTANTS.items())))
+def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    MUTANTS[name].put(monkeypatch)
+    assert any(broken_claims()) or any(wrong_distances(tmp_path)), f"{name} survives"

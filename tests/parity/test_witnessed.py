@@ -1,0 +1,354 @@
+"""What a run says of its steps is judged step by step: each look has a value that is found, at its step, stage and
+tensor; what nobody saw is not vouched for; and each mistake that a judge could make of that breaks something here."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from harness.parity import Outcome, compare, judgement
+from harness.parity.alone import vouched
+from harness.parity.judgement import Judgement
+from harness.parity.outcome import Finding, Grade, Stage
+from harness.parity.record import Record, load
+from harness.parity.tiers import comparable, parting, placing
+from harness.parity.tiers.envelope import Arithmetic
+from harness.store.vouching import FOLDER, step_columns
+from tests.parity.conftest import Bench
+from tests.parity.corpus import bf16, stored_as
+from tests.parity.lab import CLEAN, Optimizer, Params, broken, edit_lines
+from tests.parity.streams import SKETCHES
+from tests.parity.test_vouched import AT, CONTROL, NAME, SEEN
+from tests.support.mutants import Slip, each
+
+STEPS = SEEN.steps
+LOOKS = dict(vouched.LOOKS)
+OFF = {"sum": 1e-3, "gather": 1e-6, "kept": 1e-6, "replicas": 1e-6, "rule": 5.0, "norm": 1e-2}
+"""Values that no rounding explains, by column."""
+
+
+def column(name: str) -> int:
+    return step_columns(SKETCHES).index(name)
+
+
+class Witnessed:
+    """A vouched run, and copies of it whose stream or record says other things."""
+
+    def __init__(self, bench: Bench, root: Path) -> None:
+        self.bench, self.root = bench, root
+        self.clean, self.control = load(bench.run(SEEN)), load(bench.run(CONTROL))
+        self.copies: dict[tuple[Any, ...], Record] = {}
+
+    def saying(self, name: str, step: int, value: float, of: str = "clean") -> Record:
+        """The run, or its control, with one number of one step in its stream another; it is the third tensor's."""
+        key = (name, step, value, of)
+        if key not in self.copies:
+            path = self._copy(getattr(self, of))
+            rows = np.fromfile(path / FOLDER / "steps.f64").reshape(-1, len(step_columns(SKETCHES)))
+            rows[step - 1, column(name)] = value
+            if name != "norm":
+                rows[step - 1, column(f"{name}_tensor")] = 2
+            rows.tofile(path / FOLDER / "steps.f64")
+            self.copies[key] = load(path)
+        return self.copies[key]
+
+    def logging(self, key: str, step: int, change: Callable[[Any], Any]) -> Path:
+        """The run with one number of one step in its record another."""
+        path = self._copy(self.clean)
+        edit_lines(path, lambda lines: lines[step - 1].update({key: change(lines[step - 1][key])}))
+        return path
+
+    def _copy(self, run: Record) -> Path:
+        path = self.root / f"{len([*self.root.iterdir()])}" / "lab" / "run"
+        shutil.copytree(run.path, path)
+        return path
+
+    @property
+    def arithmetic(self) -> Arithmetic:
+        return Arithmetic.of(self.clean.config)
+
+    def found(self, run: Record) -> list[tuple[str, int | None, str | None, Grade]]:
+        """What does not pass of what a run says of itself."""
+        findings = vouched.check(run, self.arithmetic)
+        return [(f.check, f.step, f.tensor, f.grade) for f in findings if f.grade is not Grade.ok]
+
+
+@pytest.fixture(scope="module")
+def witnessed(bench: Bench, tmp_path_factory: pytest.TempPathFactory) -> Witnessed:
+    return Witnessed(bench, tmp_path_factory.mktemp("witnessed"))
+
+
+# -- what is claimed, lazily: a mutant needs one ----------------------------------------------------------------------
+
+
+def wrong_looks(it: Witnessed) -> Iterator[str]:
+    """One run's own word on each step."""
+    third = it.clean.stream.tensors[2].name  # type: ignore[union-attr] # it is vouched for
+    if it.found(it.clean) or it.found(it.control):
+        yield "a clean run is not right"
+    for name in LOOKS:
+        look, tensor = LOOKS[name], None if name == "norm" else third
+        if it.found(it.saying(name, AT, OFF[name])) != [(look.check, AT, tensor, Grade.bad)]:
+            yield f"{name} is not found at its step"
+        halfway = 1.5 * vouched.bound(name, it.clean.stream, it.arithmetic)  # type: ignore[arg-type]
+        if it.found(it.saying(name, AT, halfway)) != [(look.check, AT, tensor, Grade.doubt)]:
+            yield f"{name} is not in doubt within twice its bound"
+    after = it.found(it.saying("kept", STEPS + 1, OFF["kept"]))
+    if after != [("weights after the last step", STEPS, third, Grade.bad)]:
+        yield "weights that change after the last step are not found"
+
+
+def wrong_vouching(it: Witnessed) -> Iterator[str]:
+    """How far a run, and a pair, was seen to be right."""
+    if vouched.vouched_until(it.clean, it.arithmetic) != STEPS:
+        yield "a clean run is not vouched for to its end"
+    for name in LOOKS:
+        for value in (np.nan, OFF[name]):
+            until = vouched.vouched_until(it.saying(name, 5, value), it.arithmetic)
+            if until != (STEPS if name == "replicas" else 4):
+                yield f"{name} is {value} at step 5, and vouched for until {until}"
+    pairs = ((it.saying("rule", 5, np.nan), it.control, 4), (it.clean, it.saying("sum", 3, np.nan, "control"), 2))
+    for arm, control, until in pairs:
+        if Judgement(arm, control, []).certain != until:
+            yield f"the pair is certain elsewhere than until {until}"
+
+
+def wrong_testimony(it: Witnessed) -> Iterator[str]:
+    """Each run is held to its own arithmetic: gradients in bf16 are an arm's that sends them so, and no control's."""
+    arm = load(it.bench.run(replace(SEEN, wire="bf16")))
+    control = load(it.bench.run(ROUNDED))
+    told = [f for kind in Judgement(arm, control, []).testimony for f in kind if f.grade is Grade.bad]
+    if {f.check for f in told} != {LOOKS["sum"].check} or min(f.step or 0 for f in told) != AT:
+        yield f"what is wrong in the control: {told[:1]}"
+    if any(arm.name in f.note for f in told):
+        yield "a wire in bf16 is a fault"
+
+
+def wrong_data(it: Witnessed) -> Iterator[str]:
+    """The same tokens, count and learning rate at every step, or nothing is compared."""
+    for key, change in (("data_digest", str.upper), ("tokens", lambda n: n + 1), ("lr", lambda lr: lr * 1.5)):
+        verdict = compare(it.logging(key, AT, change), it.control.path, sources=CLEAN)
+        if verdict.outcome is not Outcome.NOT_COMPARABLE or f"{key} at step {AT}" not in verdict.sentence:
+            yield f"another {key}: {verdict.sentence}"
+
+
+def wrong_losses(it: Witnessed) -> Iterator[str]:
+    """A loss that the distance of the weights does not explain is a jump, and a small one is none."""
+    for factor, said in ((1 + 1e-6, None), (1 + 2e-6, AT)):
+        verdict = compare(it.logging("loss", AT, lambda loss, by=factor: loss * by), it.control.path, sources=CLEAN)
+        found = [(f.check, f.step, f.place) for f in verdict.findings if f.grade is not Grade.ok]
+        if found != ([("loss given the weights", said, "between forward and gradient")] if said else []):
+            yield f"a loss times {factor}: {found}"
+
+
+def wrong_weights(it: Witnessed) -> Iterator[str]:
+    """Where nobody saw the optimizer at work, weights that jump are in doubt."""
+    arm, control = (load(unseen(it, run)) for run in (broken(SEEN, between=larger), CONTROL))
+    verdict = judgement.Judgement(arm, control, []).verdict()
+    found = [(f.check, f.step, f.tensor) for f in verdict.findings if f.grade is not Grade.ok]
+    if (parting.WEIGHTS, AT, NAME) not in found:
+        yield f"weights that jump pass: {found}"
+
+
+def wrong_places(it: Witnessed) -> Iterator[str]:
+    """A stage is right where both runs saw it so, at the step and before it."""
+    seen = {*placing.ALWAYS, *placing.SEEN}
+    cases: list[tuple[tuple[Record, Record], list[tuple[int | None, Stage]], set[Stage]]] = [
+        ((it.clean, it.control), [], seen),
+        ((it.saying("sum", AT, np.nan), it.control), [], seen - {Stage.reduction}),
+        ((it.saying("sum", AT - 1, np.nan), it.control), [], seen - {Stage.reduction}),
+        ((it.clean, it.saying("rule", AT, np.nan, "control")), [], seen - {Stage.optimizer}),
+        ((it.clean, it.control), [(AT - 1, Stage.gather)], seen - {Stage.gather}),
+        ((it.clean, replace(it.control, stream=None)), [], {*placing.ALWAYS}),
+    ]
+    for number, (runs, wrong, clear) in enumerate(cases):
+        if placing.cleared(runs, AT, wrong) != clear:
+            yield f"stages cleared of case {number}: {placing.cleared(runs, AT, wrong)}"
+    off = Finding("T2", "x", Stage.optimizer, Grade.bad, 1.0, 0.0, step=AT, since=Stage.weights)
+    for clear, (since, stage) in (
+        ({Stage.optimizer, Stage.weights}, (Stage.gather, Stage.clipping)),
+        ({Stage.gradient}, (Stage.weights, Stage.optimizer)),
+        (set(off.stages) - {Stage.gradient}, (None, Stage.gradient)),
+        (set(off.stages), (Stage.weights, Stage.optimizer)),
+    ):
+        left = placing.narrowed(off, clear)
+        if (left.since, left.stage) != (since, stage):
+            yield f"without {clear}: {left.place}"
+
+
+def larger(step: int, weights: Params, optimizer: Optimizer) -> None:
+    """One tensor grows by 1 % before a step."""
+    if step == AT:
+        weights[NAME] *= np.float32(1.01)
+
+
+def unseen(it: Witnessed, arm: Any) -> Path:
+    """A run as an engine that shows weights and gradients, and no optimizer at work."""
+    path = it._copy(load(it.bench.run(arm)))
+    rows = np.fromfile(path / FOLDER / "steps.f64").reshape(-1, len(step_columns(SKETCHES)))
+    rows[:, [column("rule"), column("kept")]] = np.nan
+    rows.tofile(path / FOLDER / "steps.f64")
+    return path
+
+
+ROUNDED = broken(CONTROL, reduced=stored_as(bf16), reduced_from=AT)
+CLAIMS = (wrong_looks, wrong_vouching, wrong_testimony, wrong_data, wrong_losses, wrong_weights, wrong_places)
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_what_is_claimed(witnessed: Witnessed, claim: Callable[[Witnessed], Iterator[str]]) -> None:
+    assert list(claim(witnessed)) == []
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def without(name: str) -> Slip:
+    def less(looks: dict[str, Any]) -> dict[str, Any]:
+        return {each: look for each, look in looks.items() if each != name}
+
+    return Slip(vouched, "LOOKS", "", less, f"`{name}` is not looked at")
+
+
+def not_required(name: str) -> Slip:
+    def less(required: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(each for each in required if each != name)
+
+    return Slip(vouched, "REQUIRED", "", less, f"A step is vouched for where nobody saw its `{name}`")
+
+
+MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
+    **{f"no {name}": (wrong_looks, without(name)) for name in LOOKS},
+    **{f"{name} not required": (wrong_vouching, not_required(name)) for name in vouched.REQUIRED},
+    "steps from nought": (
+        wrong_looks,
+        Slip(vouched, "_column", "np.minimum(rows + 1, run.length)", "rows", "A row is taken for the step before it"),
+    ),
+    "the row after the end": (
+        wrong_looks,
+        Slip(vouched, "_column", "rows >= run.length", "rows > run.length", "The closing row is the last step's"),
+    ),
+    "no doubt": (
+        wrong_looks,
+        Slip(vouched, "_column", "REFUTED * allowed[part]", "allowed[part]", "Beyond its bound all is refuted"),
+    ),
+    "the tensor of another row": (
+        wrong_looks,
+        Slip(vouched, "_named", "indices[rows[at]]", "indices[at - 1]", "The tensor is that of another step"),
+    ),
+    "until the last right step": (
+        wrong_vouching,
+        Slip(
+            vouched,
+            "vouched_until",
+            "int(np.argmin(right))",
+            "int(np.flatnonzero(right)[-1]) + 1",
+            "A run is vouched for up to its last right step, whatever lies before",
+        ),
+    ),
+    "one of two": (
+        wrong_vouching,
+        Slip(
+            judgement.Judgement,
+            "certain",
+            "",
+            lambda _: property(lambda self: vouched.vouched_until(self.arm, self.envelope.arm)),
+            "A pair is certain as far as its arm is",
+        ),
+    ),
+    "of another's arithmetic": (
+        wrong_testimony,
+        Slip(
+            judgement.Judgement,
+            "testimony",
+            "",
+            lambda _: property(
+                lambda self: [list(judgement._alone(r, self.envelope.arm, ())) for r in (self.arm, self.control)]
+            ),
+            "A control is held to what the arm rounds",
+        ),
+    ),
+    "the control is believed": (
+        wrong_testimony,
+        Slip(
+            judgement.Judgement,
+            "testimony",
+            "",
+            lambda _: property(lambda self: [list(judgement._alone(self.arm, self.envelope.arm, ()))]),
+            "What a control says against itself is not heard",
+        ),
+    ),
+    "data of step 1": (
+        wrong_data,
+        Slip(
+            comparable,
+            "_steps",
+            "if series[0] != series[1]:",
+            "if series[0][:1] != series[1][:1]:",
+            "Tokens are compared at the first step alone",
+        ),
+    ),
+    "no loss": (wrong_losses, Slip(parting, "losses", "", lambda _: lambda *a: [], "Losses are asked for nothing")),
+    "losses with the room of hot training": (
+        wrong_losses,
+        Slip(parting, "losses", "<= steady", "<= 0", "Every loss has the room of unstable training"),
+    ),
+    "losses of the step before": (
+        wrong_losses,
+        Slip(
+            parting, "losses", "np.arange(2, rows + 1),\n", "np.arange(1, rows),\n", "A loss counts for the step before"
+        ),
+    ),
+    "weights are not asked": (
+        wrong_weights,
+        Slip(
+            parting,
+            "weight_jumps",
+            "",
+            lambda f: lambda found, push: f(replace(found, weights=0 * found.weights), push),
+            "Weights never jump",
+        ),
+    ),
+    "this step alone": (
+        wrong_places,
+        Slip(placing, "cleared", "{max(1, step - 1), step}", "{step}", "A stage is right where this step's was seen"),
+    ),
+    "one run's word": (
+        wrong_places,
+        Slip(placing, "cleared", "for run in runs", "for run in list(runs)[:1]", "The arm clears a stage for both"),
+    ),
+    "what was found wrong": (
+        wrong_places,
+        Slip(placing, "cleared", "stage is each", "stage is None", "A stage in which a witness found a fault is right"),
+    ),
+    "NaN is right": (
+        wrong_places,
+        Slip(placing, "_seen", "not math.isnan(float(values[step - 1]))", "True", "What was not seen is right"),
+    ),
+    "the middle is taken out": (
+        wrong_places,
+        Slip(
+            placing,
+            "narrowed",
+            "since=None if len(left) == 1 else left[0]",
+            "since=None",
+            "One stage is named of several",
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", each("The comparator: vouched steps", ((name, slip.breaks) for name, (_, slip) in MUTANTS.items()))
+)
+def test_a_mutant_is_noticed(witnessed: Witnessed, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    claim, slip = MUTANTS[name]
+    judgement._alone.cache_clear()
+    slip.put(monkeypatch)
+    assert any(claim(witnessed)), f"{name} survives"
