@@ -1,17 +1,22 @@
 """What begins late passed as EQUIVALENT when step 1 alone was looked at; now a run with nothing but default settings is
-DIFFERENT where the fault begins, and its twin without the fault passes."""
+DIFFERENT where the fault begins, whatever it is held against, and its twin without the fault passes. So it is in hot
+training, where clean pairs that differed in the size of their microbatches were called DIFFERENT."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from harness.config.faults import corpus
 from harness.parity import Outcome, Stage, Verdict, compare
+from harness.parity.compare import judge
 from harness.parity.outcome import Finding, Grade
-from harness.study.whole import LATE, STEPS
+from harness.parity.record import load
+from harness.study.whole import LATE, ONE, STEPS
 from tests.study import short
 from tests.study.short import Overrides
 
@@ -48,12 +53,26 @@ def arm(fault: str, begins: int) -> Overrides:
 
 
 REFERENCE = (*CELL, "engine=ddp")
+ORACLE = (*CELL, *ONE, "dtype=fp64")
 TWINS = sorted({twin(fault) for fault, *_ in SEEN.values()})
+FORWARD = arm("wrong_targets", LATE)
+
+DEEP = tuple(text for text in CELL if not text.startswith(("train.microbatch_size", "model.num_layers")))
+HOT = {
+    times: [(*DEEP, *ONE, f"optimizer.lr={rate}", "train.seed=1", f"train.microbatch_size={size}") for size in (8, 4)]
+    for times, rate in (("60 times its rate", 0.06), ("300 times its rate", 0.3))
+}
+"""AdamW on one rank, with more than its default rate: nothing but the size of the microbatches differs."""
+HOT_TWIN = (*CELL, *corpus()["noisy_gradient"].cell, "optimizer.lr=0.06", "train.seed=1")
+HOT_FAULT = (*HOT_TWIN, "fault=noisy_gradient", f"fault.begins_at={LATE}")
+HOT_REFERENCE = (*CELL, "engine=ddp", "optimizer.lr=0.06", "train.seed=1")
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[Overrides, Path]:
-    wanted = [*(arm(fault, begins) for fault, begins, *_ in SEEN.values()), *TWINS, REFERENCE]
+    faulty = [arm(fault, begins) for fault, begins, *_ in SEEN.values()]
+    hot = [*chain(*HOT.values()), HOT_TWIN, HOT_FAULT, HOT_REFERENCE]
+    wanted = [*faulty, *TWINS, REFERENCE, ORACLE, FORWARD, *hot]
     return short.runs(wanted, tmp_path_factory.mktemp("late") / "runs")
 
 
@@ -61,27 +80,67 @@ def first(verdict: Verdict) -> Finding:
     return next(finding for finding in verdict.findings if finding.grade is not Grade.ok)
 
 
+@pytest.mark.parametrize("against", ["its twin", "the oracle in fp64"])
 @pytest.mark.parametrize("name", SEEN)
-def test_it_is_different_where_it_begins(runs: Mapping[Overrides, Path], name: str) -> None:
+def test_it_is_different_where_it_begins(runs: Mapping[Overrides, Path], name: str, against: str) -> None:
     fault, begins, step, stage, tensor = SEEN[name]
-    verdict = compare(runs[arm(fault, begins)], runs[twin(fault)])
+    verdict = compare(runs[arm(fault, begins)], runs[twin(fault) if against == "its twin" else ORACLE])
     assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
     found = first(verdict)
     assert (found.step, found.stage) == (step, stage), verdict.sentence
     assert found.tensor == tensor or not tensor, verdict.sentence
 
 
+@pytest.mark.parametrize("against", [REFERENCE, ORACLE], ids=["ddp", "fp64"])
 @pytest.mark.parametrize("overrides", TWINS, ids=lambda overrides: overrides[-1])
-def test_its_twin_passes(runs: Mapping[Overrides, Path], overrides: Overrides) -> None:
-    verdict = compare(runs[overrides], runs[REFERENCE])
+def test_its_twin_passes(runs: Mapping[Overrides, Path], overrides: Overrides, against: Overrides) -> None:
+    verdict = compare(runs[overrides], runs[against])
     assert verdict.outcome is Outcome.EQUIVALENT, verdict.sentence
 
 
-def test_up_to_its_first_step_a_late_fault_does_nothing(runs: Mapping[Overrides, Path]) -> None:
-    for fault, begins, *_ in SEEN.values():
-        faulty, clean = (
-            [line.split('"grad_norm"')[0] for line in (runs[each] / "metrics.jsonl").read_text().splitlines()]
-            for each in (arm(fault, begins), twin(fault))
-        )
-        until = begins - 1 if begins > 1 else STEPS
-        assert faulty[:until] == clean[:until], fault
+def test_a_late_forward_is_in_doubt_and_not_called_the_optimizers(runs: Mapping[Overrides, Path]) -> None:
+    """No witness knows what a model computes; but what follows the gradient was seen to be right."""
+    verdict = compare(runs[FORWARD], runs[twin("wrong_targets")])
+    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
+    assert (first(verdict).step, first(verdict).place) == (LATE, "between forward and gradient"), verdict.sentence
+
+
+def silent(run: Path, control: Path) -> Verdict:
+    """The verdict, had neither run said anything of itself."""
+    return judge(load(run).unwitnessed(), load(control).unwitnessed())
+
+
+@pytest.mark.parametrize("fault", ["wrong_targets", *(fault for fault, begins, *_ in SEEN.values() if begins == LATE)])
+def test_without_witnesses_what_was_not_captured_has_an_interval(runs: Mapping[Overrides, Path], fault: str) -> None:
+    """It was called the optimizer's, whatever it was. What moves no loss and no norm is not found without them."""
+    verdict = silent(runs[arm(fault, LATE)], runs[twin(fault)])
+    if verdict.outcome not in (Outcome.EQUAL, Outcome.EQUIVALENT):
+        assert corpus()[fault].stage in [stage.value for stage in first(verdict).stages], verdict.sentence
+    else:
+        assert fault in ("round_gradient", "round_momentum", "gathered_element_off"), verdict.sentence
+
+
+@pytest.mark.parametrize("times", HOT)
+def test_hot_training_is_no_fault(runs: Mapping[Overrides, Path], times: str) -> None:
+    arm, control = (runs[each] for each in HOT[times])
+    for pair in ((arm, control), (control, arm)):
+        assert (verdict := compare(*pair)).outcome is Outcome.EQUIVALENT, verdict.sentence
+        assert "each run was seen to be right at every step" in verdict.sentence
+        assert (verdict := silent(*pair)).outcome is Outcome.UNDECIDED, verdict.sentence
+
+
+def test_it_is_hot_and_it_trains(runs: Mapping[Overrides, Path]) -> None:
+    """What two clean runs do at 60 times the rate: a step multiplies rounding a hundredfold, and the loss falls."""
+    arm, control = (np.array(load(runs[each]).series("loss"), dtype=float) for each in HOT["60 times its rate"])
+    off = abs(arm - control) / control
+    assert (off[2:] / off[1:-1]).max() > 100, off
+    assert off.max() > 1e-3, off
+    assert control[-1] < control[0] - 2
+
+
+def test_a_fault_in_hot_training_is_different_where_it_begins(runs: Mapping[Overrides, Path]) -> None:
+    for control in (HOT_TWIN, HOT_REFERENCE):
+        verdict = compare(runs[HOT_FAULT], runs[control])
+        assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
+        assert (first(verdict).step, first(verdict).stage) == (LATE, Stage.reduction), verdict.sentence
+    assert compare(runs[HOT_TWIN], runs[HOT_REFERENCE]).outcome is Outcome.EQUIVALENT
