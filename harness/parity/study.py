@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -88,26 +90,25 @@ def _judged(folder: Path, record: dict[str, Any], sources: str | None) -> StudyV
     verdicts = _verdicts(pairs, digest)
     margins, window = record.get("margins") or {}, int(record.get("window") or 0)
     told = zip(pairs, verdicts, strict=True) if margins else ()
-    comparable = [
-        (load(arm, digest), load(control, digest))
-        for (arm, control), each in told
-        if each.outcome is not Outcome.NOT_COMPARABLE
-    ]
-    return StudyVerdict(folder.name, record["question"], verdicts, tuple(over_seeds(comparable, margins, window)))
+    comparable = [pair for pair, each in told if each.outcome is not Outcome.NOT_COMPARABLE]
+    runs = {path: load(path, digest) for path in dict.fromkeys(chain(*comparable))}
+    paired = [(runs[arm], runs[control]) for arm, control in comparable]
+    return StudyVerdict(folder.name, record["question"], verdicts, tuple(over_seeds(paired, margins, window)))
 
 
 def _verdicts(pairs: Sequence[tuple[Path, Path]], digest: str | None) -> tuple[Verdict, ...]:
     """The verdict on every pair, in order; many of them on all cores."""
     if len(pairs) < MANY:
         return tuple(_chunk(digest, pairs))
-    chunks = [pairs[begin : begin + MANY // 4] for begin in range(0, len(pairs), MANY // 4)]
+    size = max(MANY // 4, -(-len(pairs) // (4 * (os.cpu_count() or 1))))  # few: each reads its controls again
+    chunks = [pairs[begin : begin + size] for begin in range(0, len(pairs), size)]
     with ProcessPoolExecutor() as pool:
         return tuple(each for chunk in pool.map(partial(_chunk, digest), chunks) for each in chunk)
 
 
 def _chunk(digest: str | None, pairs: Sequence[tuple[Path, Path]]) -> list[Verdict]:
     """Some pairs; a control is read once, because many arms are held against it."""
-    controls = {control: load(control, digest) for _, control in pairs}
+    controls = {path: load(path, digest) for path in dict.fromkeys(control for _, control in pairs)}
     return [judge(load(arm, digest), controls[control]) for arm, control in pairs]
 
 

@@ -196,6 +196,10 @@ class Stream:
 
     def kept(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Kept steps [n], counted from 1, and their tensors' numbers [n, tensors, columns]."""
+        return self._kept
+
+    @cached_property
+    def _kept(self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         import numpy as np
 
         columns = len(tensor_columns(self.sketches))
@@ -225,7 +229,7 @@ def _table(path: Path, columns: int) -> NDArray[np.float64]:
     rows = path.stat().st_size // (columns * BYTES) if path.is_file() and columns else 0
     if not rows:
         return np.empty((0, columns))
-    return np.memmap(path, "<f8", "r", shape=(rows, columns))
+    return np.memmap(path, "<f8", "r", shape=(rows, columns)).view(np.ndarray)  # a subclass costs at every slice
 
 
 def read(run_dir: Path) -> Stream | None:

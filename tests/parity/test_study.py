@@ -16,6 +16,7 @@ import pytest
 from harness.config.errors import BadRequest
 from harness.parity import Outcome, compare, study_text, text, verdict, zoom
 from harness.parity.outcome import Stage
+from harness.parity.record import load
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, duplicated
 from tests.parity.lab import CLEAN, as_study, broken, edit_config, edit_json, edit_lines, write
@@ -51,6 +52,16 @@ def test_every_arm_meets_the_control_of_its_seeds(store: Path) -> None:
     assert "own gradient counted twice" in " ".join(shown.split())
     assert "next: python -m harness compare" in shown
     assert json.loads(json.dumps(found.as_json(), allow_nan=False))["outcome"] == "DIFFERENT"
+
+
+def test_a_control_is_read_once_for_all_its_arms(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand arms against one control, half of what is read would be the control."""
+    study = import_module("harness.parity.study")
+    read: list[Path] = []
+    monkeypatch.setattr(study, "load", lambda path, *rest: read.append(path) or load(path, *rest))
+    found = verdict(store, "lab", sources=CLEAN)
+    assert len({each.control for each in found.arms}) < len(found.arms)
+    assert len(read) == len(found.arms) + len({each.control for each in found.arms})
 
 
 def test_an_unfinished_arm_is_named_and_the_others_judged(store: Path, tmp_path: Path) -> None:

@@ -10,12 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
 from harness.store import provenance, shapes, status
 from harness.store.errors import Busy, StoreError
 from harness.store.files import Lock, own_folder, write_atomic
 from harness.store.metrics import iter_metrics, last_record
-from harness.store.reading import read_json, read_text, read_yaml
+from harness.store.reading import Loader, parse_yaml, read_json, read_text, read_yaml
 from harness.store.redaction import HIDDEN, redacted
 from harness.store.rundir import RunDir, Store
 from tests.launch.cells import make_cell
@@ -74,6 +75,50 @@ def test_shapes(value: object, told: str) -> None:
 
 
 LINES = ["[]", "3", '{"step": "one"}', '{"loss": 1}', '{"step": 1, "comm": 3}', "[" * DEEP, "\\ud800"]
+
+
+CONFIGS = {
+    "a configuration": "train:\n  steps: 3\nmodel: {name: tiny}\nmeasure:\n  capture_steps:\n  - 1\nnotes: ''\n",
+    "a key twice": "a: 1\nb: 2\na: 3\n",
+    "remarks and empty lines": "# x\na: 1  # y\n\n# z\nb:\n  # c: 4\n  d: 2\n",
+    "a text over lines": "a: |\n  b: 1\n\n  c: 2\nb: >-\n  x\n  y\nc: 1\n",
+    "a text in quotes that goes on at the margin": 'a: "x\nb: y"\nc: 1\n',
+    "brackets that go on at the margin": "a: {x: 1,\nb: 2}\nc: [1,\n2]\n",
+    "a list at the margin": "a:\n- 1\n- b: 2\nc: 3\n",
+    "nothing at a key": "a:\nb:\n  c:\n",
+    "keys that are no texts": "on: 1\n2: 3\nno: {yes: 4}\n",
+    "quoted keys": "'a b': 1\n\"c\": 2\nd: 3\n",
+    "one document after another": "a: 1\n---\nb: 2\n",
+    "an end before the end": "a: 1\n...\nb: 2\n",
+    "a directive": "%YAML 1.1\n---\na: 1\n",
+    "other ends of lines": "a: 1\r\nb:\r\n  c: 2\r\n",
+    "ends of lines that others see": "a: x\u2028b: 3\nc: 1\n",
+    "another indentation": "a:\n    b: 1\nc:\n  d:\n   e: 2\n",
+    "too little indentation": "a:\n    b: 1\n  c: 2\nd: 3\n",
+    "no value": "a: 1\nb\nc: 2\n",
+    "a tab": "a:\n\tb: 1\n",
+    "merged": "a: 1\n<<: {b: 2}\n",
+    "a date and a number": "a: 2026-02-30\nb: 1\n",
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_is_read_by_entries_is_what_is_read_whole(kind: str) -> None:
+    text = CONFIGS[kind]
+    try:
+        wanted = yaml.load(text, Loader)
+    except (yaml.YAMLError, ValueError):
+        with pytest.raises(StoreError, match="is not valid YAML"):
+            parse_yaml(text, "here", dict)
+        return
+    assert parse_yaml(text, "here", dict) == wanted
+    assert [*parse_yaml(text, "here", dict)] == [*wanted], "in the order in which they stand"
+
+
+def test_who_changes_what_was_read_changes_nothing_for_others() -> None:
+    text = "measure:\n  capture_steps:\n  - 1\n"
+    parse_yaml(text, "here", dict)["measure"]["capture_steps"].append(2)
+    assert parse_yaml(text, "here", dict) == {"measure": {"capture_steps": [1]}}
 
 
 @pytest.mark.parametrize("line", LINES)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from harness.config.capabilities import SAME_BITS
@@ -102,6 +103,7 @@ def _across_strategies(arm: Mapping[str, Any], control: Mapping[str, Any]) -> Ad
     return Admission("T2", f"with k = {k} one strategy adds {left}, the other {right}")
 
 
+@cache
 def matters(key: str) -> bool:
     """Whether a dotted setting can change a sum, or what is summed."""
     return key.split(".")[0] not in EXCLUDED and not key.startswith(WITHOUT_EFFECT)

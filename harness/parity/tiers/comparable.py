@@ -7,6 +7,7 @@ setting added later is refused until somebody decides about it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from harness.parity.outcome import Finding, Grade, Stage
@@ -104,6 +105,7 @@ def _config(arm: Record, control: Record) -> list[Finding]:
     return [finding(key, Stage.record, arm.config.get(key), control.config.get(key)) for key in differing]
 
 
+@cache
 def must_agree(key: str) -> bool:
     """Whether a dotted setting must be the same in two runs that are compared."""
     if key in HELD:
