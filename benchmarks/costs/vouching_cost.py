@@ -108,8 +108,8 @@ class EveryOther:
         if self.looks:
             self._timed(self.vouching.before)
 
-    def watch(self) -> Any:
-        return self.vouching.watch() if self.looks else nullcontext()
+    def watch(self, step: int) -> Any:
+        return self.vouching.watch(step) if self.looks else nullcontext()
 
     def watched_for(self) -> float:
         return self.vouching.watched_for() if self.looks else 0.0
