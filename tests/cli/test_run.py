@@ -53,8 +53,9 @@ def poisoned(tmp_path: Path) -> dict[str, str]:
 def test_looking_starts_nothing_writes_nothing_and_loads_no_torch(words: list[str], told: str, tmp_path: Path) -> None:
     here = tmp_path / "here"
     here.mkdir()
-    nowhere = str(tmp_path / "slurm.conf")  # another test's cluster may be up
-    done = run(*words, cwd=here, SLURM_CONF=nowhere, **poisoned(tmp_path))
+    nowhere = tmp_path / "slurm.conf"  # another test's cluster may be up
+    nowhere.touch()  # SLURM's programs wait a minute for one that is missing
+    done = run(*words, cwd=here, SLURM_CONF=str(nowhere), **poisoned(tmp_path))
     assert done.returncode == 0, done.stderr
     assert told in done.stdout
     written = [path for path in here.rglob("*") if path.is_file()]
