@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -446,6 +446,24 @@ def test_a_stream_that_never_passes_a_collective_is_told_at_the_next_one() -> No
     assert "rank 0 waits since" in message
     assert "all_gather blocks.0/float32 (number 1) in the backward of blocks.0" in message
     assert "rank 1 has not come" in message
+
+
+def test_a_wait_lasts_since_its_stream_came_to_it_however_far_ahead_the_host_was() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        watchdog = Watchdog([cast(Any, dist.group.WORLD)], cast(Any, FakeRuntime()), LIMIT_S, lambda: "")
+    finally:
+        dist.destroy_process_group()
+    for name in "ab":
+        watchdog.leave(watchdog.enter((Label("all_gather", name),)))
+    first, second = watchdog._on_device
+    for wait in (first, second):
+        wait.since -= 2 * LIMIT_S  # when the host asked for it
+    assert watchdog._overdue() is first
+    first.reached.is_reached = True  # type: ignore[union-attr, misc]
+    assert watchdog._overdue() is None
+    second.since -= 2 * LIMIT_S
+    assert watchdog._overdue() is second
 
 
 # -- the sentence ------------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ the thread that looks at this rank's waits never asks the store itself: another 
 given a limit, after which the rank tells what it knows alone.
 
 [Note: Waits on a device] On CUDA a wait blocks a stream and not the host, so what `labels.waiting` announces is over at
-once. There an event is left behind it, and lasts as long as the stream has not come to it.
+once. There an event is left behind it, and the wait lasts as long as the stream has not come to it. A host runs ahead
+of its device: so a wait lasts no longer than since the stream was seen to have passed the one before it.
 """
 
 from __future__ import annotations
@@ -200,6 +201,8 @@ class Watchdog:
         """Waits that are not over, the oldest first."""
         while self._on_device and self._on_device[0].reached is not None and self._on_device[0].reached.is_reached:
             self._on_device.popleft()
+            if self._on_device:
+                self._on_device[0].since = time.monotonic()
         return [*list(self._on_device)[:1], *list(self._waits.values())]
 
     def position(self) -> Position:
