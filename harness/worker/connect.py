@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]
 
 from harness.config.derived import wants_infiniband_sharp
-from harness.config.schema import Config, Device, Numerics, SharpAxis
+from harness.config.schema import Config, Device, MeasureMode, Numerics, SharpAxis
 from harness.engines.protocol import Ranks
 from harness.fsdp import SharpOwnership
 from harness.probe.memory import note_before_meeting
@@ -38,6 +38,8 @@ def set_up_torch(config: Config, place: Placement) -> torch.device:
     torch.set_num_threads(config.cluster.threads_per_rank)
     if config.numerics.mode is not Numerics.fast:
         torch.use_deterministic_algorithms(True)
+        # torch then fills memory that is only taken: that shows who reads it too soon, and is no part of a step's time
+        torch.utils.deterministic.fill_uninitialized_memory = config.measure.mode is not MeasureMode.bench
     if config.cluster.device is not Device.cuda:
         return torch.device("cpu")
     index = device_index(place.local_rank, config.cluster.ranks_per_device, torch.cuda.device_count())

@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.config.devices import visible_devices
-from harness.config.schema import Config, Device
+from harness.config.schema import Config, Device, MeasureMode, Numerics
 from harness.probe.nccl_library import NcclVersion
+from harness.store.placement import Placement
 from harness.worker import connect
 from harness.worker.binding import bind, device_index, processors_of
 
@@ -50,6 +52,22 @@ def test_devices_are_counted_from_zero_as_cuda_does(
         (tmp_path / name).touch()
     environment = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
     assert visible_devices(environment, tmp_path) == found
+
+
+@pytest.mark.parametrize(("mode", "fills"), [(MeasureMode.record, True), (MeasureMode.bench, False)])
+def test_a_timed_step_fills_no_memory_that_it_only_takes(
+    mode: MeasureMode, fills: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    config = Config()
+    config.measure.mode, config.numerics.mode = mode, Numerics.deterministic
+    try:
+        connect.set_up_torch(config, Placement(0, 1, 0, "", "inline"))
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.empty(64).isnan().all().item() is fills
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
 def test_a_kernels_list_of_processors(tmp_path: Path) -> None:
