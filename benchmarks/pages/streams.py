@@ -44,11 +44,12 @@ needs {launch_us:g} us for a launch and a fifth of that for an event or a wait; 
 bytes of a ring, whatever else is on the link. The model is a Llama of {layers} blocks in the proportions of
 the 8B shape, with bf16 weights in use, fp32 main weights and one microbatch a step, on {ranks} ranks. What
 is recorded is narrow; times are those of the sizes that the columns name. They are the model's, and no
-GPU's. *Exposed* is what the step would be shorter by if collectives took no time; what the next forward
-would hide of a gather after the update counts as exposed here.
+GPU's. A step takes from the end of everything of the step before to that of its own. *Exposed* is what it
+would be shorter by if collectives took no time.
 
 Under a bf16 wire FSDP2 has NCCL sum in bf16; the engine sums in fp32. Under `optim_grads` FSDP2 gathers in
-the forward and keeps that for the backward; the engine gathers after the update."""
+the forward and keeps that for the backward; the engine gathers after the update, and each unit waits for its
+own weights."""
 Facts = dict[str, Any]
 
 

@@ -2,9 +2,10 @@
 
 [Note: A clock for a log] The host gives work one after another, each launch taking `launch_s` of its time. Work begins
 when the host has given it, its stream has done what came before, and everything its stream waits for is done. A kernel
-takes as long as its bytes or its arithmetic, whichever is more; a collective a latency and its bytes over the link. The
-step ends when everything is done. What is *exposed* is what the step would be shorter by if every collective took no
-time: so a wait of compute counts, and traffic beside compute does not.
+takes as long as its bytes or its arithmetic, whichever is more; a collective a latency and its bytes over the link. A
+step takes from when everything of the step before is done to when everything of its own is: a gather after an update,
+which the next forward hides, hides in neither step's favour. What is *exposed* is what a step would be shorter by if
+every collective took no time: so a wait of compute counts, and traffic beside compute does not.
 """
 
 from __future__ import annotations
@@ -109,8 +110,8 @@ def _kind(kernel: Kernel, phase: str, engine: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Timeline:
-    """step_s: from the first launch to the end of all work. exposed_s: what collectives add to that. host_s: until the
-    host has given the last work. busy: seconds of work, by stream."""
+    """step_s: from the end of the step before to its own. exposed_s: what collectives add to that. host_s: until the
+    host has given the last work, since it gave that of the step before. busy: seconds of work, by stream."""
 
     step_s: float
     exposed_s: float
@@ -118,13 +119,18 @@ class Timeline:
     busy: dict[str, float]
 
 
-def timeline(entries: Sequence[Entry], machine: Machine) -> Timeline:
-    """How long a step takes; see [Note: A clock for a log]."""
+def timeline(before: Sequence[Entry], entries: Sequence[Entry], machine: Machine) -> Timeline:
+    """How long a step takes after another one; see [Note: A clock for a log]."""
     whole = _Clock(machine)
-    whole.run(entries)
     silent = _Clock(replace(machine, link_bytes_per_s=float("inf"), latency_s=0.0))
-    silent.run(entries)
-    return Timeline(whole.end, whole.end - silent.end, whole.host, whole.busy)
+    ends = []
+    for step in (before, entries):
+        whole.busy = {}
+        for clock in (whole, silent):
+            clock.run(step)
+        ends.append((whole.end, silent.end, whole.host))
+    step_s, silent_s, host_s = (end - begin for begin, end in zip(*ends, strict=True))
+    return Timeline(step_s, step_s - silent_s, host_s, whole.busy)
 
 
 class _Clock:

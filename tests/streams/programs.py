@@ -126,8 +126,14 @@ MORE: dict[str, dict[str, Any]] = {
     "limited": {"prefetch_limit_bytes": 2_000},
     "ordered": {"numerics": "ordered"},
     "inner axis of one rank": {},
+    "borrowed": {},
+    "read": {},
 }
-"""Options that are not combined with everything."""
+"""Options that are not combined with everything, and what programs do that few do."""
+BORROWING = "borrowed"
+"""The root's forward uses a weight of the last unit before that runs."""
+READING = "read"
+"""Weights are read after an update, on a stream that waits for the program's."""
 OTHERS = (
     Case("optim_grads_params", more="one communicator"),
     Case("optim_grads_params", more="registered at once", policy="bf16_comm"),
@@ -141,6 +147,9 @@ OTHERS = (
     Case("optim_grads_params", more="inner axis of one rank", policy="bf16"),
     Case("optim_grads_params", "optim", more="inner axis of one rank", policy="bf16"),
     Case("optim", "no_shard", more="inner axis of one rank", k=2),
+    Case("optim", more=BORROWING),
+    Case("optim_grads", "optim", more=BORROWING),
+    Case("optim_grads", more=READING, policy="bf16"),
 )
 """Cases with them."""
 
@@ -163,18 +172,26 @@ def values_of(case: Case) -> tuple[Any, ...]:
 
 
 class Program(pairs.Model):
-    """Four units, of which the root is used first and last; blocks may be recomputed."""
+    """Four units, of which the root is used first and last; blocks may be recomputed, and a weight borrowed."""
 
-    def __init__(self, recompute: str) -> None:
+    def __init__(self, recompute: str, *, borrows: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
+        self.borrows = borrows
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
+        if self.borrows:
+            x = x + nn.functional.linear(x, self.blocks[-1].up.weight).mean(-1, keepdim=True)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant") if self.recompute else block(x)
         y: Tensor = self.exit(x)
         return y
+
+
+def program_of(case: Case) -> Program:
+    """What a case trains."""
+    return Program(case.recompute, borrows=case.more == BORROWING)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
@@ -271,7 +288,7 @@ def run(rank: int, case: Case, records: bool = True) -> Run:
         stack.enter_context(mock.patch.object(usage, "PROBED_ELEMENTS", (16,)))
         silent = Recorder()
         stack.enter_context(believing_in(silent.cuda))
-        model, optimizer = shard(rank, case, Program(case.recompute))
+        model, optimizer = shard(rank, case, program_of(case))
         _, every = groups_of(rank, 2 if case.outer else 1, case.inner)
         for group in every:
             group.order.clear()
@@ -302,6 +319,7 @@ def _whole(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
 
 def train(rank: int, case: Case, model: ShardedModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
     """The steps, as a program writes them."""
+    reader: Stream | None = None
     for step in range(STEPS):
         for index in range(case.k):
             with recorder.paused():
@@ -315,9 +333,24 @@ def train(rank: int, case: Case, model: ShardedModel, optimizer: torch.optim.Opt
         recorder.phase("step")
         if case.clip:
             model.clip_grad_norm_(MAX_NORM)
+        if reader is not None:
+            recorder.cuda.current.wait_stream(reader)
         step_of(optimizer, recorder)
+        if case.more == READING:
+            reader = read(model, recorder)
         recorder.phase("end")
         optimizer.zero_grad()
+
+
+def read(model: ShardedModel, recorder: Recorder) -> Stream:
+    """A program's look at all weights beside its training; the stream that looks."""
+    cuda = recorder.cuda
+    other = Stream(cuda, "other")
+    other.wait_stream(cuda.current)
+    with cuda.stream(other):
+        for param in model.module.parameters():
+            param.detach().square().sum()
+    return other
 
 
 def step_of(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:

@@ -135,6 +135,6 @@ def measured(rank: int, world: int, arms: Sequence[Arm], num_layers: int, machin
             trainee.train(recorder)
         if rank:
             continue
-        entries = step_of(recorder.log, STEPS - 1)
-        found.append(Found(counts_of(entries), [timeline(entries, machine) for machine in machines]))
+        before, entries = (step_of(recorder.log, step) for step in (STEPS - 2, STEPS - 1))
+        found.append(Found(counts_of(entries), [timeline(before, entries, machine) for machine in machines]))
     return found

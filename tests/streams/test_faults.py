@@ -23,6 +23,7 @@ from harness.fsdp.runtime import installation, unit_weights
 from harness.fsdp.runtime.bucket_reduction import Job
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.unit_weights import UnitWeights
+from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.memory import BucketMemory, _SharedBuffer
 from harness.fsdp.update import clipping
@@ -145,8 +146,13 @@ def early_sums(self: Communicator, values: Tensor, purpose: str) -> Tensor:
     return values
 
 
-def uninstalled(buckets: Any) -> list[Any]:
-    return [pending for bucket in buckets for pending in bucket.install()]
+def uninstalled(self: Bucket) -> None:
+    self.awaited = None
+
+
+@contextmanager
+def received_by_one(self: DeviceRuntime, stream: Any) -> Iterator[None]:
+    yield
 
 
 def moved_late(self: ReducePipeline, bucket: Any) -> Job:
@@ -264,8 +270,29 @@ FAULTS = {
     ),
     "weights not installed": Fault(
         "The next forward begins before other ranks' updated weights have come in",
-        instead(installation, "install_weights", uninstalled),
+        instead(Bucket, "receive", uninstalled),
         ZERO1,
+        r"weights of \(root\)/float32",
+        ("nccl all_gather", "mm on stream main"),
+    ),
+    "inner shards not installed": Fault(
+        "A unit is gathered before its part has come in from the outer axis",
+        instead(Bucket, "receive", uninstalled),
+        Case("optim_grads_params", "optim"),
+        r"weights of blocks\.\d/float32",
+        ("nccl all_gather of .* outer", "stream gather"),
+    ),
+    "borrowed too soon": Fault(
+        "A weight that another unit's forward uses may be used before it has come in",
+        instead(installation, "BEING_TAKEN", set()),
+        Case("optim", more=programs.BORROWING),
+        r"weights of blocks\.2/float32",
+        ("nccl all_gather", "mm on stream main"),
+    ),
+    "received by the reader alone": Fault(
+        "The first stream that reads weights after an update waits for them, and no other does",
+        instead(DeviceRuntime, "as_on", received_by_one),
+        Case("optim", more=programs.READING),
         r"weights of \(root\)/float32",
         ("nccl all_gather", "mm on stream main"),
     ),
@@ -279,7 +306,7 @@ FAULTS = {
     "update on a stream of its own": Fault(
         "The optimizer steps on another stream than the gradients were finished for",
         instead(programs, "step_of", own_stream),
-        ZERO1,
+        Case("no_shard"),
         r"gradient sums of|weights of",
         ("stream (main|optimizer)", "stream (main|optimizer)"),
     ),

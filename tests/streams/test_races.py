@@ -20,11 +20,11 @@ from tests.streams.programs import (
     OTHERS,
     STEPS,
     Case,
-    Program,
     cover,
     data,
     pairs_of,
     product,
+    program_of,
     shard,
 )
 from tests.streams.recorder import Recorder, believing_in
@@ -46,11 +46,11 @@ def covered() -> dict[Case, Found]:
 
 
 @once
-def alone(world: int, k: int, clip: bool) -> dict[str, Tensor]:
+def alone(world: int, k: int, clip: bool, more: str) -> dict[str, Tensor]:
     """Weights of the same training on one process, in fp64."""
-    module = Program("").double()
+    case = Case("no_shard", k=k, more=more)
+    module = program_of(case).double()
     optimizer = pairs.adamw(module)
-    case = Case("no_shard", k=k)
     for step in range(STEPS):
         for rank in range(world):
             for index in range(k):
@@ -71,7 +71,7 @@ def check(case: Case, found: Found) -> None:
             first = found[group[1][0]].run.orders[group]
             assert order == first, f"ranks ask {group} for other things, or in another order"
     if case.policy in ("fp32", "exact"):
-        right = alone(case.world, case.k, case.clip)
+        right = alone(case.world, case.k, case.clip, case.more)
         for name, weight in found[0].run.weights.items():
             torch.testing.assert_close(
                 weight.double(), right[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
@@ -113,7 +113,7 @@ def provoked(rank: int) -> str:
     """What a rank is told where the second microbatch of rank 1 is not finite; and whether the next step is right."""
     case = Case("optim_grads_params", k=2, more="looked at", policy="bf16_comm")
     with believing_in(Recorder().cuda):
-        model, optimizer = shard(rank, case, Program(""))
+        model, optimizer = shard(rank, case, program_of(case))
         for step in range(2):
             for index in range(case.k):
                 x = data(case, rank, step, index).bfloat16()

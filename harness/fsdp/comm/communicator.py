@@ -80,6 +80,12 @@ class Communicator:
             return {"transport": "messages", "why": self.why_messages}
         return {"transport": "reads", "beside_compute": "yes" if self.threads_help else "no spare cores"}
 
+    @property
+    def goes_on_alone(self) -> bool:
+        """Whether a collective that all ranks have issued ends whatever they do next. On gloo a rank may wait until
+        another one takes what it has laid out."""
+        return not self.by_peers
+
     def tag(self, label: Label) -> int:
         """Message tag of a collective made of sends: one per model, kind and bucket; the same on all ranks."""
         return zlib.crc32(f"{self._index}/{label.kind}/{label.bucket}".encode()) >> 2

@@ -96,6 +96,22 @@ class DeviceRuntime:
             yield
 
     @property
+    def current(self) -> Any:
+        """The stream that work is issued on now; None where there are none."""
+        return cuda.current_stream(self.device) if self.has_streams else None
+
+    @contextmanager
+    def as_on(self, stream: Any) -> Iterator[None]:
+        """Issue work on a stream that was `current`, and have the one that is current now wait for it."""
+        now = self.current
+        if now == stream:
+            yield
+            return
+        with cuda.stream(stream):
+            yield
+        now.wait_stream(stream)
+
+    @property
     def nccl_version(self) -> tuple[int, int, int] | None:
         """Version of the NCCL that is loaded; None on CPU and in a torch without it."""
         if not self.has_streams or not hasattr(cuda, "nccl"):

@@ -192,13 +192,19 @@ class ReplicaCheck:
         self._every = every
         self._steps = 0
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step ends with a comparison, for which weights must be here."""
+        return bool(self._every) and (self._steps + 1) % self._every == 0
+
     def after_step(self) -> None:
         """Weights were installed. *Collective* where a check is due.
 
         Raises:
             ReplicaDrift: see `check_equal`.
         """
+        due = self.is_due
         self._steps += 1
-        if self._every and self._steps % self._every == 0:
+        if due:
             for comm, replicas in self._held():
                 check_equal(replicas, comm, f"after update {self._steps}")

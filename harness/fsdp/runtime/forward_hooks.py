@@ -82,6 +82,8 @@ class ForwardHooks:
         if with_gradients:
             refuse_transforms()
             self.before_gradients()
+        for bucket in self.units[0].buckets:
+            bucket.receive()
         for bucket in buckets_of(self.units):
             bucket.views.check_untouched()
             if not self.gather.holds:  # which takes edits itself, from all ranks at once
@@ -97,6 +99,8 @@ class ForwardHooks:
         inside = self.forward.depth > 0
         self.gather.post_forward(backward_follows=bool(leaves) or inside or self.forward.made_nodes)
         if not inside:
+            for bucket in buckets_of(self.units):
+                bucket.receive()
             self.forward.post_forward()
         self.backward.watch_outputs(self.units[0], leaves)
 

@@ -100,6 +100,7 @@ class GatherPipeline:
     def unshard(self, unit: Unit) -> None:
         """Have a unit's weights whole for what the caller does next, and prefetch the units that follow."""
         if self.is_resident(unit):
+            unit.receive()
             return
         self._ran.append(unit)
         self._wake(unit)

@@ -20,10 +20,11 @@ from harness.fsdp.storage.parameter_access import BEING_TAKEN
 def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
     """After an update: bring main weights into compute weights that are kept (others are cast when gathered).
 
-    Returns what must be waited for before this rank changes them again: others may still take them from it.
+    Returns what must be waited for before this rank changes them again, where others may still take them from it. What
+    buckets await is theirs to be received; see [Note: Weights on their way].
     """
     pending = [each for bucket in buckets for each in bucket.install()]
-    with events.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.is_resident)):
+    with events.waiting(*(Label("all_gather", bucket.name) for bucket in buckets if bucket.is_resident and pending)):
         for each in pending:
             each.receive()
     return pending
@@ -78,10 +79,11 @@ class WeightInstaller:
         self.step.weights_installed()
         self.scales.refresh(step_ended=step_ended)
         self.pending = install_weights(self.buckets)
-        if self.pending:
+        if self.pending or any(bucket.awaited is not None for bucket in self.buckets):
             BEING_TAKEN.add(self)
-        if self.user_buffers.due:
+        if self.user_buffers.due or self.replicas.is_due:
             self.wait()
+        if self.user_buffers.due:
             self.user_buffers.step_done()
         self.replicas.after_step()
 
@@ -96,6 +98,8 @@ class WeightInstaller:
         self.scales.refresh(step_ended=False)
         for each in install_weights(cut):
             each.wait()
+        for bucket in cut:
+            bucket.receive()
 
     def refuse_held(self) -> None:
         """Raise RuntimeError where weights are held whole, which an update would not reach."""
@@ -109,6 +113,8 @@ class WeightInstaller:
         """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
         from now on."""
         BEING_TAKEN.discard(self)
+        for bucket in self.buckets:
+            bucket.receive()
         with events.waiting():
             for each in self.pending:
                 each.wait()

@@ -79,6 +79,7 @@ class UnitWeights:
             return LateGather(bucket, comm, label), Event()
         bucket.allocate_weights()
         with self.runtime.stream("gather"):
+            bucket.receive()  # of the outer axis
             bucket.fill_own()
             pending = comm.all_gather(bucket.weight_parts(), label, ahead=True)
             return pending, self.runtime.record() if comm.size == 1 else Event()

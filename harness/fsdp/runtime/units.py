@@ -73,6 +73,12 @@ class Unit:
         """Modules of the unit, in the order they run."""
         return [module for each in self._modules if (module := each()) is not None]
 
+    def receive(self) -> None:
+        """Have weights that are whole between uses here, for what runs next; see [Note: Weights on their way]."""
+        for bucket in self.buckets:
+            bucket.receive()
+            bucket.use()
+
     def labels(self, kind: str) -> list[Label]:
         """Labels of the collectives of one kind that move the unit."""
         return [Label(kind, bucket.name) for bucket in self.buckets]

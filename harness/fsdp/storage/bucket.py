@@ -9,6 +9,7 @@ compute dtype.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.together import copy_together
 from harness.fsdp.fp8.formats import as_bytes
 from harness.fsdp.policy import Dtypes
+from harness.fsdp.storage.awaited import Awaited
 from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.eight_bit import EightBitWeights
@@ -63,6 +65,8 @@ class Bucket:
         group = None if context.tensor is None else context.tensor.group
         self.portions = {each: portion_of(each, param, group) for each, param in params}
         """What of each parameter this rank has, by its name."""
+        self.awaited: Awaited | None = None
+        """What brings others' parts of updated weights, while nobody has waited for it."""
         self._build(initial)
 
     def _build(self, initial: InitialValue | None) -> None:
@@ -213,7 +217,8 @@ class Bucket:
     def install(self) -> list[Pending]:
         """Bring updated main weights into the compute weights that are kept between uses, if any. *Collective.*
 
-        Returns what must be received before the weights are used, and waited for before they change again.
+        Returns what must be received before the weights are used, and waited for before they change again; or nothing,
+        where that is `awaited`.
         """
         if self.resting is None or not self.trainable:
             return []
@@ -221,7 +226,22 @@ class Bucket:
             copy_together(self.cuts.own_shards(self.resting_shards), self.cast_shards)
         if not self.placements.install:
             return []
-        return self.gather_shards(self.compute, self.resting_shards, self.placements.resting_weights)
+        found = self.gather_shards(self.compute, self.resting_shards, self.placements.resting_weights)
+        comm = self.context.mesh.gather
+        if not comm.goes_on_alone:
+            return found
+        self.awaited = Awaited(found, Label("all_gather", self.name), comm.runtime)
+        return []
+
+    def receive(self) -> None:
+        """Have what others updated here, before the weights are used; see [Note: Weights on their way]."""
+        awaited, self.awaited = self.awaited, None
+        if awaited is None:
+            return
+        if self.is_resident:
+            awaited.receive()
+        else:  # nobody but the stream of gathers reads them
+            awaited.receive_here()
 
     @property
     def has_room(self) -> bool:
@@ -243,7 +263,7 @@ class Bucket:
 
     def use(self) -> None:
         """A forward or a backward runs: weights that are whole are in nobody's way."""
-        if self.is_whole:
+        if self.is_whole and self.awaited is None:
             self.views.give(Access.free)
 
     def hand_over(self) -> None:
@@ -270,7 +290,8 @@ class Bucket:
     def gather_shards(self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "") -> list[Pending]:
         """Bring every rank's main shards together until they lie as `target` says. *Collective.*
 
-        When this returns the first have come in and the second are under way. See [Note: Outer once].
+        When this returns the last are under way, and the one before has come in, for whoever waits for that. See
+        [Note: Outer once].
 
         Args:
             whole: a tensor of the whole bucket; untouched where the target shards it over the inner axis.
@@ -279,14 +300,17 @@ class Bucket:
         """
         mesh, name = self.context.mesh, f"{self.name} {what}".rstrip()
         found: list[Pending] = []
-        for step in route(self.placements.main_weights, target):
-            if step.axis is Axis.inner:
-                parts = self.cuts.inner_parts(as_bytes(whole))
-                found.append(mesh.gather.all_gather(parts, Label("all_gather", name)))
-            elif mesh.outer is not None:
-                parts = self.cuts.outer_parts([as_bytes(shard) for shard in inner])
-                found.append(mesh.outer.all_gather(parts, Label("all_gather", name + OUTER)))
-                found[-1].receive()
+        legs = route(self.placements.main_weights, target)
+        with mesh.gather.runtime.stream("gather") if len(legs) > 1 else nullcontext():  # compute waits for no leg
+            for leg in legs:
+                for before in found:
+                    before.receive()
+                if leg.axis is Axis.inner:
+                    parts = self.cuts.inner_parts(as_bytes(whole))
+                    found.append(mesh.gather.all_gather(parts, Label("all_gather", name)))
+                elif mesh.outer is not None:
+                    parts = self.cuts.outer_parts([as_bytes(shard) for shard in inner])
+                    found.append(mesh.outer.all_gather(parts, Label("all_gather", name + OUTER)))
         return found
 
     def gather_whole(self, shards: Sequence[Tensor], what: str = "weights") -> Tensor:
