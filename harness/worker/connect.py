@@ -39,7 +39,8 @@ def set_up_torch(config: Config, place: Placement) -> torch.device:
     if config.numerics.mode is not Numerics.fast:
         torch.use_deterministic_algorithms(True)
         # torch then fills memory that is only taken: that shows who reads it too soon, and is no part of a step's time
-        torch.utils.deterministic.fill_uninitialized_memory = config.measure.mode is not MeasureMode.bench
+        fills = config.measure.mode is not MeasureMode.bench
+        torch.utils.deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined] # torch leaves it untyped
     if config.cluster.device is not Device.cuda:
         return torch.device("cpu")
     index = device_index(place.local_rank, config.cluster.ranks_per_device, torch.cuda.device_count())
