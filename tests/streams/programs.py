@@ -128,10 +128,13 @@ MORE: dict[str, dict[str, Any]] = {
     "inner axis of one rank": {},
     "borrowed": {},
     "read": {},
+    "loaded": {},
 }
 """Options that are not combined with everything, and what programs do that few do."""
 BORROWING = "borrowed"
 """The root's forward uses a weight of the last unit before that runs."""
+LOADING = "loaded"
+"""What the engine has is put back where it is, from copies, after an update."""
 READING = "read"
 """Weights are read after an update, on a stream that waits for the program's."""
 OTHERS = (
@@ -150,6 +153,7 @@ OTHERS = (
     Case("optim", more=BORROWING),
     Case("optim_grads", "optim", more=BORROWING),
     Case("optim_grads", more=READING, policy="bf16"),
+    Case("optim", more=LOADING, offload=True, policy="bf16"),
 )
 """Cases with them."""
 
@@ -338,8 +342,19 @@ def train(rank: int, case: Case, model: ShardedModel, optimizer: torch.optim.Opt
         step_of(optimizer, recorder)
         if case.more == READING:
             reader = read(model, recorder)
+        if case.more == LOADING:
+            load(model, recorder)
         recorder.phase("end")
         optimizer.zero_grad()
+
+
+def load(model: ShardedModel, recorder: Recorder) -> None:
+    """A program's going back to what it has kept: here, to the same."""
+    with recorder.paused():
+        kept = {name: value.clone() for name, value in model.local_state().items()}
+        for each in kept.values():
+            recorder.on_host(each)
+    model.load_local_state(kept)
 
 
 def read(model: ShardedModel, recorder: Recorder) -> Stream:

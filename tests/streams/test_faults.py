@@ -289,6 +289,13 @@ FAULTS = {
         r"weights of blocks\.2/float32",
         ("nccl all_gather", "mm on stream main"),
     ),
+    "loaded beside a copy": Fault(
+        "The host writes main weights that a device is still copying",
+        instead(Bucket, "let_host_write", lambda self: None),
+        Case("optim", offload=True, more=programs.LOADING, policy="bf16"),
+        r"main weights of .*/bfloat16",
+        ("copy_ .*stream main", "copy_ .*stream host"),
+    ),
     "received by the reader alone": Fault(
         "The first stream that reads weights after an update waits for them, and no other does",
         instead(DeviceRuntime, "as_on", received_by_one),

@@ -103,6 +103,15 @@ def test_the_host_waits_for_nothing_in_a_step() -> None:
     assert {str(case): covered()[case][0].stops for case in asked} == {str(case): {} for case in asked}
 
 
+def test_under_offload_the_host_waits_for_gradients_and_for_no_weights() -> None:
+    offloaded = [case for case in covered() if case.offload and case.policy != "exact" and case.more == ""]
+    assert {case.strategy for case in offloaded} >= {"optim", "optim_grads", "optim_grads_params"}
+    for case in offloaded:
+        stops = covered()[case][0].stops
+        assert stops["harness/fsdp/runtime/reduce.py:finish (synchronize)"] == 1
+        assert not any("copy" in place for place in stops), (case, stops)
+
+
 def test_the_guard_stops_the_host_once_a_step() -> None:
     (case,) = (case for case in covered() if case.more == "looked at")
     assert case.k > 1

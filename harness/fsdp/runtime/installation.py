@@ -109,10 +109,17 @@ class WeightInstaller:
                 " whole: call optimizer.step() and load_state_dict() outside"
             )
 
-    def wait(self) -> None:
+    def wait(self, *, writes: bool = False) -> None:
         """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
-        from now on."""
+        from now on.
+
+        Args:
+            writes: main weights are written next, and not by an optimizer, which has waited for gradients that came
+                after all copies of them to a device.
+        """
         BEING_TAKEN.discard(self)
+        for bucket in self.buckets if writes else ():
+            bucket.let_host_write()
         for bucket in self.buckets:
             bucket.receive()
         with events.waiting():

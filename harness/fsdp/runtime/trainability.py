@@ -131,7 +131,7 @@ class Trainability:
         """Let buckets that were frozen when they were sharded be trained; see [Note: Unfreezing]. *Collective.*"""
         for bucket in buckets:
             self._refuse(bucket)
-        self.weights.wait()
+        self.weights.wait(writes=True)
         self.weights.gather.reshard_all()
         for bucket in buckets:
             bucket.train(self.policy.resolve(bucket.key.dtype))

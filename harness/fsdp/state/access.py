@@ -24,9 +24,9 @@ FP8 = "fp8/"
 class Weights(Protocol):
     """What brings main weights into the compute weights."""
 
-    def wait(self) -> None:
+    def wait(self, *, writes: bool = False) -> None:
         """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
-        from now on."""
+        from now on. writes: main weights are written next."""
 
     def install(self) -> None:
         """Make main weights that were written count in the very next forward. *Collective.*"""
@@ -91,7 +91,7 @@ class StateAccess:
         Raises:
             RuntimeError: the module's parameters have other names by now.
         """
-        self.weights.wait()
+        self.weights.wait(writes=True)  # by whoever is given them
         check_names(self.module)
 
     def _in_model_order(
@@ -188,7 +188,7 @@ class StateAccess:
             ValueError: it does not fit; nothing was loaded.
             RuntimeError: there is no optimizer.
         """
-        self.weights.wait()
+        self.weights.wait(writes=True)
         scales = self._fp8_state()
         check_fit(
             [(name, buffer, values[name]) for name, buffer in scales.items() if name in values],

@@ -157,7 +157,10 @@ class Bucket:
             self.main_shards = self.cuts.own_shards(self.resting_shards)
         else:
             numel = self.cuts.numel(self.placements.main_weights)
-            self.main_storage = torch.zeros(numel, dtype=stored, device=offload or self.memory.device)
+            if offload is None:
+                self.main_storage = torch.zeros(numel, dtype=stored, device=self.memory.device)
+            else:
+                self.main_storage = self.memory.on_host(numel, stored)
             self.main_shards = self.cuts.split_own(self.main_storage)
         self.eight_bit: EightBitWeights | None = None
         """What makes compute weights of main weights, where these are kept in 8 bits."""
@@ -210,9 +213,9 @@ class Bucket:
         return self.resting is None and differ
 
     def fill_own(self) -> None:
-        """Put what this rank gives to a gather into its place of the whole compute weights."""
+        """Put what this rank gives to a gather into its place of the whole compute weights; the host does not wait."""
         sources = self.cast_shards if self.resting is None else self.resting_shards
-        copy_together(self.cuts.inner_shards(self.compute), sources)
+        copy_together(self.cuts.inner_shards(self.compute), sources, follows=False)
 
     def install(self) -> list[Pending]:
         """Bring updated main weights into the compute weights that are kept between uses, if any. *Collective.*
@@ -223,7 +226,7 @@ class Bucket:
         if self.resting is None or not self.trainable:
             return []
         if self.main_storage is not None:
-            copy_together(self.cuts.own_shards(self.resting_shards), self.cast_shards)
+            copy_together(self.cuts.own_shards(self.resting_shards), self.cast_shards, follows=False)
         if not self.placements.install:
             return []
         found = self.gather_shards(self.compute, self.resting_shards, self.placements.resting_weights)
@@ -242,6 +245,11 @@ class Bucket:
             awaited.receive()
         else:  # nobody but the stream of gathers reads them
             awaited.receive_here()
+
+    def let_host_write(self) -> None:
+        """Have no device read main weights any more that lie on the host: it copies them beside the host's work."""
+        if self.trainable and self.context.plan.offload is not None:
+            self.context.mesh.gather.runtime.synchronize()
 
     @property
     def has_room(self) -> bool:
