@@ -141,8 +141,11 @@ class Fsdp2Engine(ShardedEngine):
         return Seen(self.model, self.ranks.world_size, self.compute_dtype)
 
     def state(self) -> State:
-        """The sharded parameters themselves and their moments: DTensors, cut as `torch.chunk` does."""
-        tensors: dict[str, Tensor] = {f"weights/{name}": weight.detach() for name, weight in self.weights.items()}
+        """The sharded parameters themselves and their moments: DTensors, cut as `torch.chunk` does.
+
+        Not detached: who keeps them looks at what torch puts into them in the first forward, and not at what it left.
+        """
+        tensors: dict[str, Tensor] = {f"weights/{name}": weight for name, weight in self.weights.items()}
         moments = optim.optimizer_state(self.optimizer, self.names)
         tensors |= {f"optimizer/{key}": value for key, value in moments.items()}
         return State(tensors | scales_of(self.model), lambda: None)
