@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from harness.config.roundoff import UNIT
@@ -139,11 +139,10 @@ class Rule:
         """
         after = UpdateState(state.weights, state.first, state.second)
         weights = state.weights + self._update(after, gradient, step, lr, decay)
-        off = abs(gradient) * (4 * units.gradients + COEFFICIENT)
         given = abs(gradient)
         if self.name != "adamw":
             given = given + decay * abs(state.weights)
-            off = off + 4 * units.weights * decay * abs(state.weights)
+        off = self._gradient_error(state, gradient, decay, units)
         unit = units.moments + OWN
         if self.name == "sgd":
             first_error = 4 * unit * (self.momentum * abs(state.first) + given) + off
@@ -153,6 +152,27 @@ class Rule:
             first_error, second_error, moved = self._adams(state, after, given, off, step, lr, unit)
         weights_error = moved + 4 * (units.weights + OWN) * (abs(state.weights) + abs(weights))
         return Update(weights, after.first, after.second, weights_error, first_error, second_error)
+
+    def _gradient_error(self, state: UpdateState, gradient: Any, decay: Any, units: Units) -> Any:
+        """The most that roundings move each element of the gradient that the rule is given, its decay included."""
+        off = abs(gradient) * (4 * units.gradients + COEFFICIENT)
+        return off if self.name == "adamw" else off + 4 * units.weights * decay * abs(state.weights)
+
+    def cancelling(self, state: UpdateState, gradient: Any, step: int, lr: float, units: Units) -> Any:
+        """How far roundings of the gradient alone may move each element of the change; 0 where no decay is in it.
+
+        A gradient and its decay may cancel, and Adam divides by what is left of them: a first change turns its sign
+        where that is less than what they were rounded by. `state` is that before the step, and stays as it is.
+        """
+        decay = self.decay if state.weights.ndim > 1 else 0.0
+        if self.name != "adam" or not decay:
+            return 0.0
+        off = self._gradient_error(state, gradient, decay, units)
+        here, above, below = (
+            self._update(replace(state), gradient + sign * off, step, lr, decay) for sign in (0.0, 1.0, -1.0)
+        )
+        up, down = abs(above - here), abs(below - here)
+        return up * (up >= down) + down * (down > up)
 
     def _adams(
         self, state: UpdateState, after: UpdateState, given: Any, off: Any, step: int, lr: float, unit: float

@@ -251,7 +251,7 @@ def reduce(arm: Arm, grads: list[list[Params]], step: int) -> Params:
 
 
 class Optimizer:
-    """SGD or Adam(W) on main weights, in their dtype."""
+    """SGD, AdamW, or Adam with the decay in the gradient, on main weights, in their dtype."""
 
     def __init__(self, arm: Arm, weights: Params) -> None:
         self.arm = arm
@@ -267,7 +267,9 @@ class Optimizer:
             if arm.optimizer == "sgd":
                 w -= w.dtype.type(lr) * g
                 continue
-            if w.ndim > 1 and not arm.fault.no_decay:
+            if w.ndim > 1 and not arm.fault.no_decay and arm.optimizer == "adam":
+                g = g + w.dtype.type(0.1) * w
+            elif w.ndim > 1 and not arm.fault.no_decay:
                 w *= w.dtype.type(1 - lr * 0.1)
             self.m[name] += w.dtype.type(0.1) * (g - self.m[name])
             self.v[name] += w.dtype.type(0.05) * (g * g - self.v[name])

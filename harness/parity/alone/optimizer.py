@@ -3,12 +3,14 @@ gradients that the step captured?
 
 [Note: Update oracle] From step 1 on, as long as gradients and updates are captured without a gap, the optimizer's whole
 state follows from them: moments begin at zero, weights are captured once. After a gap weights and moments are captured
-anew. The rule is worked out again in fp64 (SGD
-with momentum, Adam with the decay in the gradient, AdamW with decoupled decay; Kingma & Ba 2015, Loshchilov & Hutter
-2019, as torch states them), clipping by the norm of the captured gradients included, and the run's update must be that
-update up to its own roundings. No forward, backward or reduction stands between, so in fp32 the two agree to about 1e-5
-of the update: what the weights' own rounding leaves of a small change. A control is not needed, and no fault can hide
-behind an equal one in it.
+anew. The rule is worked out again in fp64 (SGD with momentum, Adam with the decay in the gradient, AdamW with decoupled
+decay; Kingma & Ba 2015, Loshchilov & Hutter 2019, as torch states them), clipping by the norm of the captured gradients
+included, and the run's update must be that update up to its own roundings. No forward, backward or reduction stands
+between, so in fp32 the two agree to about 1e-5 of the update: what the weights' own rounding leaves of a small change.
+A control is not needed, and no fault can hide behind an equal one in it.
+
+Where the decay is in the gradient, Adam divides by what is left of two numbers that may cancel: no norm of a tensor
+bounds the error of that, so each element is first brought as near as its own roundings explain (`Rule.cancelling`).
 
 Engines that keep main weights in 16 bits keep moments in 16 bits too, where small increments vanish; they are not held
 to this. Nor is an optimizer of the user's own, whose rule is not known here.
@@ -22,7 +24,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
-from harness.config.update_rule import KNOWN, Rule, UpdateState
+from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
 from harness.parity.tiers.envelope import REFUTED, SAFETY, SIGMAS
@@ -81,8 +83,9 @@ def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]
             found += _frozen(run, step, name, update)
             continue
         gradient = run.captures[step].values(name) * coefficient
+        free = rule.cancelling(held[name], gradient, step, _rate(run, step), _units(run))
         predicted = rule.update(held[name], gradient, step, _rate(run, step))
-        pair = compare_values(name, update, predicted)
+        pair = compare_values(name, _beyond(update, predicted, free), predicted)
         if pair.norm == 0.0:
             found += _frozen(run, step, name, update)
         elif pair.finite:
@@ -92,6 +95,22 @@ def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]
         held[name].weights = held[name].weights + update
     clipped = rule.name == "sgd" and coefficient < 1.0 and _common_factor(judged)
     return [replace(f, stage=Stage.clipping) if clipped else f for f in found]
+
+
+def _units(run: Record) -> Units:
+    weights, gradients = (UNIT[str(run.config[f"dtype.{kind}"])] for kind in ("main_params", "main_grads"))
+    return Units(weights, gradients, weights)
+
+
+def _beyond(update: Float64, predicted: Float64, free: Float64 | float) -> Float64:
+    """The update, nearer to what the rule predicts by as much as each element is free to lie off."""
+    import numpy as np
+
+    if np.ndim(free) == 0:
+        return update
+    off = update - predicted
+    found: Float64 = predicted + np.sign(off) * np.maximum(abs(off) - free, 0.0)
+    return found
 
 
 def _common_factor(judged: Sequence[tuple[TensorPair, float]]) -> bool:
