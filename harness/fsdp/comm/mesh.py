@@ -123,6 +123,24 @@ class Mesh:
             each.close()
 
 
+def group_of_members(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
+    """A group that its members alone make, others doing something else meanwhile. *Collective* among them.
+
+    Where the default group is bound to a device, torch splits new ones off its communicator, for which NCCL needs all
+    ranks of that (`ncclCommSplit`): members of a part would wait for ever. So a part is made from nothing.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    bound = default.bound_device_id
+    if len(ranks) < default.size():
+        default.bound_device_id = None
+    try:
+        made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
+    finally:
+        default.bound_device_id = bound
+    return made
+
+
 _SECOND: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """A second group of the same ranks. Made once: torch gives groups of equal ranks, made one after another was destroyed,
 one name, and the second finds the first one's addresses."""
@@ -134,7 +152,7 @@ def _second_group(group: dist.ProcessGroup) -> dist.ProcessGroup | None:
         return None
     if group not in _SECOND:
         ranks = dist.get_process_group_ranks(group)
-        _SECOND[group] = dist.new_group(ranks, use_local_synchronization=True, group_desc="fsdp_gather")
+        _SECOND[group] = group_of_members(ranks, "fsdp_gather")
     return _SECOND[group]
 
 

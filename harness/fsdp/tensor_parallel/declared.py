@@ -27,6 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp.comm.mesh import group_of_members
+
 METHOD = "set_device_mesh"
 ARGUMENTS = ("tp_mesh", "weight_mesh")
 SUCCESSOR = "_fsdp_successor"
@@ -106,5 +108,5 @@ def mesh_of(data: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None, ki
     ranks = tuple(rank for row in rows for rank in row)
     found = _CROSSED.setdefault(data, {})
     if ranks not in found:
-        found[ranks] = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="weights")
+        found[ranks] = group_of_members(ranks, "weights")
     return DeviceMesh.from_group(found[ranks], kind)
