@@ -18,6 +18,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.crossed import Crossed, Everyone
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.peer_memory import PeerMemory
+from harness.fsdp.members import group_of_members
 from harness.fsdp.options import Options
 
 
@@ -121,24 +122,6 @@ class Mesh:
         """End the threads of the communicators."""
         for each in self.communicators:
             each.close()
-
-
-def group_of_members(ranks: Sequence[int], description: str) -> dist.ProcessGroup:
-    """A group that its members alone make, others doing something else meanwhile. *Collective* among them.
-
-    Where the default group is bound to a device, torch splits new ones off its communicator, for which NCCL needs all
-    ranks of that (`ncclCommSplit`): members of a part would wait for ever. So a part is made from nothing.
-    """
-    default = dist.group.WORLD
-    assert default is not None
-    bound = default.bound_device_id
-    if len(ranks) < default.size():
-        default.bound_device_id = None
-    try:
-        made: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=description)
-    finally:
-        default.bound_device_id = bound
-    return made
 
 
 _SECOND: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()

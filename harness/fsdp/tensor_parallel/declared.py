@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp.comm.mesh import group_of_members
+from harness.fsdp.members import group_of_members
 
 METHOD = "set_device_mesh"
 ARGUMENTS = ("tp_mesh", "weight_mesh")
