@@ -20,7 +20,8 @@ from harness.parity.record import Record
 from harness.parity.telling import wording
 from harness.parity.tiers import bitwise, ending, finite, forward, numeric, parting, placing, trajectory, updates
 from harness.parity.tiers.admissible import Admission, admissible
-from harness.parity.tiers.envelope import Arithmetic, Envelope
+from harness.parity.tiers.arithmetic import Arithmetic
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.graded import listed
 from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor, names, pool
 from harness.parity.tiers.parting import Parting

@@ -113,7 +113,8 @@ def test_routes_flip_as_often_as_the_envelope_says() -> None:
     from dataclasses import replace
 
     from harness.config.roundoff import UNIT
-    from harness.parity.tiers.envelope import Arithmetic, Envelope, _most
+    from harness.parity.tiers.arithmetic import Arithmetic
+    from harness.parity.tiers.envelope import Envelope, _most
 
     n, k, tokens = 8, 2, 200_000
     generator = torch.Generator().manual_seed(0)

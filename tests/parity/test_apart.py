@@ -15,7 +15,8 @@ import pytest
 
 from harness.parity.tiers import apart
 from harness.parity.tiers.apart import Apart, Jump
-from harness.parity.tiers.envelope import Arithmetic, Envelope
+from harness.parity.tiers.arithmetic import Arithmetic
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.trajectory import Kick
 from harness.store import vouching
 from harness.store.rundir import flatten

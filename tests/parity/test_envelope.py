@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from harness.config.roundoff import RMS, UNIT
-from harness.parity.tiers.envelope import SAFETY, Arithmetic, Envelope
+from harness.parity.tiers.arithmetic import SAFETY, Arithmetic
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.orders import ORDERS, error, noise, rounder
 from tests.parity.lab import Arm, bf16
 

@@ -19,7 +19,8 @@ import pytest
 from harness.parity import Grade, Outcome, Verdict, compare
 from harness.parity.tiers import numeric
 from harness.parity.tiers.admissible import Admission
-from harness.parity.tiers.envelope import Arithmetic, Envelope
+from harness.parity.tiers.arithmetic import Arithmetic
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import Block, TensorPair
 from harness.parity.tiers.trajectory import Span
 from harness.store.rundir import flatten
@@ -193,14 +194,14 @@ CONSTANTS = [
     ("trajectory.LOSS_CEILING", 10),
     ("trajectory.LOSS_MARGIN", 10),
     ("trajectory.NORM_MARGIN", 10),
-    ("envelope.GRADIENT_FACTOR", 100),
-    ("envelope.FORWARD_BLOCK", 100),
+    ("arithmetic.GRADIENT_FACTOR", 100),
+    ("arithmetic.FORWARD_BLOCK", 100),
 ]
 
 MUTANTS: dict[str, tuple[str, str, Callable[[Any], Any]]] = {
     **{f"{name} x {factor}": scaled(name, factor) for name, factor in CONSTANTS},
-    "fp32 is ten times as coarse": ("envelope", "UNIT", lambda unit: {**unit, "fp32": unit["fp32"] * 10}),
-    "bf16 is ten times as coarse": ("envelope", "UNIT", lambda unit: {**unit, "bf16": unit["bf16"] * 10}),
+    "fp32 is ten times as coarse": ("arithmetic", "UNIT", lambda unit: {**unit, "fp32": unit["fp32"] * 10}),
+    "bf16 is ten times as coarse": ("arithmetic", "UNIT", lambda unit: {**unit, "bf16": unit["bf16"] * 10}),
     "T0 off": ("comparable", "check", lambda _: empty),
     "T0 facts off": ("comparable", "_origin", lambda _: empty),
     "T0 configuration off": ("comparable", "_config", lambda _: empty),

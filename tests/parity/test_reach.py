@@ -12,7 +12,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness.parity import Outcome, Verdict, compare
-from harness.parity.tiers.envelope import SAFETY, Arithmetic, Envelope, margin
+from harness.parity.tiers.arithmetic import SAFETY, Arithmetic, margin
+from harness.parity.tiers.envelope import Envelope
 from harness.store.rundir import flatten
 from tests.parity.conftest import Bench
 from tests.parity.lab import CLEAN, Arm, write_capture

@@ -8,7 +8,8 @@ import pytest
 
 from harness.parity.outcome import Grade
 from harness.parity.tiers import numeric
-from harness.parity.tiers.envelope import Arithmetic, Envelope
+from harness.parity.tiers.arithmetic import Arithmetic
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import Block, Mismatch, TensorPair
 
 DENSE = Arithmetic("fp32", "fp32", "fp32", "fp32", 3, 2, 2, 4, 2048, 512, 157_392)

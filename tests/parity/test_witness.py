@@ -15,7 +15,7 @@ import pytest
 from harness.parity import Grade, Outcome, Verdict, compare
 from harness.parity.alone import witness
 from harness.parity.outcome import Stage
-from harness.parity.tiers.envelope import Arithmetic
+from harness.parity.tiers.arithmetic import Arithmetic
 from tests.parity.conftest import Bench
 from tests.parity.corpus import (
     BF16,

@@ -18,7 +18,7 @@ from harness.parity.judgement import Judgement
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers import comparable, parting, placing
-from harness.parity.tiers.envelope import Arithmetic
+from harness.parity.tiers.arithmetic import Arithmetic
 from harness.store.vouching import FOLDER, step_columns
 from tests.parity.conftest import Bench
 from tests.parity.corpus import bf16, stored_as

@@ -10,7 +10,7 @@ from __future__ import annotations
 from harness.config.roundoff import UNIT
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
-from harness.parity.tiers.envelope import REFUTED
+from harness.parity.tiers.arithmetic import REFUTED
 from harness.parity.tiers.gradients import length
 
 FOLLOWS = "weights at the end follow"

@@ -27,7 +27,7 @@ from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.config.update_rule import KNOWN, Rule, Units, UpdateState
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
-from harness.parity.tiers.envelope import REFUTED, SAFETY, SIGMAS
+from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_values, length
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING
 
 from harness.parity.outcome import Finding, Stage
 from harness.parity.record import Record
-from harness.parity.tiers.envelope import REFUTED, SAFETY, Arithmetic
+from harness.parity.tiers.arithmetic import REFUTED, SAFETY, Arithmetic
 from harness.parity.tiers.graded import Series
 
 if TYPE_CHECKING:

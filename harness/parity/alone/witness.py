@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record, Testimony
-from harness.parity.tiers.envelope import REFUTED, SAFETY, SIGMAS, Arithmetic
+from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_tensor, names, pool
 from harness.parity.tiers.numeric import explain
 

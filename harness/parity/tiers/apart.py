@@ -33,7 +33,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from harness.parity.tiers.envelope import SAFETY
+from harness.parity.tiers.arithmetic import SAFETY
 from harness.store.vouching import tensor_columns
 
 if TYPE_CHECKING:

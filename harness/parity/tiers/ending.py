@@ -28,7 +28,8 @@ from harness.config.update_rule import KNOWN
 from harness.parity.outcome import Finding, Stage, grade
 from harness.parity.record import Record
 from harness.parity.tiers.apart import DRAW
-from harness.parity.tiers.envelope import REFUTED, Envelope
+from harness.parity.tiers.arithmetic import REFUTED
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import compare_tensor, names
 from harness.parity.tiers.trajectory import path_lengths
 

@@ -26,7 +26,8 @@ import math
 from harness.config.roundoff import UNIT
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
-from harness.parity.tiers.envelope import REFUTED, SAFETY, Envelope
+from harness.parity.tiers.arithmetic import REFUTED, SAFETY
+from harness.parity.tiers.envelope import Envelope
 from harness.store.forward import Forward
 
 SAME = 1e-9

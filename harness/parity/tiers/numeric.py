@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from harness.parity.outcome import Finding, Grade, Stage, grade, percent
 from harness.parity.record import Record
-from harness.parity.tiers.envelope import REFUTED, Envelope
+from harness.parity.tiers.arithmetic import REFUTED
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import HANDFUL, Mismatch, Pooled, TensorPair, pool
 from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
 from harness.parity.tiers.trajectory import Kick

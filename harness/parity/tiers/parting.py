@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING
 from harness.parity.outcome import Finding, Stage
 from harness.parity.record import Record
 from harness.parity.tiers.apart import BURST, Apart, Jump, apart, gradient_jumps, weight_jumps
-from harness.parity.tiers.envelope import SAFETY, Envelope
+from harness.parity.tiers.arithmetic import SAFETY
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.graded import Series
 from harness.parity.tiers.trajectory import ROUNDED, Kick
 

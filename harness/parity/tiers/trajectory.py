@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING
 from harness.config.roundoff import RMS, UNIT
 from harness.parity.outcome import Finding, Stage, grade
 from harness.parity.record import Record
-from harness.parity.tiers.envelope import REFUTED, Arithmetic, Envelope
+from harness.parity.tiers.arithmetic import REFUTED, Arithmetic
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.graded import Series
 from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, grown, growths
 

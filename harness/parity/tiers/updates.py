@@ -15,7 +15,8 @@ from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
-from harness.parity.tiers.envelope import REFUTED, Envelope
+from harness.parity.tiers.arithmetic import REFUTED
+from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import TensorPair
 from harness.parity.tiers.stability import EXPECTED_GROWTH, MOST_GROWTH, growth
 from harness.parity.tiers.trajectory import kick

@@ -1,0 +1,275 @@
+"""What one run rounds, where and how often: counted from its configuration.
+
+Notation: u is the unit roundoff (half the gap between 1 and the next number). One rounding to nearest errs by at most
+u, and by RMS * u in the mean square when mantissas are spread as they are in practice (log-uniformly).
+
+Walks, not worst cases. n independent roundings in series make sqrt(n) * RMS * u. The worst case, n * u with all signs
+conspiring, says nothing in bf16 (a four-layer decoder has n * u > 0.9) and is not what arithmetic does: round to
+nearest has no preferred sign. The exception is a sum *kept* in 16 bits: small addends vanish against a large partial
+sum, always downwards, so there the worst case n * u is the honest bound.
+
+    forward    a signal meets FORWARD_BLOCK roundings in each block (two norms, seven products with weight and result
+               rounded, rotation, attention, gating, two residual sums) and FORWARD_ENDS outside; other families of
+               models have their own counts (`Depth`)
+    gradient   three times as many: the forward, the backward, and the forward's activations again where the backward
+               multiplies by them
+    products   an inner sum of K terms is made in fp32 (fp64 for fp64): sqrt(K) * RMS * u(fp32), for each product
+    reduction  k microbatches are added in the main-gradient dtype, N ranks in the accumulate dtype, in an order that a
+               library chooses: all orders are simulated, and the one that errs most counts (`orders`)
+
+    ext        nobody counted the roundings of a user's own model: its bounds come from a perturbed reference alone, and
+               without one there is no verdict beyond equal bits (`Arithmetic.observed`)
+
+`SAFETY` times the root-mean-square estimate is allowed; beyond `REFUTED` times that, rounding is refuted. Between the
+two the model is as likely to be off as the run, and the answer is UNDECIDED.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from harness.config.capabilities import ENGINES
+from harness.config.derived import ODD_KERNEL, model_parameters, own_sum
+from harness.config.roundoff import FP8_UNIT, RMS, SIXTEEN_BITS, UNIT, reach_name
+from harness.config.schema import Dtype, EngineName, ModelConfig, ModelFamily
+from harness.parity.tiers.admissible import global_microbatches, microbatches_per_rank
+from harness.parity.tiers.orders import noise
+
+SAFETY = 4.0
+"""Allowed over expected. Tensors whose sums cancel (attention's queries and keys) and those that few values feed (rare
+embedding rows) err more than the mean; the worst clean distance measured is 1.2 estimates (docs/verdicts.md)."""
+
+REFUTED = 2.0
+"""Refuted over allowed."""
+
+SIGMAS = 4.0
+"""Standard errors a signed bias may have."""
+
+FORWARD_BLOCK = 19
+FORWARD_ENDS = 8
+PRODUCTS_BLOCK = 7
+PRODUCTS_ENDS = 1
+GRADIENT_FACTOR = 3
+
+FP8_BLOCK = 4
+"""Products of 8-bit numbers in series in a block: into attention, out of it, into the feed-forward, out of it."""
+
+RARE = 1e-4
+"""Probability with which a gradient of fewer elements is taken to be smaller than its terms."""
+
+
+MANY = 32
+"""Elements from which on SAFETY covers the few draws of the perturbed reference."""
+
+
+class Depth(NamedTuple):
+    """Roundings and products that a signal meets on its way through a model, branches side by side counted once."""
+
+    block: int
+    ends: int
+    products_block: int
+    products_ends: int
+
+    @classmethod
+    def of(cls, family: ModelFamily, experts_per_token: int) -> Depth:
+        """Counted as docs/verdicts.md does."""
+        if family is ModelFamily.odd:
+            return ODD_DEPTH
+        if family is ModelFamily.moe:  # the gate, the product with it, the sum over experts; and the router
+            return cls(FORWARD_BLOCK + 1 + experts_per_token, FORWARD_ENDS, PRODUCTS_BLOCK + 1, PRODUCTS_ENDS)
+        return cls(FORWARD_BLOCK, FORWARD_ENDS, PRODUCTS_BLOCK, PRODUCTS_ENDS)
+
+
+ODD_DEPTH = Depth(31, 18, 8, 2)
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """What one run rounds, where and how often. All errors are relative and root-mean-square unless said."""
+
+    compute: str
+    wire: str
+    accumulate: str
+    main: str
+    layers: int
+    ranks: int
+    microbatches: int
+    """k, on each rank."""
+    global_microbatches: int
+    tokens: int
+    """Tokens of one step, over all ranks."""
+    inner: int
+    """Longest inner sum of a matrix product, in terms."""
+    parameters: int
+    """Weights of the model; only its square root is used."""
+    family: ModelFamily = ModelFamily.llama
+    num_experts: int = 1
+    """Experts a token chooses among; 1 where nothing is chosen."""
+    experts_per_token: int = 1
+    reused: str = ""
+    """Pattern of the parameters that a forward uses more than once; none where empty."""
+    fp8: str = ""
+    """Recipe of 8-bit products; none where empty."""
+    seen_forward: float | None = None
+    """What a perturbed reference showed in place of the count behind `forward`, for a model of one's own."""
+    seen_gradient: float | None = None
+    """What a perturbed reference showed in place of the count behind `gradient`, for a model of one's own."""
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Arithmetic:
+        """Read it from a frozen configuration (flat, dotted keys)."""
+        model = _model(config)
+        rows = int(config["train.microbatch_size"]) * int(config["data.seq_len"])
+        routed = model.family is ModelFamily.moe
+        return cls(
+            compute=config["dtype.compute"],
+            wire=config["dtype.grad_comm"],
+            accumulate=_accumulate(config),
+            main=config["dtype.main_grads"],
+            layers=model.num_layers + int(model.family is ModelFamily.odd and model.repeat_unit),
+            ranks=int(config["mesh.world_size"]),
+            microbatches=microbatches_per_rank(config),
+            global_microbatches=global_microbatches(config),
+            tokens=int(config["train.global_batch_size"]) * int(config["data.seq_len"]),
+            inner=max(model.dim * (ODD_KERNEL if model.family is ModelFamily.odd else 1), model.ffn_dim, rows),
+            parameters=model_parameters(model),
+            family=model.family,
+            num_experts=model.num_experts if routed else 1,
+            experts_per_token=model.experts_per_token if routed else 1,
+            reused=_reused(model),
+            fp8=str(config.get("dtype.fp8") or ""),
+        )
+
+    @cached_property
+    def forward(self) -> float:
+        """Relative rounding error of an activation at the model's end."""
+        return math.hypot(self._compute(1), self.quantized(1))
+
+    @cached_property
+    def gradient(self) -> float:
+        """Relative rounding error of one averaged gradient, reduction included."""
+        return math.hypot(self._compute(GRADIENT_FACTOR), self.quantized(GRADIENT_FACTOR), self.reduction)
+
+    def quantized(self, passes: int = GRADIENT_FACTOR) -> float:
+        """Relative error of 8-bit operands: two roundings a product, of the forward alone, or of the forward, of its
+        activations again, of the backward, and of the product that gives the weight's gradient.
+
+        The first step of delayed scaling has scales of 1, under which anything may be lost: 1.
+        """
+        if not self.fp8 or self.family is ModelFamily.ext:  # what is observed has them in it
+            return 0.0
+        if self.fp8 == "delayed":
+            return 1.0
+        unit, of_gradients = FP8_UNIT[self.fp8]
+        products = FP8_BLOCK * self.layers
+        squares = 2 * products * unit**2
+        if passes > 1:
+            squares = 2 * squares + (products + 1) * (unit**2 + of_gradients**2)
+        return RMS * math.sqrt(squares)
+
+    def observed(self, reach: Mapping[str, Mapping[str, Mapping[str, float]]], draws: int) -> Arithmetic:
+        """With what a perturbed reference shows in place of counts, where there are none; `reach` as in `Envelope`.
+
+        The loss is one number of few draws and gets their margin. In double precision first-order errors are those of
+        single, smaller by the ratio of the units.
+        """
+        known = "fp32" if self.compute == "fp64" else reach_name(self.compute, self.fp8)
+        seen = reach.get(known, {}).get("", {})
+        if self.family is not ModelFamily.ext or "distance" not in seen:
+            return self
+        factor = UNIT["fp64"] / UNIT["fp32"] if self.compute == "fp64" else 1.0
+        forward = seen.get("loss", 0.0) * math.sqrt(self.tokens) * margin(1, draws) / SAFETY
+        return replace(self, seen_forward=factor * forward, seen_gradient=factor * seen["distance"])
+
+    @property
+    def is_bounded(self) -> bool:
+        """Whether anything says how far rounding moves this run's gradients."""
+        return self.family is not ModelFamily.ext or self.seen_gradient is not None
+
+    def _compute(self, passes: int) -> float:
+        if self.family is ModelFamily.ext:
+            seen = self.seen_forward if passes == 1 else self.seen_gradient
+            return math.inf if seen is None else seen
+        inner_dtype = "fp64" if self.compute == "fp64" else "fp32"
+        depth = Depth.of(self.family, self.experts_per_token)
+        elementwise = passes * (depth.block * self.layers + depth.ends)
+        products = passes * (depth.products_block * self.layers + depth.products_ends) * self.inner
+        return RMS * math.hypot(UNIT[self.compute] * math.sqrt(elementwise), UNIT[inner_dtype] * math.sqrt(products))
+
+    @cached_property
+    def reduction(self) -> float:
+        """Relative rounding error of adding k microbatches and N ranks, wire and division included, in the order that
+        errs most (`orders`)."""
+        return noise(self.ranks, self.microbatches, self.wire, self.accumulate, self.main)
+
+    @property
+    def logged_norm(self) -> float:
+        """Largest relative error of a norm whose squares are added in the main-gradient dtype."""
+        return SAFETY * RMS * UNIT[self.main] * math.sqrt(self.parameters)
+
+    @property
+    def stagnation(self) -> float:
+        """One-sided error of sums kept in 16 bits: the worst case, because it always has the same sign."""
+        terms = 0.0
+        if self.accumulate in SIXTEEN_BITS:
+            terms += (self.ranks - 1) * UNIT[self.accumulate]
+        if self.main in SIXTEEN_BITS:
+            terms += (self.microbatches - 1) * UNIT[self.main]
+        return terms
+
+    @property
+    def coherent(self) -> float:
+        """Largest error that the whole gradient of one tensor can share: one rounding in the forward and one in the
+        backward that all its elements pass through, which no averaging removes."""
+        return 2 * UNIT[self.compute] + self.stagnation
+
+    @property
+    def tilt(self) -> float:
+        """Largest factor that 8-bit operands share: rounding to nearest is blind to direction in first order alone."""
+        return 2 * self.quantized() ** 2
+
+    @property
+    def global_coherent(self) -> float:
+        """Largest error that all gradients can share: the one rounding where the loss enters the backward."""
+        return UNIT[self.compute] + self.stagnation
+
+    @property
+    def scaling(self) -> float:
+        """Error of dividing by M in one, two or three factors (1/k, 1/N), each rounded in the main-gradient dtype."""
+        return 4 * UNIT[self.main]
+
+
+def _accumulate(config: Mapping[str, Any]) -> str:
+    """The dtype of sums over ranks: as configured, or the engine's own where that is null."""
+    if config["dtype.grad_accum"] is not None:
+        return str(config["dtype.grad_accum"])
+    return own_sum(Dtype[config["dtype.grad_comm"]], ENGINES[EngineName[config["engine.name"]]].sums_itself).name
+
+
+def _model(config: Mapping[str, Any]) -> ModelConfig:
+    """The sizes of the model; settings that a run knew nothing of have their defaults."""
+    known = {each.name: config.get(f"model.{each.name}", each.default) for each in fields(ModelConfig)}
+    family = known["family"]
+    return ModelConfig(**{**known, "family": family if isinstance(family, ModelFamily) else ModelFamily[family]})
+
+
+def _reused(model: ModelConfig) -> str:
+    if model.family is ModelFamily.ext:  # any may be
+        return ".*"
+    if model.family is ModelFamily.odd:
+        return r"embedding\.weight|blocks\.\d+\.ffn\..*" + (r"|blocks\.0\..*" if model.repeat_unit else "")
+    return r"embedding\.weight" if model.tie_embeddings else ""
+
+
+def margin(numel: int, draws: int) -> float:
+    """SAFETY; of few elements more, because one error's square is then held against few draws of it: twice the root of
+    what F with n and n * draws degrees of freedom exceeds once in 10^5."""
+    if numel >= MANY:
+        return SAFETY
+    from scipy.special import fdtri
+
+    return max(SAFETY, 2.0 * math.sqrt(float(fdtri(numel, numel * draws, 1 - RARE / 10))))
