@@ -119,6 +119,9 @@ class ShardedModel(StatefulModule):
         self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
         own(self)
 
+    def _interrupted(self) -> None:
+        self._parts.hooks.of_forward.break_off()
+
     # -- microbatches --------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -49,7 +49,16 @@ class ModuleWrapper(nn.Module):
     @_disable_dynamo  # torch.compiler.disable, which would import the compiler here and now
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module. `torch.compile` leaves it alone; parts compiled by themselves stay compiled."""
-        return self.module(*args, **kwargs)
+        try:
+            return self.module(*args, **kwargs)
+        except Exception:
+            raise  # torch calls hooks
+        except BaseException:
+            self._interrupted()
+            raise
+
+    def _interrupted(self) -> None:
+        """A forward ended by what torch tells no hook of, as KeyboardInterrupt."""
 
     def __getattr__(self, name: str) -> Any:
         if name in self.__dict__.get("_modules", ()):

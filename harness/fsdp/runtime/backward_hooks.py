@@ -11,6 +11,9 @@ unsharded as soon as one is over, not only when a gradient comes to its outputs;
 outputs can be seen stays whole from its forward on; and what arrives from a unit whose weights were not whole is
 refused, because what came of it is wrong.
 
+[Note: Late gradients] Of a unit whose calls are all passed, gradients may still come: autocast's copy of a weight may
+have been made before the call, in an evaluation say, and what is behind it needs no weights. They are taken.
+
 [Note: Backwards inside a forward] `autograd.grad` or `backward` in the model's own forward would release weights that
 the rest of the forward needs, and reduce gradients of half a model. The engine refuses it, as it refuses create_graph:
 a second differentiation would need weights that are released by then.
@@ -80,6 +83,8 @@ class BackwardHooks:
         """What the autograd engine holds as long as the backward that began last runs."""
         self._entered: set[Unit] = set()
         """Units of which only the order of nodes tells when they are over; see [Note: Sequence numbers]."""
+        self._rested: set[Unit] = set()
+        """Units that the backward has passed a call of, whose weights may have been dropped since."""
         self._number = ABOVE_ALL
         """What the backward has come to."""
         self._coming: list[tuple[int, Unit]] = []
@@ -118,6 +123,7 @@ class BackwardHooks:
         if runs or not self.step.in_backward:
             return
         self._entered.clear()
+        self._rested.clear()
         self.gather.reshard_all()
         self.reduce.post_backward(reduce=False)
         self.reduce.discard()
@@ -129,7 +135,11 @@ class BackwardHooks:
         self.step.fail()
 
     def watch_outputs(self, unit: Unit, leaves: list[Tensor], call: Call | None = None) -> None:
-        """Have autograd tell when the first gradient comes to one of these outputs of a call, or of the model."""
+        """Have autograd tell when the first gradient comes to one of these outputs of a call, or of the model.
+
+        A leaf (an input or a parameter that is handed on) was made by no call, and would keep the hook for ever.
+        """
+        leaves = [each for each in leaves if each.grad_fn is not None]
         if leaves:
             newest = max(number_of(each) for each in leaves)
             hook = WeakHook(self._pre_backward, unit, call, newest, self.step.num_updates)
@@ -149,7 +159,7 @@ class BackwardHooks:
         coming = ((begin, unit) for unit in self.units for begin in unit.readiness.due_numbers)
         self._coming = sorted(coming, key=lambda each: each[0])
         is_due = any(unit.readiness.is_due for unit in self.units)
-        self.step.pre_backward(of_inputs=not is_due and could_reach(self._params))
+        self.step.pre_backward(of_inputs=not is_due and (could_reach(self._params) or self._is_all_frozen))
         self._task = torch._C._current_graph_task_id()
         end = BackwardEnd(self._root_post_backward)
         self._end = weakref.ref(end)
@@ -165,6 +175,11 @@ class BackwardHooks:
             if unit.readiness.is_unused:
                 self._post_backward(unit)
         self._unshard_next()
+
+    @property
+    def _is_all_frozen(self) -> bool:
+        """Whether no parameter is trained at all, on any rank, as ranks agree on that."""
+        return not any(any(bucket.views.flags()) for bucket in buckets_of(self.units) if bucket.trainable)
 
     def _refuse_unsupported(self) -> None:
         """Raise for a backward that cannot be right; its step has failed, for it may have left a gradient already."""
@@ -212,6 +227,7 @@ class BackwardHooks:
         self._end_if_over(unit)
         if unit.readiness.is_resting and not self.reduce.is_done_with(unit):
             self.gather.rest(unit)
+            self._rested.add(unit)
             self._unshard_next()
 
     def _end_if_over(self, unit: Unit) -> None:
@@ -243,7 +259,7 @@ class BackwardHooks:
             return
         if self.reduce.is_done_with(unit):
             refuse_late_gradient(name, unit.name)
-        if self._is_sharded(unit):
+        if self._is_sharded(unit) and not (unit in self._rested and unit.readiness.is_passed):
             refuse_sharded(f"a gradient of {name}", unit.name)
         with torch._C.DisableTorchFunctionSubclass():  # as `by_engine`, for one parameter after the other
             refuse_layout(name, grad_of(param))
@@ -292,6 +308,7 @@ class BackwardHooks:
         """The whole backward has ended: the autograd engine calls back."""
         self._task = None
         self._entered.clear()
+        self._rested.clear()
         for unit in self.units:
             self.gather.reshard(unit)
         self.reduce.post_backward(reduce=self.step.plan.reduce_units)  # before waiting: [Note: Who waits for whom]

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import Passed, PassedInputs, direct_tensors, replaced, tensors_with_grad
+from harness.fsdp.runtime.handed_on import without_weights
 from harness.fsdp.runtime.refusals import refuse_dtensors, refuse_transforms
 from harness.fsdp.runtime.step import Forward, ForwardState, Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
@@ -48,8 +49,8 @@ class ForwardHooks:
         self.handles: list[RemovableHandle] = []
         params = (param for bucket in buckets_of(units) for _, param in bucket.params)
         self._takes_dtensors = any(isinstance(param, DTensor) for param in params)
-        self._passed: dict[str, Passed] = {}
-        """Inputs of units in whose forward the program is."""
+        self._passed: dict[str, list[Passed | None]] = {unit.name: [] for unit in units}
+        """Inputs of calls in which the program is, by unit: a unit may call itself. None: nothing to watch."""
         for unit in units:
             self._install(unit)
 
@@ -92,9 +93,10 @@ class ForwardHooks:
             bucket.use()
         self.forward.pre_forward(with_gradients=with_gradients)
 
-    def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> None:
+    def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         if self.step.in_backward:
-            return
+            return output
+        output = self._own(self.units[0], output)
         leaves = tensors_with_grad(output)
         inside = self.forward.depth > 0
         self.gather.post_forward(backward_follows=bool(leaves) or inside or self.forward.made_nodes)
@@ -103,6 +105,7 @@ class ForwardHooks:
                 bucket.receive()
             self.forward.post_forward()
         self.backward.watch_outputs(self.units[0], leaves)
+        return output
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a method of the module that runs parts of it; see [Note: Methods as forwards]. *Collective.*"""
@@ -113,8 +116,7 @@ class ForwardHooks:
         self._begin_forward(with_gradients=False)  # units called right here are not hidden from autograd's graph
         try:
             self.gather.pre_forward()
-            output = method(*args, **kwargs)
-            self._root_post_forward(None, args, output)
+            output = self._root_post_forward(None, args, method(*args, **kwargs))
         finally:
             self._forward_left(root, None, args, None)
         return output
@@ -128,6 +130,7 @@ class ForwardHooks:
             return None
         self.forward.running.add(unit.name)
         unit.readiness.note_call(hidden=self.forward.hides(with_gradients=with_gradients))
+        self._passed[unit.name].append(None)
         if with_gradients:
             return self._watch_inputs(unit, args, kwargs)
         unit.readiness.begin_call()
@@ -144,30 +147,57 @@ class ForwardHooks:
         )
         node = passed[0].grad_fn
         unit.readiness.begin_call(node)
-        self._passed[unit.name] = Passed(inputs, passed, node)
+        self._passed[unit.name][-1] = Passed(inputs, passed, node)
         following = iter(passed)
         return replaced(args, following), {key: replaced((v,), following)[0] for key, v in kwargs.items()}
 
     def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
         """A forward is over, also by an exception."""
         if not self.step.in_backward:
-            self.forward.left(unit.name)
-            self._passed.pop(unit.name, None)
+            if self._passed[unit.name]:
+                self._passed[unit.name].pop()
             unit.readiness.end_call()
+            if not self._passed[unit.name]:
+                self.forward.left(unit.name)
             if unit.is_root and not self.forward.in_model:
                 rest(self.units)
 
-    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> None:
+    def break_off(self) -> None:
+        """The model's forward was interrupted in the middle, and no hook was told."""
         if self.step.in_backward:
             return
+        for unit in self.units:
+            while self._passed[unit.name]:
+                self._forward_left(unit, None, (), None)
+        self.forward.depth = 0
+        self._forward_left(self.units[0], None, (), None)
+
+    def _post_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.step.in_backward:
+            return output
+        output = self._own(unit, output)
         leaves = tensors_with_grad(output)
-        if passed := self._passed.pop(unit.name, None):
+        calls = self._passed[unit.name]
+        if passed := calls[-1]:
             leaves += passed.take_edits(unit.name)
         self.backward.watch_outputs(unit, leaves, unit.readiness.call)
         if not leaves and torch.is_grad_enabled() and unit.readiness.call.is_unseen:
             self._keep_unseen(unit)
-        if module is unit.modules[-1] and (unit is not self.gather.last or not leaves):
+        is_over = module is unit.modules[-1] and len(calls) == 1  # it may be called in its own forward
+        if is_over and (unit is not self.gather.last or not leaves):
             self.gather.reshard_after_forward(unit)
+        return output
+
+    def _own(self, unit: Unit, output: Any) -> Any:
+        """What a call gives, with copies in place of weights that are about to be released.
+
+        Raises:
+            RuntimeError: the call has given a parameter other `data`, which is lost then.
+        """
+        released = [bucket for bucket in unit.buckets if not bucket.is_resident]
+        for bucket in released:
+            bucket.views.check_untouched()
+        return without_weights(output, [bucket.compute for bucket in released], unit.name) if released else output
 
     def _keep_unseen(self, unit: Unit) -> None:
         """What a unit took and gave lies where no hook finds it; see [Note: What the hooks cannot see]."""

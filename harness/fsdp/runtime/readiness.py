@@ -149,6 +149,11 @@ class Readiness:
         """Whether the backward is in no call of the unit that it was seen to enter."""
         return not self._entered and not self._inside
 
+    @property
+    def is_passed(self) -> bool:
+        """Whether the backward has passed every call it was to pass, of those that are known."""
+        return not self._due_calls and not self._entered and not self._unseen
+
     def pass_to(self, number: int) -> None:
         """Every node that this backward runs has run down to this number; see [Note: Sequence numbers]."""
         self._entered = {begin for begin in self._entered if begin <= number}

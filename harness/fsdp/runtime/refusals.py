@@ -82,6 +82,14 @@ def refuse_edit(unit: str) -> NoReturn:
     )
 
 
+def refuse_handed_on(where: str, unit: str) -> NoReturn:
+    """Raise RuntimeError: a unit returned a weight where nobody can put a copy in its place."""
+    raise RuntimeError(
+        f"unit {unit} returns a weight of its own, or a view of one, in {where}, and its weights are released when its"
+        " forward ends: return a copy, weight.clone(), or a tuple or a dict instead of a dataclass"
+    )
+
+
 def refuse_sharded(what: str, unit: str) -> NoReturn:
     """Raise RuntimeError: a gradient came from a unit whose weights were not whole."""
     raise RuntimeError(

@@ -159,7 +159,7 @@ class _Resting(_Guarded):
         if any(issubclass(each, _Released) for each in types):
             return NotImplemented  # theirs to refuse
         with torch._C.DisableTorchFunctionSubclass():
-            if func not in _METADATA:
+            if func not in METADATA:
                 for source in list(BEING_TAKEN):
                     source.wait()
             return func(*args, **(kwargs or {}))
@@ -217,7 +217,7 @@ def _named(names: str) -> Iterator[Any]:
 
 _FROM_SHAPE = frozenset(_named("stride is_contiguous"))
 """What gathered weights would say, and what stands in for them does not."""
-_METADATA = frozenset(
+METADATA = frozenset(
     [
         *(
             each.__get__
@@ -255,7 +255,7 @@ class _Released(_Guarded):
             ReleasedWeightError: for all the rest.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _METADATA:
+            if func in METADATA:
                 return func(*args, **(kwargs or {}))
             if func in _FROM_SHAPE:
                 return func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
@@ -317,7 +317,7 @@ def _refusal(param: Any, by: str) -> str:
     return (
         f"{_called(param)} is used by {by} while its weights are not gathered: outside the forward and the backward of"
         " its unit this rank holds a part of them only. Read or edit them inside `with model.gathered():`, on all"
-        " ranks; a method that runs modules must be one the engine knows, model.register_forward_methods(name); and"
-        " where one module's forward uses the weight of another (as attention may do with its projections), let the one"
-        " that uses it be the unit"
+        " ranks; call modules themselves, not their .forward; a method that runs modules must be one the engine knows,"
+        " model.register_forward_methods(name); and where one module's forward uses the weight of another (as attention"
+        " may do with its projections), let the one that uses it be the unit"
     )
