@@ -26,7 +26,9 @@ from harness.fsdp.runtime.step import StepError, StepState
 from harness.fsdp.state import by_parameter
 from harness.fsdp.state.named import ShardedState, StateMismatch
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.tensor_parallel.declared import successor_of
+from harness.fsdp.update.loose_runs import free, guard
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import Numerics
 
@@ -89,13 +91,33 @@ def bind(model: Model, optimizer: torch.optim.Optimizer, *, steps_unused: bool =
         sharded.add(optimizer, steps_unused=steps_unused)
     model._parts.gradients.usage.wanted |= sharded.asks_for_unused
     optimizer.register_step_pre_hook(partial(_before, model, sharded))
-    optimizer.register_step_post_hook(partial(_after, model))
+    optimizer.register_step_post_hook(partial(_after, model, sharded))
     optimizer.zero_grad = partial(_zero_grad, model, sharded, optimizer)  # type: ignore[method-assign] # as above
     optimizer.state = _State(dict, optimizer.state)
     optimizer.state_dict = partial(_state_dict, model, sharded, optimizer)  # type: ignore[method-assign] # as above
     optimizer.load_state_dict = partial(_load_state_dict, model, sharded, optimizer)  # type: ignore[method-assign] # as above
-    optimizer.add_param_group = partial(sharded.add_group, optimizer)  # type: ignore[method-assign] # as above
+    optimizer.add_param_group = partial(_add_group, model, sharded, optimizer)  # type: ignore[method-assign] # as above
     setattr(optimizer, _ASKED_BY_SCALER, _NoScaler())
+    _guard(model, sharded, optimizer)
+
+
+def _guard(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer) -> None:
+    """Between steps nobody uses what the optimizer steps; see [Note: Flat pieces]."""
+    seen = weakref.ref(model)
+
+    def has_gradients() -> bool:
+        here = seen()
+        return here is not None and here.has_gradients
+
+    for weight in sharded.weights_of(optimizer):
+        guard(weight, has_gradients)
+
+
+def _add_group(
+    model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, group: dict[str, Any]
+) -> None:
+    sharded.add_group(optimizer, group)
+    _guard(model, sharded, optimizer)
 
 
 def _before(
@@ -120,6 +142,8 @@ def _before(
     model._parts.step.awaits_install |= not installs
     if model.has_gradients:
         sharded.attach(optimizer)
+        for weight in sharded.weights_of(optimizer):
+            free(weight)
     else:  # the model has forgotten what the optimizer may still hold
         sharded.detach(optimizer)
     return args[:1], {name: value for name, value in given.items() if value is not None}
@@ -142,7 +166,8 @@ def _refuse_unfinished(model: Model) -> None:
         )
 
 
-def _after(model: Model, *_: Any) -> None:
+def _after(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _guard(model, sharded, optimizer)
     if not model._parts.step.awaits_install:
         model.install_weights()
 
@@ -197,7 +222,24 @@ def _load_state_dict(
 
 
 class _State(defaultdict[Any, Any]):
-    """State of an optimizer that torch's helpers cannot name."""
+    """State of an optimizer, which torch's helpers cannot name, and which is not kept by the module's parameters."""
+
+    def __missing__(self, key: Any) -> Any:
+        _refuse_parameter(key)
+        return super().__missing__(key)
+
+    def __contains__(self, key: object) -> bool:
+        _refuse_parameter(key)
+        return super().__contains__(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """As a dictionary's.
+
+        Raises:
+            TypeError: a parameter of the module is asked for.
+        """
+        _refuse_parameter(key)
+        return super().get(key, default)
 
     def __bool__(self) -> bool:
         """Whether there is any: what torch's helpers ask first, to save and to load.
@@ -213,6 +255,16 @@ class _State(defaultdict[Any, Any]):
                 " and adopt_state(), by its name; torch.distributed.checkpoint saves and loads either"
             )
         return len(self) > 0
+
+
+def _refuse_parameter(key: object) -> None:
+    if isinstance(key, torch.Tensor) and hasattr(key, HOME):
+        name, _ = getattr(key, HOME)
+        raise TypeError(
+            f"optimizer.state has nothing of parameter {name}: the optimizer of a sharded model keeps state of flat"
+            " pieces of this rank's weights. Read it by name from model.sharded_state(), or by number from"
+            " optimizer.state_dict(), on all ranks; edit it over optimizer.state.values()"
+        )
 
 
 _ASKED_BY_SCALER = "_step_supports_amp_scaling"

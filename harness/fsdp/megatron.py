@@ -16,6 +16,7 @@ from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.step import Call, StepError, StepState
 from harness.fsdp.storage import edits
 from harness.fsdp.update import clipping
+from harness.fsdp.update.loose_runs import free
 from harness.fsdp.vocabulary import Registration
 from harness.fsdp.wiring import set_wire, with_wire_of
 
@@ -109,6 +110,8 @@ class MegatronModel(ShardedModel):
         self.finish_grad_sync()
         if self.has_gradients:
             self._sharded_optimizer.attach()
+            for weight in self._sharded_optimizer.weights_of():
+                free(weight)
 
     def scale_gradients(self, scaling_factor: float) -> None:
         """Finish the gradients and multiply them by a factor, the same on all ranks; without a backward there are none.

@@ -36,6 +36,7 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.tensor_parallel.parameters import UnknownPlan
 from harness.fsdp.update.groups import Groups
+from harness.fsdp.update.loose_runs import FlatPieceError
 from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Block, Model, close, data, loss_of, plain_gradients, same
@@ -141,7 +142,7 @@ def attaching(rank: int, strategy: str) -> list[str]:
     model, optimizer = with_optimizer(strategy)
     loss_of(model, data(0, rank)).backward()
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
-    told = ["there before"] if any(weight.grad is not None for weight in weights) else []
+    told = [each for weight in weights for each in said(lambda: weight.grad, FlatPieceError, "inside the step alone")]  # noqa: B023 # called here
     model.attach_grad_to_optimizer_state()
     told += ["not there"] if any(weight.grad is None for weight in weights) else []
     squares = sum((weight.grad.double().square().sum() for weight in weights), torch.zeros((), dtype=torch.float64))

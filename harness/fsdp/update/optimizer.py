@@ -147,6 +147,10 @@ class ShardedOptimizer:
         places = self.groups.places_of(optimizer)
         return [flat for flat in self.runs if flat.run.group in places]
 
+    def weights_of(self, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+        """What an optimizer (None: any) steps, run by run."""
+        return [flat.weight for flat in self._runs_of(optimizer)]
+
     # -- a step --------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
