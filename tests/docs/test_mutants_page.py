@@ -22,6 +22,7 @@ MODULES = (
     "tests.fsdp.test_clipping",
     "tests.fsdp.test_closing",
     "tests.fsdp.test_gradient_access",
+    "tests.fsdp.test_habits",
     "tests.fsdp.test_hidden_tensors",
     "tests.fsdp.test_megatron",
     "tests.fsdp.test_mutants",

@@ -144,6 +144,13 @@ class RowShard(DTensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._whole("pickling (torch.save)").detach().clone().__reduce_ex__(protocol)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """A copy of this rank's rows that follows no update, as of the best weights so far."""
+        if id(self) not in memo:
+            memo[id(self)] = self.detach().clone()
+        copied: Tensor = memo[id(self)]
+        return copied
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """Memory of a tensor that this rank has whole; safetensors asks for it."""
         return self._whole("the memory").untyped_storage()
