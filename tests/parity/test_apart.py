@@ -21,13 +21,14 @@ from harness.parity.tiers.trajectory import Kick
 from harness.store import vouching
 from harness.store.rundir import flatten
 from harness.store.vouching import StreamWriter, VouchedTensor, step_columns, tensor_columns
-from tests.parity.corpus import FP32, OURS
+from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16
 from tests.support.mutants import Slip, each
 
 STEPS = 12
 NAMES = ("embedding.weight", "blocks.0.w_up.weight", "head.output.weight")
 NUMEL = (768, 2048, 384)
 ENVELOPE = Envelope(Arithmetic.of(flatten(OURS.config())), Arithmetic.of(flatten(FP32.config())))
+ENVELOPE_BF16 = Envelope(*(Arithmetic.of(flatten(each.config())) for each in (OURS_BF16, BF16)))
 ROUNDING = 2e-7
 """Of a gradient at step 1, as fp32 shows it."""
 CLOSE = 1e-5 * 1.2 ** np.arange(STEPS)
@@ -52,9 +53,9 @@ def parted(weights: Any, given: dict[tuple[int, int], float], steps: Any = None,
     return Apart(numbers, NAMES, NUMEL, each, local, local, np.full(each.shape, 1e-2), whole, np.ones(each.shape))
 
 
-def jumps(found: Apart, steady: int = STEPS) -> dict[int, str]:
+def jumps(found: Apart, steady: int = STEPS, envelope: Envelope = ENVELOPE) -> dict[int, str]:
     """Steps at which a gradient jumps, and whose."""
-    return beyond(found, apart.gradient_jumps(found, found.local, ENVELOPE, steady))
+    return beyond(found, apart.gradient_jumps(found, found.local, envelope, steady))
 
 
 def strides(found: Apart, kick: float = 1e-9) -> dict[int, str]:
@@ -76,6 +77,17 @@ def missing(found: Apart, tensor: int) -> Apart:
 def overtaken() -> Apart:
     """At step 9 a gradient that is wrong makes its own step's weights as wrong."""
     return parted([*CLOSE[:8], *[1e-2] * 4], {(9, 1): 300.0}, before=np.array([0.0, *CLOSE[:8], *[1e-2] * 3]))
+
+
+def twins(first: float = 0.0, shown: float = 0.0, off: float = 2e-3) -> Apart:
+    """Two runs that agree in every bit up to step 9, where a gradient is off by less than bf16 rounds it."""
+    weights = np.zeros((STEPS, 3))
+    weights[:, 2] = shown
+    local = np.zeros((STEPS, 3))
+    local[0, 1], local[8, 1] = first, off
+    whole = np.sqrt(np.nansum(weights**2, 1))
+    ones = np.ones((STEPS, 3))
+    return Apart(np.arange(1, STEPS + 1), NAMES, NUMEL, weights, local, local, ones, whole, ones)
 
 
 def of_fp64() -> dict[tuple[int, int], float]:
@@ -112,6 +124,14 @@ CLAIMS: dict[str, tuple[Callable[[], dict[int, str]], dict[int, str]]] = {
     "a burst once training is not stable": (lambda: jumps(parted(CLOSE, {(9, 1): 600.0}), steady=7), {}),
     "the same burst in stable training": (lambda: jumps(parted(CLOSE, {(9, 1): 600.0}), steady=9), {9: NAMES[1]}),
     "more than bursts were seen to be": (lambda: jumps(parted(CLOSE, {(9, 1): 4e4}), steady=7), {9: NAMES[1]}),
+    "a gradient of twins in 16 bits": (lambda: jumps(twins(), envelope=ENVELOPE_BF16), {9: NAMES[1]}),
+    "the same, where kernels did not agree": (lambda: jumps(twins(first=1e-3), envelope=ENVELOPE_BF16), {}),
+    "the same, where it is off by more": (
+        lambda: jumps(twins(first=1e-3, off=0.25), envelope=ENVELOPE_BF16),
+        {9: NAMES[1]},
+    ),
+    "the same, where weights are not all shown": (lambda: jumps(twins(shown=np.nan), envelope=ENVELOPE_BF16), {}),
+    "the same, where weights do not agree": (lambda: jumps(twins(shown=1e-9), envelope=ENVELOPE_BF16), {}),
     "steps between kept ones": (
         lambda: jumps(parted([*[1e-6] * 4, 1e-3, 1e-1], {}, SPARSE, np.array([0.0, *[1e-6] * 3, 5e-4, 5e-2]))),
         {},
@@ -223,6 +243,30 @@ MUTANTS: dict[str, Slip] = {
     ),
     "STRIDE / 10": Slip(apart, "STRIDE", "", lambda value: value / 10, "Weights that part threefold in a step jump"),
     "STRIDE x 10": Slip(apart, "STRIDE", "", lambda value: value * 10, "Weights 100 times as far apart do not"),
+    "margin for sums that cancel": Slip(
+        apart,
+        "gradient_jumps",
+        "whole / SAFETY if counted else whole",
+        "whole",
+        "In 16 bits a gradient is allowed what one that cancels may be off by",
+    ),
+    "twins are rounded too": Slip(
+        apart,
+        "gradient_jumps",
+        "np.minimum(sums, floors)",
+        "floors",
+        "Gradients of equal weights by equal kernels are allowed what rounding explains",
+    ),
+    "twins whatever step 1 said": Slip(
+        apart, "gradient_jumps", "& (known[:1] == 0.0)", "", "Kernels are taken to be the same where weights are"
+    ),
+    "twins by what is not shown": Slip(
+        apart,
+        "gradient_jumps",
+        "& bool(np.isfinite(found.weights).all())",
+        "",
+        "Weights that nobody showed count as equal",
+    ),
     "K of each tensor": Slip(
         apart,
         "gradient_jumps",

@@ -254,7 +254,6 @@ MUTANTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "bounds a thousandth": (vouched, "bound", lambda bound: lambda *a: bound(*a) / 1000),
     "nothing is vouched for": (vouched, "vouched_until", lambda _: lambda *a: 0),
     "no jump of gradients": (apart, "JUMP", lambda _: 1e9),
-    "margin for sums that cancel": (apart, "SAFETY", lambda _: 1.0),
     "no jump in hot training": (parting, "gradient_jumps", while_stable),
     "every step is a jump": (apart, "DRAW", lambda _: 1e-4),
     "losses are explained by nothing": (parting, "SAFETY", lambda _: 0.0),

@@ -20,6 +20,9 @@ reduction that is wrong from some step on adds to d what x knows nothing of, and
 near 1) nothing is a jump any more, and nothing is said. Where the control is not stable K may burst (`BURST`): there a
 jump is one only while the weights are that much closer together.
 
+Where weights still agree in every sketch, and gradients did so at step 1, the kernels are the same and so is what they
+give out: floor is then that of reductions alone. So a fault of a forward in 8 bits shows against a twin.
+
 K is taken over all tensors, of what lies above the rounding at step 1: a batch that bends the loss bends it for one
 tensor more than for others, and not always for the same. Gradients are held against the largest of their last `WINDOW`
 norms, because one that happens to cancel is not far off for that.
@@ -208,11 +211,14 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady:
     import numpy as np
 
     whole = np.array([envelope.tensor(name, numel) for name, numel in zip(found.names, found.numel, strict=True)])
+    sums = np.array([envelope.floor(name) for name in found.names])
     counted = envelope.is_low_precision and not (envelope.arm.fp8 or envelope.control.fp8 or envelope.flips)
     floors = whole / SAFETY if counted else whole
     burst = np.where(found.steps <= steady, 1.0, BURST)[:, None]
     before = found.before[:, None]
     known = np.nan_to_num(distances, nan=0.0)
+    alike = (before == 0.0) & (known[:1] == 0.0) & (found.steps[0] == 1) & bool(np.isfinite(found.weights).all())
+    floors = np.where(alike, np.minimum(sums, floors), floors)
     rounding = 4 * known[:1] if found.steps[0] == 1 else whole
     above = np.sqrt(np.maximum(0.0, known**2 - rounding**2))
     with np.errstate(divide="ignore", invalid="ignore"):
