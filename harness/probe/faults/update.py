@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from harness.config.faults import SGD, ZERO0, ZERO1, ZERO2, ZERO3
@@ -124,14 +125,19 @@ def extra_adam_step(site: Site) -> None:
 def _undone(site: Site, runs: list[Any], change: Callable[[Tensor, Tensor], None]) -> None:
     """After each optimizer step, change some weights, given what they were before it."""
     held: list[Tensor] = []
-    site.before(site.engine.optimizer, "step", lambda: held.extend(run.weight.detach().clone() for run in runs))
+
+    def first() -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # the engine lets nobody else at its pieces between steps
+            held.extend(run.weight.detach().clone().as_subclass(Tensor) for run in runs)
 
     def then() -> None:
-        for run, old in zip(runs, held, strict=True):
-            change(run.weight, old)
+        with torch._C.DisableTorchFunctionSubclass():
+            for run, old in zip(runs, held, strict=True):
+                change(run.weight, old)
         held.clear()
         site.model.install_weights()
 
+    site.before(site.engine.optimizer, "step", first)
     site.after(site.engine.optimizer, "step", then)
 
 
@@ -234,8 +240,6 @@ def lr_of_a_group(site: Site) -> None:
 
     def first() -> None:
         site.engine.optimizer.param_groups[-1]["lr"] *= 1.0 + site.amount
-
-    site.before(site.engine.optimizer, "step", first)
 
 
 @fault("beta_of_a_group", "one parameter group has another second beta", "optimizer", cell=(ZERO3,))
