@@ -33,8 +33,8 @@ The cell in which late faults were found to pass: {STEPS} steps without warm-up,
 Late faults begin at step {LATE}; those of a resume act there, one after the last step. Every run is seen with default
 settings (every step vouched for), and the same runs again as if more had been captured, or as if they
 said nothing of themselves. A third of faults and clean groups was held out by another hash than below; no judge was
-changed for what it showed. All was made and judged anew at that commit, because what is captured by default, and judges,
-had changed since the first time (`2a438d7`).
+changed for what it showed. All was made anew and judged at that commit, because what is captured by default, and
+judges, had changed since the first time (`2a438d7`).
 A fault is *found* where a run is DIFFERENT or UNDECIDED; its *stage is right* where the one that is named is, or the
 interval ("between A and B") that is named has it. Each is held against its twin and against DDP.
 """
