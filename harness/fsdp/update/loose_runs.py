@@ -20,6 +20,9 @@ from harness.fsdp.storage.parameter_access import METADATA, grad_of, put_grad
 ASKED = "_fsdp_step_has_gradients"
 """Attribute of a run that is guarded: tells whether its model has gradients that the step would bring."""
 
+DECOUPLED = "decoupled_grad"
+"""Attribute in which an optimizer of Megatron's protocol finds a gradient of another dtype than the weight's."""
+
 
 class FlatPieceError(RuntimeError):
     """Something used a tensor of `optimizer.param_groups` as if it were a parameter."""
@@ -44,8 +47,8 @@ class FlatPiece(Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """None where no gradient has come; raises where one has."""
-        if getattr(self, ASKED)():
+        """None where no gradient has come, or where it was handed over as `decoupled_grad`; raises where one has."""
+        if getattr(self, DECOUPLED, None) is None and getattr(self, ASKED)():
             _refuse(".grad")
         with torch._C.DisableTorchFunctionSubclass():
             return grad_of(self)

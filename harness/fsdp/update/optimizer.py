@@ -19,12 +19,10 @@ from harness.fsdp.update.accepted import check_optimizer
 from harness.fsdp.update.blank import create_state_of
 from harness.fsdp.update.groups import Groups
 from harness.fsdp.update.kernels import chosen_for
+from harness.fsdp.update.loose_runs import DECOUPLED
 from harness.fsdp.update.lost_gradients import LostGradients
 from harness.fsdp.update.runs import FlatRun, is_moment
 from harness.fsdp.vocabulary import Numerics
-
-DECOUPLED = "decoupled_grad"
-"""Attribute in which an optimizer of Megatron's protocol finds a gradient of another dtype than the weight's."""
 
 
 class ShardedOptimizer:

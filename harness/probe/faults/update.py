@@ -241,6 +241,8 @@ def lr_of_a_group(site: Site) -> None:
     def first() -> None:
         site.engine.optimizer.param_groups[-1]["lr"] *= 1.0 + site.amount
 
+    site.before(site.engine.optimizer, "step", first)
+
 
 @fault("beta_of_a_group", "one parameter group has another second beta", "optimizer", cell=(ZERO3,))
 def beta_of_a_group(site: Site) -> None:
