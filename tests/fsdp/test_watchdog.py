@@ -429,7 +429,7 @@ def on_a_device(rank: int) -> tuple[bool, Told, int]:
         pass
     early = watchdog._overdue() is None
     if rank == 1:
-        watchdog._on_device[0].reached.is_reached = True  # type: ignore[union-attr, misc]
+        watchdog._on_device[0].reached.is_reached = True  # type: ignore[union-attr, misc] # set on a fake event
     assert watchdog._told.wait(GENEROUS_S)
 
     def next_collective() -> None:
@@ -460,7 +460,7 @@ def test_a_wait_lasts_since_its_stream_came_to_it_however_far_ahead_the_host_was
     for wait in (first, second):
         wait.since -= 2 * LIMIT_S  # when the host asked for it
     assert watchdog._overdue() is first
-    first.reached.is_reached = True  # type: ignore[union-attr, misc]
+    first.reached.is_reached = True  # type: ignore[union-attr, misc] # set on a fake event
     assert watchdog._overdue() is None
     second.since -= 2 * LIMIT_S
     assert watchdog._overdue() is second

@@ -96,7 +96,7 @@ def wrong_looks(it: Witnessed) -> Iterator[str]:
         look, tensor = LOOKS[name], None if name == "norm" else third
         if it.found(it.saying(name, AT, OFF[name])) != [(look.check, AT, tensor, Grade.bad)]:
             yield f"{name} is not found at its step"
-        halfway = 1.5 * vouched.bound(name, it.clean.stream, it.arithmetic)  # type: ignore[arg-type]
+        halfway = 1.5 * vouched.bound(name, it.clean.stream, it.arithmetic)  # type: ignore[arg-type] # it is vouched for
         if it.found(it.saying(name, AT, halfway)) != [(look.check, AT, tensor, Grade.doubt)]:
             yield f"{name} is not in doubt within twice its bound"
     after = it.found(it.saying("kept", STEPS + 1, OFF["kept"]))
