@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from harness.config.compose import Cell
 from harness.config.schema import Rerun
 from harness.launch.order import in_blocks
+from harness.launch.room import check_room
 from harness.launch.slurm.commands import SlurmError
 from harness.launch.slurm.scheduler import Scheduler, probe
 from harness.launch.slurm.scheduler import cancel as scancel
@@ -36,8 +37,13 @@ def retry(store: Store, ref: str) -> int:
     """Start a new attempt of every run that failed, was lost, preempted or cancelled; returns the exit code.
 
     A new attempt goes on from the newest checkpoint. Runs that are done, or in somebody's hands, are left alone.
+
+    Raises:
+        BadRequest: the disk has no room for what they will keep; nothing was started.
     """
-    return submit(in_blocks([frozen(store, run) for run in runs_of(store, ref)]))
+    cells = in_blocks([frozen(store, run) for run in runs_of(store, ref)])
+    check_room(cells)
+    return submit(cells)
 
 
 def frozen(store: Store, run: RunDir) -> Cell:

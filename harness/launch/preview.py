@@ -11,6 +11,7 @@ from harness.launch.environment import rank_environment
 from harness.launch.local.ranks import worker_command
 from harness.launch.opening import Sources, look
 from harness.launch.plan import Decision
+from harness.launch.room import say_room
 from harness.launch.slurm.batch import Batch
 from harness.launch.slurm.submission import is_remote, planned, probe
 from harness.store.files import write_atomic
@@ -43,6 +44,9 @@ def preview(cells: Sequence[Cell]) -> str:
         decision = decisions[cell.signature]
         parts.append(f"\n{store.path_of(cell)}\n    {decision.action.value}: {decision.why}")
         parts.extend(f"    {override}" for override in cell.overrides)
+    starting = [cell for cell in cells if decisions[cell.signature].starts]
+    if len(starting) > 1:
+        parts.append(f"\n{say_room(store, starting)}")
     if local:
         parts.append(_local(store, local[0]))
     parts.extend(_script(store, batch) for batch in batches)

@@ -43,10 +43,14 @@ def sweep(loader: ConfigLoader, master: DictConfig, arguments: Sequence[str]) ->
     A study is recorded, so that its verdict knows every arm and its control; returns the exit code.
 
     Raises:
-        BadRequest: with the violations of every cell; nothing was started.
+        BadRequest: with the violations of every cell, or the disk has no room for all of them; nothing was started.
     """
     wanted = cells_of(loader, master, as_asked(arguments))
     first = wanted.cells[0].typed
+    if not first.launch.dry_run:
+        from harness.launch.room import check_room  # late: a refusal needs none of it, and stays quick
+
+        check_room(wanted.cells)
     if any(text.startswith("study=") for text in arguments) and not first.launch.dry_run:
         write_study(Path(first.launch.root), wanted.cells, wanted.controls)
     return carry_out(wanted.cells)

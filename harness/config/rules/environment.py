@@ -17,21 +17,19 @@ from functools import lru_cache
 from pathlib import Path
 
 from harness.config.adapter import capabilities_of
-from harness.config.captured import captured
-from harness.config.derived import may_leave_unused, persistent_bytes_per_rank, state_bytes
+from harness.config.derived import may_leave_unused, persistent_bytes_per_rank
 from harness.config.devices import visible_devices
+from harness.config.disk import PROBE_BYTES, free_bytes, nearest, shown, written
 from harness.config.errors import Violation
 from harness.config.mirror import has_key, mirror_mode, server
 from harness.config.rules.request import Request, Rule, rule
-from harness.config.schema import Backend, CkptPolicy, Config, Device, EngineName, Registration, WandbMode
+from harness.config.schema import Backend, Device, EngineName, Registration, WandbMode
 from harness.store import commands
 from harness.store.provenance import versions
 
 ALLOCATORS = ("megatron", "apex")
 """Packages with an allocator for megatron-fsdp's user buffers."""
 
-PROBE_BYTES = 1 << 20
-"""Bytes written and synced to find out whether a disk takes any: about what the logs of a short run need."""
 PROBED_S = 60.0
 """Seconds for which that is known."""
 
@@ -193,7 +191,7 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
     if have and need > have:
         yield Violation(
             f"model={cfg.model.name}",
-            f"needs {_size(need)} without activations, for all its ranks; this machine has {_size(have)}",
+            f"needs {shown(need)} without activations, for all its ranks; this machine has {shown(have)}",
             fix="model=tiny, or a cluster with more machines",
         )
 
@@ -202,15 +200,9 @@ def model_fits_in_memory(request: Request) -> Iterator[Violation]:
 def disk_takes_the_run(request: Request) -> Iterator[Violation]:
     """The root can be made and written, and has room for captures and a checkpoint."""
     cfg = request.config
-    problem = probe(Path(cfg.launch.root), expected_bytes(cfg), write=not cfg.launch.dry_run)
+    problem = probe(Path(cfg.launch.root), written(cfg), write=not cfg.launch.dry_run)
     if problem:
         yield Violation(request.show("launch.root"), problem, fix="launch.root=A_WRITABLE_FOLDER_WITH_ROOM")
-
-
-def expected_bytes(cfg: Config) -> int:
-    """Bytes a run writes at least: captures, the checkpoints it keeps beside the one it writes, and logs."""
-    checkpoints = (cfg.ckpt.keep + 1) * state_bytes(cfg) if cfg.ckpt.policy is not CkptPolicy.none else 0
-    return captured(cfg).num_bytes + checkpoints + PROBE_BYTES
 
 
 def probe(root: Path, need: int, *, write: bool) -> str:
@@ -220,7 +212,7 @@ def probe(root: Path, need: int, *, write: bool) -> str:
     and do another. Without `write` only the folder is looked at: nothing is about to be stored there.
     """
     try:
-        folder = next((p for p in (root, *root.parents) if p.exists()), Path("/"))
+        folder = nearest(root)
     except OSError as error:
         return f"cannot be a folder: {error.strerror}"
     if not folder.is_dir():
@@ -232,9 +224,9 @@ def probe(root: Path, need: int, *, write: bool) -> str:
 
 def _no_room(folder: Path, need: int) -> str:
     try:
-        free = shutil.disk_usage(folder).free
+        free = free_bytes(folder)
         if free < need:
-            return f"{folder} has {_size(free)} free, and the run writes about {_size(need)}"
+            return f"{folder} has {shown(free)} free, and the run writes about {shown(need)}"
         _write_and_remove(folder, min(need, PROBE_BYTES), int(time.monotonic() // PROBED_S))
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -266,13 +258,6 @@ def _memory_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (OSError, ValueError):
         return 0
-
-
-def _size(count: int) -> str:
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.3g} {units[0]}"
 
 
 RULES: tuple[Rule, ...] = (

@@ -1,0 +1,75 @@
+"""Room on disk for all cells of a request together: each alone fits (`config.rules.environment`), a study may not."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from harness.config.compose import Cell
+from harness.config.disk import Kept, free_bytes, kept, shown
+from harness.config.errors import refuse
+from harness.launch.opening import Sources, look
+from harness.launch.plan import Action
+from harness.launch.slurm.submission import probe
+from harness.store.rundir import Store
+
+
+def check_room(cells: Sequence[Cell]) -> None:
+    """Refuse cells whose checkpoints and captures together are more than the disk of their store has left.
+
+    Cells that are done, or in somebody's hands, are not counted, nor is what earlier attempts have left of the others.
+    They are told apart only where all cells together would not fit: most requests ask the store for nothing.
+
+    Raises:
+        BadRequest: they do not fit; nothing was started.
+    """
+    store = Store(cells[0].config["launch"]["root"])
+    if kept_by(cells).total <= free_bytes(store.root):
+        return
+    sources, jobs = Sources.gather(), probe()
+    looked = [(cell, look(store, cell, sources, jobs)) for cell in cells]
+    starting = [cell for cell, decision in looked if decision.starts]
+    there = sum(held(store.path_of(cell)) for cell, decision in looked if decision.action is Action.start)
+    need, free = kept_by(starting), free_bytes(store.root)
+    if need.total - there > free:
+        left = f", of which {shown(there)} are there" if there else ""
+        raise refuse(
+            f"launch.root={store.root}",
+            f"has {shown(free)} free, and what would start ({len(starting)} of {len(cells)} cells) keeps at least "
+            f"{shown(need.total)}{left}: {_told(need)}",
+            fix="launch.root=A_FOLDER_WITH_ROOM, ckpt=none, a smaller measure.capture_limit_mib, or fewer cells",
+        )
+
+
+def say_room(store: Store, starting: Sequence[Cell]) -> str:
+    """How much cells will keep, and how much there is: a line for people."""
+    need = kept_by(starting)
+    return (
+        f"{len(starting)} runs keep at least {shown(need.total)}: {_told(need)}; {store.root} has "
+        f"{shown(free_bytes(store.root))} free"
+    )
+
+
+def kept_by(cells: Iterable[Cell]) -> Kept:
+    """Bytes that the runs of cells leave on disk at least, all together."""
+    each = [kept(cell.typed) for cell in cells]
+    return Kept(sum(one.checkpoints for one in each), sum(one.captures for one in each))
+
+
+def held(folder: Path) -> int:
+    """Bytes of the files in a folder and below; links are not followed, and what vanishes meanwhile counts nothing."""
+    found = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            try:
+                file = os.lstat(os.path.join(where, name))
+            except OSError:
+                continue
+            found += file.st_size if stat.S_ISREG(file.st_mode) else 0
+    return found
+
+
+def _told(need: Kept) -> str:
+    return f"checkpoints {shown(need.checkpoints)}, captures {shown(need.captures)}"
