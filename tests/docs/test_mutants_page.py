@@ -25,6 +25,7 @@ MODULES = (
     "tests.fsdp.test_clear_errors",
     "tests.fsdp.test_clipping",
     "tests.fsdp.test_closing",
+    "tests.fsdp.test_gathered",
     "tests.fsdp.test_gradient_access",
     "tests.fsdp.test_habits",
     "tests.fsdp.test_hidden_tensors",

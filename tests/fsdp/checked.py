@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
+from unittest import mock
 
 import torch.distributed as dist
 
@@ -32,6 +33,11 @@ class Mutant:
     patch: Callable[[], Any]
     check: str
     strategy: str = ZERO3
+
+
+def patched(where: Any, name: str, value: Any) -> Callable[[], Any]:
+    """The patch of a mutant: what `where` has under a name is `value`."""
+    return lambda: mock.patch.object(where, name, value)
 
 
 def world_of(module: str) -> int:
