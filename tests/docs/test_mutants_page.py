@@ -23,6 +23,7 @@ MODULES = (
     "tests.fsdp.tensor_parallel.test_promises",
     "tests.fsdp.tensor_parallel.test_state",
     "tests.fsdp.test_clear_errors",
+    "tests.fsdp.test_clear_errors_in_use",
     "tests.fsdp.test_clipping",
     "tests.fsdp.test_closing",
     "tests.fsdp.test_gathered",
