@@ -1,0 +1,146 @@
+"""A rank that ends or stops is told by all that live, and a program that ends without closing its models ends well."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness.control import Control
+from harness.engines.protocol import Ranks
+from harness.fsdp import watched
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.hanging import GENEROUS_S, LIMIT_S, Told, agree, build, provoke, step
+from tests.support.forking import fork_ranks
+
+# -- a rank that ends --------------------------------------------------------------------------------------------------
+
+
+def ends_in_a_forward(rank: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
+    model, wrapped, optimizer = build(None, "optim_grads", watchdog_timeout_s=30.0, eager_limit_bytes=None)
+    step(wrapped, optimizer)
+    if rank == 2:
+        model.stop = lambda: os._exit(0)
+    told = provoke(lambda: step(wrapped, optimizer))
+    Path(folder, f"{rank}.txt").write_text(f"{told.error}\n{told.seconds}\n{told.message}")
+    os._exit(0)
+
+
+def test_a_rank_that_ends_is_named_at_once(tmp_path: Path) -> None:
+    assert fork_ranks(ends_in_a_forward, 3, str(tmp_path)) == [0, 0, 0]
+    told = []
+    for rank in (0, 1):
+        error, seconds, message = (tmp_path / f"{rank}.txt").read_text().split("\n", 2)
+        told.append(Told(error, message, float(seconds)))
+    message = agree(told)
+    assert "a collective failed" in message
+    assert "rank 2 does not answer: ended" in message
+    assert "the backend of rank 0 said: " in message
+
+
+# -- a rank that stops, and an exchange of the program's own -----------------------------------------------------------
+
+
+def join(rank: int, folder: Path, keeper: int) -> None:
+    """Join a group of two whose store lives in rank `keeper`."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    port = folder / "port"
+    if rank == keeper:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        (folder / "writing").write_text(str(store.port))
+        (folder / "writing").rename(port)
+    else:
+        while not port.exists():
+            time.sleep(0.01)
+        store = dist.TCPStore("127.0.0.1", int(port.read_text()), is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
+def stops(rank: int, path: str, keeper: int, where: str) -> None:
+    """Rank 1 stops, as by SIGSTOP, in a forward or before an exchange; rank 0 writes what it is told, and ends it."""
+    folder = Path(path)
+    join(rank, folder, keeper)
+    model, wrapped, optimizer = build(None, "optim_grads_params", watchdog_timeout_s=LIMIT_S)
+    own = dist.new_group(backend="gloo")
+    step(wrapped, optimizer)
+    if rank == 1:
+        (folder / "pid").write_text(str(os.getpid()))
+        dist.barrier()
+        if where == "forward":
+            model.stop = lambda: os.kill(os.getpid(), signal.SIGSTOP)
+            step(wrapped, optimizer)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    dist.barrier()
+
+    def exchange() -> None:
+        with watched("how far each rank is", own):
+            dist.barrier(own)
+
+    def loop() -> None:
+        with closing(CollectiveMeter()) as meter:
+            Control(Ranks(rank, 2, rank, torch.device("cpu")), own, meter).report([0.5], 7, False)
+
+    told = provoke({"forward": lambda: step(wrapped, optimizer), "exchange": exchange, "loop": loop}[where])
+    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+    (folder / "told").write_text(f"{told.error}\n{told.seconds}\n{told.message}")
+    os._exit(0)
+
+
+WAITS = {
+    "forward": "in all_gather blocks.",
+    "exchange": "in exchange of how far each rank is",
+    "loop": "in exchange of the loop's own numbers",
+}
+
+
+@pytest.mark.parametrize("where", WAITS)
+@pytest.mark.parametrize("keeper", [0, 1], ids=["store_lives", "store_stops_too"])
+def test_a_rank_that_stops_is_told_also_where_it_keeps_the_store(keeper: int, where: str, tmp_path: Path) -> None:
+    fork_ranks(stops, 2, str(tmp_path), keeper, where, seconds=60)
+    error, seconds, message = (tmp_path / "told").read_text().split("\n", 2)
+    assert (error, float(seconds) < GENEROUS_S) == ("CollectiveError", True), message
+    assert "did not come about within 1 s" in message
+    assert "rank 0 waits since" in message
+    assert WAITS[where] in message
+    if keeper == 0:
+        assert "rank 1 does not answer: ended, stopped" in message
+    else:
+        assert "other ranks could not be asked: the store of the process group does not answer" in message
+
+
+# -- all ranks end -----------------------------------------------------------------------------------------------------
+
+
+def ends_unclosed(folder: str) -> None:
+    """Two ranks, one forked from the other, that come to the interpreter's own end with models that are watched."""
+    rank = 0 if os.fork() else 1
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    for _ in range(4):
+        model, wrapped, optimizer = build(None, "optim_grads_params")
+        step(wrapped, optimizer)
+        atexit.register(len, [model, wrapped, optimizer])  # alive until the end
+    watching = sum(thread.name == "fsdp-watchdog" for thread in threading.enumerate())
+    Path(folder, f"{rank}.txt").write_text(str(watching))
+    if rank == 0:
+        assert os.wait()[1] == 0
+
+
+def test_a_program_that_never_closes_its_models_ends_well(tmp_path: Path) -> None:
+    script = "import sys; from tests.fsdp.test_ended_ranks import ends_unclosed; ends_unclosed(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=True)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["4", "4"]
