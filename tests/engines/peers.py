@@ -27,6 +27,22 @@ DTYPES = {
     "wide": ("fp32", "fp64", "fp64", "fp32"),
 }
 """Of each policy: the roles' dtypes."""
+PEERS = (
+    ("fsdp2", "optim_grads"),
+    ("fsdp2", "optim_grads_params"),
+    ("fsdp1", "no_shard"),
+    ("fsdp1", "optim_grads"),
+    ("fsdp1", "optim_grads_params"),
+    ("ddp", "no_shard"),
+    ("ddp", "optim"),
+)
+"""Torch's own engines, each with the strategies it has."""
+SHARDED = tuple(peer for peer in PEERS if peer[1].startswith("optim_grads"))
+
+
+def outers(world_size: int) -> list[int]:
+    """Sizes of an outer axis: the inner group keeps several ranks, or one."""
+    return [outer for outer in (2, 4) if world_size % outer == 0]
 
 
 class Part(nn.Module):

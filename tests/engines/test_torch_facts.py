@@ -1,0 +1,121 @@
+"""Facts about torch 2.13 that the adapters or the rules rely on: when one changes, so should they."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+from harness.config.errors import BadRequest
+from harness.engines.adapters.fsdp1 import KNOWN_WARNINGS
+from harness.engines.protocol import Engine
+from tests.engines.peers import PEERS, SHARDED, AwkwardWorkload, Case, Record, run_case, run_cases
+from tests.support.composing import compose
+from tests.support.spawn import run_ranks
+
+
+def in_16_bits(record: Record) -> bool:
+    return all(torch.equal(gradient, gradient.bfloat16().float()) for gradient in record.gradients.values())
+
+
+def test_where_sums_over_microbatches_have_16_bits() -> None:
+    """FSDP1 adds in the compute dtype under no_sync, FSDP2 in the wire's before the outer all-reduce; no others do."""
+    one = [Case(*peer, 1, 3, "sgd", None, "bf16", awkward=True, steps=1) for peer in PEERS]  # with a tied weight
+    assert [
+        (c.engine, c.strategy) for c, r in zip(one, run_ranks(run_cases, 1, one)[0], strict=True) if in_16_bits(r)
+    ] == [("fsdp1", "no_shard")]
+    two = [Case(*peer, 2, 3, "sgd", None, "bf16_comm", outer=o, steps=1) for peer in SHARDED for o in (1, 2)]
+    found = run_ranks(run_cases, 2, two)[0]
+    assert {(c.engine, c.outer) for c, r in zip(two, found, strict=True) if in_16_bits(r)} == {("fsdp2", 2)}
+
+
+def violated(*overrides: str) -> list[str]:
+    with pytest.raises(BadRequest) as caught:
+        compose(["launch.dry_run=true", *overrides])
+    return [str(violation) for violation in caught.value.violations]
+
+
+HYBRID = "sharding=hsdp mesh=two_by_two train.global_batch_size=32"
+
+
+@pytest.mark.parametrize(
+    ("common", "refused", "clean"),
+    [
+        ("engine=fsdp1 dtype=bf16", "sharding=no_shard", "sharding=optim_grads"),
+        ("engine=fsdp1 dtype=bf16 sharding=no_shard", "", "train.global_batch_size=8"),
+        ("engine=fsdp1 dtype=bf16 sharding=no_shard", "", "dtype.allow_low_precision_grads=true"),
+        ("engine=fsdp1 sharding=no_shard", "dtype=bf16", "dtype=fp32"),
+        (f"engine=fsdp2 {HYBRID}", "dtype=bf16_comm", "dtype=bf16"),
+        (f"engine=fsdp2 dtype=bf16_comm {HYBRID}", "", "dtype.allow_low_precision_grads=true"),
+        (f"dtype=bf16_comm {HYBRID}", "engine=fsdp2", "engine=fsdp1"),
+        ("engine=ddp dtype=fp64", "dtype.grad_comm=fp32", "dtype.grad_comm=bf16"),
+        ("engine=ddp", "sharding=optim_grads", "sharding=optim"),
+        ("engine=fsdp2", "sharding=optim", "sharding=optim_grads"),
+    ],
+)
+def test_what_an_engine_does_not_do_is_refused_before_ranks_start(common: str, refused: str, clean: str) -> None:
+    assert len(violated(*common.split(), *refused.split())) == 1
+    compose(["launch.dry_run=true", *common.split(), *clean.split()])
+
+
+def test_the_refusals_say_what_to_do() -> None:
+    (waits,) = violated("engine=fsdp1", "sharding=no_shard", "dtype=bf16")
+    assert "dtype.compute=bf16" in waits
+    assert "allow_low_precision_grads=true" in waits
+    (wire,) = violated(
+        "engine=fsdp2", "sharding=hsdp", "mesh=two_by_two", "dtype=bf16_comm", "train.global_batch_size=32"
+    )
+    assert "dtype.grad_comm=bf16" in wire
+    assert "outer axis" in wire
+
+
+class ScalarWorkload(AwkwardWorkload):
+    def build(self, device: torch.device | str, dtype: torch.dtype) -> torch.nn.Module:
+        model = super().build(device, dtype)
+        model.gain = torch.nn.Parameter(torch.empty((), device=device, dtype=dtype))
+        return model
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "fsdp2"])
+def test_a_parameter_without_a_dimension_is_refused_by_name(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.engines.peers.AwkwardWorkload", ScalarWorkload)
+    with pytest.raises(ValueError, match=rf"engine={engine} splits.*: gain; give them the shape \[1\]"):
+        Case(engine, "optim_grads", 1, awkward=True).build(0)
+
+
+def _warnings(rank: int, cases: list[Case]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.simplefilter("ignore", DeprecationWarning)  # as outside tests: torch.distributed.optim's own import
+        for case in cases:
+            run_case(rank, case)
+    return sorted({str(warning.message) for warning in caught})
+
+
+def test_nothing_warns() -> None:
+    """What torch says of choices made on purpose is silenced by its exact words; anything new comes through."""
+    kinds = itertools.product(PEERS, ((False, "deterministic"), (True, "fast")))
+    cases = [Case(*peer, 2, 2, awkward=awkward, numerics=numerics) for peer, (awkward, numerics) in kinds]
+    assert run_ranks(_warnings, 2, cases) == [[], []]
+    assert len(KNOWN_WARNINGS) == 2
+
+
+def test_a_gradient_before_the_last_microbatch_is_an_error() -> None:
+    def ask(engine: Engine) -> None:
+        with pytest.raises(RuntimeError, match=r"no gradient for .*: no microbatch was marked as the step's last one"):
+            engine.step(0.1)
+
+    for peer in PEERS:
+        run_ranks_in_place(Case(*peer, 1), ask)
+
+
+def run_ranks_in_place(case: Case, look: Any) -> None:
+    """One rank in this process, so that the look may be any function."""
+    run_ranks(_look, 1, case, look)
+
+
+def _look(rank: int, case: Case, look: Any) -> None:
+    run_case(rank, case, lambda engine, _: look(engine))
