@@ -33,7 +33,7 @@ from harness.probe.collectives import CollectiveMeter
 from harness.store.metrics import read_metrics
 from tests.support.factory import ranks_of, small_config, train
 from tests.support.spawn import run_ranks
-from tests.train.test_loop import Idle
+from tests.train.wrapped import Idle
 
 STEPS = 400
 CALLS = 2000

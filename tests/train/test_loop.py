@@ -1,4 +1,4 @@
-"""The loop: what it records, how it stops, and that nothing of it depends on the layout."""
+"""The loop: what it records, that it costs next to nothing, and that no number of it depends on the dtype."""
 
 from __future__ import annotations
 
@@ -7,28 +7,27 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import closing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
 from harness.config.schedule import lr_at
-from harness.config.schema import CkptPolicy, Config, DataKind, Dtype, EngineName
-from harness.control import Control, StepReport
+from harness.config.schema import CkptPolicy, DataKind, Dtype
+from harness.control import Control
 from harness.data.loader import Loader, global_digest
-from harness.engines.protocol import Engine, Microbatch
+from harness.engines.protocol import Microbatch
 from harness.probe.collectives import CollectiveMeter
 from harness.store.metrics import read_metrics
 from harness.train import Outcome, Progress
 from harness.train.record import global_loss, weights_digest
 from tests.support.factory import ranks_of, small_config, train, with_dtypes
-from tests.support.spawn import run_ranks
+from tests.train.runs import summary
+from tests.train.wrapped import Idle, Wrapped
 
 LINE = {
     "step": int,
@@ -68,11 +67,6 @@ LINE = {
     "own": dict,
 }
 """Every key of a line, in order, with what it holds on a CPU."""
-
-
-def summary(run_dir: Path) -> dict[str, Any]:
-    value: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return value
 
 
 def check_schema(record: Mapping[str, Any], schema: Mapping[str, Any]) -> None:
@@ -182,231 +176,6 @@ def test_control_carries_every_bit() -> None:
     assert (report.digests, report.stop) == ([(1 << 64) - 1], True)
 
 
-# --- over ranks
-
-
-def ddp_config(world_size: int = 2, **changes: Any) -> Config:
-    return small_config(engine__name=EngineName.ddp, mesh__world_size=world_size, **changes)
-
-
-def ddp_runs(rank: int, folder: str) -> list[Any]:
-    """A whole run, one stopped by rank 1 after step 2 and then taken up, on the same two ranks."""
-    path = Path(folder)
-    outcomes = [train(ddp_config(train__steps=4), path / "straight", rank)]
-    asked: list[int] = []
-
-    def stop() -> bool:
-        asked.append(1)
-        return rank == 1 and len(asked) == 2
-
-    outcomes.append(train(ddp_config(train__steps=4), path / "resumed", rank, should_stop=stop))
-    outcomes.append(train(ddp_config(train__steps=4), path / "resumed", rank))
-    return [outcomes, exchange(rank)]
-
-
-def exchange(rank: int) -> StepReport:
-    """What both ranks know when each reports two losses and rank 1 was asked to stop."""
-    with closing(CollectiveMeter()) as meter:
-        control = Control(ranks_of(ddp_config(), rank), dist.new_group(backend="gloo"), meter)
-        report = control.report([rank + 0.1, rank + 0.2], (1 << 64) - 1 - rank, rank == 1)
-        assert meter.take() == []
-    return report
-
-
-@pytest.fixture(scope="module")
-def ddp(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    folder = tmp_path_factory.mktemp("ddp")
-    return folder, run_ranks(ddp_runs, 2, str(folder))
-
-
-def test_every_rank_knows_all_reports_in_rank_order(ddp: tuple[Path, Any]) -> None:
-    for _, report in ddp[1]:
-        assert report == StepReport([0.1, 0.2, 1.1, 1.2], [(1 << 64) - 1, (1 << 64) - 2], True)
-
-
-def test_ranks_agree_with_one_process(ddp: tuple[Path, Any], tmp_path: Path) -> None:
-    train(small_config(train__steps=4), tmp_path)
-    pairs = zip(read_metrics(tmp_path / "metrics.jsonl"), read_metrics(ddp[0] / "straight/metrics.jsonl"), strict=True)
-    for single, double in pairs:
-        if single["step"] == 1:
-            assert double["loss"] == single["loss"], "same weights, same microbatches, summed in the same order"
-        for key in ("step", "lr", "tokens", "data_digest"):
-            assert single[key] == double[key]
-        assert double["loss"] == pytest.approx(single["loss"], rel=1e-6)
-        assert double["grad_norm"] == pytest.approx(single["grad_norm"], rel=1e-5)
-    first = summary(tmp_path)["initial_weights"]
-    assert summary(ddp[0] / "straight")["initial_weights"] == first
-
-
-def test_own_traffic_is_left_out_of_the_record(ddp: tuple[Path, Any]) -> None:
-    """Only DDP's one bucket: no control exchange, no capture, no norm of the weights."""
-    facts = summary(ddp[0] / "straight")
-    num_bytes = facts["parameters"] * 4
-    for record in read_metrics(ddp[0] / "straight/metrics.jsonl"):
-        if record["step"] == 2:  # DDP broadcasts its final order of buckets, once
-            assert record["comm"].pop("broadcast")["bytes"] < 1000
-        assert record["comm"] == {"all_reduce": {"count": 1, "bytes": num_bytes}}
-    assert facts["collectives"] == [{"kind": "all_reduce", "bucket": "", "count": 1, "bytes": num_bytes}]
-
-
-def test_one_ranks_stop_stops_all_and_resume_is_bitwise(ddp: tuple[Path, Any]) -> None:
-    folder, outcomes = ddp
-    for rank in (0, 1):
-        assert outcomes[rank][0] == [Outcome("done", 4, True), Outcome("preempted", 2, True), Outcome("done", 4, True)]
-    assert_same_run(folder / "straight", folder / "resumed")
-
-
-def assert_same_run(a: Path, b: Path) -> None:
-    for first, second in zip(read_metrics(a / "metrics.jsonl"), read_metrics(b / "metrics.jsonl"), strict=True):
-        for key in ("step", "loss", "grad_norm", "param_norm", "lr", "data_digest"):
-            assert first[key] == second[key], key
-    for key in ("initial_weights", "final_weights", "tokens"):
-        assert summary(a)[key] == summary(b)[key], key
-
-
-# --- stopping and going on, in one process
-
-
-def stop_after(step: int) -> Any:
-    asked: list[int] = []
-
-    def stop() -> bool:
-        asked.append(1)
-        return len(asked) == step
-
-    return stop
-
-
-def test_stop_saves_and_resume_is_bitwise(tmp_path: Path) -> None:
-    config = small_config(train__steps=5, train__param_norm_every=1)
-    train(config, tmp_path / "a")
-    assert train(config, tmp_path / "b", should_stop=stop_after(2)) == Outcome("preempted", 2, saved=True)
-    assert summary(tmp_path / "b")["status"] == "preempted"
-    assert train(config, tmp_path / "b", should_stop=stop_after(1)) == Outcome("preempted", 3, saved=True)
-    assert train(config, tmp_path / "b") == Outcome("done", 5, saved=True)
-    assert_same_run(tmp_path / "a", tmp_path / "b")
-
-
-def test_record_is_cut_back_to_the_checkpoint(tmp_path: Path) -> None:
-    """Killed after step 3 with a checkpoint of step 2: step 3 is run again and recorded once."""
-    config = small_config(train__steps=4, ckpt__every=2)
-    with pytest.raises(KeyboardInterrupt):
-        train(config, tmp_path / "b", progress=_killer(3))
-    assert len(read_metrics(tmp_path / "b/metrics.jsonl")) == 3
-    assert train(config, tmp_path / "b") == Outcome("done", 4, saved=True)
-    train(config, tmp_path / "a")
-    assert_same_run(tmp_path / "a", tmp_path / "b")
-
-
-def _killer(step: int) -> Any:
-    def progress(seen: Progress) -> None:
-        if seen.step == step:
-            raise KeyboardInterrupt
-
-    return progress
-
-
-def test_without_checkpoints_a_run_starts_over(tmp_path: Path) -> None:
-    config = small_config(train__steps=3, ckpt__policy=CkptPolicy.none)
-    assert train(config, tmp_path, should_stop=stop_after(2)) == Outcome("preempted", 2, saved=False)
-    assert not (tmp_path / "ckpt").exists()
-    assert train(config, tmp_path) == Outcome("done", 3, saved=False)
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
-
-
-def test_a_stop_in_the_last_step_is_too_late_to_matter(tmp_path: Path) -> None:
-    assert train(small_config(), tmp_path, should_stop=stop_after(3)) == Outcome("done", 3, saved=True)
-
-
-def test_a_finished_run_is_left_as_it_is(tmp_path: Path) -> None:
-    config = small_config()
-    train(config, tmp_path)
-    before = (tmp_path / "metrics.jsonl").read_text()
-    assert train(config, tmp_path) == Outcome("done", 3, saved=True)
-    assert (tmp_path / "metrics.jsonl").read_text() == before
-
-
-HOOKS = ("_backward_hooks", "_forward_hooks", "_forward_pre_hooks", "_post_accumulate_grad_hooks")
-
-
-def hooks_of(model: torch.nn.Module) -> int:
-    return sum(
-        len(getattr(each, kind, None) or ()) for each in [*model.modules(), *model.parameters()] for kind in HOOKS
-    )
-
-
-def test_a_step_that_is_not_captured_pays_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No hook, no look at the engine, no file; in a run that captures a step, only that step has any."""
-    counts: dict[bool, list[int]] = {True: [], False: []}
-    asked: list[str] = []
-    captures = False
-
-    def watch(engine: Any) -> Any:
-        inner, seen, gradients = engine.forward_backward, engine.seen, engine.named_gradients
-
-        def forward_backward(batch: Microbatch, *, last: bool) -> Tensor:
-            counts[captures].append(hooks_of(engine.model))
-            loss: Tensor = inner(batch, last=last)
-            return loss
-
-        monkeypatch.setattr(engine, "forward_backward", forward_backward)
-        monkeypatch.setattr(engine, "seen", lambda: asked.append("seen") or seen())
-        monkeypatch.setattr(engine, "named_gradients", lambda: asked.append("gradients") or gradients())
-        return engine
-
-    base = small_config(measure__capture_steps=[], train__global_batch_size=2)
-    train(base, tmp_path / "off", wrap_engine=watch)
-    assert asked == []
-    assert not (tmp_path / "off" / "capture").exists()
-    captures = True
-    base.measure.capture_steps = [2]
-    train(base, tmp_path / "on", wrap_engine=watch)
-    assert asked == ["seen", "seen", "gradients"], "its tensors at the start, then the step"
-    first, second, third = counts[True]
-    assert first == third == counts[False][0]
-    assert counts[False] == [first] * 3
-    assert second > first
-    on, off = (read_metrics(tmp_path / which / "metrics.jsonl") for which in ("on", "off"))
-    assert [list(record) for record in on] == [list(record) for record in off]
-    assert [record["loss"] for record in on] == [record["loss"] for record in off]
-
-
-def test_captures_beyond_the_limit_are_left_out(tmp_path: Path) -> None:
-    train(small_config(train__steps=1, measure__capture_limit_mib=0), tmp_path)
-    assert not (tmp_path / "capture").exists()
-
-
-# --- faults and cost
-
-
-class Wrapped(Engine):
-    """An engine that passes everything on, for tests that change one thing."""
-
-    def __init__(self, inner: Engine) -> None:
-        self.inner = inner
-
-    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
-        return self.inner.forward_backward(batch, last=last)
-
-    def step(self, lr: float) -> float:
-        return self.inner.step(lr)
-
-    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        return self.inner.named_gradients()
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return self.inner.named_weights()
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.inner.load_state_dict(state)
-
-    def accounted_bytes(self) -> dict[str, int]:
-        return self.inner.accounted_bytes()
-
-
 class Diverging(Wrapped):
     """Its loss is infinite in step 1; its weights, and so all that follows, are nan after step 2."""
 
@@ -423,23 +192,6 @@ class Diverging(Wrapped):
         return super().step(lr)
 
 
-def poisoned(gradient: Tensor) -> Tensor:
-    return gradient * math.nan
-
-
-def test_a_witness_of_a_diverged_step_is_written(tmp_path: Path) -> None:
-    """An engine that can be looked at, and a local gradient that is nan."""
-
-    def poison(engine: Any) -> Any:
-        engine.weights["head.norm.weight"].register_hook(poisoned)
-        return engine
-
-    train(small_config(measure__capture_steps=[1], train__steps=1), tmp_path, wrap_engine=poison)
-    facts = json.loads((tmp_path / "capture/witness-000001.json").read_text())
-    assert facts["terms"]["head.norm.weight"] == "nan"
-    assert math.isfinite(facts["terms"]["embedding.weight"])
-
-
 def test_divergence_is_recorded_not_crashed_on(tmp_path: Path) -> None:
     config = small_config(train__param_norm_every=1, measure__capture_steps=[3])
     assert train(config, tmp_path, wrap_engine=Diverging).status == "done"
@@ -454,16 +206,6 @@ def test_divergence_is_recorded_not_crashed_on(tmp_path: Path) -> None:
     assert summary(tmp_path)["loss"] == "nan"
     description = json.loads((tmp_path / "capture/step-000003.json").read_text())
     assert description["tensors"]["embedding.weight"]["norm"] == "nan"
-
-
-class Idle(Wrapped):
-    """Does no work, so that what a step takes is what the harness takes."""
-
-    def forward_backward(self, batch: Microbatch, *, last: bool) -> Tensor:
-        return torch.tensor(1.0)
-
-    def step(self, lr: float) -> float:
-        return 1.0
 
 
 def test_harness_costs_less_than_a_hundredth_of_a_step(tmp_path: Path) -> None:

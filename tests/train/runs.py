@@ -1,0 +1,22 @@
+"""What tests of the loop read of a run that ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from harness.store.metrics import read_metrics
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    value: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return value
+
+
+def assert_same_run(a: Path, b: Path) -> None:
+    for first, second in zip(read_metrics(a / "metrics.jsonl"), read_metrics(b / "metrics.jsonl"), strict=True):
+        for key in ("step", "loss", "grad_norm", "param_norm", "lr", "data_digest"):
+            assert first[key] == second[key], key
+    for key in ("initial_weights", "final_weights", "tokens"):
+        assert summary(a)[key] == summary(b)[key], key
