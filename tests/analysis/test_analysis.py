@@ -20,8 +20,10 @@ from benchmarks.pages import readme_figure
 from harness.store import provenance
 from harness.store.rundir import RunDir, flatten
 from harness.store.sections import flat_config
+from tests.parity.arms import Arm
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import Arm, as_study, edit_config, edit_json, edit_lines, write
+from tests.parity.edits import edit_config, edit_json, edit_lines
+from tests.parity.lab import as_study, write
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,9 @@ from harness.cli.main import main
 from harness.store import forward, judged, nodes
 from harness.store.rundir import Store
 from tests.bench import lab as timed
-from tests.parity.lab import Arm, as_study, edit_json, write
+from tests.parity.arms import Arm
+from tests.parity.edits import edit_json
+from tests.parity.lab import as_study, write
 
 CODES = {0, 1, 2, 3, 4, 69}
 """Exit codes of README.md that a verb which starts nothing can end with."""

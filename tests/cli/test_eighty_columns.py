@@ -12,8 +12,10 @@ from harness.cli.main import main
 from harness.store import provenance, status
 from harness.store.status import State, Status
 from hydra_plugins.harness_hydra import StudySource
+from tests.parity.arms import Arm, broken
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import Arm, as_study, broken, edit_json, write
+from tests.parity.edits import edit_json
+from tests.parity.lab import as_study, write
 
 ROOT = Path(__file__).parents[2]
 

@@ -21,7 +21,8 @@ from harness.cli.main import main, read
 from harness.store import commands as commands_printed
 from harness.store import provenance
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import as_study, edit_json, write
+from tests.parity.edits import edit_json
+from tests.parity.lab import as_study, write
 
 ROOT = Path(__file__).parents[2]
 PAGES = (

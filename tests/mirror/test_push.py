@@ -19,8 +19,10 @@ from harness.parity import StudyVerdict, verdict
 from harness.store import provenance
 from harness.store.fields import metric_of
 from harness.store.rundir import RunDir
+from tests.parity.arms import broken
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import as_study, broken, edit_json, write
+from tests.parity.edits import edit_json
+from tests.parity.lab import as_study, write
 from tests.support import wandb_file
 
 KEY = "fedcba9876543210" * 5

@@ -14,7 +14,8 @@ from harness.store import provenance, status
 from harness.store.metrics import read_metrics
 from harness.store.status import Keeper, State
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import as_study, edit_config, edit_json, write
+from tests.parity.edits import edit_config, edit_json
+from tests.parity.lab import as_study, write
 from tests.support import wandb_file
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness.parity import Verdict, compare
+from tests.parity.arms import Arm
 from tests.parity.corpus import Case
-from tests.parity.lab import CLEAN, Arm, write
+from tests.parity.lab import CLEAN, write
 
 Judge = Callable[[Case], Verdict]
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.parity.lab import Arm, Array, Params, bf16, broken
+from tests.parity.arms import Arm, Array, Params, broken
+from tests.parity.network import bf16
 
 
 @dataclass(frozen=True)

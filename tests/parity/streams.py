@@ -20,7 +20,8 @@ from harness.store.rundir import flatten
 from harness.store.vouching import StreamWriter, VouchedTensor, step_columns, tensor_columns
 
 if TYPE_CHECKING:
-    from tests.parity.lab import Arm, Optimizer, Params
+    from tests.parity.arms import Arm, Params
+    from tests.parity.network import Optimizer
 
 SKETCHES = 4
 Float64 = NDArray[np.float64]

@@ -18,9 +18,11 @@ from harness.parity import Outcome, Verdict, against, compare, study_text, text
 from harness.parity.telling.explain import CHECKS, OUTCOMES
 from harness.parity.telling.looks import LOOKS
 from harness.store import provenance
+from tests.parity.arms import broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, Case, scaled
-from tests.parity.lab import CLEAN, broken, edit_json, write
+from tests.parity.edits import edit_json
+from tests.parity.lab import CLEAN, write
 
 DOUBTED = broken(replace(OURS, updates=()), reduced=scaled(0.98, "blocks"), reduced_from=8)
 """UNDECIDED at step 8 or later: nothing was captured there."""

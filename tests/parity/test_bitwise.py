@@ -15,9 +15,11 @@ from harness.parity import Outcome, Verdict, compare
 from harness.parity.tiers.admissible import admissible
 from harness.parity.tiers.bitwise import same_float
 from harness.store.rundir import flatten
+from tests.parity.arms import Arm
 from tests.parity.conftest import Bench
 from tests.parity.corpus import OURS
-from tests.parity.lab import CLEAN, Arm, edit_json, edit_lines, next_float, write_capture
+from tests.parity.edits import edit_json, edit_lines, next_float
+from tests.parity.lab import CLEAN, write_capture
 
 ORDERED = replace(OURS, numerics="ordered", strategy="optim", k=1)
 TWICE = replace(ORDERED, replicate=1)

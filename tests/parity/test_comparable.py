@@ -16,9 +16,11 @@ from harness.parity import Outcome, Verdict, compare
 from harness.parity.tiers.comparable import must_agree
 from harness.store.errors import StoreError
 from harness.store.rundir import flatten
+from tests.parity.arms import Fault, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import CLEAN, Fault, broken, edit_config, edit_json, edit_lines
+from tests.parity.edits import edit_config, edit_json, edit_lines
+from tests.parity.lab import CLEAN
 
 Edit = Callable[[Path], None]
 

@@ -12,7 +12,8 @@ from harness.config.roundoff import RMS, UNIT
 from harness.parity.tiers.arithmetic import SAFETY, Arithmetic
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.orders import ORDERS, error, noise, rounder
-from tests.parity.lab import Arm, bf16
+from tests.parity.arms import Arm
+from tests.parity.network import bf16
 
 TINY = Arithmetic("fp32", "fp32", "fp32", "fp32", 4, 2, 2, 4, 2048, 512, 200_000)
 BF16 = replace(TINY, compute="bf16")

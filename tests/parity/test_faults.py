@@ -10,9 +10,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness.parity import Grade, Outcome, Verdict, compare
+from tests.parity.arms import Fault
 from tests.parity.conftest import Bench
 from tests.parity.corpus import BF16, FAULTS, OURS_BF16, TWINS, Case
-from tests.parity.lab import CLEAN, Fault, write_capture
+from tests.parity.lab import CLEAN, write_capture
 
 
 def named(cases: list[Case]) -> list[object]:

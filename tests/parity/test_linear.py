@@ -18,7 +18,8 @@ from harness.parity import Outcome, compare
 from harness.store.vouching import FOLDER, step_columns
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import CLEAN, edit_config
+from tests.parity.edits import edit_config
+from tests.parity.lab import CLEAN
 from tests.parity.streams import SKETCHES
 
 EXPONENT = 1.1

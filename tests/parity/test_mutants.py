@@ -24,9 +24,11 @@ from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.gradients import Block, TensorPair
 from harness.parity.tiers.trajectory import Span
 from harness.store.rundir import flatten
+from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, OURS_BF16, TWINS, WIDE, Case, fifteen_bits, stored_as
-from tests.parity.lab import CLEAN, Arm, broken, edit_config, edit_json, edit_lines, next_float
+from tests.parity.edits import edit_config, edit_json, edit_lines, next_float
+from tests.parity.lab import CLEAN
 from tests.support.mutants import each
 
 PASSES = (Outcome.EQUAL, Outcome.EQUIVALENT)

@@ -18,8 +18,11 @@ from harness.parity import compare
 from harness.parity.alone import optimizer
 from harness.parity.outcome import Finding, Grade, Outcome, Stage
 from harness.parity.record import load
+from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
-from tests.parity.lab import CLEAN, Arm, Params, broken, edit_json, initial, write_capture
+from tests.parity.edits import edit_json
+from tests.parity.lab import CLEAN, write_capture
+from tests.parity.network import initial
 from tests.support.mutants import each, kills
 
 THREE = Arm(captures=(1, 2, 3), updates=(1, 2, 3))
@@ -150,7 +153,7 @@ def test_where_it_cannot_be_worked_out_nothing_is_said(bench: Bench, tmp_path: P
 
 def judged_whole(run: Path) -> list[Finding]:
     """Of a run whose second capture is gone on purpose, not by damage."""
-    from tests.parity.lab import edit_config
+    from tests.parity.edits import edit_config
 
     edit_config(run, "measure", capture_steps=[1, 3])
     return judged(run)

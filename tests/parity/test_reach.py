@@ -15,8 +15,9 @@ from harness.parity import Outcome, Verdict, compare
 from harness.parity.tiers.arithmetic import SAFETY, Arithmetic, margin
 from harness.parity.tiers.envelope import Envelope
 from harness.store.rundir import flatten
+from tests.parity.arms import Arm
 from tests.parity.conftest import Bench
-from tests.parity.lab import CLEAN, Arm, write_capture
+from tests.parity.lab import CLEAN, write_capture
 
 ARM = Arm(engine="native", strategy="optim", updates=())
 EXACT = Arm(engine="single", strategy="no_shard", compute="fp64", main="fp64", ranks=1, k=4, updates=())

@@ -104,7 +104,7 @@ def test_a_reused_weight_may_be_one_rounding_off_its_fellows_and_no_other_may() 
 
 def test_families_are_read_from_the_frozen_configuration() -> None:
     from harness.store.rundir import flatten
-    from tests.parity.lab import Arm
+    from tests.parity.arms import Arm
 
     config = flatten(Arm().config())
     assert Arithmetic.of(config).reused == ""

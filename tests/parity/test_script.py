@@ -22,9 +22,11 @@ from harness.parity.telling.looks import LOOKS
 from harness.parity.telling.script import first_shown, overrides, script, scripted, write_script
 from harness.store.identity import signature
 from harness.store.rundir import RunDir, flatten
+from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, TWINS, Case, duplicated, stored_as
-from tests.parity.lab import CLEAN, Arm, broken, edit_config, edit_json
+from tests.parity.edits import edit_config, edit_json
+from tests.parity.lab import CLEAN
 from tests.parity.test_witness import CONTROL, SEEN, twenty_one_bits
 from tests.support.composing import compose
 from tests.support.programs import run_program

@@ -10,7 +10,8 @@ import pytest
 
 from harness.parity import Outcome, study_text, verdict
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import CLEAN, as_study, edit_json, edit_lines, write
+from tests.parity.edits import edit_json, edit_lines
+from tests.parity.lab import CLEAN, as_study, write
 
 SEEDS = range(5)
 

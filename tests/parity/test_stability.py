@@ -14,7 +14,8 @@ from harness.parity.tiers import stability
 from harness.parity.tiers.stability import grown, stable_until
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import CLEAN, edit_lines
+from tests.parity.edits import edit_lines
+from tests.parity.lab import CLEAN
 from tests.support.mutants import Slip, each, kills
 
 

@@ -11,8 +11,10 @@ import pytest
 
 from harness.parity import Outcome, Verdict, compare
 from harness.parity.alone import structure
+from tests.parity.arms import Arm
 from tests.parity.conftest import Bench
-from tests.parity.lab import CLEAN, Arm, edit_json
+from tests.parity.edits import edit_json
+from tests.parity.lab import CLEAN
 from tests.support.mutants import each
 
 SEEN = Arm(engine="native", strategy="optim", witnessed=True, captures=(1, 2))

@@ -17,9 +17,11 @@ from harness.config.errors import BadRequest
 from harness.parity import Outcome, compare, study_text, text, verdict, zoom
 from harness.parity.outcome import Stage
 from harness.parity.record import load
+from tests.parity.arms import broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, duplicated
-from tests.parity.lab import CLEAN, as_study, broken, edit_config, edit_json, edit_lines, write
+from tests.parity.edits import edit_config, edit_json, edit_lines
+from tests.parity.lab import CLEAN, as_study, write
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 from harness.parity.tensors import Capture, Unreadable
 from harness.parity.tiers.gradients import compare_tensor, names, pool, unit
-from tests.parity.lab import bf16
+from tests.parity.network import bf16
 
 
 def saved(path: Path, **tensors: np.ndarray) -> Capture:

@@ -12,8 +12,9 @@ import yaml
 
 from harness.parity import Outcome, Verdict
 from harness.parity.versions import ONE_VERSION, Side, changed_defaults, compare_versions
+from tests.parity.arms import Arm, broken
 from tests.parity.conftest import Bench
-from tests.parity.lab import Arm, broken, edit_config, edit_json
+from tests.parity.edits import edit_config, edit_json
 
 PLAIN = Arm(numerics="ordered", witnessed=True)
 DOUBLED = broken(PLAIN, reduced=lambda mean, own, arm: {name: 2 * value for name, value in mean.items()})

@@ -16,9 +16,11 @@ from harness.parity.alone import vouched
 from harness.parity.outcome import Finding, Stage
 from harness.parity.tiers import apart, parting
 from harness.store.vouching import FOLDER, step_columns
+from tests.parity.arms import Arm, Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import BF16, FP32, OURS, OURS_BF16, OURS_SGD, SGD, bf16, scaled, stored_as
-from tests.parity.lab import CLEAN, Arm, Optimizer, Params, broken
+from tests.parity.lab import CLEAN
+from tests.parity.network import Optimizer
 from tests.parity.streams import SKETCHES
 from tests.support.mutants import each
 

@@ -16,6 +16,7 @@ from harness.parity import Grade, Outcome, Verdict, compare
 from harness.parity.alone import witness
 from harness.parity.outcome import Stage
 from harness.parity.tiers.arithmetic import Arithmetic
+from tests.parity.arms import Arm, Array, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import (
     BF16,
@@ -35,7 +36,8 @@ from tests.parity.corpus import (
     tail_lost,
     unreduced,
 )
-from tests.parity.lab import CLEAN, Arm, Array, broken, edit_json
+from tests.parity.edits import edit_json
+from tests.parity.lab import CLEAN
 from tests.support.mutants import each, kills
 
 CONTROL = replace(FP32, witnessed=True)

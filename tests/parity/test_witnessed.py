@@ -20,9 +20,12 @@ from harness.parity.record import Record, load
 from harness.parity.tiers import comparable, parting, placing
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.store.vouching import FOLDER, step_columns
+from tests.parity.arms import Params, broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import bf16, stored_as
-from tests.parity.lab import CLEAN, Optimizer, Params, broken, edit_lines
+from tests.parity.edits import edit_lines
+from tests.parity.lab import CLEAN
+from tests.parity.network import Optimizer
 from tests.parity.streams import SKETCHES
 from tests.parity.test_vouched import AT, CONTROL, NAME, SEEN
 from tests.support.mutants import Slip, each

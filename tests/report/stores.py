@@ -8,8 +8,10 @@ from pathlib import Path
 
 from harness.store import provenance, status
 from harness.store.status import State
+from tests.parity.arms import Arm, broken
 from tests.parity.corpus import FP32, OURS
-from tests.parity.lab import Arm, as_study, broken, edit_config, edit_json, write
+from tests.parity.edits import edit_config, edit_json
+from tests.parity.lab import as_study, write
 
 EVIL = "<img src=x onerror=alert(1)>$x$|`@all`"
 QUESTION = f"Is it <script>alert(1)</script> the same & is {EVIL} told?"

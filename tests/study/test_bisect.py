@@ -19,7 +19,9 @@ from harness.bisect.trials import Request, answer_of
 from harness.config.errors import BadRequest, refuse
 from harness.parity import Finding, Grade, Outcome, Stage, Verdict
 from harness.store.rundir import Store
-from tests.parity.lab import Arm, broken, edit_json, write
+from tests.parity.arms import Arm, broken
+from tests.parity.edits import edit_json
+from tests.parity.lab import write
 from tests.study.test_code import commit, git
 from tests.support.composing import compose
 
