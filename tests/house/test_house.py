@@ -1,8 +1,10 @@
-"""The README's house is the one that stands: every room exists, and import-linter holds the order it is drawn in."""
+"""The README's house is the one that stands: every room exists, import-linter holds the order it is drawn in, and no
+file is too long to read in one go."""
 
 from __future__ import annotations
 
 import re
+import subprocess
 import tomllib
 from itertools import chain
 from pathlib import Path
@@ -18,6 +20,8 @@ SECTION = re.search(r"\n## The house\n(.*?)\n## ", (ROOT / "README.md").read_tex
 assert SECTION is not None
 TABLES = [re.findall(r"`([\w./]+)`", each) for each in re.split(r"\n\| [a-z ]+ \| \|\n", SECTION[1])[1:]]
 NAMED = list(chain(*TABLES))
+MOST_LINES = 450
+"""Of a file; one noun a file needs fewer."""
 
 
 def module_of(path: str) -> str:
@@ -66,3 +70,18 @@ def test_the_desk_and_the_readers_are_kept_from_torch() -> None:
     without = next(each for each in CONTRACTS if "torch" in each.get("forbidden_modules", ()))
     rooms = {module_of(path) for path in chain(*TABLES[:2]) if path.count("/") == 1 and path.startswith("harness/")}
     assert rooms == set(without["source_modules"])
+
+
+def lengths(root: Path) -> dict[str, int]:
+    """Lines of every Python file that git tracks below a folder, by its path."""
+    listed = subprocess.run(["git", "ls-files", "-z", "*.py"], cwd=root, capture_output=True, text=True, check=True)
+    paths = (path for path in listed.stdout.split("\0") if path and (root / path).exists())
+    return {path: len((root / path).read_text(encoding="utf-8").splitlines()) for path in paths}
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs a git checkout")
+def test_no_file_is_over_its_limit_of_lines() -> None:
+    found = lengths(ROOT)
+    assert found[Path(__file__).relative_to(ROOT).as_posix()] > 80, "this file is counted too"
+    over = {path: lines for path, lines in found.items() if lines > MOST_LINES}
+    assert not over, f"over {MOST_LINES} lines: {over}; give a second noun a file of its own"
