@@ -65,9 +65,6 @@ class Model(Protocol):
     def sharded_state(self) -> ShardedState:
         """Weights and optimizer state by name, over the engine's own memory."""
 
-    def adopt_state(self, state: ShardedState) -> None:
-        """Make what was written into it effective. *Collective.*"""
-
 
 def own(model: Model) -> None:
     """Let parameters know their model, so that an optimizer over them can be bound at its first step."""
@@ -204,7 +201,7 @@ def _state_dict(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.
 def _load_state_dict(
     model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Take back what `_state_dict` gave, for any layout; forget gradients. *Collective.*
+    """Take back what `_state_dict` gave, for any layout; gradients wait for their step, as in torch. *Collective.*
 
     Raises:
         StateMismatch: it does not fit; nothing was loaded.
@@ -218,7 +215,8 @@ def _load_state_dict(
         if not had:  # zeros are not what every optimizer begins with
             optimizer.state.clear()
         raise
-    model.adopt_state(held)
+    held.adopt()
+    _guard(model, sharded, optimizer)  # of runs that were cut, see [Note: Runs]
 
 
 class _State(defaultdict[Any, Any]):

@@ -38,6 +38,7 @@ MODULES = (
     "tests.fsdp.test_requires_grad",
     "tests.fsdp.test_saving",
     "tests.fsdp.test_step_cost",
+    "tests.fsdp.test_step_habits",
     "tests.fsdp.test_timing",
     "tests.fsdp.test_two_optimizers",
     "tests.fsdp.test_unused",

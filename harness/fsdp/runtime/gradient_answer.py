@@ -11,8 +11,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
+from harness.fsdp.runtime.program_hooks import Hook, watch_present, watched
 from harness.fsdp.runtime.step import Step, StepState
 from harness.fsdp.storage.parameter_access import GRADIENT
 
@@ -56,12 +58,17 @@ class Answer:
         """None forgets the gradient; once all that are not frozen are set to None, all gradients are forgotten.
 
         Raises:
-            GradientAccessError: a tensor is given.
+            GradientAccessError: a tensor is given; or a backward runs.
         """
         if value is not None:
             raise GradientAccessError(
                 f".grad of {self.name} was set to a tensor, which the step would not see, as gradients lie in flat"
                 " buffers: scale the loss, or a tensor on the way (register_hook), instead"
+            )
+        if self.step.in_backward and torch._C._current_graph_task_id() != -1:
+            raise GradientAccessError(
+                f".grad of {self.name} was set to None inside a backward, by a hook: its gradient is on its way to"
+                " other ranks already. Forget gradients after backward() has returned, all of them: model.zero_grad()"
             )
         if self.step.state in (StepState.IDLE, StepState.BACKWARD):
             return
@@ -70,9 +77,14 @@ class Answer:
         if len(dropped) + len(frozen) >= len(self.names) and dropped | frozen >= self.names and forget is not None:
             forget()
 
+    def watched(self, hook: Hook) -> Hook:
+        """What is hung on the parameter in place of a hook of the program."""
+        return watched(hook, self.name, self.step)
+
 
 def answer_for(params: Sequence[tuple[str, nn.Parameter]], step: Step, forget: Callable[[], None]) -> None:
     """Let trained parameters answer for their `.grad`. forget: a bound method; it is not kept alive."""
     names = [name for name, _ in params]
     for name, param in params:
         setattr(param, GRADIENT, Answer(name, names, step, weakref.WeakMethod(forget)))
+        watch_present(param, name, step)

@@ -48,6 +48,9 @@ class GradientAnswer(Protocol):
     def assign(self, value: Tensor | None) -> None:
         """What the program sets it to."""
 
+    def watched(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """What is hung on the parameter in place of a hook that the program wants called with it."""
+
 
 class Source(Protocol):
     """Whose weights other ranks may still be taking."""
@@ -116,6 +119,11 @@ def _class(own: type, access: Access) -> type:
     return type(own)(name, (base, own), {"__module__": __name__, "_own": own})
 
 
+def is_guarded(param: Tensor) -> bool:
+    """Whether a parameter has a class of the engine's now."""
+    return isinstance(param, _Guarded)
+
+
 def _param(guarded: _Guarded) -> nn.Parameter:
     """The parameter whose class `guarded` has part in."""
     return cast(nn.Parameter, guarded)
@@ -143,6 +151,12 @@ class _Guarded:
             answer.assign(value)
         if answer is None or value is None:
             put_grad(_param(self), value)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
+        """As torch has it; see `harness.fsdp.runtime.program_hooks`."""
+        answer: GradientAnswer | None = getattr(self, GRADIENT, None)
+        hung = hook if answer is None else answer.watched(hook)
+        return Tensor.register_post_accumulate_grad_hook(_param(self), hung)  # type: ignore[no-untyped-call] # torch's
 
 
 # -- whole, and nobody is computing ------------------------------------------------------------------------------------

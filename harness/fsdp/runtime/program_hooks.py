@@ -1,0 +1,82 @@
+"""Hooks that the program hangs on parameters, and what they must not do while a backward runs.
+
+[Note: Stepping in a hook] "Optimizer in backward" updates a parameter as soon as its gradient is accumulated. In a
+sharded model that gradient is of this rank alone, and on its way to the others: ranks would part, or the update would
+be lost with gathered weights. `optimizer.step()` inside a backward is refused by the step's state; an update by hand is
+seen here. While such a hook runs, its parameter is *resting* (see [Note: The class of a parameter]): edits through
+`data` are counted, and what is assigned to `.grad` is answered. Programs without such hooks pay nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from harness.fsdp.runtime.step import Step, StepError
+from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.storage.parameter_access import Access, class_for, is_guarded
+from harness.fsdp.tensor_parallel.parameters import handling_of
+
+Hook = Callable[[Any], Any]
+
+
+class ProgramHook:
+    """A hook of the program, run when a parameter has accumulated a gradient; see [Note: Stepping in a hook].
+
+    Args:
+        hook: what is run. name: of the parameter. step: in whose backwards it must not change values.
+    """
+
+    def __init__(self, hook: Hook, name: str, step: Step) -> None:
+        self.hook = hook
+        self.name = name
+        self.step = step
+
+    def __call__(self, param: nn.Parameter) -> None:
+        """Run it.
+
+        Raises:
+            StepError: it has changed values of its parameter.
+        """
+        if not self.step.in_backward:
+            self.hook(param)
+            return
+        own = type(param)
+        counting = own if is_guarded(param) else class_for(own, Access.resting)
+        before = _edits(param)
+        param.__class__ = counting
+        try:
+            self.hook(param)
+        finally:
+            if type(param) is counting:
+                param.__class__ = own
+            if _edits(param) != before:
+                self._refuse()
+
+    def _refuse(self) -> None:
+        raise StepError(
+            f"a hook (register_post_accumulate_grad_hook) has changed values of parameter {self.name} inside the"
+            " backward, where .grad is of this rank alone and not yet summed over ranks: they would part, or the change"
+            " be lost. Call optimizer.step() after backward(): strategies that split gradients keep a part of them"
+            " only, which is what stepping in a hook would save"
+        )
+
+
+def watched(hook: Hook, name: str, step: Step) -> Hook:
+    """What is hung on a parameter in place of a hook of the program; of one of the engine, itself."""
+    return hook if isinstance(hook, WeakHook | ProgramHook) else ProgramHook(hook, name, step)
+
+
+def watch_present(param: nn.Parameter, name: str, step: Step) -> None:
+    """Watch what the program hung on a parameter before it was sharded."""
+    hooks: dict[int, Hook] = param._post_accumulate_grad_hooks or {}
+    for key, hook in hooks.items():
+        hooks[key] = watched(hook, name, step)
+
+
+def _edits(param: nn.Parameter) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return handling_of(param).edits(param)

@@ -1,0 +1,162 @@
+"""Habits around a step that were once silently wrong: what programs load, or change, between a forward and its update.
+
+Checks as in `tests.fsdp.test_habits`, whose models and data these are.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from harness.fsdp import binding, fully_shard_model
+from harness.fsdp.runtime import gradient_answer, program_hooks
+from harness.fsdp.runtime.program_hooks import ProgramHook
+from tests.fsdp.checked import Mutant, holds, is_found
+from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.test_habits import Net, data, differing, mean_square, said, sharded, train, trained_alike
+from tests.support.mutants import each
+
+
+def loading_before_a_step(rank: int, strategy: str) -> list[str]:
+    """torch keeps gradients when an optimizer's state is loaded: between forward and backward, and before the step."""
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Sequence[int]) -> None:
+        train(model, optimizer, ranks, mean_square, 1)
+        saved = copy.deepcopy(optimizer.state_dict())
+        train(model, optimizer, ranks, mean_square, 1)
+        loss = mean_square(model, data(ranks, 2))
+        optimizer.load_state_dict(saved)
+        loss.backward()
+        optimizer.load_state_dict(saved)
+        optimizer.step()
+
+    plain = Net()
+    run(plain, torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9), (0, 1))
+    model, optimizer = sharded(Net(), strategy)
+    run(model, optimizer, [rank])
+    return differing(model, plain)
+
+
+# -- hooks of the program, inside a backward ---------------------------------------------------------------------------
+
+
+def by_data(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.data.add_(param.grad, alpha=-0.2)
+    param.grad = None
+
+
+@torch.no_grad()
+def in_place(param: nn.Parameter) -> None:
+    assert param.grad is not None
+    param.sub_(0.2 * param.grad)
+
+
+def dropping(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def by_optimizer(param: nn.Parameter) -> None:
+    """torch's own recipe has an optimizer for each parameter, built beforehand."""
+    torch.optim.SGD([param], lr=0.2).step()
+
+
+def stepping_in_hooks(rank: int, strategy: str) -> list[str]:
+    """ "Optimizer in backward", by hand and by optimizers, hung on the module or on the sharded model's parameters."""
+
+    def hung(hook: Callable[[nn.Parameter], None], *, before: bool) -> Callable[[], None]:
+        module = Net()
+        for param in module.parameters() if before else ():
+            param.register_post_accumulate_grad_hook(hook)
+        model = fully_shard_model(module, zero_dp_strategy=strategy, fsdp_unit_modules=module.units)
+        for _, param in model.named_parameters() if not before else ():
+            param.register_post_accumulate_grad_hook(hook)
+        return lambda: mean_square(model, data([rank], 0)).backward()
+
+    words = {
+        by_data: "changed values of parameter head.* inside the backward.*optimizer.step\\(\\) after backward",
+        in_place: "changed values of parameter head.* inside the backward.*optimizer.step\\(\\) after backward",
+        dropping: "grad of head.* was set to None inside a backward",
+        by_optimizer: "optimizer.step\\(\\).* inside a backward.*after backward",
+    }
+    return [
+        f"{hook.__name__}, before={before}: {each}"
+        for hook, told in words.items()
+        for before in (True, False)
+        for each in said(hung(hook, before=before), told)
+    ]
+
+
+def watching_by_hooks(rank: int, strategy: str) -> list[str]:
+    """Hooks that look alone change nothing."""
+    seen: list[str] = []
+
+    class Watched(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, param in self.named_parameters():
+                param.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))  # type: ignore[misc] # a default
+
+    found = trained_alike(Watched, rank, strategy)
+    names = [name for name, _ in Net().named_parameters()]
+    return found + [f"{name} was not told" for name in names if seen.count(name) != 2 * 3]
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {
+    each.__name__: each for each in (loading_before_a_step, stepping_in_hooks, watching_by_hooks)
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_habit_is_right_or_refused(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+_load_state_dict = binding._load_state_dict
+
+
+def _forgets(model: Any, *others: Any) -> None:
+    _load_state_dict(model, *others)
+    model.zero_grad()
+
+
+MUTANTS = {
+    "loads forget": Mutant(
+        "Loading an optimizer's state forgets the gradients of the step",
+        lambda: mock.patch.object(binding, "_load_state_dict", _forgets),
+        "loading_before_a_step",
+        "no_shard",
+    ),
+    "steps in hooks": Mutant(
+        "A hook may change weights by the gradient of one rank",
+        lambda: mock.patch.object(ProgramHook, "__call__", lambda self, param: self.hook(param)),
+        "stepping_in_hooks",
+        "optim_grads",
+    ),
+    "edits through data in a hook": Mutant(
+        "A hook's parameter counts no edits through `data`",
+        lambda: mock.patch.object(program_hooks, "class_for", lambda own, access: own),
+        "stepping_in_hooks",
+        "optim_grads",
+    ),
+    "hooks hung before": Mutant(
+        "What was hung on a parameter before it was sharded is not watched",
+        lambda: mock.patch.object(gradient_answer, "watch_present"),
+        "stepping_in_hooks",
+        "optim_grads",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", each("The engine, by habits around a step", [(n, m.breaks) for n, m in MUTANTS.items()])
+)
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
