@@ -23,7 +23,7 @@ test: install peers lint types imports
 test-all: install peers models lint types imports
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'full or not full'
 
-# What only a GPU can show, offline and on the image's own torch: nothing is installed here. docs/gpu.md has the results.
+# What only a GPU can show, offline and on the image's own torch: nothing is installed here. docs/records/gpu.md has the results.
 gpu:
 	python3 benchmarks/gpu/acceptance.py; found=$$?; python3 benchmarks/pages/gpu.py && exit $$found
 

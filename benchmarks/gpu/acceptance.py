@@ -8,7 +8,7 @@
 Nothing is fetched: torch 2.11 or newer and this project's dependencies are what the image has; the first piece names
 what is missing. Each piece writes benchmarks/data/gpu/NAME.json with versions, device and commands. A piece whose file
 is of these sources, versions and device, and found nothing wrong, is skipped. One that its limit cuts off keeps its
-runs, and the next call goes on there. Afterwards `python benchmarks/pages/gpu.py` writes docs/gpu.md.
+runs, and the next call goes on there. Afterwards `python benchmarks/pages/gpu.py` writes docs/records/gpu.md.
 
 Exit code: 0 all pieces are right, 1 something is wrong, 75 a piece was cut off: call again.
 """

@@ -1,4 +1,4 @@
-"""Write docs/behaviours.md: the behaviours an FSDP engine is known by, as measured on three engines.
+"""Write docs/records/behaviours.md: the behaviours an FSDP engine is known by, as measured on three engines.
 
     python benchmarks/pages/behaviours.py                          run all checks on all engines, write data and page
     python benchmarks/pages/behaviours.py --engines native         run these engines alone, keep the others' answers
@@ -38,7 +38,7 @@ from tests.fsdp.behaviours.lab import Behaviour  # noqa: E402
 from tests.fsdp.behaviours.running import Trial, run  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data" / "behaviours.json"
-PAGE = ROOT / "docs" / "behaviours.md"
+PAGE = ROOT / "docs" / "records" / "behaviours.md"
 PACKAGES = ("torch", "megatron-fsdp")
 PATIENCE = 20.0
 """Seconds that a rank of an engine waits for another; some do so for ever."""
@@ -54,7 +54,7 @@ KNOWN = {
     ("megatron_fsdp", "29"): "one_parameter_group",
     ("megatron_fsdp", "45"): "no_units",
 }
-"""Failures that a script in docs/upstream shows without this repository's code."""
+"""Failures that a script in docs/records/upstream shows without this repository's code."""
 
 Answers = dict[str, dict[str, dict[str, Any]]]
 """Engine -> behaviour -> answer."""

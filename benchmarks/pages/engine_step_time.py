@@ -1,4 +1,4 @@
-"""Write the page and the data of a timed study: docs/engine_step_time.md, benchmarks/data/engine_step_time.json.
+"""Write page and data of a timed study: docs/records/engine_step_time.md, benchmarks/data/engine_step_time.json.
 
     python run.py -m study=engine_step_time
     python benchmarks/pages/engine_step_time.py
@@ -50,7 +50,7 @@ def write(found: Report, out: Path, root: str) -> None:
     where = "" if root == "runs" else " launch.root=DIR"  # a machine's own folders are nobody else's
     command = f"python run.py -m study={STUDY}{where} && python benchmarks/pages/{STUDY}.py"
     command += "" if root == "runs" else " --root DIR"
-    data, page = out / "benchmarks" / "data" / f"{STUDY}.json", out / "docs" / f"{STUDY}.md"
+    data, page = out / "benchmarks" / "data" / f"{STUDY}.json", out / "docs" / "records" / f"{STUDY}.md"
     for path in (data, page):
         path.parent.mkdir(parents=True, exist_ok=True)
     study_file = (ROOT / "sweeps" / f"{STUDY}.yaml").read_text(encoding="utf-8")

@@ -1,11 +1,11 @@
-"""Write docs/engines.md: every engine in every way it shards, held against one process in double precision.
+"""Write docs/records/engines.md: every engine in every way it shards, held against one process in double precision.
 
     python run.py -m study=engines
     python benchmarks/pages/engines_table.py
 
-Reads the study's runs and the comparator's verdicts; writes docs/engines.md and benchmarks/data/engines.json (every
-number in it, versions, machine). Refuses a study with an unfinished or stale run. For each arm, against `single` in
-fp64 on the same global batches:
+Reads the study's runs and the comparator's verdicts; writes docs/records/engines.md and benchmarks/data/engines.json
+(every number in it, versions, machine). Refuses a study with an unfinished or stale run. For each arm, against `single`
+in fp64 on the same global batches:
 
     loss       largest relative difference of the loss over all steps
     gradient   largest relative distance of one tensor's gradient at step 1, and that tensor
@@ -63,8 +63,8 @@ CONFIRMED = (
     ("hfsdp_sums_gradients", "megatron_fsdp", "N = 4, not divided by the ranks"),
     ("adam_first_updates", "megatron_fsdp", "as if one step had been taken before"),
 )
-"""Faults of released engines that a report in docs/upstream shows without this harness: its name, the engine, and what
-the verdict says of an arm that has it."""
+"""Faults of released engines that a report in docs/records/upstream shows without this harness: its name, the engine,
+and what the verdict says of an arm that has it."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     rows = [row(arm) for arm in study.arms]
     facts = evidence(study, rows)
     write_json(arguments.out / "benchmarks" / "data" / "engines.json", facts)
-    page = arguments.out / "docs" / "engines.md"
+    page = arguments.out / "docs" / "records" / "engines.md"
     write_atomic(page, markdown(study, rows, facts))
     different = [r for r in rows if r.outcome == "DIFFERENT"]
     print(f"{page}: {len(rows)} arms, {len(different)} of them DIFFERENT")
@@ -154,7 +154,7 @@ def evidence(study: StudyVerdict, rows: Sequence[Row]) -> dict[str, object]:
 
 
 def reports(row: Row) -> list[str]:
-    """Names of the reports in docs/upstream about what this arm's verdict says; another fault of an engine has none."""
+    """Names of the reports in docs/records/upstream about what this arm's verdict says; any other fault has none."""
     return [name for name, engine, says in CONFIRMED if engine == row.engine and says in row.sentence]
 
 

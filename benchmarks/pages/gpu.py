@@ -1,4 +1,4 @@
-"""Write docs/gpu.md: what the acceptance found on a GPU, piece by piece, and what is not measured.
+"""Write docs/records/gpu.md: what the acceptance found on a GPU, piece by piece, and what is not measured.
 
     python benchmarks/pages/gpu.py
 
@@ -26,16 +26,16 @@ from harness.store.provenance import cpu_model  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data" / "gpu"
 REHEARSAL = DATA / "rehearsal.json"
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "docs" / "records" / "gpu.md"
 COMMAND = "benchmarks/gpu/acceptance.py --device cpu --tiny --out FOLDER"
 NOT_MEASURED = "not measured"
 TIMED = ("times_125m", "times_1b")
 HEAD = f"""# What a GPU has shown
 
 *Record. What `make gpu` finds out on one NVIDIA GPU, piece by piece, and what of it has not been measured. Made by
-`python benchmarks/pages/gpu.py` from [benchmarks/data/gpu](../benchmarks/data/gpu).*
+`python benchmarks/pages/gpu.py` from [benchmarks/data/gpu](../../benchmarks/data/gpu).*
 
-`make gpu` runs [benchmarks/gpu/acceptance.py](../benchmarks/gpu/acceptance.py): each piece ends within ten minutes,
+`make gpu` runs [benchmarks/gpu/acceptance.py](../../benchmarks/gpu/acceptance.py): each piece ends within ten minutes,
 writes its result with versions, device and commands, and is skipped once that exists for the same sources. A row that
 says *{NOT_MEASURED}* has no result: nobody has run that piece on a GPU. Ranks that share a device show that
 collectives, groups and orders are right; their times say nothing of ranks with a device each, and none is given.

@@ -1,4 +1,4 @@
-"""Write docs/mutants.md: every mutant of this repository, the test that kills it, and the seconds that takes.
+"""Write docs/records/mutants.md: every mutant of this repository, the test that kills it, and the seconds that takes.
 
     python benchmarks/pages/mutants.py                              run all tests that kill mutants, write data and page
     python benchmarks/pages/mutants.py tests/fsdp/test_mutants.py   run these files alone, keep the others' rows
@@ -22,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "data" / "mutants.json"
-PAGE = ROOT / "docs" / "mutants.md"
+PAGE = ROOT / "docs" / "records" / "mutants.md"
 Rows = list[dict[str, Any]]
 HEAD = """\
 # Mutants

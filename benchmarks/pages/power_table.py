@@ -1,4 +1,4 @@
-"""Write docs/power.md from benchmarks/data/power.json: what the verdicts are worth.
+"""Write docs/records/power.md from benchmarks/data/power.json: what the verdicts are worth.
 
 python -m harness power --part all --out benchmarks/data/power.json
 python benchmarks/pages/power_table.py
@@ -23,7 +23,7 @@ from harness.store.reading import read_json
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "data" / "power.json"
 LATER = DATA.with_name("power_later.json")
-PAGE = ROOT / "docs" / "power.md"
+PAGE = ROOT / "docs" / "records" / "power.md"
 
 PARTS = {"tolerances were fixed on": False, "held out": True}
 

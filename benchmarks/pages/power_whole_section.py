@@ -1,4 +1,4 @@
-"""The part of docs/power.md about whole runs, of benchmarks/data/power_whole.json and power_whole_held_out.json."""
+"""The part of docs/records/power.md on whole runs: benchmarks/data/power_whole.json, power_whole_held_out.json."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python run.py -m study=against_fp64
     python benchmarks/pages/readme_figure.py
 
-Writes docs/parity.png (how far every arm's loss and gradients lie from the control, and what rounding explains),
-docs/parity.json (every number in them, the verdicts, versions and sizes), and the table between the README's markers
-`<!-- evidence:begin -->` and `<!-- evidence:end -->`. Refuses a study with an unfinished or stale run.
+Writes docs/records/parity.png (how far every arm's loss and gradients lie from the control, and what rounding
+explains), docs/records/parity.json (every number in them, the verdicts, versions and sizes), and the table between the
+README's markers `<!-- evidence:begin -->` and `<!-- evidence:end -->`. Refuses a study with an unfinished or stale run.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def main(argv: list[str]) -> int:
         return 2
     runs = load.runs(arguments.root, arguments.study).set_index("path")
     table = rows(study, runs)
-    docs = arguments.out / "docs"
-    docs.mkdir(exist_ok=True)
-    draw(study, runs, docs / "parity.png")
-    write_json(docs / "parity.json", evidence(study, runs, table))
+    records = arguments.out / "docs" / "records"
+    records.mkdir(parents=True, exist_ok=True)
+    draw(study, runs, records / "parity.png")
+    write_json(records / "parity.json", evidence(study, runs, table))
     insert(arguments.out / "README.md", markdown(study, table))
-    print(f"{docs / 'parity.png'}, {docs / 'parity.json'} and the table in {arguments.out / 'README.md'}")
+    print(f"{records / 'parity.png'}, {records / 'parity.json'} and the table in {arguments.out / 'README.md'}")
     return 0
 
 
@@ -185,12 +185,12 @@ def markdown(study: StudyVerdict, table: list[dict[str, Any]]) -> str:
     ]
     command = f"`python run.py -m study={study.study} && python benchmarks/pages/readme_figure.py`"
     parts = (
-        "![Every arm's loss and gradients against the control, and what rounding explains](docs/parity.png)",
+        "![Every arm's loss and gradients against the control, and what rounding explains](docs/records/parity.png)",
         f"{study.question} Sizes are per rank, distances relative to the control at step 1; "
         "[docs/verdicts.md](docs/verdicts.md) derives the bounds. Step times are left out: these runs were not "
         "interleaved, and two cores cannot rank engines.",
         head + "\n".join(lines),
-        f"Made by {command}; all numbers in [docs/parity.json](docs/parity.json).",
+        f"Made by {command}; all numbers in [docs/records/parity.json](docs/records/parity.json).",
     )
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""The experiments others published, asked of this machine: docs/seed_studies.md, benchmarks/data/seed_studies.json.
+"""Experiments others published, asked of this machine: docs/records/seed_studies.md, benchmarks/data/seed_studies.json.
 
     python benchmarks/pages/seed_studies.py --run            every study, its timed half in blocks, then the page
     python benchmarks/pages/seed_studies.py --run hybrid     these studies alone, then the page
@@ -84,7 +84,10 @@ def main(argv: Sequence[str]) -> int:
     if arguments.run is not None:
         carry_out([seed for seed in SEEDS if not arguments.run or seed.study in arguments.run], arguments.root)
     found = [find(seed, arguments.root) for seed in SEEDS]
-    data, page = arguments.out / "benchmarks" / "data" / "seed_studies.json", arguments.out / "docs" / "seed_studies.md"
+    data, page = (
+        arguments.out / "benchmarks" / "data" / "seed_studies.json",
+        arguments.out / "docs" / "records" / "seed_studies.md",
+    )
     for path in (data, page):
         path.parent.mkdir(parents=True, exist_ok=True)
     write_json(data, finite(as_json(found)))
@@ -310,7 +313,7 @@ def _origin(found: Sequence[Found]) -> dict[str, Any]:
 
 def markdown(found: Sequence[Found]) -> str:
     """The page."""
-    data = "[seed_studies.json](../benchmarks/data/seed_studies.json)"
+    data = "[seed_studies.json](../../benchmarks/data/seed_studies.json)"
     origin = _origin(found)
     versions = ", ".join(f"{name} {version}" for name, version in origin["versions"].items() if version)
     machine = origin["machine"]

@@ -1,4 +1,4 @@
-"""Write docs/streams.md: what streams wait for, what breaks without each of these edges, and what overlaps.
+"""Write docs/records/streams.md: what streams wait for, what breaks without each of these edges, and what overlaps.
 
     python benchmarks/checks/streams.py
     python benchmarks/pages/streams.py
@@ -20,16 +20,16 @@ sys.path.insert(0, str(ROOT))
 from tests.streams.edges import REASONS  # noqa: E402
 
 DATA = ROOT / "benchmarks" / "data" / "streams.json"
-PAGE = ROOT / "docs" / "streams.md"
+PAGE = ROOT / "docs" / "records" / "streams.md"
 HEAD = """# What streams wait for
 
 *Record. Which waits the CUDA path of the engine has, what breaks without each, and what overlaps. Made by
 `python benchmarks/checks/streams.py && python benchmarks/pages/streams.py`; the data are in
-[streams.json](../benchmarks/data/streams.json).*
+[streams.json](../../benchmarks/data/streams.json).*
 
 No GPU was used. The CUDA path of the engine runs on a CPU with a recorder in place of `torch.cuda` and process groups
-that order their collectives as NCCL does ([tests/streams](../tests/streams)). Every operation is logged with its stream
-and the bytes that it reads and writes, every event with its record and its waits, every allocation as the caching
+that order their collectives as NCCL does ([tests/streams](../../tests/streams)). Every operation is logged with its
+stream and the bytes that it reads and writes, every event with record and waits, every allocation as the caching
 allocator may hand it out again at the earliest. Vector clocks over streams and host then find each pair of accesses to
 the same bytes, one of them a write, that nothing orders: a *race*. What a wait costs on a device is not measured here.
 """

@@ -43,9 +43,8 @@ def _power(arguments: Namespace) -> int:
         subject = f"power --only {arguments.only}" if arguments.only is not None else f"power --part {arguments.part}"
         wanted = arguments.only or ""
         near = ", ".join(nearest(wanted, [*corpus()])) or f"such as {next(iter(corpus()))}"
-        choices = (
-            f"a part of a fault's name ({near}; all in docs/power.md), or of a difference's ({'; '.join(DIFFERENCES)})"
-        )
+        listed = f"{near}; all in docs/records/power.md"
+        choices = f"a part of a fault's name ({listed}), or of a difference's ({'; '.join(DIFFERENCES)})"
         raise refuse(subject, "names no fault and no difference", choices=choices)
     cells = carry_out(chosen, arguments.root)
     folder = Path(arguments.root) / STUDY

@@ -59,7 +59,7 @@ class Fault:
     tensor_parallel: bool = False
     """Whether the fault acts under tensor parallelism, and only with it."""
     measured: bool = True
-    """Whether docs/power.md has it at every strength; of those that came later, CI has the full one."""
+    """Whether docs/records/power.md has it at every strength; of those that came later, CI has the full one."""
     report: str = ""
     """Where the fault was reported; empty for a family."""
 

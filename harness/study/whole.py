@@ -135,7 +135,9 @@ def pairs() -> list[WholePair]:
 def faulty() -> Iterator[WholePair]:
     """Every fault that can act in the cell, late and early, against its twin and against DDP."""
     for fault in corpus().values():
-        if fault.recipes or fault.tensor_parallel:  # of 8 bits and of cut weights: other twins, in docs/power.md
+        if (
+            fault.recipes or fault.tensor_parallel
+        ):  # of 8 bits and of cut weights: other twins, in docs/records/power.md
             continue
         for world, strengths in FAULTY.items():
             yield from _in_world(fault, WORLDS[world], strengths)

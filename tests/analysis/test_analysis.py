@@ -216,8 +216,8 @@ def test_the_readme_is_drawn_from_a_study(store: Path, tmp_path: Path) -> None:
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| optim_grads | bf16_comm | EQUIVALENT |" in text
-    assert (tmp_path / "docs/parity.png").stat().st_size > 10_000
-    shown = json.loads((tmp_path / "docs/parity.json").read_text())
+    assert (tmp_path / "docs/records/parity.png").stat().st_size > 10_000
+    shown = json.loads((tmp_path / "docs/records/parity.json").read_text())
     assert [arm["dtype"] for arm in shown["arms"]] == ["fp32", "bf16_comm"]
     readme_figure.main(command)
     assert readme.read_text() == text

@@ -20,7 +20,7 @@ def test_page_and_data_hold_every_row(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps/lab.yaml").write_text("question: What does a step cost?\n")
     assert engine_step_time.main(["--root", str(tmp_path), "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "docs/lab.md").read_text()
+    page = (tmp_path / "docs/records/lab.md").read_text()
     data = json.loads((tmp_path / "benchmarks/data/lab.json").read_text())
     assert sum(line.startswith(("| ddp", "| native", "| fsdp")) for line in page.splitlines()) == len(lab.ENGINES)
     assert "`python run.py -m study=lab" in page

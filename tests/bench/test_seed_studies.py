@@ -204,7 +204,7 @@ def test_what_was_not_run_is_named_and_the_page_is_written_all_the_same(
     asked(tmp_path, configs, {1: 0})
     monkeypatch.setattr(seed_studies, "NAN_GUARD", tmp_path / "none")
     assert seed_studies.main(["--root", str(tmp_path), "--out", str(tmp_path)]) == 3
-    page = (tmp_path / "docs/seed_studies.md").read_text()
+    page = (tmp_path / "docs/records/seed_studies.md").read_text()
     data = json.loads((tmp_path / "benchmarks/data/seed_studies.json").read_text())
     assert all(f"`study={seed.study}`" in page for seed in SEEDS)
     assert "never started" in page

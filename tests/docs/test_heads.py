@@ -1,4 +1,4 @@
-"""Each page of docs/ says at its head whether it is a guide, a reference or a record; docs/README.md lists them."""
+"""Each page of docs/ says whether it is a guide, a reference or a record; records lie apart; links lead somewhere."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ HEAD = re.compile(r"# [^\n]+\n\n\*(?P<kind>Guide|Reference|Record)\. (?P<sentenc
 """A title, then one paragraph in italics: the kind, a sentence that says what the page answers, and how it is made."""
 
 SOURCES = {
-    "behaviours.md": "benchmarks/pages/behaviours.py",
     "checkpoints.md": "benchmarks/pages/checkpoints_prose.md",
     "compatibility.md": "benchmarks/pages/compatibility_prose.md",
     "configuration.md": "harness/config/doc.py",
     "dtypes.md": "benchmarks/pages/dtype_table.py",
     "engine_knobs.md": "harness/config/engine_doc.py",
-    "engines.md": "benchmarks/pages/engines_table.py",
     "metrics.md": "harness/store/fields.py",
-    "power.md": "benchmarks/pages/power_table.py",
-    "seed_studies.md": "benchmarks/pages/seed_studies.py",
-    "streams.md": "benchmarks/pages/streams.py",
+    "records/behaviours.md": "benchmarks/pages/behaviours.py",
+    "records/engines.md": "benchmarks/pages/engines_table.py",
+    "records/power.md": "benchmarks/pages/power_table.py",
+    "records/seed_studies.md": "benchmarks/pages/seed_studies.py",
+    "records/streams.md": "benchmarks/pages/streams.py",
 }
 """Where the head of a generated page is written. `engine_step_time.md` begins with its study's question, which
 `tests/bench/test_page.py` looks for; `engine.md` keeps its own head when its tables are made again."""
@@ -45,7 +45,7 @@ def letters(text: str) -> str:
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_says_what_it_is(page: str) -> None:
     kind, _ = head_of((DOCS / page).read_text(encoding="utf-8"))
-    assert kind == "Record" or not page.startswith("upstream/")
+    assert (kind == "Record") == page.startswith("records/"), "records lie in docs/records, and nothing else does"
 
 
 @pytest.mark.parametrize(("page", "source"), SOURCES.items())
@@ -67,16 +67,34 @@ def test_the_command_that_makes_a_page_exists(page: str) -> None:
 def test_every_page_is_listed_under_its_kind() -> None:
     expected: dict[str, set[str]] = {"Guide": set(), "Reference": set(), "Record": set()}
     for page in PAGES:
-        if not page.startswith("upstream/"):
+        if not page.startswith("records/upstream/"):
             kind, sentence = head_of((DOCS / page).read_text(encoding="utf-8"))
-            expected[kind].add(f"| [{page}]({page}) | {sentence} |")
+            expected[kind].add(f"| [{Path(page).name}]({page}) | {sentence} |")
     sections = (DOCS / "README.md").read_text(encoding="utf-8").split("\n## ")[1:]
     found = {
         each.split("\n", 1)[0].removesuffix("s"): set(re.findall(r"^\| \[\w+\.md\].*$", each, re.M))
         for each in sections
     }
     assert found == expected
-    assert "[upstream](upstream)" in sections[2]
+    assert "[upstream](records/upstream)" in sections[2]
+
+
+def dead_links(page: Path, text: str) -> list[str]:
+    """Links of a page to files that are not there; what follows a `#` is not looked for."""
+    prose = re.sub(r"^```.*?^```$|`[^`\n]+`", "", text, flags=re.M | re.S)
+    targets = re.findall(r"\]\(([^)#\s=]+)(?:#[^)]*)?\)", prose)
+    return [each for each in targets if "://" not in each and not (page.parent / each).exists()]
+
+
+@pytest.mark.parametrize("page", ["../README.md", "README.md", *PAGES])
+def test_links_lead_somewhere(page: str) -> None:
+    path = DOCS / page
+    assert dead_links(path, path.read_text(encoding="utf-8")) == []
+
+
+def test_a_dead_link_is_found() -> None:
+    text = "[a](verdicts.md) [b](verdict.md#x) [c](https://nowhere) `[d](e)`\n```\n[f](g)\n```\n![h](pictures/none.png)"
+    assert dead_links(DOCS / "README.md", text) == ["verdict.md", "pictures/none.png"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""docs/mutants.md has every mutant that a test declares, and none that no test declares any more."""
+"""docs/records/mutants.md has every mutant that a test declares, and none that no test declares any more."""
 
 from __future__ import annotations
 

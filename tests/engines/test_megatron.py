@@ -1,6 +1,7 @@
 """megatron-fsdp against one process in fp64: right where the release is right, and by how much it is wrong elsewhere.
 
-A release that mends a deviation fails the test that pins it: then the deviation goes, from here and from docs/upstream.
+A release that mends a deviation fails the test that pins it: then the deviation goes, from here and from
+docs/records/upstream.
 """
 
 from __future__ import annotations
@@ -346,7 +347,9 @@ def test_a_step_taken_while_wrapping_is_all_that_is_wrong_with_optimizers(
     case = STEPPED[number]
     stepped, right = reference(case, 2, step_before=True), reference(case, 2)
     check(case, 2, runs, stepped)
-    assert error(runs[0].moved(1), right.moved(1)) > 0.05, "the release no longer takes that step: see docs/upstream"
+    assert error(runs[0].moved(1), right.moved(1)) > 0.05, (
+        "the release no longer takes that step: see docs/records/upstream"
+    )
 
 
 def test_adams_first_updates_are_too_small(two: list[dict[str, Any]]) -> None:

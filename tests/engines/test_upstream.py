@@ -1,4 +1,4 @@
-"""Every report in docs/upstream still shows what it claims, on the release that is installed."""
+"""Every report in docs/records/upstream still shows what it claims, on the release that is installed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.forking import fork_ranks
 
 pytest.importorskip("megatron_fsdp")
 
-FOLDER = Path(__file__).parents[2] / "docs" / "upstream"
+FOLDER = Path(__file__).parents[2] / "docs" / "records" / "upstream"
 SHOWS = {
     "adam_first_updates": r"step 1: distance moved, megatron-fsdp / torch = 0\.7350",
     "average_in_collective": r"AttributeError: 'NoneType' object has no attribute 'size'",

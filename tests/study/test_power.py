@@ -1,7 +1,7 @@
 """The power study in short: every fault at full strength must be found where it is, and every clean twin must pass.
 
 A hundred runs on a few ranks that stay. The verb, which starts ranks for each run, is put to one fault here and to all
-of them by `make test-all`; the whole study is docs/power.md.
+of them by `make test-all`; the whole study is docs/records/power.md.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ELSEWHERE = {
     "same_batch": "forward",
     "strided_shard_in_plain_order": "forward",
 }
-"""Where a verdict names another stage than the fault's: docs/power.md counts these as wrong."""
+"""Where a verdict names another stage than the fault's: docs/records/power.md counts these as wrong."""
 LATER = [fault.name for fault in corpus().values() if not fault.measured]
 
 
@@ -100,7 +100,7 @@ def test_no_run_is_in_both_parts() -> None:
 
 
 def test_the_page_is_of_the_data(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "power.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "records" / "power.md").read_text()
     data = json.loads((Path(__file__).parents[2] / "benchmarks" / "data" / "power.json").read_text())
     assert len(data["pairs"]) == len(pairs())
     assert data["sources"][:8] in page
@@ -116,4 +116,6 @@ def test_the_part_about_whole_runs_is_of_all_its_pairs(name: str, held_out: bool
     assert {tuple(each[key] for key in facts) for each in data["pairs"]} == of_study
     different = [each for each in data["pairs"] if each["views"]["default"]["outcome"] == "DIFFERENT"]
     assert not [each for each in different if each["kind"] == "clean"]
-    assert f"judges frozen at commit `{data['code']['sha'][:7]}`" in (root / "docs" / "power.md").read_text()
+    assert (
+        f"judges frozen at commit `{data['code']['sha'][:7]}`" in (root / "docs" / "records" / "power.md").read_text()
+    )

@@ -1,7 +1,7 @@
 """Mutants: pieces of this repository with one mistake each, and the tests that have to find them.
 
 A test declares with `kills` which mutant it finds. With `--mutants FILE` every such test that passes is written into
-the file with the seconds it took; `benchmarks/pages/mutants.py` makes docs/mutants.md of that.
+the file with the seconds it took; `benchmarks/pages/mutants.py` makes docs/records/mutants.md of that.
 """
 
 from __future__ import annotations

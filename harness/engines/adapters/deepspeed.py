@@ -9,10 +9,10 @@ Limits, on DeepSpeed 0.19.8:
 
 - `no_shard` has one dtype for all roles but the wire: bf16 weights with fp32 gradients are refused by DeepSpeed itself.
 - ZeRO leaves a step out whose gradient norm is not finite and reports `inf`; BF16_Optimizer and ZeRO-3 do so in every
-  dtype. Nothing else here skips a step (docs/upstream/deepspeed_skips_nonfinite.md).
+  dtype. Nothing else here skips a step (docs/records/upstream/deepspeed_skips_nonfinite.md).
 - Every trained weight gets a gradient in every microbatch on every rank. ZeRO-1 and 2 leave a weight without one out of
   that rank's bucket, and the ranks then reduce buckets of different sizes (gloo aborts). ZeRO-3 keeps the last gradient
-  of a weight that gets none, and updates by it again (docs/upstream/deepspeed_stale_gradient.md).
+  of a weight that gets none, and updates by it again (docs/records/upstream/deepspeed_stale_gradient.md).
 - fp16 would bring loss scaling; fp64 and 16-bit main weights or gradients are not asked of it.
 - MoE, tensor parallelism, offloading and hpZ are not used: there is no outer axis.
 """

@@ -1,8 +1,8 @@
 """NVIDIA's megatron-fsdp as released, behind the protocol.
 
 [Note: Used as documented] `fully_shard_model` and `fully_shard_optimizer` over an explicit mesh, defaults elsewhere:
-both overlap flags stay true (without them strategies `optim` and `optim_grads` train wrongly, docs/upstream/). Not
-`fully_shard`, which puts all parameters into one optimizer group and so gives weight decay to vectors.
+both overlap flags stay true (without them strategies `optim` and `optim_grads` train wrongly, docs/records/upstream/).
+Not `fully_shard`, which puts all parameters into one optimizer group and so gives weight decay to vectors.
 
 [Note: Microbatches] With `sync_model_each_microbatch=False` the caller says which microbatch is the last one. `no_sync`
 is no help for k = 1: before it was left once, no microbatch is the last, and `no_shard` and `optim` never reduce. So

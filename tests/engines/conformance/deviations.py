@@ -30,18 +30,18 @@ KNOWN_DEVIATIONS: tuple[Deviation, ...] = (
         "deepspeed",
         lambda case: case.strategy != "no_shard",
         ("non-finite",),
-        "docs/upstream/deepspeed_skips_nonfinite.md",
+        "docs/records/upstream/deepspeed_skips_nonfinite.md",
     ),
     Deviation(  # a step on zero gradients before the first: Adam counts it, momentum holds its weight decay
         "megatron_fsdp",
         lambda case: True,
         ("update", "weights", "loss", "gradient norm"),
-        "docs/upstream/adam_first_updates.md",
+        "docs/records/upstream/adam_first_updates.md",
     ),
     Deviation(
         "megatron_fsdp",
         lambda case: case.outer == "optim",
         ("gradient", "gradient scale"),
-        "docs/upstream/hfsdp_sums_gradients.md",
+        "docs/records/upstream/hfsdp_sums_gradients.md",
     ),
 )

@@ -1,6 +1,6 @@
 """DeepSpeed 0.19.8, ZeRO-1 in fp32 without loss scaling: a step with a NaN gradient leaves no trace. Exit 1: it shows.
 
-python docs/upstream/deepspeed_skips_nonfinite.py
+python docs/records/upstream/deepspeed_skips_nonfinite.py
 """
 
 import os

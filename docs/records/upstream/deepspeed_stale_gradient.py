@@ -1,6 +1,6 @@
 """DeepSpeed 0.19.8, ZeRO-3: a weight no microbatch of a step needs is updated by its last gradient. Exit 1: it shows.
 
-python docs/upstream/deepspeed_stale_gradient.py
+python docs/records/upstream/deepspeed_stale_gradient.py
 """
 
 import os
