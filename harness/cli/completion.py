@@ -1,7 +1,8 @@
 """What the shell offers after TAB: verbs, their options, studies, runs; groups, options and settings after run.py.
 
-`completion bash` prints a function for bash, which asks `completion bash --line LINE` what a half-typed line may go on
-with. Words that hold `=` are one word here and three for bash; its function puts that right.
+`completion bash` and `completion zsh` print a function for that shell, which asks `completion SHELL --line LINE` what a
+half-typed line may go on with. Words that hold `=` are one word here and three for bash; its function puts that right.
+Where we offer nothing both offer files, and zsh what it offers after `python` otherwise.
 """
 
 from __future__ import annotations
@@ -32,11 +33,35 @@ BASH = r"""_harness_completion() {
     fi
 }
 complete -o default -F _harness_completion harness python python3"""
+ZSH = r"""(( $+functions[compdef] )) || { autoload -Uz compinit && compinit -i -D }
+[[ "${_comps[python]}" == _harness_completion ]] || typeset -g _harness_before="${_comps[python]:-_default}"
+_harness_completion() {
+    local -a ask found
+    local line="${(j: :)words[1,CURRENT-1]} $PREFIX"
+    case "${words[1]:t}" in
+        harness) ask=("${words[1]}") ;;
+        *) if [[ "${words[2]:t}" != run.py && "${words[2]} ${words[3]}" != "-m harness" ]]; then
+               $_harness_before "$@"
+               return
+           fi
+           ask=("${words[1]}" -m harness) ;;
+    esac
+    found=(${(f)"$("${(@)ask}" completion zsh --line "$line" 2>/dev/null)"})
+    if (( ! $#found )); then
+        compset -P '*='
+        _files
+        return
+    fi
+    compadd -S '' -- ${(M)found:#*[=/]}
+    compadd -- ${found:#*[=/]}
+}
+compdef _harness_completion harness python python3"""
+SHELLS = {"bash": BASH, "zsh": ZSH}
 
 
-def install() -> str:
-    """What a person types, or writes into ~/.bashrc."""
-    return f'eval "$({commands.verb("completion bash")})"'
+def install(shell: str) -> str:
+    """What a person types, or writes into ~/.bashrc or ~/.zshrc."""
+    return f'eval "$({commands.verb(f"completion {shell}")})"'
 
 
 def candidates(line: str) -> list[str]:
@@ -111,13 +136,15 @@ def _named(metavar: str, store: Store) -> list[str]:
 
 
 def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("shell", choices=("bash",), help=f"install it: {install()}")
+    parser.add_argument("shell", choices=SHELLS, help=f"install it: {install('bash')}, or zsh")
     parser.add_argument("--line", metavar="LINE", help="what may follow this half-typed line, a word each")
 
 
 def _completion(arguments: Namespace) -> int:
-    print(BASH if arguments.line is None else "\n".join(candidates(arguments.line)))
+    print(SHELLS[arguments.shell] if arguments.line is None else "\n".join(candidates(arguments.line)))
     return 0
 
 
-COMPLETION = Verb("completion", "a function for bash, so that TAB offers what can be typed", _arguments, _completion)
+COMPLETION = Verb(
+    "completion", "a function for bash or zsh, so that TAB offers what can be typed", _arguments, _completion
+)
