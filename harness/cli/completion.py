@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 
-from harness.cli.verb import Verb
+from harness.cli.verb import Verb, parser_of
 from harness.config.catalog import load_catalog
 from harness.config.doc import settings
 from harness.store import commands
@@ -64,8 +65,8 @@ def install(shell: str) -> str:
     return f'eval "$({commands.verb(f"completion {shell}")})"'
 
 
-def candidates(line: str) -> list[str]:
-    """Everything the last word of a line may become; other shells' programs get none."""
+def candidates(line: str, verbs: Sequence[Verb]) -> list[str]:
+    """Everything the last word of a line may become, where these are the verbs; other shells' programs get none."""
     words = line.split()
     typed = words.pop() if words and not line[-1:].isspace() else ""
     program = _after_program(words)
@@ -74,7 +75,7 @@ def candidates(line: str) -> list[str]:
     kind, rest = program
     if kind == "verb" and rest[:1] == ["run"]:
         kind, rest = "request", rest[1:]
-    found = _request(typed) if kind == "request" else _verb(rest, typed)
+    found = _request(typed) if kind == "request" else _verb(rest, typed, verbs)
     return sorted(each for each in set(found) if each.startswith(typed))
 
 
@@ -103,13 +104,10 @@ def _request(typed: str) -> Iterator[str]:
     yield from (f"{key}={before}{each}" for each in options if each not in taken)
 
 
-def _verb(words: list[str], typed: str) -> Iterable[str]:
-    from harness.cli.main import parser_of  # late: the verbs it knows have this one among them
-    from harness.cli.verbs import VERBS
-
+def _verb(words: list[str], typed: str, verbs: Sequence[Verb]) -> Iterable[str]:
     if not words:
-        return [*(verb.name for verb in VERBS), "run"]
-    verb = next((each for each in VERBS if each.name == words[0]), None)
+        return [*(verb.name for verb in verbs), "run"]
+    verb = next((each for each in verbs if each.name == words[0]), None)
     if verb is None:
         return []
     actions = parser_of(verb)._actions
@@ -140,11 +138,12 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--line", metavar="LINE", help="what may follow this half-typed line, a word each")
 
 
-def _completion(arguments: Namespace) -> int:
-    print(SHELLS[arguments.shell] if arguments.line is None else "\n".join(candidates(arguments.line)))
+def _completion(verbs: Callable[[], Sequence[Verb]], arguments: Namespace) -> int:
+    print(SHELLS[arguments.shell] if arguments.line is None else "\n".join(candidates(arguments.line, verbs())))
     return 0
 
 
-COMPLETION = Verb(
-    "completion", "a function for bash or zsh, so that TAB offers what can be typed", _arguments, _completion
-)
+def completion(verbs: Callable[[], Sequence[Verb]]) -> Verb:
+    """The verb `completion`. verbs: tells all verbs, of which this is one, when they are asked for."""
+    summary = "a function for bash or zsh, so that TAB offers what can be typed"
+    return Verb("completion", summary, _arguments, partial(_completion, verbs))

@@ -6,11 +6,10 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from harness.cli.failure import REQUEST_ERRORS, exit_code, explained, listen_to_interrupts
 from harness.cli.help import verbs_help
-from harness.cli.verb import Verb
+from harness.cli.verb import Verb, parser_of
 from harness.cli.verbs import KINDS, VERBS
 from harness.config.errors import refuse
 from harness.config.hints import nearest
@@ -51,14 +50,6 @@ def read(words: Sequence[str]) -> tuple[Verb, argparse.Namespace]:
     return verb, parser_of(verb).parse_intermixed_args(words[1:])  # options stand anywhere among the other words
 
 
-def parser_of(verb: Verb) -> argparse.ArgumentParser:
-    """What reads the words after a verb."""
-    parser = _Parser(prog=f"{commands.verb()} {verb.name}", description=verb.summary)
-    parser.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
-    verb.add_arguments(parser)
-    return parser
-
-
 def _check_verb(words: Sequence[str]) -> None:
     names = [verb.name for verb in VERBS]
     if not words:
@@ -67,10 +58,3 @@ def _check_verb(words: Sequence[str]) -> None:
         meant = nearest(words[0], names)
         fix = f"did you mean {' or '.join(meant)}?" if meant else f"{commands.verb()} --help"
         raise refuse(words[0], "no such verb", choices=", ".join(names), fix=fix)
-
-
-class _Parser(argparse.ArgumentParser):
-    """Words argparse does not understand are a bad request like any other."""
-
-    def error(self, message: str) -> NoReturn:
-        raise refuse(self.prog, message, fix=f"{self.prog} --help")

@@ -1,10 +1,14 @@
-"""What a verb is."""
+"""What a verb is, and what reads its words."""
 
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
+
+from harness.config.errors import refuse
+from harness.store import commands
 
 
 @dataclass(frozen=True)
@@ -17,3 +21,18 @@ class Verb:
     add_arguments: Callable[[ArgumentParser], None]
     run: Callable[[Namespace], int]
     """Does it, prints, and returns the exit code."""
+
+
+def parser_of(verb: Verb) -> ArgumentParser:
+    """What reads the words after a verb."""
+    parser = _Parser(prog=f"{commands.verb()} {verb.name}", description=verb.summary)
+    parser.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
+    verb.add_arguments(parser)
+    return parser
+
+
+class _Parser(ArgumentParser):
+    """Words argparse does not understand are a bad request like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise refuse(self.prog, message, fix=f"{self.prog} --help")

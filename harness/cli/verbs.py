@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from harness.cli.bisect import BISECT
-from harness.cli.completion import COMPLETION
+from harness.cli.completion import completion
 from harness.cli.convert import EXPORT, IMPORT
 from harness.cli.cost import BENCH
 from harness.cli.judge import COMPARE, VERDICT
@@ -17,7 +17,7 @@ from harness.cli.verb import Verb
 KINDS: dict[str, tuple[Verb, ...]] = {
     "Is it still the same run, and what did it cost": (COMPARE, VERDICT, REPORT, BISECT, BENCH, POWER, REHEARSE),
     "How runs fare": (WATCH, SHOW, DIFF, RETRY, CANCEL, GC),
-    "From and to elsewhere": (EXPORT, IMPORT, SYNC, WANDB, COMPLETION),
+    "From and to elsewhere": (EXPORT, IMPORT, SYNC, WANDB, completion(lambda: VERBS)),
 }
 """Verbs by what they are for."""
-VERBS = tuple(verb for verbs in KINDS.values() for verb in verbs)
+VERBS: tuple[Verb, ...] = tuple(verb for verbs in KINDS.values() for verb in verbs)

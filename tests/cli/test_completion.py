@@ -16,6 +16,7 @@ import pytest
 from harness.cli.completion import candidates, install
 from harness.cli.help import request_help
 from harness.cli.main import main
+from harness.cli.verbs import VERBS
 from harness.config.catalog import load_catalog
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, write
@@ -109,12 +110,12 @@ def until_done(terminal: int) -> None:
 
 def test_groups_settings_options_and_runs_are_offered(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
-    everything = candidates("python run.py ")
+    everything = candidates("python run.py ", VERBS)
     assert {f"{group}=" for group in load_catalog().groups} | {"train.steps=", "--cfg"} <= set(everything)
-    assert candidates("python run.py cluster.device=") == ["cluster.device=cpu", "cluster.device=cuda"]
-    assert len([each for each in candidates("harness show ") if len(each) == 8]) == 2
-    assert candidates(f"harness verdict --root {folder}/nowhere ") == []
-    assert candidates("harness nope ") == candidates("python other.py ") == []
+    assert candidates("python run.py cluster.device=", VERBS) == ["cluster.device=cpu", "cluster.device=cuda"]
+    assert len([each for each in candidates("harness show ", VERBS) if len(each) == 8]) == 2
+    assert candidates(f"harness verdict --root {folder}/nowhere ", VERBS) == []
+    assert candidates("harness nope ", VERBS) == candidates("python other.py ", VERBS) == []
 
 
 def test_help_begins_with_a_screen(capsys: pytest.CaptureFixture[str]) -> None:

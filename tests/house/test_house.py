@@ -57,6 +57,14 @@ def test_a_room_is_in_a_contract(path: str) -> None:
     assert module_of(path) in set(chain(*chain(*LAYERS))), f"{path} is in no layers contract of pyproject.toml"
 
 
+def test_every_file_of_the_engine_is_in_a_contract() -> None:
+    """Of those beside its rooms, which the README's house does not name."""
+    files = {path.relative_to(ROOT).as_posix() for path in (ROOT / "harness/fsdp").glob("*.py")}
+    held = set(chain(*chain(*LAYERS)))
+    free = {path for path in files - {"harness/fsdp/__init__.py"} if module_of(path) not in held}
+    assert not free, f"in no layers contract of pyproject.toml: {sorted(free)}"
+
+
 @pytest.mark.parametrize("table", range(len(TABLES)))
 def test_rooms_stand_in_the_order_that_import_linter_holds(table: int) -> None:
     rooms = [module_of(path) for path in TABLES[table]]
@@ -70,6 +78,16 @@ def test_the_desk_and_the_readers_are_kept_from_torch() -> None:
     without = next(each for each in CONTRACTS if "torch" in each.get("forbidden_modules", ()))
     rooms = {module_of(path) for path in chain(*TABLES[:2]) if path.count("/") == 1 and path.startswith("harness/")}
     assert rooms == set(without["source_modules"])
+
+
+def test_the_rank_is_kept_from_the_desk_and_the_readers() -> None:
+    """But for config and store, which both halves read."""
+    named = "The rank never imports the desk or the readers"
+    kept = next(each for each in CONTRACTS if each["name"] == named)
+    above, readers, rank, _ = ({module_of(path) for path in table if path.startswith("harness/")} for table in TABLES)
+    rooms = {room for room in above | readers if room.count(".") == 1}
+    assert set(kept["forbidden_modules"]) == rooms - {"harness.config", "harness.store"}
+    assert set(kept["source_modules"]) == rank - {"harness.fsdp"}
 
 
 def lengths(root: Path) -> dict[str, int]:
