@@ -54,10 +54,12 @@ SAID: Mapping[str, Callable[[Any], str]] = {
 """How a value is said; others are `setting=value`."""
 
 
-def strategy_of(config: Flat) -> str:
-    """The sharding as one picks it, from dotted keys: `optim`, `hsdp`, `hfsdp`, or `optim inside, no_shard outside`."""
-    inner, outer = str(config.get("sharding.strategy")), str(config.get("sharding.outer", "no_shard"))
-    if config.get("mesh.dp_outer", 1) == 1:
+def strategy_of(config: Mapping[str, Any]) -> str:
+    """The sharding as one picks it, of a frozen configuration, nested or with dotted keys: `optim`, `hsdp`, `hfsdp`, or
+    `optim inside, no_shard outside`."""
+    flat = flatten(dict(config))
+    inner, outer = str(flat.get("sharding.strategy")), str(flat.get("sharding.outer", "no_shard"))
+    if flat.get("mesh.dp_outer", 1) == 1:
         return inner
     return OuterStrategy[outer].hybrid if inner == "optim_grads_params" else f"{inner} inside, {outer} outside"
 

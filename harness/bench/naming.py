@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from harness.fsdp.vocabulary import OuterStrategy
+from harness.analysis.labels import strategy_of as strategy_of
 from harness.store.rundir import flatten
 
 Config = Mapping[str, Any]
@@ -13,14 +13,6 @@ Flat = Mapping[str, Any]
 
 VARIED = ("engine", "sharding", "dtype", "numerics", "mesh", "nccl_ub", "sharp")
 """Groups in which arms of one group of rows may differ."""
-
-
-def strategy_of(config: Config) -> str:
-    """The strategy as one picks it: the inner one, or both where there is an outer axis."""
-    inner, outer = str(config["sharding"]["strategy"]), str(config["sharding"]["outer"])
-    if config["mesh"]["dp_outer"] == 1:
-        return inner
-    return OuterStrategy[outer].hybrid if inner == "optim_grads_params" else f"{inner} inside, {outer} outside"
 
 
 def details(arms: Mapping[str, Config]) -> dict[str, str]:

@@ -21,6 +21,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.fsdp.storage.placement import Placements
+from harness.fsdp.vocabulary import Strategy
+
 FOLDER = Path(__file__).resolve().parents[1] / "probe" / "faults"
 """The sources that declare and do every fault."""
 
@@ -75,8 +78,11 @@ FP8_CURRENT, FP8_DELAYED = "dtype=fp8_current", "dtype=fp8_delayed"
 HELD = ("current", "delayed", "block")
 """Recipes whose weights are kept and gathered in 8 bits."""
 SGD, NO_CLIP = "optimizer=sgd", "optimizer.clip_norm=null"
-ZERO0, ZERO1, ZERO2, ZERO3 = (f"sharding={each}" for each in ("no_shard", "optim", "optim_grads", "optim_grads_params"))
-ACCUMULATES_WHOLE, ACCUMULATES_SHARDS = ("no_shard", "optim"), ("optim_grads", "optim_grads_params")
+ZERO0, ZERO1, ZERO2, ZERO3 = (f"sharding={each.name}" for each in Strategy)
+ACCUMULATES_WHOLE, ACCUMULATES_SHARDS = (
+    tuple(each.name for each in Strategy if Placements.of(each, None).accumulates_locally is whole)
+    for whole in (True, False)
+)
 
 
 @functools.cache

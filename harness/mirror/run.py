@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.config.schema import WandbMode
+from harness.config.schema import OuterStrategy, WandbMode
 from harness.store import provenance
 from harness.store.fields import mirrored
 from harness.store.metrics import iter_metrics
@@ -134,7 +134,7 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     """What people filter by: engine, strategy, dtype policy, and switches that are not at rest."""
     found = [config["engine"]["name"], config["sharding"]["strategy"], config["dtype"]["name"]]
     if config["mesh"]["dp_outer"] > 1:
-        found.append("hfsdp" if config["sharding"]["outer"] == "optim" else "hsdp")
+        found.append(OuterStrategy[config["sharding"]["outer"]].hybrid)
     for group, key, rest in (
         ("numerics", "mode", "fast"),
         ("nccl_ub", "mode", "none"),

@@ -335,7 +335,7 @@ def lone_shards_are_right(request: Request) -> Iterator[Violation]:
     """Gradients are not split over a group of one rank by an engine that scales them wrongly there."""
     config = request.config
     engine, strategy = config.engine.name, config.sharding.strategy
-    splits = strategy in (Strategy.optim_grads, Strategy.optim_grads_params)
+    splits = not Placements.of(strategy, None).accumulates_locally
     inner = data_ranks(config) // config.mesh.dp_outer
     if capabilities_of(config).lone_gradient_shards or not splits or inner != 1:
         return

@@ -21,6 +21,8 @@ from functools import cache
 from typing import Any
 
 from harness.config.capabilities import SAME_BITS
+from harness.fsdp.storage.placement import Placements
+from harness.fsdp.vocabulary import Strategy
 from harness.store.identity import EXCLUDED
 
 WITHOUT_EFFECT = (
@@ -45,13 +47,6 @@ EXACT_FREEDOM = ("sharding.", "mesh.world_size", "mesh.dp_outer", "engine.")
 """Prefixes of settings that change no bit under numerics=exact, as long as one of these engines runs them. mesh.tp is
 none: a product over a cut dimension is a sum that torch makes, of products in another order."""
 EXACT_ENGINES = ("native", "single")
-
-SUM_ORDER = {
-    "no_shard": "microbatches before ranks",
-    "optim": "microbatches before ranks",
-    "optim_grads": "ranks before microbatches",
-    "optim_grads_params": "ranks before microbatches",
-}
 
 
 @dataclass(frozen=True)
@@ -97,10 +92,16 @@ def _across_strategies(arm: Mapping[str, Any], control: Mapping[str, Any]) -> Ad
     k = microbatches_per_rank(arm)
     if k == 1:
         return Admission("T1", "numerics=ordered with one microbatch a rank sums in rank order under every strategy")
-    left, right = (SUM_ORDER.get(str(run["sharding.strategy"])) for run in (arm, control))
-    if left is not None and left == right:
+    left, right = (sum_order(Strategy[run["sharding.strategy"]]) for run in (arm, control))
+    if left == right:
         return Admission("T1", f"numerics=ordered, and both strategies add {left}")
     return Admission("T2", f"with k = {k} one strategy adds {left}, the other {right}")
+
+
+def sum_order(strategy: Strategy) -> str:
+    """What a strategy adds up first, as what follows `adds`; the outer axis changes nothing about it."""
+    local = Placements.of(strategy, None).accumulates_locally
+    return "microbatches before ranks" if local else "ranks before microbatches"
 
 
 @cache
