@@ -12,12 +12,14 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from harness.fsdp import binding, fully_shard_model
+from harness.fsdp import MixedPrecisionPolicy, binding, fully_shard_model
+from harness.fsdp.guards.lost_edits import LostEdits
 from harness.fsdp.runtime import gradient_answer, program_hooks
 from harness.fsdp.runtime.program_hooks import ProgramHook
-from tests.fsdp.checked import Mutant, holds, is_found
+from harness.fsdp.storage.bucket import Bucket
+from tests.fsdp.checked import ZERO3, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.test_habits import Net, data, differing, mean_square, said, sharded, train, trained_alike
 from tests.support.mutants import each
@@ -108,8 +110,84 @@ def watching_by_hooks(rank: int, strategy: str) -> list[str]:
     return found + [f"{name} was not told" for name in names if seen.count(name) != 2 * 3]
 
 
+# -- edits inside a forward that leave no trace ------------------------------------------------------------------------
+
+
+class Clamping(Net):
+    """Clamps a weight of a unit, and one of the root, in each of its forwards from some one on."""
+
+    begin = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second.out = Clamped(6, 6)
+        self.clamps = 0
+
+    def forward(self, x: Tensor) -> Any:
+        self.second.out.clamps = self.clamps >= self.begin
+        self.clamps += 1
+        return super().forward(x)
+
+
+class Clamped(nn.Linear):
+    clamps = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.clamps:
+            self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class ClampingRoot(Net):
+    def forward(self, x: Tensor) -> Any:
+        self.head.weight.data.clamp_(min=0)
+        return super().forward(x)
+
+
+class ClampingLate(Clamping):
+    begin = 3
+
+
+LOST = r"parameter {} was edited inside a forward .*gathered\(\)"
+
+
+def clamping_in_a_forward(rank: int, strategy: str) -> list[str]:
+    """It counts where it is an edit of main weights, and is refused where it would be lost, from whenever on."""
+    told = []
+    for make, name in (
+        (Clamping, "second.out.weight"),
+        (ClampingRoot, "head.weight"),
+        (ClampingLate, "second.out.weight"),
+    ):
+        if strategy == ZERO3:
+            told += said(lambda make=make: trained_alike(make, rank, strategy, steps=11), LOST.format(name))  # type: ignore[misc] # a default
+        else:
+            told += trained_alike(make, rank, strategy)
+    return told
+
+
+def clamping_narrow_weights_in_a_forward(rank: int, strategy: str) -> list[str]:
+    """Main weights of their own do not know of it, whatever the strategy."""
+    told = []
+    for make, name in ((Clamping, "second.out.weight"), (ClampingRoot, "head.weight")):
+        module = make().bfloat16()
+        policy = MixedPrecisionPolicy(main_params_dtype=torch.float32)
+        model = fully_shard_model(
+            module, zero_dp_strategy=strategy, fsdp_unit_modules=module.units, mixed_precision_policy=policy
+        )
+        told += said(lambda model=model: model(data([rank], 0).bfloat16()), LOST.format(name))  # type: ignore[misc] # a default
+    return told
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    each.__name__: each for each in (loading_before_a_step, stepping_in_hooks, watching_by_hooks)
+    each.__name__: each
+    for each in (
+        loading_before_a_step,
+        stepping_in_hooks,
+        watching_by_hooks,
+        clamping_in_a_forward,
+        clamping_narrow_weights_in_a_forward,
+    )
 }
 
 
@@ -120,6 +198,13 @@ def test_a_habit_is_right_or_refused(strategy: str, check: str) -> None:
 
 
 _load_state_dict = binding._load_state_dict
+
+
+_begin = LostEdits.begin
+
+
+def _looks_once(self: LostEdits, buckets: Any, num_updates: int, *, may_look: bool) -> None:
+    _begin(self, buckets, num_updates, may_look=may_look and not num_updates)
 
 
 def _forgets(model: Any, *others: Any) -> None:
@@ -151,6 +236,22 @@ MUTANTS = {
         lambda: mock.patch.object(gradient_answer, "watch_present"),
         "stepping_in_hooks",
         "optim_grads",
+    ),
+    "edits without a trace": Mutant(
+        "What a forward does to `weight.data` in place is lost with the gathered weights",
+        lambda: mock.patch.object(LostEdits, "begin"),
+        "clamping_in_a_forward",
+    ),
+    "edits of the first step alone": Mutant(
+        "Edits without a trace are looked for in the first step alone",
+        lambda: mock.patch.object(LostEdits, "begin", _looks_once),
+        "clamping_in_a_forward",
+    ),
+    "kept where they are whole": Mutant(
+        "Whole weights are taken for main weights, also narrow ones",
+        lambda: mock.patch.object(Bucket, "computes_with_main_weights", property(lambda self: self.is_resident)),
+        "clamping_narrow_weights_in_a_forward",
+        "optim",
     ),
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
+from harness.fsdp.guards.lost_edits import LostEdits
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import Passed, PassedInputs, direct_tensors, replaced, tensors_with_grad
@@ -46,6 +47,7 @@ class ForwardHooks:
         self.backward = backward
         self.before_gradients: Callable[[], None] = lambda: None
         """Called before every forward of the model with gradients."""
+        self.lost_edits = LostEdits(next(buckets_of(units)).memory.device)
         self.handles: list[RemovableHandle] = []
         params = (param for bucket in buckets_of(units) for _, param in bucket.params)
         self._takes_dtensors = any(isinstance(param, DTensor) for param in params)
@@ -75,6 +77,8 @@ class ForwardHooks:
         else:
             self._begin_forward(with_gradients=torch.is_grad_enabled())
         self.gather.pre_forward()
+        if self.lost_edits.looks:
+            self.lost_edits.note(self.units[0].buckets)
 
     def _begin_forward(self, *, with_gradients: bool) -> None:
         self.step.check_installed()
@@ -92,6 +96,8 @@ class ForwardHooks:
                 edits.refuse_lost(bucket)
             bucket.use()
         self.forward.pre_forward(with_gradients=with_gradients)
+        may_look = with_gradients and not self.gather.holds
+        self.lost_edits.begin(buckets_of(self.units), self.step.num_updates, may_look=may_look)
 
     def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         if self.step.in_backward:
@@ -99,6 +105,8 @@ class ForwardHooks:
         output = self._own(self.units[0], output)
         leaves = tensors_with_grad(output)
         inside = self.forward.depth > 0
+        if self.lost_edits.looks and not inside:
+            self.lost_edits.end()
         self.gather.post_forward(backward_follows=bool(leaves) or inside or self.forward.made_nodes)
         if not inside:
             for bucket in buckets_of(self.units):
@@ -130,6 +138,8 @@ class ForwardHooks:
             return None
         self.forward.running.add(unit.name)
         unit.readiness.note_call(hidden=self.forward.hides(with_gradients=with_gradients))
+        if self.lost_edits.looks:
+            self.lost_edits.note(unit.buckets)
         self._passed[unit.name].append(None)
         if with_gradients:
             return self._watch_inputs(unit, args, kwargs)
@@ -184,6 +194,8 @@ class ForwardHooks:
         if not leaves and torch.is_grad_enabled() and unit.readiness.call.is_unseen:
             self._keep_unseen(unit)
         is_over = module is unit.modules[-1] and len(calls) == 1  # it may be called in its own forward
+        if is_over and self.lost_edits.looks:
+            self.lost_edits.check(unit.buckets)
         if is_over and (unit is not self.gather.last or not leaves):
             self.gather.reshard_after_forward(unit)
         return output

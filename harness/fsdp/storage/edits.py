@@ -47,7 +47,7 @@ def differing(bucket: Bucket) -> list[Tensor]:
     if bucket.computes_with_main_weights:
         return []
     pairs = zip(own_compute_weights(bucket), bucket.cast_shards, strict=True)
-    return [_bits(seen) != _bits(main.detach().to(seen.dtype)) for seen, main in pairs]
+    return [bits_of(seen) != bits_of(main.detach().to(seen.dtype)) for seen, main in pairs]
 
 
 def take_over(bucket: Bucket, differing: Sequence[Tensor]) -> None:
@@ -73,6 +73,6 @@ def own_compute_weights(bucket: Bucket) -> list[Tensor]:
     return [shard.to(bucket.main_shards[0].device) for shard in own]
 
 
-def _bits(values: Tensor) -> Tensor:
+def bits_of(values: Tensor) -> Tensor:
     """The bits of each element, as integers."""
     return values.view({8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}[values.itemsize])
