@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
@@ -21,6 +22,8 @@ from harness.store.shapes import STATUS
 FILE = "status.json"
 OWNER_LOCK = ".lock"
 WRITE_LOCK = ".status.lock"
+FULL_BYTES = 2**20
+"""A disk with less is full: a run that needed more could write neither a checkpoint nor why it ended."""
 
 
 class State(Enum):
@@ -196,7 +199,8 @@ def effective(run: Path, jobs: JobProbe | None = None) -> Status | None:
     newest = read(run)
     if newest != status:  # it moved on while the scheduler was asked
         return newest
-    return replace(status, state=answer[0], reason=answer[1])
+    ended = answer[0] in (State.failed, State.lost)
+    return replace(status, state=answer[0], reason=answer[1] + (_if_full(run) if ended else ""))
 
 
 def _of_process(run: Path, status: Status) -> Status | None:
@@ -205,4 +209,15 @@ def _of_process(run: Path, status: Status) -> Status | None:
     newest = read(run)
     if newest != status:  # it ended, and let go of its lock, between our two looks
         return newest
-    return replace(status, state=State.lost, reason=f"its process on {status.host or 'this host'} is gone")
+    return replace(
+        status, state=State.lost, reason=f"its process on {status.host or 'this host'} is gone{_if_full(run)}"
+    )
+
+
+def _if_full(run: Path) -> str:
+    """What a disk without room adds to the end of a run that could not say why it ended; empty where there is room."""
+    try:
+        free = shutil.disk_usage(run).free
+    except OSError:
+        return ""
+    return f"; its disk is full ({free} bytes left): make room, then ask again" if free < FULL_BYTES else ""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from harness.checkpoint import folder as folders
+from tests.support.disk import small_disk
 from tests.support.layouts import Layout, build, checkpoints_of
 from tests.support.spawn import run_ranks
 
@@ -20,18 +19,8 @@ WIDTH = 8_000
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Six MiB: room for one checkpoint of some four, not for a second."""
-    mounted = (
-        shutil.which("mount")
-        and not subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=6m", "none", str(tmp_path)], capture_output=True
-        ).returncode
-    )
-    if not mounted:
-        pytest.skip("this user may not mount a small disk; test_checkpoint.py has the write that fails")
-    try:
-        yield tmp_path
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+    with small_disk(tmp_path, 6) as found:
+        yield found
 
 
 def save_two(rank: int, root: Path) -> tuple[str, int, list[str]]:

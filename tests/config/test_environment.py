@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from harness.config.errors import BadRequest
 from harness.config.rules import environment
 from tests.support.composing import compose
+from tests.support.disk import fill, small_disk
 
 
 def test_a_probe_leaves_nothing_and_makes_no_folder(tmp_path: Path) -> None:
@@ -34,17 +34,12 @@ def test_a_full_disk_is_noticed_where_free_space_lies(
 
 
 def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", str(tmp_path)], capture_output=True)
-    if mounted.returncode:
-        pytest.skip("this user may not mount a small disk")
-    try:
+    with small_disk(tmp_path, 4):
         assert environment.probe(tmp_path, 1 << 20, write=True) == ""
         assert "free" in environment.probe(tmp_path, 8 << 20, write=True)
-        (tmp_path / "fill").write_bytes(b"x" * (4 << 20))
+        fill(tmp_path / "others")
         assert "free" in environment.probe(tmp_path, 1 << 20, write=True)
-        assert [p.name for p in tmp_path.iterdir()] == ["fill"]
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+        assert [p.name for p in tmp_path.iterdir()] == ["others"]
 
 
 def test_a_run_that_will_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from harness.store import status
 from harness.store.rundir import Store
 from harness.store.status import State, Status
 from tests.launch.cells import make_cell
+from tests.support.disk import small_disk
 from tests.support.factory import freeze, small_config, train
 from tests.support.programs import run_program
 
@@ -28,13 +27,8 @@ MIB = 2**20
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """Forty MiB: room for one run of the tiny model, which keeps 25, not for two."""
-    mount = ["mount", "-t", "tmpfs", "-o", "size=40m", "none", str(tmp_path)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("this user may not mount a small disk")
-    try:
-        yield tmp_path
-    finally:
-        subprocess.run(["umount", str(tmp_path)], check=True)
+    with small_disk(tmp_path, 40) as found:
+        yield found
 
 
 def test_a_set_that_will_not_fit_is_refused_before_anything_is_written(disk: Path) -> None:
