@@ -23,11 +23,12 @@ from harness.store import provenance
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
-    *(f"docs/{name}.md" for name in ("quickstart", "choosing", "reading_verdicts", "sweeps", "wandb")),
+    *(f"docs/{name}.md" for name in ("quickstart", "choosing", "reading_verdicts", "sweeps", "wandb", "slurm")),
     *(f"docs/{name}.md" for name in ("adapter", "bisect", "checkpoints", "network", "report", "suite", "verdicts")),
 )
 READS = ("compare", "verdict", "report", "watch", "show", "diff", "cancel", "gc")
@@ -102,7 +103,7 @@ def asker(folder: Path) -> Iterator[Asker]:
     [
         pytest.param(each, marks=pytest.mark.full if any(study in each for study in SLOW) else ())
         for each in of("python run.py") + of("torchrun")
-        if "&&" not in each and "NAME" not in each
+        if "&&" not in each and "NAME" not in each and "local_mine" not in each
     ],
 )
 def test_a_request_is_taken(command: str, folder: Path, asker: Asker) -> None:
@@ -114,6 +115,19 @@ def test_a_request_is_taken(command: str, folder: Path, asker: Asker) -> None:
         assert re.fullmatch(ELSEWHERE, outcome.err, re.S), outcome.err
     else:
         assert ("Groups and their options" if "--help" in words else "dry run") in outcome.out
+
+
+@pytest.mark.full
+def test_a_cluster_of_ones_own_is_taken(tmp_path: Path) -> None:
+    """The lines of docs/slurm.md: the copied file, and what it gives; twice the same request, once for show."""
+    (shown, asked) = (each for each in of("python run.py") if "local_mine" in each)
+    assert shown == f"{asked} launch.dry_run=true"
+    (tmp_path / "conf/cluster").mkdir(parents=True)
+    (tmp_path / "conf/cluster/local_mine.yaml").write_text((ROOT / "conf/cluster/slurm.yaml").read_text())
+    done = run_program([str(ROOT / "run.py"), *shlex.split(shown)[2:]], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "sbatch script of" in done.stdout
+    assert list(tmp_path.glob("runs/strategies/.dry_run/*.sh"))
 
 
 @pytest.mark.parametrize("command", of("python -m harness "))
