@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from harness.config.number import number
+
 
 class Backend(Enum):
     """Who starts the ranks."""
@@ -28,14 +30,14 @@ class ClusterConfig:
     """Who starts the ranks."""
     device: Device = Device.cpu
     """Where a rank computes."""
-    nodes: int = 1
+    nodes: int = number(1, 1, 2**16, "machines")
     """Machines a cell uses; world_size is divided evenly over them."""
-    threads_per_rank: int = 1
+    threads_per_rank: int = number(1, 1, 4_096, "threads")
     """Intra-op threads of a rank; some sums depend on it, so a verdict checks it."""
-    cpus_per_rank: int | None = None
+    cpus_per_rank: int | None = number(None, 1, 4_096, "processors")
     """Processors the scheduler is asked for per rank; null is threads_per_rank, and at least 4 on CUDA, where NCCL,
     autograd and the writer of checkpoints have threads of their own."""
-    ranks_per_device: int = 1
+    ranks_per_device: int = number(1, 1, 64, "ranks")
     """Ranks that share a CUDA device, neighbours on one (NCCL 2.30 or newer): to try what needs several ranks where
     there are few devices. Their times say nothing of ranks that have a device each."""
     bind_to_device: bool = True
@@ -43,7 +45,7 @@ class ClusterConfig:
     interface: str | None = None
     """Network interface that gloo and NCCL meet by (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), as ip addr names it; null:
     gloo takes the one that leads to rank 0, NCCL its own choice."""
-    slots: int = 2
+    slots: int = number(2, 1, 2**16, "ranks")
     """Ranks that run side by side on this machine; a sweep starts cells while slots are free, one at least."""
     partition: str | None = None
     """SLURM partition."""
@@ -51,13 +53,13 @@ class ClusterConfig:
     """SLURM account."""
     qos: str | None = None
     """SLURM quality of service."""
-    time_min: int = 60
+    time_min: int = number(60, 1, 525_600, "minutes")
     """Time limit of one attempt, in minutes."""
-    grace_s: int = 120
+    grace_s: int = number(120, 0, 86_400, "seconds")
     """Seconds before the limit at which a run is asked to save and requeue."""
-    mem_gb: float | None = None
+    mem_gb: float | None = number(None, 0, 10**6, "GB")
     """Memory a node; null leaves it to the scheduler, 0 asks for all of it, which an exclusive node does not imply."""
-    gpus_per_node: int = 0
+    gpus_per_node: int = number(0, 0, 1_024, "devices")
     """Devices asked of the scheduler per node."""
     gres: str | None = None
     """Devices asked of the scheduler per node by --gres, such as gpu:h100:8, where a site knows no --gpus-per-node; in
@@ -66,7 +68,7 @@ class ClusterConfig:
     """Shell lines of the batch script before the ranks (module loads)."""
     teardown: list[str] = field(default_factory=list)
     """Shell lines of the batch script after the ranks, however these ended; the job keeps the ranks' exit code."""
-    array_parallelism: int | None = None
+    array_parallelism: int | None = number(None, 1, 1_000_000, "cells")
     """Cells of an array that run at once; null sets no limit."""
     sharp_network: str | None = "sharp"
     """What sbatch's --network asks for where a cell wants InfiniBand SHARP; null asks for nothing."""

@@ -1,4 +1,4 @@
-"""What every setting is: its path, type, default and sentence, read from the schema's own source.
+"""What every setting is: its path, type, range, default and sentence, read from the schema's own source.
 
 `python -m harness.config.doc` prints the guide kept in docs/configuration.md; error messages quote the same sentences.
 """
@@ -20,6 +20,7 @@ from typing import Any
 from harness.config import cluster_group, engine_group, model_group, network, schema
 from harness.config.capabilities import ENGINES
 from harness.fsdp import options
+from harness.fsdp.facts import Range
 from harness.fsdp.vocabulary import Choice
 
 
@@ -36,7 +37,9 @@ class Setting:
     default: Any
     """Value in the schema; `conf/` may hold another."""
     sentence: str
-    """What the setting means, with its unit."""
+    """What the setting means."""
+    range: Range | None = None
+    """Numbers it takes, with their unit; of a list's numbers, each. None for what is no number."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -47,7 +50,13 @@ class Setting:
     def expects(self) -> str:
         """The kind of value it takes, in words."""
         words = f"one of {', '.join(self.choices)}" if self.choices else _WORDS[self.type]
-        return words + (", or null" if self.optional else "")
+        return words + (f", {self.valid}" if self.range else ", or null" if self.optional else "")
+
+    @property
+    def valid(self) -> str:
+        """The numbers it takes, in words: `1 to 64 ranks, or null`; "" for what is no number."""
+        each = "each " if typing.get_origin(self.type) is list else ""
+        return f"{each}{self.range}{', or null' if self.optional else ''}" if self.range else ""
 
 
 _WORDS: dict[Any, str] = {
@@ -79,7 +88,7 @@ def groups() -> dict[str, str]:
 
 def _walk(cls: type, prefix: str) -> Iterator[Setting]:
     sentences, hints = _sentences()[cls.__name__], typing.get_type_hints(cls)
-    declared = sentences_of_options()
+    declared, ranges = sentences_of_options(), _ranges_of_options()
     for field in dataclasses.fields(cls):
         kind = hints[field.name]
         if dataclasses.is_dataclass(kind):
@@ -89,7 +98,8 @@ def _walk(cls: type, prefix: str) -> Iterator[Setting]:
         bare, optional = _strip_optional(kind)
         made = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
         path = prefix + field.name
-        yield Setting(path, bare, optional, made, sentences.get(field.name) or declared[path])
+        numbers = field.metadata.get("range") or ranges.get(path)
+        yield Setting(path, bare, optional, made, sentences.get(field.name) or declared[path], numbers)
 
 
 def _strip_optional(kind: Any) -> tuple[Any, bool]:
@@ -118,6 +128,12 @@ def sentences_of_options() -> dict[str, str]:
         for name, option in options.OPTIONS.items()
         if option.facts.setting
     }
+
+
+@functools.cache
+def _ranges_of_options() -> dict[str, Range | None]:
+    """Setting -> the range of the engine's option that it sets."""
+    return {each.facts.setting: each.facts.range for each in options.OPTIONS.values() if each.facts.setting}
 
 
 def sentences_of(source: str) -> dict[str, dict[str, str]]:

@@ -24,8 +24,9 @@ gradient and how the two entries differ, [configuration.md](configuration.md) li
 [network.md](network.md) says what is asked of NCCL.
 
 *entry*: the keyword of `fully_shard` (for plain loops) and of `ShardedModel` (for frameworks), `-` where one has none.
-*setting*: what sets it in a cell. *megatron-fsdp*: the peer's name, where it has this knob; its other arguments are
-refused by name ([engine.md](engine.md), last section)."""
+*takes*: where a name stands beside an object, the first is what `fully_shard` takes, the second what `ShardedModel`
+does. *setting*: what sets it in a cell. *megatron-fsdp*: the peer's name, where it has this knob; its other arguments
+are refused by name ([engine.md](engine.md), last section)."""
 
 OPTIONS_HEADING = """## Options
 
@@ -44,10 +45,10 @@ class Knob:
     does: str
     costs: str
     use: str
+    takes: str
+    default: str
     setting: str = ""
     peer: str = ""
-    default: str = ""
-    takes: str = ""
 
 
 def options() -> list[Knob]:
@@ -92,8 +93,8 @@ def _table(knobs: list[Knob]) -> Iterator[str]:
     for knob in knobs:
         cells = [
             _entry(knob),
-            knob.takes or "-",
-            _code(knob.default),
+            knob.takes,
+            _code(knob.default) if knob.default else "required",
             knob.does,
             knob.costs,
             knob.use,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from harness.config.number import number
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import CtaPolicy, Fallback, Registration, SharpAxis
 
@@ -32,9 +33,9 @@ class NcclUbConfig:
     fallback: Fallback = Options.registration_fallback
     cta_policy: CtaPolicy = CtaPolicy.default
     """Thread blocks a collective takes."""
-    min_ctas: int | None = None
+    min_ctas: int | None = number(None, 1, 64, "thread blocks")
     """Fewest thread blocks a collective takes; null leaves it to NCCL."""
-    max_ctas: int | None = None
+    max_ctas: int | None = number(None, 1, 64, "thread blocks")
     """Most thread blocks a collective takes; null leaves it to NCCL."""
 
 
@@ -54,7 +55,7 @@ class SharpConfig:
     """InfiniBand SHARP (CollNet), for the one communicator of group, where two machines or more share a switch."""
     algo: str | None = None
     """NCCL_ALGO as typed, such as CollnetDirect or ^NVLS; null leaves the choice to NCCL."""
-    nvls_ctas: int | None = None
+    nvls_ctas: int | None = number(None, 1, 64, "thread blocks")
     """Thread blocks a collective takes over NVLink SHARP; null leaves it to NCCL."""
     streaming: bool = True
     """Streaming aggregation of long messages; a switch has room for two such flows (InfiniBand SHARP)."""

@@ -1,8 +1,8 @@
 """The typed root of a cell: one dataclass a group, one sentence a field.
 
-YAML under `conf/` holds values, this module holds types and defaults, `harness.config.rules` holds what must hold
-between fields. A group, its package and its dataclass field share one name. The sentence under a field is read by
-`harness.config.doc` for the generated guide and for error hints, so it states the unit. Torch is never imported here.
+YAML under `conf/` holds values, this module holds types, defaults, ranges and units, `harness.config.rules` holds what
+must hold between fields. A group, its package and its dataclass field share one name. The sentence under a field is
+read by `harness.config.doc` for the generated guide and for error hints. Torch is never imported here.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from harness.config.model_group import ModelConfig as ModelConfig
 from harness.config.model_group import ModelFamily as ModelFamily
 from harness.config.network import NcclLog as NcclLog
 from harness.config.network import NcclUbConfig, SharpConfig
+from harness.config.number import COUNT, SEED, number
+from harness.fsdp.facts import Range
 from harness.fsdp.options import Options
 from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
 from harness.fsdp.vocabulary import Dtype as Dtype
@@ -114,15 +116,15 @@ class DataConfig:
     """A source of one's own, as package.module:Class (ext)."""
     path: str | None = None
     """File or folder for `text`, `tokens` and `ext`; unused otherwise."""
-    seq_len: int = 128
+    seq_len: int = number(128, 1, 2**24, "tokens")
     """Tokens a sequence the model is trained on; seq_len + 1 are read."""
     token_dtype: TokenDtype = TokenDtype.uint16
     """Width of a token for `tokens` files."""
-    header_bytes: int = 0
+    header_bytes: int = number(0, 0, 2**40, "bytes")
     """Bytes to skip at the start of each token file (0 for nanoGPT and Megatron .bin, 1024 for llm.c)."""
-    order_seed: int = 1234
+    order_seed: int = number(1234, 0, SEED)
     """Seed of the order of sequences; apart from train.seed, so that weights and data vary separately."""
-    num_sequences: int = 4096
+    num_sequences: int = number(4096, 1, 2**40, "sequences")
     """How many distinct sequences `synthetic` holds."""
 
 
@@ -136,17 +138,17 @@ class OptimizerConfig:
     """An optimizer of one's own, as package.module:Class (ext)."""
     options: dict[str, float] = field(default_factory=dict)
     """What an optimizer of one's own is given beside the learning rate (ext)."""
-    lr: float = 1.0e-3
+    lr: float = number(1.0e-3, 0, 10**6)
     """Peak learning rate."""
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95], metadata={"range": Range(0, 1, below=True)})
     """Adam's two decay rates."""
-    eps: float = 1.0e-8
+    eps: float = number(1.0e-8, 0, 1, above=True)
     """Adam's epsilon."""
-    weight_decay: float = 0.1
+    weight_decay: float = number(0.1, 0, 10**6)
     """Decay of matrices; vectors (norm scales, biases) are a second parameter group with none."""
-    momentum: float = 0.0
+    momentum: float = number(0.0, 0, 1, below=True)
     """SGD's momentum."""
-    clip_norm: float | None = 1.0
+    clip_norm: float | None = number(1.0, 0, 10**9, above=True)
     """Largest global gradient norm; null leaves gradients as they are (the norm is logged all the same)."""
 
 
@@ -154,23 +156,23 @@ class OptimizerConfig:
 class TrainConfig:
     """Length, batch and seeds of one run."""
 
-    steps: int = 20
+    steps: int = number(20, 1, COUNT, "steps")
     """Optimizer updates."""
-    seed: int = 0
+    seed: int = number(0, 0, SEED)
     """Seed of the initial weights."""
-    global_batch_size: int = 16
+    global_batch_size: int = number(16, 1, COUNT, "sequences")
     """Sequences an optimizer step, over all ranks and microbatches."""
-    microbatch_size: int = 4
+    microbatch_size: int = number(4, 1, COUNT, "sequences")
     """Sequences a rank sees in one forward and backward."""
-    replicate: int = 0
+    replicate: int = number(0, 0, 9_999)
     """Number of this repetition; part of the signature, so that A/A pairs are two runs."""
     schedule: Schedule = Schedule.cosine
     """Shape of the learning rate after warm-up."""
-    warmup_steps: int = 2
+    warmup_steps: int = number(2, 0, COUNT, "steps")
     """Steps of linear warm-up."""
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float = number(0.1, 0, 1)
     """Last learning rate over the peak one."""
-    param_norm_every: int = 10
+    param_norm_every: int = number(10, 0, COUNT, "steps")
     """Steps between records of the weights' norm; 0 never, as always under measure=bench."""
 
 
@@ -205,11 +207,11 @@ class DtypeConfig:
     scale."""
     loss_scale: str = "none"
     """Factor on the loss, against fp16 gradients that vanish: none, dynamic, or a fixed power of two (native)."""
-    loss_scale_growth_steps: int = 2000
+    loss_scale_growth_steps: int = number(2000, 1, COUNT, "steps")
     """Steps without overflow after which a dynamic loss scale, which begins at 65536, doubles."""
     fp8: Fp8 | None = None
     """Recipe by which the projections of attention and feed-forward multiply 8-bit numbers; null: they do not."""
-    fp8_history: int = 1024
+    fp8_history: int = number(1024, 1, 2**20, "steps")
     """Steps whose largest magnitudes delayed scaling looks back on."""
 
 
@@ -229,11 +231,11 @@ class NumericsConfig:
 class MeshConfig:
     """Shape of the ranks."""
 
-    world_size: int = 2
+    world_size: int = number(2, 1, 2**20, "ranks")
     """Number of ranks."""
-    dp_outer: int = 1
+    dp_outer: int = number(1, 1, 2**20, "ranks")
     """Size of the outer data-parallel axis; world_size / tp / dp_outer ranks share one sharded copy of the model."""
-    tp: int = 1
+    tp: int = number(1, 1, 2**10, "ranks")
     """Size of the tensor-parallel axis: neighbouring ranks that share every microbatch, each with a part of the
     matrices."""
     sequence_parallel: bool = False
@@ -248,7 +250,7 @@ class FaultConfig:
     """Which one; none is a normal run."""
     strength: FaultStrength = FaultStrength.full
     """full, middle or weak: the fault as reported, a tenth or a hundredth of it; 8, 11 or 16 bits kept."""
-    begins_at: int = 1
+    begins_at: int = number(1, 1, COUNT)
     """The step from which on it acts; up to it the run is a normal one."""
 
 
@@ -258,9 +260,9 @@ class CkptConfig:
 
     policy: CkptPolicy = CkptPolicy.last
     """none, or the newest one kept."""
-    every: int = 0
+    every: int = number(0, 0, COUNT, "steps")
     """Steps between saves; 0 saves only when preempted and at the end."""
-    keep: int = 1
+    keep: int = number(1, 1, COUNT, "checkpoints")
     """Newest checkpoints that are kept; older ones are what a damaged one falls back to."""
     background: bool = False
     """Copy the state, go on training, and write meanwhile; takes the state's size in CPU memory a second time."""
@@ -277,7 +279,7 @@ class MeasureConfig:
 
     mode: MeasureMode = MeasureMode.record
     """record: every step alike. bench: warm-up steps, then timed ones, alone on the machine."""
-    warmup_steps: int = 0
+    warmup_steps: int = number(0, 0, COUNT, "steps")
     """Steps before the timed ones, out of train.steps (bench); declared beforehand, never chosen by looking."""
     capture_steps: list[int] | None = None
     """Steps at which every full gradient is written to `capture/` (before clipping). null: the first, the last, and
@@ -285,12 +287,12 @@ class MeasureConfig:
     update_steps: list[int] | None = None
     """Steps whose whole update (main weights after minus before) is written to `capture/`: Adam cannot hide in it.
     null: those that capture_steps chooses, where that is null too; else none."""
-    rounding_draws: int = 0
+    rounding_draws: int = number(0, 0, 1_000, "draws")
     """Times the fp64 reference's first step is run again with an error behind every operation, for each dtype: how far
     rounding moves every gradient, which a verdict against this run then knows. 0: bounds are counted."""
     rounding_fp8: bool = False
     """Whether the reference finds that out of every FP8 recipe too that the model has sizes for."""
-    capture_limit_mib: int = 1024
+    capture_limit_mib: int = number(1024, 0, 2**30, "MiB")
     """No gradients are captured where one step of them would take more; where capture_steps is null, all that is
     captured beyond those of step 1 must fit into it together."""
     callbacks: list[str] = field(default_factory=list)
@@ -298,7 +300,7 @@ class MeasureConfig:
     vouch: bool = True
     """Look at every step beside the engine and write what was found to `vouch/`: local gradients against their sum,
     gathered weights against kept ones, the optimizer's rule on a sample. Never while timing (bench)."""
-    vouch_limit_mib: int = 256
+    vouch_limit_mib: int = number(256, 1, 2**30, "MiB")
     """Beyond the first 512 steps, sketches of every tensor are kept as often as fits into so much."""
 
 
@@ -318,9 +320,9 @@ class LaunchConfig:
     """Which finished cells to run again."""
     fail_fast: bool = False
     """Start nothing more of a request once one of its runs has failed; runs under way go on."""
-    hang_timeout_s: float = 300.0
+    hang_timeout_s: float = number(300.0, 1, 10**7, "seconds")
     """Seconds without a step after which every rank's stack is dumped and the run ends."""
-    stop_grace_s: float = 20.0
+    stop_grace_s: float = number(20.0, 0, 86_400, "seconds")
     """Seconds ranks get to save after a request to stop, before they are killed."""
     fork: bool | None = None
     """Fork ranks from a process that has imported torch already, which saves a rank the seconds its imports take; null
@@ -328,7 +330,7 @@ class LaunchConfig:
     nccl_log: NcclLog = NcclLog.setup
     """What NCCL logs into the attempt's folder on CUDA: none, setup (communicators, registrations), choices (a line for
     every collective as well)."""
-    preempt_at: int = 0
+    preempt_at: int = number(0, 0, COUNT)
     """Save and end as preempted after this step, once, to rehearse an interruption; 0 does not."""
 
 
@@ -362,13 +364,13 @@ class StudyConfig:
     """Axes that advance together."""
     skip_if: list[str] = field(default_factory=list)
     """Space-separated overrides; a cell that has all of a line is left out."""
-    replicates: int = 1
+    replicates: int = number(1, 1, 9_999, "repetitions")
     """Repetitions of every cell (train.replicate 0 .. n-1); under measure=bench a repetition is a block."""
     margins: dict[str, float] = field(default_factory=dict)
     """Largest mean difference over seeds that does not matter: loss (relative), grad_norm (logarithm of the ratio)."""
-    window: int = 0
+    window: int = number(0, 0, COUNT, "steps")
     """Last steps of a run that the margins are about; 0 is its later half."""
-    order_seed: int = 0
+    order_seed: int = number(0, 0, SEED)
     """Seed of the order in which the arms of a block run, drawn anew for each block (bench)."""
 
 

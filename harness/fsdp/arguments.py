@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from harness.fsdp.vocabulary import Dtype, OuterStrategy, Strategy
+
 
 @dataclass(frozen=True)
 class Argument:
     """One thing that is given to an entry and is no option.
 
-    plain: keyword of `fully_shard`; direct: of `ShardedModel`; "" where that entry has none.
+    plain: keyword of `fully_shard`; direct: of `ShardedModel`; "" where that entry has none. takes: the values, in
+    words; default: as Python writes it, a choice by its name, "" where there is none.
     """
 
     plain: str
     direct: str
+    takes: str
+    default: str
     does: str
     costs: str
     use: str
@@ -24,10 +29,19 @@ class Argument:
     peer: str = ""
 
 
+_FORMATS = f"{', '.join(f'torch.{each.torch_name}' for each in Dtype)}, or None"
+
+
+def _choices(kind: type[Strategy] | type[OuterStrategy]) -> str:
+    return ", ".join(f"{number} or `{member.name}`" for number, member in enumerate(kind))
+
+
 ARGUMENTS = (
     Argument(
         plain="module",
         direct="module",
+        takes="an `nn.Module`",
+        default="",
         does="What is sharded, in place.",
         costs="Its parameters become views of flat buckets.",
         use="Always.",
@@ -36,7 +50,9 @@ ARGUMENTS = (
     Argument(
         plain="zero_dp_strategy",
         direct="strategy",
-        does="What the inner axis splits: 0 `no_shard`, 1 `optim`, 2 `optim_grads`, 3 `optim_grads_params`.",
+        takes=_choices(Strategy),
+        default="optim_grads_params",
+        does="What the inner axis splits: nothing, optimizer state, gradients too, or weights too (ZeRO-0 to 3).",
         costs="Bytes sent and kept: docs/engine.md.",
         use="The lowest one that fits into memory; 1 and 2 send the same for one microbatch a step.",
         setting="sharding.strategy",
@@ -45,7 +61,9 @@ ARGUMENTS = (
     Argument(
         plain="outer_dp_sharding_strategy",
         direct="outer_strategy",
-        does="What the outer axis splits: 0 `no_shard` nothing (HSDP), 1 `optim` optimizer state (HFSDP).",
+        takes=_choices(OuterStrategy),
+        default="no_shard",
+        does="What the outer axis splits: nothing (HSDP), or optimizer state (HFSDP).",
         costs="HFSDP: one gather of weights a step over the outer axis in place of a gradient's second leg.",
         use="1 where optimizer state does not fit; also where weights go over the wire in fewer bytes than gradients.",
         setting="sharding.outer",
@@ -54,6 +72,8 @@ ARGUMENTS = (
     Argument(
         plain="fsdp_unit_modules",
         direct="unit_modules",
+        takes="classes, or dotted paths of them, or None",
+        default="None",
         does="Classes, or dotted paths of them, whose outermost instances are gathered, reduced and released together.",
         costs="Large units: transient memory. Small ones: latency a collective.",
         use="Transformer blocks, embedding and head. Without a list the whole model is one unit.",
@@ -62,6 +82,8 @@ ARGUMENTS = (
     Argument(
         plain="mixed_precision_policy",
         direct="mixed_precision_policy",
+        takes="a `MixedPrecisionPolicy`, or None",
+        default="None",
         does="Dtypes of main weights, main gradients, wire and sum.",
         costs="See below.",
         use="Whenever the module is not fp32, or the wire is to be narrower.",
@@ -70,6 +92,8 @@ ARGUMENTS = (
     Argument(
         plain="grad_divisor",
         direct="grad_divisor",
+        takes="a number above 0, or None",
+        default="None",
         does="What summed gradients are divided by, once a step; None: the number of data-parallel ranks.",
         costs="Nothing.",
         use="Global microbatches or tokens of a step: no loss is scaled then, and no rounding depends on the ranks.",
@@ -77,6 +101,8 @@ ARGUMENTS = (
     Argument(
         plain="calculate_per_token_loss",
         direct="",
+        takes="True, False",
+        default="False",
         does="Gradients are summed and divided by nothing (`grad_divisor=1`).",
         costs="Nothing.",
         use="The number of tokens is known only after the forward: scale gradients or the learning rate yourself.",
@@ -85,6 +111,8 @@ ARGUMENTS = (
     Argument(
         plain="sync_model_each_microbatch",
         direct="",
+        takes="True, False",
+        default="True",
         does="Whether a backward outside `no_sync` and `sync` ends the step's accumulation; `set_model_auto_sync`.",
         costs="False: a step must end inside `sync()`.",
         use="False in loops that say which microbatch is the last.",
@@ -93,6 +121,8 @@ ARGUMENTS = (
     Argument(
         plain="device_mesh",
         direct="groups",
+        takes="a `DeviceMesh`; `Groups`; or None",
+        default="None",
         does="The ranks: a mesh and names of its dimensions, or `Groups` of process groups; None: all ranks, one axis.",
         costs="A communicator a group.",
         use="Two axes, or other parallelism beside this one.",
@@ -102,6 +132,8 @@ ARGUMENTS = (
     Argument(
         plain="dp_shard_dim",
         direct="group",
+        takes="a dimension's name; a `ProcessGroup`; or None",
+        default="None",
         does="The inner axis: the name of the mesh's dimension, or its process group.",
         costs="Nothing.",
         use="A mesh of more than one dimension.",
@@ -111,6 +143,8 @@ ARGUMENTS = (
     Argument(
         plain="dp_outer_dim",
         direct="groups",
+        takes="a dimension's name; `Groups`; or None",
+        default="None",
         does="The outer axis.",
         costs="Its collectives: one reduction a step of 1/inner of the model.",
         use="More ranks than one fast network has: shard inside it, replicate (or split state) across.",
@@ -120,6 +154,8 @@ ARGUMENTS = (
     Argument(
         plain="tp_dim",
         direct="groups",
+        takes="a dimension's name; `Groups`; or None",
+        default="None",
         does="The dimension over which a plan (`parallelize_module`) has cut parameters before they are sharded.",
         costs="The plan's own collectives in forward and backward; none of the engine's but of a few numbers.",
         use="Where the model was cut; a dimension of one rank asks for nothing.",
@@ -128,6 +164,8 @@ ARGUMENTS = (
     Argument(
         plain="maxpool_double_buffer",
         direct="",
+        takes="True, False",
+        default="False",
         does="The same as `double_buffer`, whose two buffers hold units of any shape.",
         costs="As `double_buffer`.",
         use="None: `double_buffer`.",
@@ -136,6 +174,8 @@ ARGUMENTS = (
     Argument(
         plain="hybrid_fsdp_group",
         direct="groups",
+        takes="a `ProcessGroup`; `Groups`; or None",
+        default="None",
         does="All ranks of both axes; made where it is not given.",
         costs="A communicator.",
         use="It exists already.",
@@ -144,6 +184,8 @@ ARGUMENTS = (
     Argument(
         plain="expt_device_mesh",
         direct="expert_groups",
+        takes="a `DeviceMesh`; `Groups`; or None",
+        default="None",
         does="The ranks of parameters with `allreduce = False`, those of experts.",
         costs="Communicators of its own.",
         use="Expert parallelism; experts are divided by `grad_divisor` too.",
@@ -152,6 +194,8 @@ ARGUMENTS = (
     Argument(
         plain="hybrid_fsdp_expt_group",
         direct="expert_groups",
+        takes="a `ProcessGroup`; `Groups`; or None",
+        default="None",
         does="All ranks of both axes of experts.",
         costs="A communicator.",
         use="It exists already.",
@@ -160,6 +204,8 @@ ARGUMENTS = (
     Argument(
         plain="fsdp_group_ag",
         direct="groups",
+        takes="a `ProcessGroup`; `Groups`; or None",
+        default="None",
         does="A communicator of the inner ranks for gathers alone.",
         costs="Its buffers in device memory.",
         use="It exists already; else `separate_gather_group`.",
@@ -168,7 +214,9 @@ ARGUMENTS = (
     Argument(
         plain="expt_fsdp_group_ag",
         direct="expert_groups",
-        does="The same of experts.",
+        takes="a `ProcessGroup`; `Groups`; or None",
+        default="None",
+        does="A communicator of the inner ranks of experts for their gathers alone.",
         costs="Its buffers in device memory.",
         use="It exists already.",
         peer="expt_fsdp_group_ag",
@@ -176,6 +224,8 @@ ARGUMENTS = (
     Argument(
         plain="device",
         direct="device",
+        takes="a `torch.device`, or None",
+        default="None",
         does="Where buckets live; None: where the parameters are.",
         costs="Nothing.",
         use="A module on the meta device.",
@@ -185,6 +235,8 @@ ARGUMENTS = (
     Argument(
         plain="init_model_with_meta_device",
         direct="init_on_meta",
+        takes="True, False",
+        default="False",
         does="Parameters on the meta device get values from each module's `reset_parameters()`.",
         costs="One module's parameters whole at a time, and a broadcast of each.",
         use="Models too large for one device that initialise themselves.",
@@ -193,6 +245,8 @@ ARGUMENTS = (
     Argument(
         plain="initial_value",
         direct="initial_value",
+        takes="a function of a name that returns a tensor, or None",
+        default="None",
         does="Gives each parameter's full value by name; None: what the first rank holds.",
         costs="One whole parameter at a time.",
         use="Meta device with values of your own, or to start without a broadcast.",
@@ -209,6 +263,8 @@ DTYPES = (
     Argument(
         plain="main_params_dtype",
         direct="main_params_dtype",
+        takes=_FORMATS,
+        default="torch.float32",
         does="Weights the optimizer updates; None: the compute weights themselves.",
         costs="A copy apart from compute weights where the dtypes differ: 4 bytes an element in fp32.",
         use="fp32 for 16-bit modules: small updates vanish in 16 bits.",
@@ -218,6 +274,8 @@ DTYPES = (
     Argument(
         plain="main_grads_dtype",
         direct="main_grads_dtype",
+        takes=_FORMATS,
+        default="None",
         does="Stored and accumulated gradients; None: the main weights' dtype.",
         costs="Its bytes an element, whole or as a shard.",
         use="None.",
@@ -227,6 +285,8 @@ DTYPES = (
     Argument(
         plain="grad_comm_dtype",
         direct="grad_comm_dtype",
+        takes=_FORMATS,
+        default="None",
         does="What a reduction sends; None: the main gradients' dtype.",
         costs="bf16 rounds every contribution once; fp16 overflows without a loss scale.",
         use="bf16 where reductions are exposed: half the bytes.",
@@ -236,6 +296,8 @@ DTYPES = (
     Argument(
         plain="grad_accum_dtype",
         direct="grad_accum_dtype",
+        takes=_FORMATS,
+        default="None",
         does="The sum inside a reduction; None: fp32, or wider if the wire is.",
         costs="On NCCL another dtype than the wire's is summed by the engine, from an all-to-all.",
         use="None.",
@@ -244,6 +306,8 @@ DTYPES = (
     Argument(
         plain="allow_low_precision_grads",
         direct="allow_low_precision_grads",
+        takes="True, False",
+        default="False",
         does="Permits main gradients below fp32, and sums in fewer bits than fp32 or than what arrives.",
         costs="Contributions that are small beside the sum are lost.",
         use="To show what it costs.",

@@ -16,19 +16,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers an option takes, both ends included unless `above` says that the lower one is not."""
+    """Numbers an option takes, both ends included but where `above` or `below` says that one is not."""
 
     low: float
     high: float
     unit: str = ""
+    """What is counted, as a plural; "" for a ratio or a seed."""
     above: bool = False
+    """Whether the lower end is no value itself."""
+    below: bool = False
+    """Whether the upper end is no value itself."""
 
     def holds(self, value: float) -> bool:
         """Whether a number is one of them; NaN and infinity never are."""
-        return math.isfinite(value) and self.low <= value <= self.high and not (self.above and value == self.low)
+        left_out = (self.above and value == self.low) or (self.below and value == self.high)
+        return math.isfinite(value) and self.low <= value <= self.high and not left_out
+
+    def nearest(self, value: float) -> float | None:
+        """The end that lies nearest to a number beyond it; None where that end is no value, and for NaN."""
+        if value < self.low:
+            return None if self.above else self.low
+        return self.high if value > self.high and not self.below else None
 
     def __str__(self) -> str:
-        ends = f"above {self.low:,}, up to {self.high:,}" if self.above else f"{self.low:,} to {self.high:,}"
+        if self.above or self.below:
+            low = f"above {self.low:,}" if self.above else f"at least {self.low:,}"
+            ends = f"{low}, {'below' if self.below else 'up to'} {self.high:,}"
+        else:
+            ends = f"{self.low:,} to {self.high:,}"
         return f"{ends} {self.unit}".rstrip()
 
 

@@ -8,10 +8,11 @@ import pytest
 
 from harness.config import rules
 from harness.config.capabilities import ENGINES
-from harness.config.doc import settings
+from harness.config.doc import Setting, settings
 from harness.config.errors import BadRequest
 from harness.config.rules import effect, numbers
 from harness.config.schema import EngineName
+from harness.fsdp.facts import Range
 from tests.support.composing import compose
 
 DRY = "launch.dry_run=true"
@@ -234,7 +235,12 @@ def violations(*overrides: str) -> dict[str, str]:
         ("study.name=Big", "study.name", "big", "study.name=big"),
         ("optimizer.betas=[0.9]", "optimizer.betas", "[0.9,0.95]", "optimizer.betas=[0,0]"),
         ("optimizer.betas=[0.9,1.0]", "optimizer.betas", "[0.9,0.95]", ""),
-        ("optimizer=sgd optimizer.momentum=1.0", "optimizer.momentum", "0.9", "optimizer=sgd optimizer.momentum=0"),
+        (
+            "optimizer=sgd optimizer.momentum=1.0",
+            "optimizer.momentum",
+            "at least 0, below 1",
+            "optimizer=sgd optimizer.momentum=0",
+        ),
         ("optimizer.clip_norm=0", "optimizer.clip_norm", "above 0", "optimizer.clip_norm=null"),
         ("optimizer.clip_norm=nan", "optimizer.clip_norm", "above 0", ""),
         ("model.norm_eps=0", "model.norm_eps", "above 0", ""),
@@ -247,23 +253,44 @@ def test_a_rule_names_knob_and_fix_and_spares_its_clean_twin(overrides: str, kno
     compose([*clean.split(), DRY])
 
 
-@pytest.mark.parametrize("path", numbers.RANGES)
-def test_both_ends_of_every_range_are_values_and_what_lies_beyond_is_not(path: str) -> None:
-    low, high = numbers.RANGES[path]
+NUMBERS = [setting for setting in settings().values() if setting.type in (int, float)]
+
+
+@pytest.mark.parametrize("setting", NUMBERS, ids=lambda setting: setting.path)
+def test_both_ends_of_every_range_are_values_and_what_lies_beyond_is_not(setting: Setting) -> None:
+    path, allowed = setting.path, setting.range
+    assert allowed is not None
+    low, high = allowed.low, allowed.high
     config = compose().typed
     group, _, name = path.partition(".")
-    whole = settings()[path].type is int
-    for value in (low, high):
+    inside = [end for end, left_out in ((low, allowed.above), (high, allowed.below)) if not left_out]
+    for value in (*inside, (low + high) / 2):
         setattr(getattr(config, group), name, value)
         assert path not in numbers.check(rules.Request(config))
-    for value in (low - 1, high + 1 if whole else high * 1.01, float("nan"), float("inf"), -float("inf")):
+    ends = {low, high} - set(inside)
+    beyond = high + 1 if setting.type is int else high * 1.01
+    for value in (*ends, low - 1, beyond, float("nan"), float("inf"), -float("inf")):
         setattr(getattr(config, group), name, value)
-        assert path in numbers.check(rules.Request(config))
+        refused = str(numbers.check(rules.Request(config))[path])
+        assert str(allowed) in refused
+        if allowed.unit:
+            assert f"{high:,} {allowed.unit}" in refused
+        if value in (low - 1, beyond) and not ends:
+            assert f"{path}={low if value < low else high} is the {'smallest' if value < low else 'largest'}" in refused
 
 
-def test_every_number_has_a_range() -> None:
-    numeric = {path for path, s in settings().items() if s.type in (int, float)}
-    assert numeric - {"optimizer.momentum"} == set(numbers.RANGES) | set(numbers.POSITIVE)
+def test_a_range_says_what_it_leaves_out() -> None:
+    assert str(Range(1, 64, "ranks")) == "1 to 64 ranks"
+    assert str(Range(0, 1, above=True)) == "above 0, up to 1"
+    assert str(Range(0, 1, below=True)) == "at least 0, below 1"
+    assert str(Range(0, 9_000, "bytes", above=True, below=True)) == "above 0, below 9,000 bytes"
+
+
+def test_every_number_has_a_range_and_says_it() -> None:
+    assert all(setting.range for setting in NUMBERS)
+    assert settings()["engine.prefetch"].expects == "a whole number, 0 to 1,024 units"
+    assert settings()["cluster.mem_gb"].expects == "a number, 0 to 1,000,000 GB, or null"
+    assert settings()["optimizer.betas"].expects == "a list of numbers, like [0.9,0.95], each at least 0, below 1"
 
 
 def test_numbers_out_of_range_do_not_hide_other_mistakes() -> None:

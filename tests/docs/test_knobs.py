@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+import typing
 from dataclasses import fields
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from harness.fsdp import MixedPrecisionPolicy, Options, ShardedModel, fully_shar
 from harness.fsdp.arguments import ARGUMENTS, DTYPES
 from harness.fsdp.megatron_arguments import UNBUILT
 from harness.fsdp.options import OPTIONS
+from harness.fsdp.vocabulary import Dtype, OuterStrategy, Strategy
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -48,6 +50,37 @@ def test_every_argument_of_both_entries_has_a_row_and_every_row_an_argument() ->
     assert direct == named(ShardedModel.__init__) - {"self", "chosen"}
 
 
+def defaults(function: object) -> dict[str, str]:
+    """Argument -> its default as a row writes it, "" where there is none."""
+    found = {}
+    for name, each in inspect.signature(function).parameters.items():  # type: ignore[arg-type]
+        bare = "" if each.default is inspect.Parameter.empty else each.default
+        found[name] = str(getattr(bare, "name", bare))
+    return found
+
+
+def test_defaults_of_arguments_are_those_of_both_entries() -> None:
+    plain, direct, policy = map(defaults, (fully_shard_model, ShardedModel.__init__, MixedPrecisionPolicy.__init__))
+    plain["zero_dp_strategy"] = Strategy.parse(int(plain["zero_dp_strategy"]), "").name
+    plain["outer_dp_sharding_strategy"] = OuterStrategy.parse(int(plain["outer_dp_sharding_strategy"]), "").name
+    for row in arguments(ARGUMENTS):
+        assert plain[row.plain] == row.default, row.plain
+        assert not row.direct or direct[row.direct] == row.default, row.direct
+    for row in arguments(DTYPES):
+        assert policy[row.plain] == row.default, row.plain
+
+
+def test_what_arguments_take_is_said() -> None:
+    """None and the bools are said exactly where the annotation has them."""
+    hints = typing.get_type_hints(fully_shard_model) | typing.get_type_hints(MixedPrecisionPolicy)
+    for row in [*arguments(ARGUMENTS), *arguments(DTYPES)]:
+        kind = hints[row.plain]
+        assert ("or None" in row.takes) == (type(None) in typing.get_args(kind)), row.plain
+        assert (row.takes == "True, False") == (kind is bool), row.plain
+    assert all(f"torch.{dtype.torch_name}" in row.takes for row in arguments(DTYPES)[:-1] for dtype in Dtype)
+    assert "required" in next(line for line in engine_guide().splitlines() if line.startswith("| `module`"))
+
+
 def test_every_option_and_dtype_has_a_row() -> None:
     assert [row.direct for row in options()] == [field.name for field in fields(Options)] == list(OPTIONS)
     assert [row.plain for row in arguments(DTYPES)] == [field.name for field in fields(MixedPrecisionPolicy)]
@@ -62,6 +95,7 @@ def test_defaults_are_those_of_the_class() -> None:
 
 @pytest.mark.parametrize("row", every(), ids=lambda row: row.plain)
 def test_a_row_is_complete_and_its_setting_exists(row: Knob) -> None:
+    assert row.takes
     for text in (row.does, row.costs, row.use):
         assert text.endswith("."), text
         assert "|" not in text

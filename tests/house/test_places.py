@@ -119,7 +119,7 @@ def test_an_option_is_two_places() -> None:
 def test_a_declared_option_is_configured_ranged_and_handed_on(answers: dict[str, object]) -> None:
     assert (answers["configuration"], answers["null"], answers["frozen cell"], answers["adapter"]) == (5, None, 5, 5)
     assert "engine.example_option=10: is out of range" in str(answers["range"])
-    assert "1 to 9" in str(answers["range"])
+    assert "1 to 9 cups, or null" in str(answers["range"])
     assert "engine.example_option" in str(answers["typo"])
     assert answers["reader"] == 4
 
@@ -133,6 +133,7 @@ def test_a_declared_option_is_a_capability_of_the_engine_alone(answers: dict[str
 def test_a_declared_option_has_a_row_on_both_pages(answers: dict[str, object]) -> None:
     (setting,), (knob,) = answers["page of settings"], answers["page of knobs"]
     assert "`3` | Cups for each unit; null is none. Taken by native." in setting
+    assert "a whole number, 1 to 9 cups, or null" in setting
     for text in ("1 to 9 cups, or None", "`3`", "Cups for each unit; None is none.", "Tea.", "`engine.example_option`"):
         assert text in knob
 
