@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import MixedPrecisionPolicy, binding, fully_shard_model
+from harness.fsdp import MixedPrecisionPolicy, binding, fully_shard, fully_shard_model
 from harness.fsdp.guards.lost_edits import LostEdits
+from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime import gradient_answer, program_hooks
+from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.program_hooks import ProgramHook
 from harness.fsdp.storage.bucket import Bucket
 from tests.fsdp.checked import ZERO3, Mutant, holds, is_found
@@ -179,6 +181,31 @@ def clamping_narrow_weights_in_a_forward(rank: int, strategy: str) -> list[str]:
     return told
 
 
+def initialising_unseeded(rank: int, strategy: str) -> list[str]:
+    """Each rank draws its own numbers: refused where edits are compared, and named where replicas are."""
+
+    def gathered() -> None:
+        model, _ = sharded(Net(), strategy)
+        torch.manual_seed(rank)
+        with model.gathered():
+            nn.init.normal_(model.module.head.weight)
+
+    def compared() -> None:
+        module = Net()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.2)
+        model, optimizer = fully_shard(module, optimizer, zero_dp_strategy=strategy, check_replicas_every=1)
+        torch.manual_seed(rank)
+        nn.init.normal_(module.head.weight)
+        train(model, optimizer, [rank], mean_square, 1)
+
+    told = said(gathered, "head.weight.*All ranks must make the same edit inside gathered")
+    if strategy == ZERO3:
+        return told + said(compared, "head.weight.* while its weights are not gathered")
+    if strategy == "no_shard":
+        return told + said(compared, "replicas differ after update 1: head.weight")
+    return told  # each rank updates a part, and all take that
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
     each.__name__: each
     for each in (
@@ -187,6 +214,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
         watching_by_hooks,
         clamping_in_a_forward,
         clamping_narrow_weights_in_a_forward,
+        initialising_unseeded,
     )
 }
 
@@ -252,6 +280,17 @@ MUTANTS = {
         lambda: mock.patch.object(Bucket, "computes_with_main_weights", property(lambda self: self.is_resident)),
         "clamping_narrow_weights_in_a_forward",
         "optim",
+    ),
+    "edits are not compared": Mutant(
+        "Each rank keeps the numbers it has drawn inside gathered()",
+        lambda: mock.patch.object(WholeWeights, "_compare"),
+        "initialising_unseeded",
+    ),
+    "replicas are not compared": Mutant(
+        "Ranks part by the numbers they have drawn, whatever check_replicas_every says",
+        lambda: mock.patch.object(ReplicaCheck, "is_due", False),
+        "initialising_unseeded",
+        "no_shard",
     ),
 }
 
