@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from harness.fsdp.comm.sharp_groups import communicator_options as communicator_options
     from harness.fsdp.fp8.linear import convert_linears as convert_linears
     from harness.fsdp.fp8.linear import update_scales as update_scales
+    from harness.fsdp.guards.agreement import RanksDisagree as RanksDisagree
     from harness.fsdp.guards.hang_report import CollectiveError as CollectiveError
+    from harness.fsdp.guards.replicas import ReplicaDrift as ReplicaDrift
     from harness.fsdp.loss_scale import LossScale as LossScale
     from harness.fsdp.loss_scale import Outcome as Outcome
     from harness.fsdp.megatron import MegatronModel as MegatronModel
@@ -32,9 +34,14 @@ if TYPE_CHECKING:
     from harness.fsdp.options import Options as Options
     from harness.fsdp.policy import Dtypes as Dtypes
     from harness.fsdp.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+    from harness.fsdp.runtime.gradient_answer import GradientAccessError as GradientAccessError
+    from harness.fsdp.runtime.step import StepError as StepError
+    from harness.fsdp.state.named import ShardedState as ShardedState
+    from harness.fsdp.state.named import StateMismatch as StateMismatch
     from harness.fsdp.state.row_shard import RowShard as RowShard
     from harness.fsdp.state.row_shard import local_of as local_of
     from harness.fsdp.storage.parameter_access import ReleasedWeightError as ReleasedWeightError
+    from harness.fsdp.tensor_parallel.parameters import UnknownPlan as UnknownPlan
     from harness.fsdp.tensor_parallel.parameters import cut_portion as cut_portion
     from harness.fsdp.tensor_parallel.parameters import join_portions as join_portions
     from harness.fsdp.tensor_parallel.parameters import portion_of as portion_of
@@ -42,6 +49,7 @@ if TYPE_CHECKING:
     from harness.fsdp.update.accepted import steps_elementwise as steps_elementwise
     from harness.fsdp.update.blank import create_state as create_state
     from harness.fsdp.update.blank import entries_of as entries_of
+    from harness.fsdp.update.loose_runs import FlatPieceError as FlatPieceError
     from harness.fsdp.update.optimizer import ShardedOptimizer as ShardedOptimizer
     from harness.fsdp.update.squares import sum_of_squares as sum_of_squares
     from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
@@ -73,7 +81,9 @@ _EXPORTS = {
         "convert_linears",
         "update_scales",
     ),
+    "guards.agreement": ("RanksDisagree",),
     "guards.hang_report": ("CollectiveError",),
+    "guards.replicas": ("ReplicaDrift",),
     "loss_scale": (
         "LossScale",
         "Outcome",
@@ -89,12 +99,19 @@ _EXPORTS = {
         "Dtypes",
         "MixedPrecisionPolicy",
     ),
+    "runtime.gradient_answer": ("GradientAccessError",),
+    "runtime.step": ("StepError",),
+    "state.named": (
+        "ShardedState",
+        "StateMismatch",
+    ),
     "state.row_shard": (
         "RowShard",
         "local_of",
     ),
     "storage.parameter_access": ("ReleasedWeightError",),
     "tensor_parallel.parameters": (
+        "UnknownPlan",
         "cut_portion",
         "join_portions",
         "portion_of",
@@ -105,8 +122,9 @@ _EXPORTS = {
         "create_state",
         "entries_of",
     ),
-    "update.squares": ("sum_of_squares",),
+    "update.loose_runs": ("FlatPieceError",),
     "update.optimizer": ("ShardedOptimizer",),
+    "update.squares": ("sum_of_squares",),
     "vocabulary": (
         "CtaPolicy",
         "Fallback",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import inspect
+import re
 import subprocess
 import sys
 import typing
@@ -132,6 +134,46 @@ def test_exports_agree() -> None:
     assert set(harness.fsdp.__all__) <= set(dir(harness.fsdp))
     with pytest.raises(AttributeError, match=r"no attribute 'fully_sharded'; it has .*fully_shard"):
         _ = harness.fsdp.fully_sharded
+
+
+def test_every_exception_of_the_engine_is_of_the_face() -> None:
+    found = {}
+    for path in sorted((ROOT / "harness/fsdp").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and any(ends(ast.unparse(base)) for base in node.bases):
+                found[node.name] = path.relative_to(ROOT).as_posix()
+    assert {"StepError", "ReplicaDrift", "StateMismatch"} <= set(found)
+    public = {name for name in found if not name.startswith("_")}
+    assert public <= set(harness.fsdp.__all__), {name: found[name] for name in public - set(harness.fsdp.__all__)}
+    assert all(issubclass(getattr(harness.fsdp, name), Exception) for name in public)
+
+
+def ends(base: str) -> bool:
+    return base.endswith(("Error", "Exception"))
+
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ELSEWHERE = {"InternalTorchDynamoError"}
+"""Exceptions of others that the pages of the engine name."""
+
+
+@pytest.mark.parametrize("page", ["engine.md", "compatibility.md"])
+def test_every_exception_that_a_page_names_is_of_the_face(page: str) -> None:
+    named = set(re.findall(r"\b(?<!\.)[A-Z]\w+(?:Error|Drift|Mismatch)\b", (ROOT / "docs" / page).read_text()))
+    assert "StepError" in named
+    assert {name for name in named if not hasattr(builtins, name)} - ELSEWHERE <= set(harness.fsdp.__all__)
+
+
+def test_pages_import_from_the_face() -> None:
+    """Lines of README and docs, those of a diff too, which a reader copies."""
+    lines = [line.strip("+ \n") for page in PAGES for line in page.read_text().splitlines()]
+    imports = [line for line in lines if re.match(r"(from|import) harness\.fsdp\b", line)]
+    assert len(imports) > 6
+    for line in imports:
+        (node,) = ast.parse(line).body
+        assert isinstance(node, ast.ImportFrom), line
+        assert node.module == "harness.fsdp", line
+        assert {alias.name for alias in node.names} <= set(harness.fsdp.__all__), line
 
 
 def test_the_adapter_goes_through_the_face() -> None:
