@@ -55,34 +55,52 @@ from harness.fsdp.wiring import make_reductions, make_usage_of
 
 
 @dataclass(frozen=True)
+class Ranks:
+    """Who shards, and where buckets live.
+
+    expert_groups: of the parameters of experts; None: as the others. device: of the buckets; decided.
+    """
+
+    groups: Groups
+    expert_groups: Groups | None
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Values:
+    """Where parameters get their values: from a function of their names, from modules that reset themselves, or, with
+    neither, from what the first rank's parameters hold."""
+
+    initial: InitialValue | None
+    init_on_meta: bool
+
+    @property
+    def are_made(self) -> bool:
+        """Whether they come from elsewhere than the parameters themselves."""
+        return self.initial is not None or self.init_on_meta
+
+
+@dataclass(frozen=True)
 class Request:
     """What was asked for, each value valid by itself; `harness.fsdp.model.ShardedModel` describes the fields.
 
-    device: where buckets live; decided. grad_divisor: None is the number of ranks.
+    grad_divisor: None is the number of ranks.
     """
 
     module: nn.Module
-    groups: Groups
-    expert_groups: Groups | None
     unit_classes: list[type[nn.Module]]
+    ranks: Ranks
+    values: Values
+    grad_divisor: float | None
     strategy: Strategy
     outer_strategy: OuterStrategy
     policy: MixedPrecisionPolicy
-    device: torch.device
-    grad_divisor: float | None
-    initial_value: InitialValue | None
-    init_on_meta: bool
     options: Options
 
     @cached_property
     def tensor_group(self) -> dist.ProcessGroup | None:
         """Ranks of the tensor-parallel axis."""
-        return self.groups.tensor or axis_of(self.module.parameters())
-
-    @property
-    def has_values(self) -> bool:
-        """Whether values come from elsewhere than the parameters themselves."""
-        return self.initial_value is not None or self.init_on_meta
+        return self.ranks.groups.tensor or axis_of(self.module.parameters())
 
 
 @dataclass(frozen=True)
@@ -108,9 +126,9 @@ def build(request: Request) -> Components:
         RuntimeError: user buffers could not be registered, and nothing else was allowed.
     """
     declare(request.module, partial(_meshes_for, request))
-    check_plan(request.module, request.groups, request.tensor_group)
+    check_plan(request.module, request.ranks.groups, request.tensor_group)
     mark_weights(request.module)
-    leave_meta(request.module, request.device, has_values=request.has_values)
+    leave_meta(request.module, request.ranks.device, has_values=request.values.are_made)
     ground = _ground(request)
     units = _units(request, ground)
     components = _wire(request, ground, units)
@@ -125,9 +143,9 @@ def build(request: Request) -> Components:
 
 def _meshes_for(request: Request, part: nn.Module) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """What a module that declares its own meshes is told; see [Note: Declared meshes]. *Collective.*"""
-    groups, tensor, kind = request.groups, request.tensor_group, request.device.type
-    if request.expert_groups is not None and any(is_expert(param) for param in part.parameters(recurse=False)):
-        groups = request.expert_groups
+    groups, tensor, kind = request.ranks.groups, request.tensor_group, request.ranks.device.type
+    if request.ranks.expert_groups is not None and any(is_expert(param) for param in part.parameters(recurse=False)):
+        groups = request.ranks.expert_groups
     has_outer = _of_several(groups.outer) is not None
     placements = Placements.of(request.strategy, request.outer_strategy if has_outer else None)
     data, tensor_cut = (_of_several(each) for each in (_cutting(groups, placements), tensor))
@@ -151,7 +169,7 @@ def _cutting(groups: Groups, placements: Placements) -> dist.ProcessGroup | None
 
 
 def _ground(request: Request) -> Ground:
-    options, device = request.options, request.device
+    options, device = request.options, request.ranks.device
     runtime = DeviceRuntime(device)
     meshes = _meshes(request, runtime)
     user_buffers = UserBuffers(
@@ -170,15 +188,15 @@ def _ground(request: Request) -> Ground:
 
 def _meshes(request: Request, runtime: DeviceRuntime) -> Meshes:
     limit, separate = request.options.eager_limit_bytes, request.options.separate_gather_group
-    dense = Mesh(request.groups, runtime, limit, separate)
-    groups = request.expert_groups
+    dense = Mesh(request.ranks.groups, runtime, limit, separate)
+    groups = request.ranks.expert_groups
     experts = dense if groups is None else Mesh(groups, runtime, limit, separate)
     tensor = request.tensor_group
     return Meshes(dense, experts, None if tensor is None else Communicator(tensor, runtime, limit))
 
 
 def _units(request: Request, ground: Ground) -> list[Unit]:
-    options, initial = request.options, request.initial_value
+    options, initial = request.options, request.values.initial
     gradients = GradientPlan(
         ground.memory,
         options.grad_buffer,
@@ -194,13 +212,13 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
         )
 
     _check_same_module(request.module, ground.meshes)
-    if not request.has_values:
+    if not request.values.are_made:
         check_copies(request.module, ground.meshes.tensor)
         initial = values_of_first_rank(request.module, ground.meshes)
     plans = plan_units(request.module, request.unit_classes, options.unit_min_elements)
     units = build_units(plans, context, ground.memory, request.policy, initial)
     if initial is None:
-        reset_by_module(request.module, list(buckets_of(units)), ground.meshes, request.device)
+        reset_by_module(request.module, list(buckets_of(units)), ground.meshes, request.ranks.device)
     return units
 
 

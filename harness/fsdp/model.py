@@ -20,7 +20,7 @@ from harness.fsdp.arguments import DIRECT
 from harness.fsdp.binding import own
 from harness.fsdp.comm.device import usual_device
 from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.construction import Request, build
+from harness.fsdp.construction import Ranks, Request, Values, build
 from harness.fsdp.megatron_arguments import resolve_classes
 from harness.fsdp.options import OptionKeywords, Options
 from harness.fsdp.policy import MixedPrecisionPolicy
@@ -90,32 +90,18 @@ class ShardedModel(StatefulModule):
         check_request(module, classes, grad_divisor)
         self.strategy = Strategy.parse(strategy, "strategy")
         self.outer_strategy = OuterStrategy.parse(outer_strategy, "outer_strategy")
-        reduces_each = not Placements.of(self.strategy, None).accumulates_locally
-        self.options.check_against(reduces_each=reduces_each)
+        self.options.check_against(reduces_each=not Placements.of(self.strategy, None).accumulates_locally)
         self.numerics = self.options.numerics
         self.policy = mixed_precision_policy or MixedPrecisionPolicy()
-        request = Request(
-            module,
-            groups or Groups(group),
-            expert_groups,
-            classes,
-            self.strategy,
-            self.outer_strategy,
-            self.policy,
-            device or usual_device(next(module.parameters()).device, groups.inner if groups else group),
-            grad_divisor,
-            initial_value,
-            init_on_meta,
-            self.options,
-        )
-        self._parts = build(request)
-        self.grad_divisor = self._parts.divisor
-        self.buckets = self._parts.buckets
-        self._state = StateAccess(
-            module, self.buckets, self._parts.weights, self._parts.gradients, self._parts.everyone
-        )
+        device = device or usual_device(next(module.parameters()).device, groups.inner if groups else group)
+        ranks = Ranks(groups or Groups(group), expert_groups, device)
+        values = Values(initial_value, init_on_meta)
+        choices = (self.strategy, self.outer_strategy, self.policy, self.options)
+        self._parts = parts = build(Request(module, classes, ranks, values, grad_divisor, *choices))
+        self.grad_divisor, self.buckets = parts.divisor, parts.buckets
+        self._state = StateAccess(module, parts.buckets, parts.weights, parts.gradients, parts.everyone)
         self._sharded_optimizer: ShardedOptimizer | None = None
-        mark_sharded(module, self._parts)
+        mark_sharded(module, parts)
         self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
         own(self)
 
