@@ -1,10 +1,10 @@
-"""The structure in numbers, of this checkout beside a revision: files, lines, rooms, arrows. Writes data/house.json.
+"""The structure in numbers, of this checkout beside earlier revisions: files, lines, rooms, arrows.
 
-    python benchmarks/checks/house.py [--before REVISION]
+    python benchmarks/checks/house.py
 
 A *room* of a package is a folder or a file directly in it; an *arrow* is a pair of rooms of which one imports the
 other; arrows both ways are a *circle*. Counted from the sources as text, for `harness` and for the engine,
-`harness/fsdp`.
+`harness/fsdp`. Writes benchmarks/data/house.json and docs/records/house.md.
 """
 
 from __future__ import annotations
@@ -22,9 +22,21 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 OUTPUT = Path(__file__).resolve().parents[1] / "data" / "house.json"
-BEFORE = "9fd760c"
-"""The last revision before the files were moved into rooms."""
+PAGE = ROOT / "docs" / "records" / "house.md"
+REVISIONS = {
+    "9fd760c": "before the files were moved into rooms",
+    "d2bca67": "with the rooms, before tensor parallelism, FP8 and what ordinary programs need",
+}
 PACKAGES = ("harness", "harness.fsdp")
+HEAD = """# The house in numbers
+
+*Record. How many files, lines, rooms and arrows the package and its engine had and have. Made by
+`python benchmarks/checks/house.py`; the data are in `benchmarks/data/house.json`.*
+
+A *room* is a folder or a file directly in a package; an *arrow* is a pair of rooms of which one imports the other;
+arrows both ways are a *circle*. The order in which rooms may import each other is drawn in the README and held by
+import-linter.
+"""
 
 
 def modules(root: Path, package: str) -> dict[str, Path]:
@@ -80,12 +92,12 @@ def structure(root: Path, package: str) -> dict[str, Any]:
 
 
 def lines_of_init(root: Path) -> int:
-    """Lines of the body of `ShardedModel.__init__`, signature left out."""
+    """Lines of `ShardedModel.__init__`, signature included."""
     tree = ast.parse((root / "harness" / "fsdp" / "model.py").read_text(encoding="utf-8"))
     (model,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "ShardedModel")
     (init,) = (node for node in model.body if isinstance(node, ast.FunctionDef) and node.name == "__init__")
     assert init.end_lineno is not None
-    return init.end_lineno - init.body[0].lineno + 1
+    return init.end_lineno - init.lineno + 1
 
 
 def look(root: Path) -> dict[str, Any]:
@@ -103,15 +115,41 @@ def at(revision: str) -> dict[str, Any]:
         return look(Path(folder))
 
 
+def render(found: dict[str, Any]) -> str:
+    """The page of the data."""
+    columns = {f"{revision}, {what}": found["revisions"][revision] for revision, what in REVISIONS.items()}
+    columns["as it is"] = found["now"]
+    counts = ("files", "lines", "rooms", "arrows", "circles", "longest_file")
+    rows = [("", *columns), ("---",) * (len(columns) + 1)]
+    for package in PACKAGES:
+        rows += [(f"{package}: {each.replace('_', ' ')}", *_cells(columns, package, each)) for each in counts]
+    init = "lines_of_ShardedModel_init"
+    rows.append(("`ShardedModel.__init__`: lines", *(str(each[init]) for each in columns.values())))
+    return "\n".join([HEAD, *(f"| {' | '.join(row)} |" for row in rows), ""])
+
+
+def _cells(columns: dict[str, dict[str, Any]], package: str, count: str) -> Iterator[str]:
+    for each in columns.values():
+        value = each[package][count]
+        if count == "circles":
+            yield ", ".join(f"{one} and {other}" for one, other in value) or "none"
+        elif count == "longest_file":
+            yield f"{value[1]:,}: `{value[0]}`"
+        else:
+            yield f"{value:,}"
+
+
 def main() -> None:
     """Count, write and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", default=BEFORE, metavar="REVISION", help="what to compare with")
-    before = parser.parse_args().before
-    found = {"command": "python benchmarks/checks/house.py", "before": {"revision": before, **at(before)}}
-    found["now"] = look(ROOT)
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    found = {
+        "command": "python benchmarks/checks/house.py",
+        "revisions": {revision: at(revision) for revision in REVISIONS},
+        "now": look(ROOT),
+    }
     OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(found, indent=1))
+    PAGE.write_text(render(found), encoding="utf-8")
+    print(render(found))
 
 
 if __name__ == "__main__":

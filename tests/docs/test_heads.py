@@ -22,6 +22,7 @@ SOURCES = {
     "metrics.md": "harness/store/fields.py",
     "records/behaviours.md": "benchmarks/pages/behaviours.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
+    "records/house.md": "benchmarks/checks/house.py",
     "records/power.md": "benchmarks/pages/power_table.py",
     "records/seed_studies.md": "benchmarks/pages/seed_studies.py",
     "records/streams.md": "benchmarks/pages/streams.py",
