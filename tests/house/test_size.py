@@ -1,4 +1,4 @@
-"""The package as it is has no circles and no constructor that needs a paragraph, and its record is made from the data."""
+"""The package has no circles and no constructor that needs a paragraph, and its record is made from the data."""
 
 from __future__ import annotations
 
