@@ -76,7 +76,7 @@ class Values:
 
     @property
     def are_made(self) -> bool:
-        """Whether they come from elsewhere than the parameters themselves."""
+        """Whether weights come from elsewhere than the parameters themselves."""
         return self.initial is not None or self.init_on_meta
 
 
