@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import pytest
 
+from harness.fsdp.arguments import ARGUMENTS, DTYPES, Argument
+
 PACKAGE = Path(__file__).parents[2] / "harness"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -31,14 +33,20 @@ class Documented(NamedTuple):
     """Whether a decorator says what it is: `@fault(...)`."""
 
 
-def documented(node: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[Documented]:
-    """Everything of a module or class that has a name, and every name with a text below it."""
-    for each, below in zip(node.body, [*node.body[1:], None], strict=False):
+def documented(node: ast.AST, prefix: str = "") -> Iterator[Documented]:
+    """Everything of a module, class or function that has a name, and every name with a text below it."""
+    for body in (getattr(node, name, []) for name in ("body", "orelse", "finalbody", "handlers")):
+        yield from of_body(body, prefix)
+
+
+def of_body(body: list[ast.stmt], prefix: str) -> Iterator[Documented]:
+    """What `documented` finds in statements that follow each other."""
+    for each, below in zip(body, [*body[1:], None], strict=False):
         if isinstance(each, ast.FunctionDef | ast.ClassDef):
             decorated = any(ast.unparse(found).startswith("fault(") for found in each.decorator_list)
             yield Documented(prefix + each.name, each.lineno, ast.get_docstring(each), decorated)
-        if isinstance(each, ast.ClassDef):
-            yield from documented(each, f"{prefix}{each.name}.")
+        inner = f"{prefix}{each.name}." if isinstance(each, ast.FunctionDef | ast.ClassDef) else prefix
+        yield from documented(each, inner)
         text = literal(below)
         if isinstance(each, ast.Assign | ast.AnnAssign) and text is not None:
             target = each.target if isinstance(each, ast.AnnAssign) else each.targets[0]
@@ -70,6 +78,11 @@ def test_docstrings_stand_alone(path: Path) -> None:
     assert not problems(path.read_text(encoding="utf-8"))
 
 
+@pytest.mark.parametrize("table", [ARGUMENTS, DTYPES])
+def test_rows_of_arguments_stand_alone(table: tuple[Argument, ...]) -> None:
+    assert not [each.does for each in table if LEANING.match(each.does)]
+
+
 @pytest.mark.parametrize(
     ("source", "told"),
     [
@@ -78,6 +91,11 @@ def test_docstrings_stand_alone(path: Path) -> None:
         ('class A:\n    """A."""\n    x: int\n    """Its place."""', "A.x leans"),
         ('@fault("a")\ndef _f():\n    """They differ."""', "_f leans"),
         ("def f(): ...", "f has no docstring"),
+        (
+            'class A:\n    """A."""\n    def __init__(self):\n        self.x = 1\n        """Of those."""',
+            "__init__.self.x leans",
+        ),
+        ('def _f():\n    if a:\n        x = 1\n        """The same as it is."""', "_f.x leans"),
     ],
 )
 def test_a_leaning_or_missing_docstring_is_found(source: str, told: str) -> None:

@@ -84,7 +84,7 @@ class Job:
         self._sums: list[Tensor] = []
         """What the inner axis has summed on this rank, a tensor a part."""
         self._outer_sums: list[Part] = []
-        """The same cut by outer rank."""
+        """What the inner axis has summed on this rank, cut by outer rank."""
         self._copies: list[Tensor] = []
         """Encoded gradients beside those they were made of."""
         self._sent: list[Exchange] = []

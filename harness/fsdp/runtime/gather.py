@@ -41,7 +41,7 @@ class GatherPipeline:
         """Units, not the root, that are whole from a gather."""
         self._sweep: list[Unit] = []
         self._places: dict[Unit, int] = {}
-        """Of the units in the sweep."""
+        """Each unit's place in the sweep, counted from 0."""
         self._passed = 0
         """The place in the sweep before which no gather is under way."""
         self._resting: list[Unit] = []

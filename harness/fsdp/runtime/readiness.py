@@ -78,7 +78,7 @@ class Readiness:
         self._arrived: set[int] = set()
         self._hidden_calls = 0
         self.was_called = False
-        """Whether it was called since the last backward ended."""
+        """Whether the unit was called since the last backward ended."""
         self._is_reached = False
 
     def note_call(self, *, hidden: bool) -> None:

@@ -193,7 +193,7 @@ class Step:
         self.num_backwards = 0
         """Backwards begun since gradients were last forgotten."""
         self.plan = shape.plan(sync=True, adds=False)
-        """Of the backward that runs, or ran last."""
+        """What the backward that runs, or ran last, does with its gradients."""
         self.num_updates = 0
         """How often weights were installed, after an update or a load."""
         self.awaits_install = False

@@ -27,7 +27,7 @@ class ParameterViews:
         self._classes: dict[Access, list[type]] = {}
         self._access = Access.free
         self._views: list[Tensor] = []
-        """Of whole weights, with storage or without."""
+        """A view of the whole weight of each parameter, in order, with storage or without."""
         self._placeholders: list[Tensor] = []
         self._versions: list[int] = []
         for name, param in params:

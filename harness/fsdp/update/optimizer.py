@@ -58,7 +58,7 @@ class ShardedOptimizer:
         self.has_updated = False
         """Whether gradients were handed to an optimizer, on any rank."""
         self.groups = Groups(buckets)
-        """Whose runs and parameters are whose: `Run.group` is a place among them."""
+        """Parameter groups of all optimizers, and who owns which parameter: `Run.group` is a place among them."""
         self._steps_unused: list[torch.optim.Optimizer] = []
         self.lost = LostGradients()
         """Gradients that one optimizer forgot for others."""
