@@ -33,7 +33,11 @@ HEAD = """\
 A mutant is a piece of this repository with one mistake: our engine, an engine under the conformance suite, or the
 comparator. A test that no mutant can fail checks nothing; each mutant here is killed by a test that `make test` runs.
 Seconds are wall time; of mutants that the same ranks visit one after the other, they are those of its own turn,
-without the start of the ranks. The fault corpus that verdicts are scored on is another list: [power.md](power.md).
+without the start of the ranks, and the first turn of a process pays for what it imports. Files are run apart: a row
+holds what the last recorded run of its file took, on a machine of two cores that was not idle, at the commit before
+the one that last changed the row (`git blame benchmarks/data/mutants.json`; the data name neither). Seconds show
+which mutants are dear, and are no measurement. The fault corpus that verdicts are scored on is another list:
+[power.md](power.md).
 
 """
 
@@ -79,8 +83,8 @@ def page(rows: Rows) -> str:
     """The page; rows of a room lie side by side."""
     rooms = [(room, list(of_room)) for room, of_room in groupby(rows, key=lambda row: str(row["room"]))]
     parts = [HEAD + "| | mutants | seconds |", "|---|---|---|"]
-    parts += [f"| {room} | {len(each)} | {_sum(each):.1f} |" for room, each in rooms]
-    parts.append(f"| together | {len(rows)} | {_sum(rows):.1f} |")
+    parts += [f"| {room} | {len(each)} | {_seconds(_sum(each), 1)} |" for room, each in rooms]
+    parts.append(f"| together | {len(rows)} | {_seconds(_sum(rows), 1)} |")
     for room, each in rooms:
         parts += (
             ["", f"## {room}", "", f"Killed by `{_test(each[0])}`.", ""] if _is_one(each) else ["", f"## {room}", ""]
@@ -92,7 +96,13 @@ def page(rows: Rows) -> str:
 
 def _line(row: dict[str, Any], is_one: bool) -> str:
     test = row["test"].removeprefix(_test(row)) if is_one else row["test"]
-    return f"| {_plain(row['name'])} | {_plain(row['breaks'])} | `{_plain(test)}` | {row['seconds']:.2f} |"
+    return f"| {_plain(row['name'])} | {_plain(row['breaks'])} | `{_plain(test)}` | {_seconds(row['seconds'])} |"
+
+
+def _seconds(seconds: float, digits: int = 2) -> str:
+    """Rounded, and never to nothing."""
+    least = 10.0**-digits
+    return f"{seconds:.{digits}f}" if seconds >= least else f"< {least:g}"
 
 
 def _test(row: dict[str, Any]) -> str:

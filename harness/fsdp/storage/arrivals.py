@@ -4,7 +4,7 @@
 parameter. Where work is queued, the first gradients of a unit (the root apart, whose first and last are a whole
 backward apart) stay as autograd made them until the unit's backward ends; then one kernel casts and moves them all. For
 that long they exist twice, in the dtype of the unit's weights, as FSDP2's do. `.grad` is empty meanwhile, so that a
-second gradient of a parameter comes apart from the first, and is added to it in the bucket's dtype as ever.
+second gradient of a parameter comes apart from the first, and is added to it in the bucket's dtype.
 """
 
 from __future__ import annotations

@@ -81,5 +81,5 @@ def lines(evidence: Sequence[Finding]) -> list[str]:
     tiers = sorted({finding.tier for finding in evidence} & TIERS.keys())
     size = max(map(len, checks), default=0)
     told = [f"{tier}  {TIERS[tier]}" for tier in tiers]
-    marks = "ok: allowed. ?: in doubt. BAD: refuted. differ: other bits, which nobody owes."
+    marks = "ok: allowed. ?: in doubt. BAD: refuted. differ: other bits, where equal bits are not promised."
     return [*told, marks, *(f"{check.ljust(size)}  {CHECKS[check]}" for check in checks), PAGE]

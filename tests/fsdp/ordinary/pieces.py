@@ -173,7 +173,7 @@ class Reentrant(Piece):
 
 
 class Unused(Piece):
-    """A branch that nobody takes."""
+    """A branch that no rank takes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -64,7 +64,7 @@ SCENARIOS: dict[str, dict[str, Program]] = {
         "activation checkpointing around units": _of(pieces=("Checkpointed", "Checkpointed")),
         "activation checkpointing inside units": _of(pieces=("CheckpointedInside", "Mlp")),
         "reentrant checkpointing": _of(pieces=("Reentrant", "Mlp")),
-        "a branch nobody takes": _of(pieces=("Unused", "Mlp"), optimizer="momentum"),
+        "a branch no rank takes": _of(pieces=("Unused", "Mlp"), optimizer="momentum"),
         "branches in turns": _of(pieces=("InTurns", "Mlp"), optimizer="momentum"),
         "layers dropped by all ranks": _of(pieces=("DroppedTogether", "Mlp"), optimizer="momentum"),
         "layers dropped by some ranks": _of(pieces=("DroppedApart", "Mlp"), optimizer="momentum"),
