@@ -1,12 +1,13 @@
-"""What each engine can do, as a table without torch: what rules refuse before an engine is ever built."""
+"""Every engine and what it can do, as a table without torch: what rules refuse before an engine is ever built."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
-from harness.config.schema import Dtype, EngineName, Numerics, OuterStrategy, Registration, Strategy
 from harness.fsdp.facts import declared_in
 from harness.fsdp.options import EngineOptions
+from harness.fsdp.vocabulary import Choice, Dtype, Numerics, OuterStrategy, Registration, Strategy
 
 RERUNS = (Numerics.fast, Numerics.deterministic)
 EQUAL_GRADIENTS = (("main_grads", "main_params"), ("grad_comm", "main_grads"))
@@ -62,6 +63,8 @@ class Capabilities:
     """Whether the engine scales the loss and leaves out updates whose gradients overflowed (dtype.loss_scale)."""
     own_optimizers: tuple[Strategy, ...] = ()
     """Strategies under which it steps an optimizer of the user's own (optimizer=ext)."""
+    adapter: str | None = None
+    """The class that runs it, as `module:Class`; None: the one that `engine.adapter` names (ext)."""
     package: str | None = None
     """Distribution it needs beyond this project's own dependencies, as `name==version`."""
     build_isolation: bool = True
@@ -84,76 +87,139 @@ SAME_BITS = tuple(f"engine.{name}" for name, option in _GROUP.items() if option.
 _ALL_PAIRS = tuple((inner, outer) for inner in Strategy for outer in OuterStrategy)
 _HYBRID = tuple((inner, OuterStrategy.no_shard) for inner in Strategy if inner is not Strategy.no_shard)
 
-ENGINES: dict[EngineName, Capabilities] = {
-    EngineName.native: Capabilities(
-        strategies=tuple(Strategy),
-        hybrid=_ALL_PAIRS,
-        numerics=tuple(Numerics),
-        equal_dtypes=(),
-        sums_itself=True,
-        user_buffers=(Registration.auto, Registration.manual),
-        orders_communicators=True,
-        tensor_parallel=True,
-        fp8=True,
-        loss_scale=True,
-        own_optimizers=tuple(Strategy),
-        settings=tuple(f"engine.{name}" for name in _GROUP),
-    ),
-    EngineName.fsdp2: Capabilities(
-        strategies=(Strategy.optim_grads, Strategy.optim_grads_params),
-        hybrid=_HYBRID[1:],
-        equal_dtypes=(("main_grads", "main_params"),),
-        outer_sums_in_wire=True,
-        idle_parameters_torch=(2, 13),
-        tensor_parallel=True,
-        fp8=True,
-    ),
-    EngineName.fsdp1: Capabilities(
-        strategies=(Strategy.no_shard, Strategy.optim_grads, Strategy.optim_grads_params),
-        hybrid=_HYBRID[1:],
-        equal_dtypes=(("main_grads", "main_params"),),
-        waiting_sums_in_compute=True,
-    ),
-    EngineName.ddp: Capabilities(
-        strategies=(Strategy.no_shard, Strategy.optim),
-        compressed_wires=(Dtype.bf16, Dtype.fp16),
-        tensor_parallel=True,
-        fp8=True,
-        own_optimizers=(Strategy.no_shard,),
-    ),
-    EngineName.megatron_fsdp: Capabilities(
-        strategies=tuple(Strategy),
-        hybrid=(*_HYBRID, (Strategy.optim_grads_params, OuterStrategy.optim)),
-        formats=HALF_OR_SINGLE,
-        equal_dtypes=(),
-        idle_parameters=False,
-        lone_gradient_shards=False,
-        user_buffers=(Registration.auto,),
-        package="megatron-fsdp==0.6.1",
-        settings=("engine.report_nan_in_param_grad",),
-    ),
-    EngineName.deepspeed: Capabilities(
-        strategies=tuple(Strategy),
-        formats=(Dtype.fp32, Dtype.bf16),
-        main_formats=(Dtype.fp32,),
-        uncast=(Strategy.no_shard,),
-        equal_dtypes=(),
-        idle_parameters=False,
-        keeps_idle_gradients=(Strategy.optim_grads_params,),
-        package="deepspeed==0.19.8",
-        build_isolation=False,
-    ),
-    EngineName.single: Capabilities(
-        strategies=(Strategy.no_shard,),
-        numerics=tuple(Numerics),
-        max_data_ranks=1,
-        sums_itself=True,
-        tensor_parallel=True,
-        fp8=True,
-        own_optimizers=(Strategy.no_shard,),
-    ),
-    EngineName.ext: Capabilities(
-        strategies=tuple(Strategy), equal_dtypes=(), own_optimizers=tuple(Strategy), settings=("engine.adapter",)
-    ),
-}
-"""Every engine. What an `ext` adapter can do, it says itself."""
+
+class EngineName(Choice):
+    """What shards the model and steps its optimizer.
+
+    This is the one list of engines: each with its sentence and what it can do, its adapter and its package among that.
+    What choosing an engine chooses of other groups stands in its file of conf/engine; an engine without one has none.
+    """
+
+    declared: Capabilities
+    """What the engine can do, as it stands here; readers ask `ENGINES`."""
+
+    native = (
+        "native",
+        "This project's FSDP engine, with all four strategies.",
+        Capabilities(
+            adapter="harness.engines.adapters.native:NativeEngine",
+            strategies=tuple(Strategy),
+            hybrid=_ALL_PAIRS,
+            numerics=tuple(Numerics),
+            equal_dtypes=(),
+            sums_itself=True,
+            user_buffers=(Registration.auto, Registration.manual),
+            orders_communicators=True,
+            tensor_parallel=True,
+            fp8=True,
+            loss_scale=True,
+            own_optimizers=tuple(Strategy),
+            settings=tuple(f"engine.{name}" for name in _GROUP),
+        ),
+    )
+    fsdp2 = (
+        "fsdp2",
+        "torch FSDP2 (fully_shard); optim_grads keeps gathered weights for the backward.",
+        Capabilities(
+            adapter="harness.engines.adapters.fsdp2:Fsdp2Engine",
+            strategies=(Strategy.optim_grads, Strategy.optim_grads_params),
+            hybrid=_HYBRID[1:],
+            equal_dtypes=(("main_grads", "main_params"),),
+            outer_sums_in_wire=True,
+            idle_parameters_torch=(2, 13),
+            tensor_parallel=True,
+            fp8=True,
+        ),
+    )
+    fsdp1 = (
+        "fsdp1",
+        "torch FSDP1 (FullyShardedDataParallel): NO_SHARD, SHARD_GRAD_OP, FULL_SHARD and their hybrids.",
+        Capabilities(
+            adapter="harness.engines.adapters.fsdp1:Fsdp1Engine",
+            strategies=(Strategy.no_shard, Strategy.optim_grads, Strategy.optim_grads_params),
+            hybrid=_HYBRID[1:],
+            equal_dtypes=(("main_grads", "main_params"),),
+            waiting_sums_in_compute=True,
+        ),
+    )
+    ddp = (
+        "ddp",
+        "torch DistributedDataParallel; under sharding=optim with ZeroRedundancyOptimizer. Chooses sharding=no_shard.",
+        Capabilities(
+            adapter="harness.engines.adapters.ddp:DdpEngine",
+            strategies=(Strategy.no_shard, Strategy.optim),
+            compressed_wires=(Dtype.bf16, Dtype.fp16),
+            tensor_parallel=True,
+            fp8=True,
+            own_optimizers=(Strategy.no_shard,),
+        ),
+    )
+    megatron_fsdp = (
+        "megatron_fsdp",
+        "NVIDIA's megatron-fsdp from PyPI; on CPU behind a synchronous stand-in for its CUDA streams.",
+        Capabilities(
+            adapter="harness.engines.adapters.megatron:MegatronEngine",
+            strategies=tuple(Strategy),
+            hybrid=(*_HYBRID, (Strategy.optim_grads_params, OuterStrategy.optim)),
+            formats=HALF_OR_SINGLE,
+            equal_dtypes=(),
+            idle_parameters=False,
+            lone_gradient_shards=False,
+            user_buffers=(Registration.auto,),
+            package="megatron-fsdp==0.6.1",
+            settings=("engine.report_nan_in_param_grad",),
+        ),
+    )
+    deepspeed = (
+        "deepspeed",
+        "DeepSpeed ZeRO 0-3 with a torch optimizer: fp32 main weights and gradients; no_shard in fp32 only.",
+        Capabilities(
+            adapter="harness.engines.adapters.deepspeed:DeepspeedEngine",
+            strategies=tuple(Strategy),
+            formats=(Dtype.fp32, Dtype.bf16),
+            main_formats=(Dtype.fp32,),
+            uncast=(Strategy.no_shard,),
+            equal_dtypes=(),
+            idle_parameters=False,
+            keeps_idle_gradients=(Strategy.optim_grads_params,),
+            package="deepspeed==0.19.8",
+            build_isolation=False,
+        ),
+    )
+    single = (
+        "single",
+        "One process that sees the whole global batch, in fp64 the oracle. Chooses sharding=no_shard and mesh=one.",
+        Capabilities(
+            adapter="harness.engines.adapters.single:SingleEngine",
+            strategies=(Strategy.no_shard,),
+            numerics=tuple(Numerics),
+            max_data_ranks=1,
+            sums_itself=True,
+            tensor_parallel=True,
+            fp8=True,
+            own_optimizers=(Strategy.no_shard,),
+        ),
+    )
+    ext = (
+        "ext",
+        "An engine of your own: engine.adapter=package.module:Class (docs/adapter.md).",
+        Capabilities(
+            strategies=tuple(Strategy),
+            equal_dtypes=(),
+            own_optimizers=tuple(Strategy),
+            settings=("engine.adapter",),
+        ),
+    )
+
+    def __new__(cls, name: str, sentence: str, declared: Capabilities) -> Self:
+        """A member from its name, its sentence and its row."""
+        member = object.__new__(cls)
+        member._value_, member.sentence, member.declared = name, sentence, declared
+        return member
+
+
+ENGINES: dict[EngineName, Capabilities] = {engine: engine.declared for engine in EngineName}
+"""What every engine can do. What an `ext` adapter can do, it says itself."""
+
+PACKAGES = tuple(can.package.partition("==")[0] for can in ENGINES.values() if can.package)
+"""Distributions that some engine needs, by name."""

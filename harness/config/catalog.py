@@ -1,4 +1,5 @@
-"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`, and faults as code declares them.
+"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`, and faults and engines as code
+declares them.
 
 A user adds options without touching the checkout: files of a folder of one's own (`./conf` of where a request is typed,
 or what `--config-dir` names) are options of the groups there are.
@@ -11,6 +12,7 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.config.capabilities import EngineName
 from harness.config.errors import BadRequest, Violation, refuse
 from harness.config.faults import NONE, corpus
 from harness.store import provenance
@@ -112,6 +114,7 @@ def file_of(group: str, name: str) -> Path:
 def _catalog(own: Path | None) -> Catalog:
     shipped = {folder.name: _stems(folder) for folder in _folders()}
     shipped |= {STUDIES: _stems(ROOT / "sweeps"), "fault": tuple(sorted((*corpus(), NONE)))}
+    shipped |= {"engine": tuple(sorted({*shipped["engine"], *EngineName.__members__}))}
     if own is None:
         return Catalog(shipped)
     added = {group: _stems(own / group) for group in _own_groups()}

@@ -20,7 +20,8 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
-from harness.config.catalog import load_catalog, own_folder
+from harness.config.capabilities import EngineName
+from harness.config.catalog import file_of, load_catalog, own_folder
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
 from harness.config.overrides import check_overrides, forbid_appending, hydra_words, quote
@@ -64,16 +65,26 @@ class Cell:
 
 def register() -> None:
     """Give Hydra what no file of conf/ holds: the typed root under the name `schema`, the first entry of
-    conf/config.yaml, and the options of the group `fault`."""
+    conf/config.yaml, and the options that code declares."""
     ConfigStore.instance().store(name="schema", node=typed_root(), provider="harness")
-    _register_faults()
+    _register_declared()
 
 
 @functools.cache
-def _register_faults() -> None:
+def _register_declared() -> None:
     """Once a process: it takes 10 ms."""
-    for name in load_catalog().options["fault"]:
-        ConfigStore.instance().store(group="fault", name=name, node=fault_option(name), provider="harness")
+    for group in ("fault", "engine"):
+        for name in load_catalog().options[group]:
+            if (values := declared_option(group, name)) is not None:
+                ConfigStore.instance().store(group=group, name=name, node=values, provider="harness")
+
+
+def declared_option(group: str, name: str) -> dict[str, str] | None:
+    """What an option says that code declares, a fault or an engine that no file of conf/ is about; None of others."""
+    if group == "fault":
+        return fault_option(name)
+    declared = group == "engine" and name in EngineName.__members__ and not file_of(group, name).exists()
+    return {"name": name} if declared else None
 
 
 def fault_option(name: str) -> dict[str, str]:

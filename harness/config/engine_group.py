@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field, fields, make_dataclass
-from enum import Enum
 from typing import TypeVar, cast
 
+from harness.config.capabilities import EngineName as EngineName
 from harness.fsdp.options import EngineOptions
 
 T = TypeVar("T")
-
-
-class EngineName(Enum):
-    """What shards the model and steps its optimizer."""
-
-    native = "native"
-    fsdp2 = "fsdp2"
-    fsdp1 = "fsdp1"
-    ddp = "ddp"
-    megatron_fsdp = "megatron_fsdp"
-    deepspeed = "deepspeed"
-    single = "single"
-    ext = "ext"
 
 
 def thawed(frozen: type[T]) -> type[T]:

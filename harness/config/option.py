@@ -1,4 +1,4 @@
-"""What one option of a group says, and which groups it acts on, read from its file without Hydra."""
+"""What one option of a group says, and which groups it acts on, read from its file, or from code, without Hydra."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from harness.config.catalog import STUDY_FILE, file_of, load_catalog
-from harness.config.compose import fault_option
+from harness.config.compose import declared_option
 from harness.config.schema import Config
 
 EVERYTHING = frozenset(Config.__dataclass_fields__)
@@ -52,9 +52,8 @@ def read_option(group: str, name: str) -> Option:
         return Option(group, {}, EVERYTHING)
     if group == "study":  # its file is written for people, and made whole when Hydra reads it
         return Option(group, {}, frozenset((group,)))
-    if group == "fault":
-        return Option(group, fault_option(name), frozenset())
-    return _read(group, file_of(group, name))
+    declared = declared_option(group, name)
+    return _read(group, file_of(group, name)) if declared is None else Option(group, declared, frozenset())
 
 
 @functools.cache

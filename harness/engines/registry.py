@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from harness.config import capabilities
 from harness.config.schema import EngineName
 from harness.engines.protocol import Engine
 
-ENGINES: dict[EngineName, str] = {
-    EngineName.native: "harness.engines.adapters.native:NativeEngine",
-    EngineName.fsdp2: "harness.engines.adapters.fsdp2:Fsdp2Engine",
-    EngineName.fsdp1: "harness.engines.adapters.fsdp1:Fsdp1Engine",
-    EngineName.megatron_fsdp: "harness.engines.adapters.megatron:MegatronEngine",
-    EngineName.deepspeed: "harness.engines.adapters.deepspeed:DeepspeedEngine",
-    EngineName.ddp: "harness.engines.adapters.ddp:DdpEngine",
-    EngineName.single: "harness.engines.adapters.single:SingleEngine",
-}
+ENGINES: dict[EngineName, str] = {name: can.adapter for name, can in capabilities.ENGINES.items() if can.adapter}
 """Where each engine lives, as `module:class`; `ext` is wherever `engine.adapter` says."""
 
 

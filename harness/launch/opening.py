@@ -6,7 +6,7 @@ import os
 import socket
 from dataclasses import dataclass, replace
 
-from harness.config import own
+from harness.config import capabilities, own
 from harness.config.compose import Cell
 from harness.config.schema import Rerun
 from harness.launch.plan import Action, Decision, decide
@@ -27,7 +27,7 @@ class Sources:
     @classmethod
     def gather(cls) -> Sources:
         """Ask git and hash the sources."""
-        return cls(provenance.desk_facts(), provenance.git_diff())
+        return cls(provenance.desk_facts(capabilities.PACKAGES), provenance.git_diff())
 
     @property
     def digest(self) -> str:

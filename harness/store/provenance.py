@@ -48,9 +48,8 @@ PACKAGES = (
     "omegaconf",
     "submitit",
     "wandb",
-    "megatron-fsdp",
-    "deepspeed",
 )
+"""Distributions whose versions are recorded of every run; a caller adds those of engines."""
 
 ENVIRONMENT = (
     "OMP_NUM_THREADS",
@@ -107,12 +106,16 @@ ENVIRONMENT = (
 MAX_DIFF_BYTES = 8 * 2**20
 
 
-def desk_facts() -> dict[str, Any]:
-    """What the desk knows of a run it is about to start."""
+def desk_facts(peers: Iterable[str] = ()) -> dict[str, Any]:
+    """What the desk knows of a run it is about to start.
+
+    Args:
+        peers: distributions of engines, whose versions are recorded beside those of `PACKAGES`.
+    """
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "sources_digest": sources_digest(),
-        "versions": versions(),
+        "versions": versions((*PACKAGES, *peers)),
         "git": git_facts(PACKAGE.parent),
         "submit_host": socket.gethostname(),
     }
