@@ -1,9 +1,11 @@
-"""Time the README's two commands, and `make test-all`, on a fresh clone with an empty home directory.
+"""Time the README's two commands, or `make test-all`, on a fresh clone with an empty home directory.
 
-    python benchmarks/costs/fresh_clone.py [--all]
+    python benchmarks/costs/fresh_clone.py [run] [test] [test-all] [--keep FOLDER]
 
-Writes benchmarks/data/fresh_clone.json (wall seconds, numbers of tests, the ten slowest tests, versions, the machine)
-and the record at the end of docs/suite.md. The machine should be idle: `load_before` says whether it was.
+Without words: `make run` and `make test`. Writes benchmarks/data/fresh_clone.json (wall seconds, numbers of tests, the
+ten slowest tests and those that failed, versions, the machine; of each command its latest run, with its commit) and the
+record at the end of docs/suite.md. The machine should be idle: `load_before` says whether it was. `--keep` keeps what
+the commands printed.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,58 +28,69 @@ ROOT = Path(__file__).resolve().parents[2]
 OUT = ROOT / "benchmarks" / "data" / "fresh_clone.json"
 PAGE = ROOT / "docs" / "suite.md"
 SLOWEST = 10
+TARGETS = ("run", "test", "test-all")
 
 
 def main() -> int:
     """Clone, run the commands, write the figures; the exit code is the worst of the commands'."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="make test-all too, which takes up to an hour")
-    commands = ["make run", "make test", *(["make test-all"] if parser.parse_args().all else [])]
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of the Makefile: {', '.join(TARGETS)}")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where what the commands print is kept")
+    asked = parser.parse_args()
+    if unknown := set(asked.targets) - set(TARGETS):
+        parser.error(f"{', '.join(sorted(unknown))}: targets are {', '.join(TARGETS)}")
+    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         clone, home = Path(folder) / "clone", Path(folder) / "home"
         home.mkdir()
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
         kept = {k: v for k, v in os.environ.items() if k.startswith(("PATH", "PIP_", "LANG", "TMP", "SSL"))}
-        rows: list[dict[str, Any]] = []
-        for command in commands:
-            rows.append(time_command(command, clone, kept | {"HOME": str(home)}, Path(folder) / "tests.xml"))
-            write(rows, clone)  # after each: the later ones take long
+        for target in asked.targets or TARGETS[:2]:
+            rows.append(time_command(f"make {target}", clone, kept | {"HOME": str(home)}, asked.keep))
+            write(rows[-1], clone)  # after each: the later ones take long
     for row in rows:
         print(f"{row['command']:14} {row['wall_s']:8.1f} s  exit {row['exit']}")
     return max(int(row["exit"]) for row in rows)
 
 
-def write(rows: list[dict[str, Any]], clone: Path) -> None:
-    """Write the figures there are, with what they were made on."""
-    facts = {
-        "command": "python benchmarks/costs/fresh_clone.py",
+def write(row: dict[str, Any], clone: Path) -> None:
+    """Write the figures of one command beside those of the others."""
+    commit = {
         "commit": output(["git", "rev-parse", "HEAD"], clone),
         "date": output(["git", "show", "-s", "--format=%cs", "HEAD"], clone),
+    }
+    rows = {each["command"]: each for each in json.loads(OUT.read_text(encoding="utf-8"))["rows"]}
+    rows[row["command"]] = row | commit
+    facts = {
+        "command": "python benchmarks/costs/fresh_clone.py",
         "machine": {"cpus": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()},
         "packages": output(
             [str(clone / ".venv/bin/python"), "-m", "pip", "freeze", "--exclude-editable"], clone
         ).splitlines(),
-        "rows": rows,
+        "rows": [rows[f"make {target}"] for target in TARGETS if f"make {target}" in rows],
     }
-    OUT.parent.mkdir(exist_ok=True)
-    OUT.write_text(json.dumps(facts, indent=1) + "\n")
+    OUT.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(render(PAGE.read_text(encoding="utf-8"), facts), encoding="utf-8")
 
 
 def render(page: str, facts: dict[str, Any]) -> str:
     """The page with its record made from the data."""
     lines = [
-        f"Commit {facts['commit'][:7]} of {facts['date']}, {facts['machine']['cpus']} cores; made by"
-        f" `{facts['command']}`, data in [fresh_clone.json](../benchmarks/data/fresh_clone.json).",
+        f"{facts['machine']['cpus']} cores; made by `{facts['command']}`, data in"
+        " [fresh_clone.json](../benchmarks/data/fresh_clone.json).",
         "",
-        "| command | wall | tests | exit | load before |",
-        "|---|---|---|---|---|",
+        "| command | commit | wall | tests | failed | load before |",
+        "|---|---|---|---|---|---|",
     ]
     for row in facts["rows"]:
         minutes = f"{row['wall_s'] / 60:.1f} min"
         lines.append(
-            f"| `{row['command']}` | {minutes} | {row['tests'] or '-'} | {row['exit']} | {row['load_before']:.1f} |"
+            f"| `{row['command']}` | {row['commit'][:7]} of {row['date']} | {minutes} | {row['tests'] or '-'}"
+            f" | {len(row['failed']) or 'none'} | {row['load_before']:.1f} |"
         )
+    for row in facts["rows"]:
+        if row["failed"]:
+            lines += ["", f"What failed in `{row['command']}`:", "", *(f"- `{name}`" for name in row["failed"])]
     for row in facts["rows"]:
         if row["slowest"]:
             lines += [
@@ -96,39 +110,48 @@ def render(page: str, facts: dict[str, Any]) -> str:
     return made
 
 
-def time_command(command: str, folder: Path, env: dict[str, str], report: Path) -> dict[str, Any]:
+def time_command(command: str, folder: Path, env: dict[str, str], keep: Path | None) -> dict[str, Any]:
     """Wall seconds and exit code of one command, its last lines, and what its tests took."""
-    report.unlink(missing_ok=True)
+    report, printed = (folder.parent / f"{command.replace(' ', '-')}.{kind}" for kind in ("xml", "log"))
     load = os.getloadavg()[0]
     start = time.perf_counter()
-    done = subprocess.run(
-        command.split(),
-        cwd=folder,
-        env=env | {"PYTEST_ADDOPTS": f"--junitxml={report}"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    with printed.open("w", encoding="utf-8") as log:
+        done = subprocess.run(
+            command.split(),
+            cwd=folder,
+            env=env | {"PYTEST_ADDOPTS": f"--junitxml={report}"},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            check=False,
+        )
     wall = time.perf_counter() - start
-    tests = seconds_of_tests(report)
+    if keep:
+        for path in filter(Path.exists, (report, printed)):
+            shutil.copy(path, keep)
+    tests, failed = seconds_of_tests(report)
     return {
         "command": command,
         "wall_s": round(wall, 1),
         "exit": done.returncode,
         "load_before": round(load, 2),
         "tests": len(tests),
+        "failed": failed,
         "slowest": sorted(tests, key=lambda test: -test[1])[:SLOWEST],
-        "end": done.stdout.replace(f"{folder}/", "").splitlines()[-12:],
+        "end": printed.read_text(encoding="utf-8").replace(f"{folder}/", "").splitlines()[-3:],
     }
 
 
-def seconds_of_tests(report: Path) -> list[tuple[str, float]]:
-    """Every test with its seconds, from pytest's JUnit file; none where there is no such file."""
+def seconds_of_tests(report: Path) -> tuple[list[tuple[str, float]], list[str]]:
+    """Every test with its seconds, and those that failed, from pytest's JUnit file; none where there is none."""
     if not report.exists():
-        return []
-    cases = ElementTree.parse(report).iter("testcase")
-    return [(f"{each.get('classname')}::{each.get('name')}", float(each.get("time", 0))) for each in cases]
+        return [], []
+    cases = list(ElementTree.parse(report).iter("testcase"))
+    named = {f"{each.get('classname')}::{each.get('name')}": each for each in cases}
+    failed = [
+        name for name, each in named.items() if each.find("failure") is not None or each.find("error") is not None
+    ]
+    return [(name, float(each.get("time", 0))) for name, each in named.items()], failed
 
 
 def output(command: list[str], folder: Path) -> str:
