@@ -29,7 +29,7 @@ from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose_cell, register
 from harness.config.errors import refuse
 from harness.store import commands
-from harness.store.placement import Placement, placement
+from harness.store.rank_place import RankPlace, rank_place
 from harness.study.file import register as register_study
 from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
 from harness.study.replay import replay_run
@@ -38,7 +38,7 @@ from harness.study.request import carry_out, refuse_study
 
 def main(argv: list[str]) -> int:
     """Carry out a command line; returns the exit code."""
-    place = placement(os.environ)
+    place = rank_place(os.environ)
     is_rank = place.launcher == "torchrun" or place.world_size > 1
     try:
         listen_to_interrupts()
@@ -77,7 +77,7 @@ def request(arguments: Arguments, run: Callable[[Cell], int]) -> int:
     return run(compose_cell(composed[0], arguments.overrides))
 
 
-def as_rank(argv: list[str], place: Placement) -> int:
+def as_rank(argv: list[str], place: RankPlace) -> int:
     """Be one rank of what a launcher started; the number of ranks is the launcher's unless it is typed."""
     arguments = read_arguments(argv, implied=[f"mesh.world_size={place.world_size}"])
     if arguments.multirun:
@@ -98,7 +98,7 @@ def as_rank(argv: list[str], place: Placement) -> int:
         raise
 
 
-def open_and_work(cell: Cell, host: Host, place: Placement) -> int:
+def open_and_work(cell: Cell, host: Host, place: RankPlace) -> int:
     """Rank 0: open the attempt, tell the others, and run it; or tell them that there is nothing to run."""
     answer, lock = lead(cell)
     host.publish(answer)
@@ -110,7 +110,7 @@ def open_and_work(cell: Cell, host: Host, place: Placement) -> int:
     return work(answer, place)
 
 
-def work(answer: Answer, place: Placement) -> int:
+def work(answer: Answer, place: RankPlace) -> int:
     """Be this rank of an opened attempt."""
     if answer.exit_code is not None:
         return answer.exit_code

@@ -23,8 +23,8 @@ from harness.launch.local.pool import listening
 from harness.launch.local.ranks import log_tail
 from harness.store import provenance, status
 from harness.store.files import Lock
-from harness.store.placement import FOREIGN
 from harness.store.provenance import PACKAGE
+from harness.store.rank_place import FOREIGN
 from harness.store.rundir import CONFIG
 from harness.store.status import State
 

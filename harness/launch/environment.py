@@ -8,8 +8,8 @@ from pathlib import Path
 
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
-from harness.store.placement import FOREIGN, START
 from harness.store.provenance import PACKAGE
+from harness.store.rank_place import FOREIGN, START
 
 
 def rank_environment(

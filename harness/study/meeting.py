@@ -22,7 +22,7 @@ from harness.config.schema import LaunchConfig
 from harness.launch.opening import Sources, open_here
 from harness.launch.plan import Decision
 from harness.store.files import Lock, write_json
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.store.reading import read_json
 from harness.store.rundir import Store
 
@@ -58,7 +58,7 @@ def meeting_folder(root: Path, environment: Mapping[str, str]) -> Path:
 class Host:
     """Rank 0's side."""
 
-    def __init__(self, folder: Path, place: Placement) -> None:
+    def __init__(self, folder: Path, place: RankPlace) -> None:
         self._folder, self._others = folder, place.world_size - 1
         self._thread: threading.Thread | None = None
 
@@ -86,7 +86,7 @@ class Host:
             pause = min(1.1 * pause, _SLOW_POLL_S)
 
 
-def ask(folder: Path, place: Placement, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
+def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Answer:
     """Ask rank 0, and wait.
 
     Raises:

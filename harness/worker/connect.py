@@ -19,7 +19,7 @@ from harness.engines.protocol import Ranks
 from harness.fsdp import SharpOwnership
 from harness.probe.memory import note_before_meeting
 from harness.probe.nccl_library import SEVERAL_RANKS_A_DEVICE, loaded_version
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.worker.binding import bind, device_index, near
 from harness.worker.rendezvous import interface_towards, meet
 
@@ -29,7 +29,7 @@ MEETING_TIMEOUT_S = 600.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
-def set_up_torch(config: Config, place: Placement) -> torch.device:
+def set_up_torch(config: Config, place: RankPlace) -> torch.device:
     """Threads, determinism and device of this process; on CUDA also its processors, and fp32 that is fp32.
 
     Raises:
@@ -74,7 +74,7 @@ def check_sharing(config: Config) -> None:
         )
 
 
-def join(config: Config, place: Placement, attempt: Path, device: torch.device) -> Ranks:
+def join(config: Config, place: RankPlace, attempt: Path, device: torch.device) -> Ranks:
     """Become a member of the default group. *Collective.*
 
     The group's own timeout stays beyond the hang watch: a hang is reported with every rank's stack, not as a timeout.
@@ -100,7 +100,7 @@ def owner_is_default(config: Config) -> bool:
     return config.sharp.group is SharpAxis.dp and config.mesh.dp_outer == 1
 
 
-def _create(config: Config, place: Placement, attempt: Path, device: torch.device, *, at_once: bool = True) -> None:
+def _create(config: Config, place: RankPlace, attempt: Path, device: torch.device, *, at_once: bool = True) -> None:
     """Create the default group; on CUDA bound to the device, which creates its communicator `at_once`."""
     common: dict[str, Any] = {
         "backend": "nccl" if device.type == "cuda" else "gloo",
@@ -115,7 +115,7 @@ def _create(config: Config, place: Placement, attempt: Path, device: torch.devic
         dist.init_process_group(store=store, rank=place.rank, world_size=place.world_size, **common)
 
 
-def _store(place: Placement, attempt: Path) -> Store:
+def _store(place: RankPlace, attempt: Path) -> Store:
     if place.world_size == 1:
         return HashStore()
     store, host = meet(attempt, place, timeout_s=MEETING_TIMEOUT_S)

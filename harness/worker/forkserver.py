@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.store.placement import FORK_FDS
+from harness.store.rank_place import FORK_FDS
 
 MESSAGE_BYTES = 1 << 20
 """Longest request: an environment."""

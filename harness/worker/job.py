@@ -8,18 +8,18 @@ from pathlib import Path
 
 from harness.store import failure, first_failure, nodes, provenance, status
 from harness.store.errors import StoreError
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.store.rundir import RunDir
 from harness.store.status import State
 from harness.worker.requeue import restarts
 
 
-def other_failure(run: RunDir, attempt: int, place: Placement) -> str:
+def other_failure(run: RunDir, attempt: int, place: RankPlace) -> str:
     """The run for whose failure this one need not start (launch.fail_fast); rank 0 decides, and srun ends the rest."""
     return first_failure.since(run, attempt) if place.job and place.rank == 0 else ""
 
 
-def blame_the_start_before(run: RunDir, attempt: int, place: Placement) -> None:
+def blame_the_start_before(run: RunDir, attempt: int, place: RankPlace) -> None:
     """After a requeue: if the start before ended without a word, note those of its nodes that SLURM calls down.
 
     A run that was preempted, or put back by hand, has said so; one whose node died has not.
@@ -36,7 +36,7 @@ def blame_the_start_before(run: RunDir, attempt: int, place: Placement) -> None:
             nodes.blame(run.path.parent.parent, node, run.name, start, "down after the run in it ended without a word")
 
 
-def after_failure(run: RunDir, place: Placement, error: BaseException) -> None:
+def after_failure(run: RunDir, place: RankPlace, error: BaseException) -> None:
     """Note a machine that broke this rank, and tell the study. Never raises: the disk may be full."""
     if not place.job:
         return

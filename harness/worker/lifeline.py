@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Mapping
 
-from harness.store.placement import LEASH
+from harness.store.rank_place import LEASH
 
 
 def hold_on(environment: Mapping[str, str]) -> None:

@@ -20,7 +20,7 @@ from harness.config.compose import load_config
 from harness.config.faults import NONE
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
-from harness.store.placement import Placement, placement
+from harness.store.rank_place import RankPlace, rank_place
 from harness.store.rundir import RunDir
 from harness.store.status import State
 from harness.worker import job, lifeline, requeue
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DONE, FAILED, PREEMPTED, INTERRUPTED = 0, 1, 75, 130
 
 
-def main(run_dir: Path, attempt: int, place: Placement | None = None, listener: Listener | None = None) -> int:
+def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: Listener | None = None) -> int:
     """Be one rank of an attempt whose folder exists.
 
     Args:
@@ -47,7 +47,7 @@ def main(run_dir: Path, attempt: int, place: Placement | None = None, listener: 
     Returns:
         The exit code: 0 done, 1 failed, 75 preempted, 130 cancelled. KeyboardInterrupt is passed on.
     """
-    place = place or placement(os.environ)
+    place = place or rank_place(os.environ)
     lifeline.hold_on(os.environ)
     reporter = Reporter(run_dir, attempt, place, listener)
     stop = StopFlag()
@@ -66,14 +66,14 @@ def main(run_dir: Path, attempt: int, place: Placement | None = None, listener: 
         stop.restore()
 
 
-def _ownership(run_dir: Path, place: Placement) -> AbstractContextManager[object]:
+def _ownership(run_dir: Path, place: RankPlace) -> AbstractContextManager[object]:
     """The run's lock, for rank 0 of a job: one believed lost and its successor must not write side by side."""
     if place.launcher == "slurm" and place.job and place.rank == 0:
         return RunDir(run_dir).lock(timeout_s=10)
     return nullcontext()
 
 
-def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> int:
+def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> int:
     config = load_config(run.config())
     _check_size(config, place)
     if reporter.is_superseded():
@@ -107,7 +107,7 @@ def _run(run: RunDir, place: Placement, reporter: Reporter, stop: StopFlag) -> i
     return code
 
 
-def _check_size(config: Config, place: Placement) -> None:
+def _check_size(config: Config, place: RankPlace) -> None:
     if place.world_size != config.mesh.world_size:
         raise ValueError(
             f"mesh.world_size={config.mesh.world_size}, but {place.launcher} started {place.world_size} ranks; "
@@ -115,7 +115,7 @@ def _check_size(config: Config, place: Placement) -> None:
         )
 
 
-def _say_what_has_no_effect(config: Config, place: Placement, reporter: Reporter) -> None:
+def _say_what_has_no_effect(config: Config, place: RankPlace, reporter: Reporter) -> None:
     """Once a run: what it asks of a backend that it does not have. The record says the same with its reason."""
     import torch.distributed as dist
 
@@ -215,7 +215,7 @@ def _train(
             engine.close()
 
 
-def _finish(place: Placement, reporter: Reporter, stop: StopFlag, outcome: Outcome, seen: Divergence) -> int:
+def _finish(place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outcome, seen: Divergence) -> int:
     if outcome.status == "done":
         reporter.ended(State.done, f"{outcome.step} steps{seen}")
         return DONE

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from harness.store.files import write_json
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.store.reading import read_json
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def meet(
-    attempt: Path, place: Placement, *, timeout_s: float, environment: Mapping[str, str] = os.environ
+    attempt: Path, place: RankPlace, *, timeout_s: float, environment: Mapping[str, str] = os.environ
 ) -> tuple[Store, str]:
     """A store all ranks of this start share, and the host it is reached by. *Collective.*
 
@@ -61,7 +61,7 @@ def _serve(host: str, port: int, listener: socket.socket, world_size: int, timeo
     )
 
 
-def _await_address(path: Path, place: Placement, timeout_s: float) -> tuple[str, int]:
+def _await_address(path: Path, place: RankPlace, timeout_s: float) -> tuple[str, int]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         published = read_json(path)
@@ -71,7 +71,7 @@ def _await_address(path: Path, place: Placement, timeout_s: float) -> tuple[str,
     raise TimeoutError(f"rank {place.rank} waited {timeout_s:g} s for rank 0 to publish {path}; see rank 0's log")
 
 
-def reachable_host(place: Placement, environment: Mapping[str, str]) -> str:
+def reachable_host(place: RankPlace, environment: Mapping[str, str]) -> str:
     """An address of this machine that every rank reaches: loopback on one, else the one SLURM knows the node by."""
     if place.launcher != "slurm" or environment.get("SLURM_STEP_NUM_NODES", "1") == "1":
         return LOOPBACK

@@ -15,7 +15,7 @@ from typing import Any
 
 from harness.store import failure, status
 from harness.store.errors import StoreError
-from harness.store.placement import PROGRESS, Placement
+from harness.store.rank_place import PROGRESS, RankPlace
 from harness.store.redaction import redacted
 from harness.store.status import Keeper, State
 
@@ -67,7 +67,7 @@ def _line(kind: str, fields: Mapping[str, Any]) -> bytes:
 class Reporter:
     """Tells how one rank of one attempt fares."""
 
-    def __init__(self, run: Path, attempt: int, place: Placement, listener: Listener | None = None) -> None:
+    def __init__(self, run: Path, attempt: int, place: RankPlace, listener: Listener | None = None) -> None:
         self.run = run
         self.attempt = attempt
         self.place = place

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from harness.store.placement import STOP_SIGNALS, Placement
+from harness.store.rank_place import STOP_SIGNALS, RankPlace
 
 TIMEOUT_S = 60.0
 TRIES, PAUSE_S = 3, 2.0
@@ -29,7 +29,7 @@ class Fate:
     """Whether the job is in the queue again already."""
 
 
-def fate(place: Placement) -> Fate:
+def fate(place: RankPlace) -> Fate:
     """Ask SLURM about this job; called by rank 0."""
     if not place.job:
         return Fate()
@@ -59,7 +59,7 @@ def restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
-def requeue(place: Placement) -> bool:
+def requeue(place: RankPlace) -> bool:
     """Put this job back into the queue; returns whether SLURM took it. Called by rank 0.
 
     Only after the checkpoint is whole: SLURM kills the job's processes as soon as it has agreed.

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from harness.store.placement import STOP_SIGNALS
+from harness.store.rank_place import STOP_SIGNALS
 from harness.store.rundir import cancel_requested
 
 POLL_S = 1.0

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 from harness.store import status
-from harness.store.placement import placement
+from harness.store.rank_place import rank_place
 from harness.store.status import State
 from harness.worker import lifeline
 from harness.worker.hang import dump_on_request
@@ -84,7 +84,7 @@ def main() -> int:
 
 
 run, attempt = Path(sys.argv[1]), int(sys.argv[3])
-place = placement(os.environ)
+place = rank_place(os.environ)
 # Before any thread starts, for threads inherit the mask: one that lacked it would take the signal, and die of it,
 # whenever the main thread is not inside sigwait yet.
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})

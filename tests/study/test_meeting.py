@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.study import meeting
 from harness.study.meeting import Answer, Host, ask, meeting_folder, shared_root
 
 
-def place(rank: int, world_size: int) -> Placement:
-    return Placement(rank, world_size, rank, start="", launcher="torchrun")
+def place(rank: int, world_size: int) -> RankPlace:
+    return RankPlace(rank, world_size, rank, start="", launcher="torchrun")
 
 
 @pytest.mark.parametrize("host_first", [True, False])

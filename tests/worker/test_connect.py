@@ -15,11 +15,11 @@ from harness.engines.adapters import native
 from harness.engines.protocol import Ranks
 from harness.fsdp.comm import sharp_groups
 from harness.fsdp.comm.sharp_groups import COLLNET
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.worker import connect
 
 CUDA = torch.device("cuda", 0)
-ALONE = Placement(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
+ALONE = RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from harness.config.devices import visible_devices
 from harness.config.schema import Config, Device, MeasureMode, Numerics
 from harness.probe.nccl_library import NcclVersion
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.worker import connect
 from harness.worker.binding import bind, device_index, processors_of
 
@@ -62,7 +62,7 @@ def test_a_timed_step_fills_no_memory_that_it_only_takes(
     config = Config()
     config.measure.mode, config.numerics.mode = mode, Numerics.deterministic
     try:
-        connect.set_up_torch(config, Placement(0, 1, 0, "", "inline"))
+        connect.set_up_torch(config, RankPlace(0, 1, 0, "", "inline"))
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.empty(64).isnan().all().item() is fills
     finally:

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from harness.store.placement import Placement, is_slurm_step, placement, slurm_job
+from harness.store.rank_place import RankPlace, is_slurm_step, rank_place, slurm_job
 from harness.worker import rendezvous
 from harness.worker.rendezvous import interface_towards, meet, reachable_host
 
@@ -27,7 +27,7 @@ SLURM = {
 
 
 def at(rank, start="now", world_size=2):
-    return Placement(rank, world_size, rank, start, "local")
+    return RankPlace(rank, world_size, rank, start, "local")
 
 
 def test_all_ranks_share_a_store(tmp_path):
@@ -61,17 +61,17 @@ def test_an_older_starts_address_is_not_believed(tmp_path):
 
 def test_who_a_process_is():
     own = {"HARNESS_LEASH_FD": "5", "RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "HARNESS_START": "x"}
-    assert placement(own | SLURM) == Placement(1, 2, 1, "x", "local"), "our own ranks inside somebody's job are ours"
-    assert placement({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}).launcher == "torchrun"
-    assert placement(SLURM) == Placement(3, 4, 1, "12.0.0", "slurm", "10_2")
-    assert placement(SLURM | {"SLURM_RESTART_COUNT": "2"}).start == "12.2.0", "a requeued job is a new start"
-    assert placement({}) == Placement(0, 1, 0, "", "inline")
+    assert rank_place(own | SLURM) == RankPlace(1, 2, 1, "x", "local"), "our own ranks inside somebody's job are ours"
+    assert rank_place({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}).launcher == "torchrun"
+    assert rank_place(SLURM) == RankPlace(3, 4, 1, "12.0.0", "slurm", "10_2")
+    assert rank_place(SLURM | {"SLURM_RESTART_COUNT": "2"}).start == "12.2.0", "a requeued job is a new start"
+    assert rank_place({}) == RankPlace(0, 1, 0, "", "inline")
 
 
 def test_an_sbatch_script_is_no_rank():
     script = {"SLURM_JOB_ID": "12", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
     assert not is_slurm_step(script)
-    assert placement(script).launcher == "inline"
+    assert rank_place(script).launcher == "inline"
     assert (slurm_job(script), slurm_job({})) == ("12", "")
 
 
@@ -83,9 +83,9 @@ def test_over_several_nodes_rank_0_uses_the_address_slurm_knows_it_by(monkeypatc
         return "127.0.0.1"
 
     monkeypatch.setattr(rendezvous, "_node_address", node_address)
-    assert reachable_host(placement(SLURM), SLURM) == "127.0.0.1"
+    assert reachable_host(rank_place(SLURM), SLURM) == "127.0.0.1"
     assert asked == ["n2"]
-    assert reachable_host(placement(SLURM), SLURM | {"SLURM_STEP_NUM_NODES": "1"}) == "127.0.0.1"
+    assert reachable_host(rank_place(SLURM), SLURM | {"SLURM_STEP_NUM_NODES": "1"}) == "127.0.0.1"
     assert asked == ["n2"], "on one node nobody is asked"
 
 

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 
 from harness.store import status
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.store.rundir import Store, request_cancel
 from harness.store.status import Keeper, State, Status
 from harness.worker import requeue
@@ -117,7 +117,7 @@ def test_an_element_of_an_array_is_not_told_its_siblings_fate(state, restarts, f
 
 
 def test_outside_slurm_nobody_is_asked():
-    assert requeue.fate(Placement(0, 2, 0, "", "torchrun")) == Fate()
+    assert requeue.fate(RankPlace(0, 2, 0, "", "torchrun")) == Fate()
 
 
 SCONTROL = """#!{python}
@@ -138,7 +138,7 @@ def test_a_job_is_put_back_whatever_signals_its_scontrol_gets(tmp_path, monkeypa
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
-    assert requeue.requeue(Placement(0, 2, 0, "", "slurm", "3_0")) is taken
+    assert requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0")) is taken
     assert len((tmp_path / "asked").read_text()) == asked
     told = capsys.readouterr().err
     assert told == ("" if taken else "scontrol requeue 3_0 failed (exit 1); resume with: harness retry\n")
@@ -152,7 +152,7 @@ def test_a_scontrol_that_hears_the_signals_dies_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
     monkeypatch.setattr(requeue, "_deaf_children", nullcontext)
-    assert not requeue.requeue(Placement(0, 2, 0, "", "slurm", "3_0"))
+    assert not requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"))
 
 
 def test_progress_never_blocks_training():
@@ -168,12 +168,12 @@ def test_progress_never_blocks_training():
 
 @pytest.fixture
 def reporter(tmp_path):
-    """make(rank, **placement) -> a reporter of attempt 0 of one run."""
+    """make(rank, **place) -> a reporter of attempt 0 of one run."""
     run = Store(tmp_path).create(make_cell(tmp_path))
     run.new_attempt()
 
     def make(rank, launcher="slurm", job="7"):
-        return Reporter(run.path, 0, Placement(rank, 2, rank, "s", launcher, job))
+        return Reporter(run.path, 0, RankPlace(rank, 2, rank, "s", launcher, job))
 
     return make
 
@@ -245,10 +245,10 @@ def test_a_full_disk_does_not_hide_the_error(reporter, monkeypatch):
 HANG = """
 import sys, time
 from pathlib import Path
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.worker.hang import HangWatch
 from harness.worker.report import Reporter
-reporter = Reporter(Path(sys.argv[1]), 0, Placement(0, 2, 0, "s", "slurm", "7"))
+reporter = Reporter(Path(sys.argv[1]), 0, RankPlace(0, 2, 0, "s", "slurm", "7"))
 reporter.started()
 with HangWatch(0.3, reporter, armed=True) as watch:
     for _ in range(4):

@@ -12,7 +12,7 @@ from harness.launch.local.run import Ended
 from harness.launch.opening import Opened
 from harness.store import status
 from harness.store.files import Lock
-from harness.store.placement import Placement
+from harness.store.rank_place import RankPlace
 from harness.store.status import State
 
 STATES = {0: State.done, 1: State.failed, 75: State.preempted, 130: State.cancelled}
@@ -21,7 +21,7 @@ STATES = {0: State.done, 1: State.failed, 75: State.preempted, 130: State.cancel
 def run_inline(opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], None]) -> Ended:
     """Run an opened attempt of one rank here, and return its end. Owns `lock` from here on."""
     path, attempt = opened.run.path, opened.attempt
-    place = Placement(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
+    place = RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
     os.environ.update(run_environment(opened.cell.typed, opened.run.attempt_dir(attempt)))
     with lock:
         try:

@@ -21,7 +21,7 @@ from harness.launch.environment import child_environment, rank_environment
 from harness.launch.local.forking import Adopted, fork_server, forks
 from harness.store import failure
 from harness.store.failure import Failure
-from harness.store.placement import LEASH, PROGRESS
+from harness.store.rank_place import LEASH, PROGRESS
 
 TAIL_BYTES = 2000
 

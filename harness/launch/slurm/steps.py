@@ -23,7 +23,7 @@ from harness.launch.slurm.shape import Shape
 from harness.launch.slurm.task import write_tasks
 from harness.store import status
 from harness.store.files import Lock
-from harness.store.placement import is_slurm_step
+from harness.store.rank_place import is_slurm_step
 from harness.store.reading import read_text
 from harness.store.rundir import request_cancel
 from harness.store.status import State

@@ -27,7 +27,7 @@ from harness.launch.snapshot import Snapshot
 from harness.store import failure, nodes, provenance, status
 from harness.store.errors import StoreError
 from harness.store.files import SameFiles, write_atomic
-from harness.store.placement import FOREIGN
+from harness.store.rank_place import FOREIGN
 from harness.store.rundir import CODE_OF, RunDir, Store
 from harness.store.status import JobProbe, Keeper, State, Status
 

@@ -19,7 +19,7 @@ from harness.config.rank_environment import run_environment
 from harness.launch.environment import child_environment
 from harness.launch.local.ranks import worker_command
 from harness.store.files import write_json
-from harness.store.placement import STOP_SIGNALS, placement
+from harness.store.rank_place import STOP_SIGNALS, rank_place
 from harness.store.reading import read_json
 from harness.store.rundir import RunDir
 from harness.store.shapes import Each
@@ -54,7 +54,7 @@ def become_worker(run: Path, attempt: int) -> None:
     Signals that come meanwhile wait until the worker listens: a preemption in the first second is not lost.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    place = placement(os.environ)
+    place = rank_place(os.environ)
     folder = RunDir(run).attempt_dir(attempt)
     log = folder / f"rank{place.rank}.log"
     command = worker_command(run, attempt)

@@ -22,7 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlace:
     """Where one rank stands, and who put it there."""
 
     rank: int
@@ -41,7 +41,7 @@ class Placement:
         return self.launcher == "local"
 
 
-def placement(environment: Mapping[str, str]) -> Placement:
+def rank_place(environment: Mapping[str, str]) -> RankPlace:
     """Read a rank's place from its environment; a process with none is one rank of one.
 
     Raises:
@@ -53,7 +53,7 @@ def placement(environment: Mapping[str, str]) -> Placement:
         return _numbered(environment, "torchrun", "")
     if is_slurm_step(environment):
         return _of_slurm(environment)
-    return Placement(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
+    return RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
 
 
 def is_torchrun(environment: Mapping[str, str]) -> bool:
@@ -73,8 +73,8 @@ def slurm_job(environment: Mapping[str, str]) -> str:
     return environment.get("SLURM_JOB_ID", "")
 
 
-def _numbered(environment: Mapping[str, str], launcher: str, start: str) -> Placement:
-    return Placement(
+def _numbered(environment: Mapping[str, str], launcher: str, start: str) -> RankPlace:
+    return RankPlace(
         rank=int(environment["RANK"]),
         world_size=int(environment["WORLD_SIZE"]),
         local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
@@ -83,10 +83,10 @@ def _numbered(environment: Mapping[str, str], launcher: str, start: str) -> Plac
     )
 
 
-def _of_slurm(environment: Mapping[str, str]) -> Placement:
+def _of_slurm(environment: Mapping[str, str]) -> RankPlace:
     job = environment["SLURM_JOB_ID"]
     restarts = environment.get("SLURM_RESTART_COUNT", "0")
-    return Placement(
+    return RankPlace(
         rank=int(environment["SLURM_PROCID"]),
         world_size=int(environment["SLURM_STEP_NUM_TASKS"]),
         local_rank=int(environment["SLURM_LOCALID"]),
