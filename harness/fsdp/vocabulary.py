@@ -136,16 +136,20 @@ class Strategy(Numbered):
 class OuterStrategy(Numbered):
     """What the outer data-parallel axis splits."""
 
-    no_shard = "no_shard", "Nothing: replicas of the sharded model (HSDP)."
-    optim = "optim", "Main weights and optimizer state (HFSDP)."
+    hybrid: str
+    """The name of ZeRO-3 inside with this outside."""
 
-    @property
-    def hybrid(self) -> str:
-        """The name of ZeRO-3 inside with this outside."""
-        return HYBRIDS[self]
+    no_shard = "no_shard", "Nothing: replicas of the sharded model (HSDP).", "hsdp"
+    optim = "optim", "Main weights and optimizer state (HFSDP).", "hfsdp"
+
+    def __new__(cls, name: str, sentence: str, hybrid: str) -> Self:
+        """A member from its name, its sentence and the hybrid's name."""
+        member = object.__new__(cls)
+        member._value_, member.sentence, member.hybrid = name, sentence, hybrid
+        return member
 
 
-HYBRIDS = {OuterStrategy.no_shard: "hsdp", OuterStrategy.optim: "hfsdp"}
+HYBRIDS = {outer: outer.hybrid for outer in OuterStrategy}
 """What ZeRO-3 inside is called, by what the outer axis splits."""
 
 

@@ -14,10 +14,14 @@ SHIPPED = ("run.py", "conf", "sweeps", "harness", "hydra_plugins")
 
 
 class Copy:
-    """The sources below a folder, as they are committed until `insert` changes them."""
+    """The sources below a folder, as they are committed until `insert` or `add` changes them.
+
+    places: the file of every insertion, in order; one that is changed twice stands there twice.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.places: list[str] = []
         for name in SHIPPED:
             if (ROOT / name).is_dir():
                 shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -31,6 +35,13 @@ class Copy:
         assert source.count(before) == 1 or not before, (file, before)
         at = source.index(before) if before else len(source)
         path.write_text(source[:at] + text + source[at:], encoding="utf-8")
+        self.places.append(file)
+
+    def add(self, file: str, text: str) -> None:
+        """Write a file that is not there yet: one place, as an insertion is."""
+        with (self.folder / file).open("x", encoding="utf-8") as out:
+            out.write(text)
+        self.places.append(file)
 
     def changed(self) -> list[str]:
         """Files that are not as they were copied."""

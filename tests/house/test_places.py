@@ -1,45 +1,104 @@
-"""How many places a new engine option touches: its declaration and where it is read, shown on a copy of the tree.
+"""How many places an option, an engine, a sharding and a dtype role touch, counted on a copy of the tree.
 
-The copy gets one option, `example_option`, by edits of two files, and is then asked for it everywhere an option must
-appear: the typed configuration, its rules, the capabilities, the verdict's settings without effect, both pages, the
-adapter's arguments, and the engine's face.
+The copy gets one of each, and is then asked for them everywhere they must appear. An option: the typed configuration,
+its rules, the capabilities, the verdict's settings without effect, both pages, the adapter's arguments, the engine's
+face. An engine: the catalog, the rules, the page, the recorded packages, the class that runs. A sharding: what is
+composed, what a run is called, which engines take it, what a rank keeps and sends. A role: the rules, the page, the
+policy.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import shutil
-import subprocess
-import sys
-from pathlib import Path
+from importlib import metadata
 
 import pytest
 
 from harness.fsdp.options import OPTIONS
+from tests.house.places import ROOT, Copy
 
-ROOT = Path(__file__).parents[2]
+Place = tuple[str, str, str]
+"""File, what is written into it, and before what; no text there begins a file of its own."""
 
-EDITS = {
-    "harness/fsdp/options.py": [
+VOCABULARY, PLACEMENT = "harness/fsdp/vocabulary.py", "harness/fsdp/storage/placement.py"
+
+ADDED: dict[str, list[Place]] = {
+    "option": [
         (
-            'class EngineOptions:\n    """Options that a cell sets in its group `engine`, under the same names."""\n',
+            "harness/fsdp/options.py",
             "    example_option: int | None = option(\n"
             '        3, Facts(range=Range(1, 9, "cups"), costs="Tea.", use="In the afternoon.", same_bits=True)\n'
             "    )\n"
             '    """Cups for each unit; None is none."""\n',
+            "    prefetch: int = option(",
         ),
-        ("class OptionKeywords(TypedDict, total=False):\n", "    example_option: int | None\n"),
-    ],
-    "harness/fsdp/construction.py": [
+        ("harness/fsdp/options.py", "    example_option: int | None\n", "    prefetch: int\n"),
         (
-            "from harness.fsdp.options import Options\n",
-            "def cups(options: Options) -> int:\n    return options.example_option or 0\n",
-        )
+            "harness/fsdp/construction.py",
+            "def cups(options: Options) -> int:\n    return options.example_option or 0\n\n\n",
+            "@dataclass(frozen=True)\nclass Request:",
+        ),
+    ],
+    "engine": [
+        (
+            "harness/config/capabilities.py",
+            '    example = "example", "Tea for one.", Capabilities(\n'
+            '        strategies=(Strategy.no_shard,), max_data_ranks=1, package="packaging=='
+            + metadata.version("packaging")
+            + '",\n        adapter="harness.engines.adapters.example:ExampleEngine",\n    )\n\n',
+            "    def __new__(cls, name: str, sentence: str, declared: Capabilities)",
+        ),
+        (
+            "harness/engines/adapters/example.py",
+            "from harness.engines.adapters.single import SingleEngine\n\n\nclass ExampleEngine(SingleEngine): ...\n",
+            "",
+        ),
+    ],
+    "sharding": [
+        (
+            VOCABULARY,
+            '    optim_grads = "optim_grads", "Gradients too.", "tea"\n\n',
+            "    def __new__(cls, name: str, sentence: str, hybrid: str)",
+        ),
+        (
+            PLACEMENT,
+            "    OuterStrategy.optim_grads: (REPLICATE, SHARD, PARTIAL, SHARD, SHARD, SHARD),\n",
+            '}\n"""Placement of each buffer (in the order of `Buffer`) on the outer axis',
+        ),
+        ("conf/sharding/tea.yaml", "strategy: optim_grads_params\nouter: optim_grads\n", ""),
+    ],
+    "role": [
+        (
+            "harness/config/schema.py",
+            '    sugar: Dtype | None = None\n    """Lumps; null is none."""\n',
+            "    allow_low_precision_grads: bool = False\n",
+        ),
+        (
+            "harness/fsdp/policy.py",
+            "    sugar_dtype: torch.dtype | None = None\n",
+            "    allow_low_precision_grads: bool = False\n\n    def __new__",
+        ),
+        (
+            "harness/fsdp/arguments.py",
+            "    Argument(\n"
+            '        plain="sugar_dtype", direct="sugar_dtype", takes=_FORMATS, default="None", does="Lumps.",\n'
+            '        costs="Teeth.", use="Tea.", setting="dtype.sugar",\n'
+            "    ),\n",
+            '    Argument(\n        plain="allow_low_precision_grads",\n',
+        ),
+        (
+            "harness/fsdp/construction.py",
+            "def lumps(policy: MixedPrecisionPolicy) -> object:\n    return policy.sugar_dtype\n\n\n",
+            "@dataclass(frozen=True)\nclass Request:",
+        ),
     ],
 }
-"""By file: text there is, and what is put behind it."""
+"""What each example needs: with one place less, some answer below is another, or there are none."""
+
+AIMS = {"option": 3, "engine": 2, "sharding": 3, "role": 4}
+"""Places an example may touch. The third of an option is its line in `OptionKeywords`, by which type checkers know it:
+they see no keyword that is made from a dataclass. One test holds that line equal to the declaration."""
 
 QUESTIONS = """
 import json, torch
@@ -51,9 +110,26 @@ from harness.config.schema import EngineName
 from harness.fsdp import Options, ShardedModel
 from harness.fsdp.construction import cups
 from harness.parity.tiers.admissible import WITHOUT_EFFECT
+from harness.analysis.labels import strategy_of
+from harness.config.catalog import load_catalog
+from harness.config.capabilities import PACKAGES
+from harness.config.schema import OuterStrategy
+from harness.engines.adapters.native import _policy
+from harness.engines.registry import engine_class
+from harness.fsdp.construction import lumps
+from harness.fsdp.storage.placement import Placements
+from harness.fsdp.vocabulary import Strategy
+from harness.store.provenance import desk_facts
 
 PATH = "engine.example_option"
 cell = compose([f"{PATH}=5", "launch.dry_run=true"])
+
+TEA = ("sharding=tea", "mesh=two_by_two")
+tea = compose([*TEA, "launch.dry_run=true"])
+placements = Placements.of(Strategy.optim_grads_params, OuterStrategy.optim_grads)
+
+def settled(*overrides):
+    return compose([*overrides, "launch.dry_run=true"]).typed
 
 def refusal(*overrides):
     try:
@@ -81,39 +157,51 @@ print(json.dumps({
     "page of knobs": [line for line in engine_doc.engine_guide().splitlines() if "`example_option`" in line],
     "face": [mistake(example_option=10), mistake(example_optoin=1)],
     "reader": cups(Options(example_option=4)),
+    "engines": load_catalog().options["engine"],
+    "engine": settled("engine=example", "sharding=no_shard", "mesh=one").engine.name.value,
+    "engine's ranks": refusal("engine=example", "sharding=no_shard"),
+    "engine's typo": refusal("engine=exampel"),
+    "engine's class": engine_class(EngineName.example).__mro__[1].__name__,
+    "engine on the page": "*example*: Tea for one." in doc.guide(),
+    "packages": ["packaging" in PACKAGES, "packaging" in desk_facts(PACKAGES)["versions"]],
+    "sharding": [tea.config["sharding"], strategy_of(tea.config), tea.name],
+    "sharding elsewhere": refusal("engine=fsdp2", *TEA),
+    "sharding alone": refusal("sharding=tea"),
+    "operations": [[f"{step.axis.value} {step.operation.value}" for step in placements.reduction(last=last)]
+                   for last in (False, True)],
+    "kept gradients": str(placements.accumulated_grads.share(2, 2)),
+    "role": [str(lumps(_policy(settled(*sugar).dtype))) for sugar in (["dtype.sugar=bf16"], [])],
+    "role elsewhere": refusal("engine=deepspeed", "dtype.sugar=fp64"),
+    "page of roles": [line for line in (doc.guide() + engine_doc.engine_guide()).splitlines() if "sugar" in line],
 }))
 """
 
 
 @pytest.fixture(scope="module")
-def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what is packaged, with the edits."""
-    root = tmp_path_factory.mktemp("tree")
-    for folder in ("harness", "conf", "sweeps", "hydra_plugins"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for name, changes in EDITS.items():
-        text = (root / name).read_text()
-        for before, added in changes:
-            assert text.count(before) == 1, f"{name} has {text.count(before)} times {before!r}"
-            text = text.replace(before, before + added) if not added.startswith("def") else f"{text}\n\n{added}"
-        (root / name).write_text(text)
-    return root
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Copy:
+    """A copy of what is shipped, with all that is added."""
+    copy = Copy(tmp_path_factory.mktemp("tree"))
+    for file, text, before in (place for places in ADDED.values() for place in places):
+        if before:
+            copy.insert(file, text, before=before)
+        else:
+            copy.add(file, text)
+    return copy
 
 
 @pytest.fixture(scope="module")
-def answers(copy: Path) -> dict[str, object]:
-    done = subprocess.run(
-        [sys.executable, "-c", QUESTIONS], cwd=copy, env=os.environ | {"PYTHONPATH": str(copy)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+def answers(copy: Copy) -> dict[str, object]:
+    done = copy.run("-c", QUESTIONS)
     assert done.returncode == 0, done.stderr
     found: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
-def test_an_option_is_two_places() -> None:
-    """The edits that the answers below follow from: the declaration, and the place that reads it."""
-    assert len(EDITS) == 2
+def test_what_is_changed_is_what_is_counted(copy: Copy, answers: dict[str, object]) -> None:
+    """No other file differs, and each example stays within its aim: the answers below follow from these places."""
+    assert copy.changed() == sorted(set(copy.places))
+    assert len(copy.places) == sum(AIMS.values())
+    assert {name: len(places) for name, places in ADDED.items()} == AIMS
 
 
 def test_a_declared_option_is_configured_ranged_and_handed_on(answers: dict[str, object]) -> None:
@@ -151,3 +239,32 @@ def test_an_option_is_named_where_it_is_declared_and_where_it_is_read(name: str)
     named = re.compile(rf"\b{name}\b")
     files = {str(path.relative_to(ROOT)) for path in (ROOT / "harness").rglob("*.py") if named.search(path.read_text())}
     assert files == {"harness/fsdp/options.py", "harness/fsdp/construction.py"}
+
+
+def test_an_engine_is_its_row_and_its_adapter(answers: dict[str, object]) -> None:
+    assert "example" in str(answers["engines"])
+    assert (answers["engine"], answers["engine's class"]) == ("example", "SingleEngine")
+    assert "engine=example runs in 1 process" in str(answers["engine's ranks"])
+    assert "engine=example" in str(answers["engine's typo"])
+    assert answers["engine on the page"] is True
+    assert answers["packages"] == [True, True]
+
+
+def test_a_sharding_is_its_word_its_placements_and_its_file(answers: dict[str, object]) -> None:
+    """Gradients that both axes shard are reduced over both after every microbatch, and a quarter of them is kept."""
+    settings, strategy, name = answers["sharding"]
+    assert settings == {"strategy": "optim_grads_params", "outer": "optim_grads"}
+    assert strategy == "tea"
+    assert "tea2x2" in name
+    assert "engine=fsdp2 does not run this hybrid" in str(answers["sharding elsewhere"])
+    assert "has no outer axis to act on" in str(answers["sharding alone"])
+    assert answers["operations"] == [["inner reduce_scatter", "outer reduce_scatter"]] * 2
+    assert answers["kept gradients"] == "1/4"
+
+
+def test_a_dtype_role_is_set_refused_documented_and_handed_on(answers: dict[str, object]) -> None:
+    assert answers["role"] == ["torch.bfloat16", "None"]
+    assert "engine=deepspeed does not take this dtype" in str(answers["role elsewhere"])
+    setting, knob = answers["page of roles"]
+    assert "Lumps; null is none." in setting
+    assert "Teeth." in knob

@@ -32,7 +32,8 @@ def test_a_fault_is_added_in_one_place(tmp_path: Path) -> None:
     """It is composed, hinted at, listed, put into a run, and part of the power study."""
     copy = Copy(tmp_path)
     copy.insert("harness/probe/faults/sums.py", ADDED)
-    assert len(copy.changed()) == 1
+    assert copy.changed() == copy.places
+    assert len(copy.places) == 1
     for word in ("none", "triple_gradient"):
         done = copy.run("run.py", f"fault={word}", *SMALLEST, "train.steps=1")
         assert done.returncode == 0, done.stdout + done.stderr

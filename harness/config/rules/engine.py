@@ -90,7 +90,7 @@ def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
             f"mesh.world_size={max(ranks // outer, 1) * outer * mesh.tp}",
         )
     named = request.named.get("sharding", "")
-    if outer == 1 and (request.config.sharding.outer is OuterStrategy.optim or named in HYBRIDS.values()):
+    if outer == 1 and (request.config.sharding.outer is not OuterStrategy.no_shard or named in HYBRIDS.values()):
         yield Violation(
             f"sharding={named}" if named else request.show("sharding.outer"),
             "has no outer axis to act on: mesh.dp_outer=1",
