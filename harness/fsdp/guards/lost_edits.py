@@ -45,11 +45,11 @@ class LostEdits:
         """
         self._seen.clear()
         self.looks = may_look and num_updates in self._looked_at
-        if self.looks:
-            self.note(buckets)
+        if self.looks:  # of a gather that is under way, storage is there and weights are not
+            self.note(bucket for bucket in buckets if bucket.is_resident)
 
     def note(self, buckets: Iterable[Bucket]) -> None:
-        """What runs next uses these buckets; those that are whole are as they should be."""
+        """What runs next uses these buckets, which no gather is filling; those that are whole are as they should be."""
         for bucket in buckets:
             kept = bucket.computes_with_main_weights
             if not kept and bucket.name not in self._seen and bucket.is_whole and bucket.awaited is None:
