@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.fsdp.components import Components
 from harness.fsdp.options import Options
-from harness.fsdp.runtime.step import StepError, StepState
+from harness.fsdp.runtime.step import Call
 from harness.fsdp.state import by_parameter
 from harness.fsdp.state.named import ShardedState, StateMismatch
 from harness.fsdp.storage.bucket import Bucket
@@ -134,9 +134,9 @@ def _before(
     sharded.lost = sharded.lost.without(optimizer)
     model._parts.weights.refuse_held()
     if not syncs:
-        _refuse_unfinished(model)
+        model._parts.step.check(Call.update)
     model.finish_grad_sync()
-    model._parts.step.awaits_install |= not installs
+    model._parts.step.update(installs=installs)
     if model.has_gradients:
         sharded.attach(optimizer)
         for weight in sharded.weights_of(optimizer):
@@ -153,14 +153,6 @@ def _run(closure: Any) -> Any:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def _refuse_unfinished(model: Model) -> None:
-    if model._parts.step.state not in (StepState.IDLE, StepState.FINISHED):
-        raise StepError(
-            f"step({SYNC}=False) before the gradients were finished: call model.finish_grad_sync() before it, or leave"
-            f" {SYNC}=True"
-        )
 
 
 def _after(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from harness.fsdp import ReleasedWeightError
+from harness.fsdp.runtime.forward import Forward
 from harness.fsdp.runtime.forward_hooks import ForwardHooks
-from harness.fsdp.runtime.step import Forward
 from harness.fsdp.storage import parameter_access, parameter_views
 from harness.fsdp.storage.parameter_access import Access
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched

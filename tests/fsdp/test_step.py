@@ -7,8 +7,10 @@ compared whenever they can be read.
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,19 @@ from torch import Tensor
 
 from harness.fsdp import Strategy, fully_shard
 from harness.fsdp.runtime import step
-from harness.fsdp.runtime.step import REFUSALS, TRANSITIONS, Call, Step, StepError, StepShape, StepState
+from harness.fsdp.runtime.forward import Forward, ForwardState
+from harness.fsdp.runtime.step import (
+    INSTALL_REFUSALS,
+    REFUSALS,
+    TRANSITIONS,
+    Call,
+    InstallState,
+    Step,
+    StepError,
+    StepShape,
+    StepState,
+)
+from harness.fsdp.runtime.unit_weights import WEIGHT_TRANSITIONS, WeightState
 from tests.fsdp.test_api import Block, make
 from tests.fsdp.test_strange_programs import Boom, same_gradients
 
@@ -32,10 +46,11 @@ DIVISOR = 2.0
 """Not 1, so that a gradient that is scaled twice, or not at all, shows on a single rank."""
 CALLS = (
     "forward", "forward_that_raises", "evaluate", "microbatch", "microbatch_no_sync", "backward", "backward_no_sync",
-    "backward_again", "backward_that_raises", "finish_inside", "zero_grad_inside", "gradients", "step", "zero_grad",
-    "load",
+    "backward_again", "backward_that_raises", "finish_inside", "zero_grad_inside", "gradients", "drop", "step",
+    "zero_grad", "load",
 )  # fmt: skip
-USER_CALLS = (Call.pre_backward, Call.finish_grad_sync, Call.zero_grad)
+USER_CALLS = (Call.pre_backward, Call.finish_grad_sync, Call.update, Call.zero_grad)
+ENGINE = Path(__file__).parents[2] / "harness" / "fsdp"
 
 
 @pytest.fixture(autouse=True)
@@ -52,17 +67,81 @@ def test_every_call_that_leads_nowhere_is_told_why_and_which_call_is_missing() -
     pairs = {(state, call) for state in StepState for call in USER_CALLS}
     nested = (StepState.BACKWARD, Call.pre_backward)  # hooks of a backward that runs all say that it began
     assert {pair for pair in pairs if pair[1] not in TRANSITIONS[pair[0]]} - {nested} == set(REFUSALS)
-    missing = ("zero_grad()", "no_sync()", "after backward() has returned")
+    missing = ("zero_grad()", "no_sync()", "after backward() has returned", "call model.finish_grad_sync()")
     assert all(any(call in text for call in missing) for text in REFUSALS.values())
 
 
+def test_the_docs_have_the_table() -> None:
+    docs = (ENGINE.parents[1] / "docs" / "engine.md").read_text(encoding="utf-8")
+    rows = [["state of the step", "of its gradients", *(f"`{call.value}`" for call in USER_CALLS)]]
+    for state, row in TRANSITIONS.items():
+        ends = ("/".join(to.name for to in row.get(call, ())) or "refused" for call in USER_CALLS)
+        rows.append([f"`{state.name}`", state.value, *ends])
+    missing = [line for line in (f"| {' | '.join(row)} |" for row in rows) if line not in docs]
+    assert not missing, "docs/engine.md lacks:\n" + "\n".join(missing)
+
+
 def test_every_state_can_be_reached_and_left_for_the_next_step() -> None:
-    reached = {StepState.IDLE, StepState.FAILED}
+    reached = {StepState.IDLE}
     for _ in StepState:
         reached |= {to for state in reached for states in TRANSITIONS[state].values() for to in states}
     assert reached == set(StepState)
     resting = set(StepState) - {StepState.BACKWARD}
     assert all(TRANSITIONS[state][Call.zero_grad] == (StepState.IDLE,) for state in resting)
+    assert all(TRANSITIONS[state][Call.fail] == (StepState.FAILED,) for state in StepState)
+
+
+def test_one_method_changes_states() -> None:
+    """And looks into the table: of the step, of installed weights, of the forward, and of each unit's weights."""
+    found = [
+        (path.relative_to(ENGINE).as_posix(), ast.unparse(node))
+        for path in ENGINE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "state" and isinstance(node.ctx, ast.Store)
+    ]
+    assert found.count(("runtime/state_machine.py", "self.state")) == 1
+    assert set(found) - {("binding.py", "optimizer.state")} == {("runtime/state_machine.py", "self.state")}
+
+
+def test_a_wrong_move_raises_and_names_the_calls_that_are_possible() -> None:
+    of = Step(StepShape(reduces_each=True, reduces_once=False, accumulates=False))
+    with pytest.raises(StepError, match=r"end of a backward is not possible now .*; possible is: .*backward\(\)"):
+        of.post_backward()
+    of.pre_backward()
+    with pytest.raises(StepError, match="does not lead from BACKWARD to FINISHED"):
+        of.move(Call.post_backward, StepState.FINISHED)
+    assert of.state is StepState.BACKWARD
+    with pytest.raises(StepError, match=r"end of a forward is not possible now \(outside\)"):
+        Forward("root").post_forward()
+
+
+@pytest.mark.parametrize("start", [each for each in StepState if each is not StepState.BACKWARD])
+def test_gradients_of_inputs_alone_lead_back_to_where_they_began(start: StepState) -> None:
+    of = Step(StepShape(reduces_each=True, reduces_once=False, accumulates=False))
+    of.state = start
+    assert not of.pre_backward(of_inputs=True).reduce_units
+    of.post_backward()
+    assert of.state is start
+
+
+def test_an_update_that_is_not_installed_is_a_state_that_every_forward_asks_of() -> None:
+    of = Step(StepShape(reduces_each=True, reduces_once=False, accumulates=False))
+    of.update(installs=True)
+    of.check_installed()
+    of.update(installs=False)
+    of.update(installs=True)  # of a second optimizer
+    of.zero_grad()
+    with pytest.raises(StepError) as told:
+        of.check_installed()
+    assert str(told.value) in INSTALL_REFUSALS.values()
+    of.weights_installed()
+    of.check_installed()
+    assert of.installed.state is InstallState.INSTALLED
+
+
+def test_weights_and_forwards_have_tables_that_reach_every_state() -> None:
+    for states, table in ((WeightState, WEIGHT_TRANSITIONS), (ForwardState, Forward.transitions)):
+        assert {to for row in table.values() for ends in row.values() for to in ends} == set(states) == set(table)
 
 
 @pytest.mark.parametrize("sync", [True, False])
@@ -120,7 +199,8 @@ class Pair:
             getattr(self, call)()
         except StepError as error:
             told = str(error)
-            assert told in REFUSALS.values() or "run the forward again" in told, told
+            known = told in REFUSALS.values() or "run the forward again" in told
+            assert known or re.match(r"\.grad of [\w.]+ was set to None, and of other", told), told
 
     def data(self) -> Tensor:
         self.number += 1
@@ -183,6 +263,11 @@ class Pair:
     def gradients(self) -> None:
         same_gradients(self.model, self.plain)
 
+    def drop(self) -> None:
+        """`.grad` of one parameter is set to None, and of the others not."""
+        for module in (self.model, self.plain):
+            next(module.parameters()).grad = None
+
     def step(self) -> None:
         self.optimizer.step()
         self.other.step()
@@ -230,15 +315,38 @@ sequences = st.lists(st.sampled_from(CALLS), min_size=2, max_size=12)
 @example(calls=["gradients", "microbatch", "gradients", "microbatch", "step"])
 @example(calls=["forward", "backward_that_raises", "backward"])
 @example(calls=["microbatch", "gradients", "zero_grad"])
+@example(calls=["microbatch", "drop", "step", "microbatch", "zero_grad", "microbatch", "step", "drop", "evaluate"])
 @example(calls=["microbatch", "step", "load", "step"])
 @example(calls=["microbatch", "step", "microbatch_no_sync", "microbatch", "step", "zero_grad", "microbatch", "step"])
 def test_no_sequence_of_calls_is_silently_wrong(strategy: str, options: dict[str, Any], calls: list[str]) -> None:
     run_all(strategy, calls, **options)
 
 
+def test_gradients_of_which_some_were_set_to_none_are_not_forgotten_as_zeros() -> None:
+    """torch would keep zeros of the others alone, and step those."""
+    pair = Pair("optim_grads")
+    for call in ("microbatch", "step", "drop"):
+        pair.run(call)
+    with pytest.raises(StepError, match=r"call zero_grad\(\), or leave"):
+        pair.optimizer.zero_grad(set_to_none=False)
+    for call in ("zero_grad", "microbatch", "step"):
+        getattr(pair, call)()
+    pair.close()
+
+
 def hole(state: StepState, call: Call, to: StepState) -> Any:
     """The table with one transition too many."""
     return mock.patch.dict(TRANSITIONS, {state: TRANSITIONS[state] | {call: (to,)}})
+
+
+@contextmanager
+def added_to_finished() -> Iterator[None]:
+    plan = replace(step.STALE_PLAN, leads_to=StepState.FINISHED)
+    with (
+        hole(StepState.BACKWARD, Call.post_backward, StepState.FINISHED),
+        mock.patch.object(step, "STALE_PLAN", plan),
+    ):
+        yield
 
 
 HOLES = {
@@ -253,7 +361,7 @@ HOLES = {
         ["microbatch", "gradients", "microbatch"],
     ),
     "a backward after the gradients were finished, added to them": (
-        lambda: mock.patch.object(step, "STALE_PLAN", replace(step.STALE_PLAN, leads_to=StepState.FINISHED)),
+        added_to_finished,
         "optim_grads_params",
         ["microbatch", "step", "microbatch"],
     ),
@@ -261,6 +369,11 @@ HOLES = {
         lambda: hole(StepState.ACCUMULATED, Call.finish_grad_sync, StepState.FINISHED),
         "optim",
         ["microbatch_no_sync"],
+    ),
+    "gradients of which some were set to None": (
+        lambda: hole(StepState.DROPPED, Call.finish_grad_sync, StepState.FINISHED),
+        "optim_grads",
+        ["microbatch", "drop", "step"],
     ),
     "gradients of a backward that raised": (
         lambda: hole(StepState.FAILED, Call.finish_grad_sync, StepState.FINISHED),

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.guards.nonfinite import GradientGuard
+from harness.fsdp.runtime.forward import Forward
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import ABOVE_ALL, BackwardEnd, could_reach, number_of
 from harness.fsdp.runtime.readiness import Call
@@ -42,7 +43,7 @@ from harness.fsdp.runtime.refusals import (
     refuse_unfrozen,
     unfrozen_too_late,
 )
-from harness.fsdp.runtime.step import Forward, Step
+from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.bucket import Bucket

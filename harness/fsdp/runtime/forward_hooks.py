@@ -17,11 +17,12 @@ from torch.utils.hooks import RemovableHandle
 
 from harness.fsdp.guards.lost_edits import LostEdits
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
+from harness.fsdp.runtime.forward import Forward, ForwardState
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import Passed, PassedInputs, direct_tensors, replaced, tensors_with_grad
 from harness.fsdp.runtime.handed_on import without_weights
 from harness.fsdp.runtime.refusals import refuse_dtensors, refuse_transforms
-from harness.fsdp.runtime.step import Forward, ForwardState, Step
+from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits

@@ -72,8 +72,8 @@ class Answer:
             )
         if self.step.state in (StepState.IDLE, StepState.BACKWARD):
             return
+        self.step.drop(self.name)
         dropped, frozen, forget = self.step.dropped, self.step.frozen, self.forget()
-        dropped.add(self.name)
         if len(dropped) + len(frozen) >= len(self.names) and dropped | frozen >= self.names and forget is not None:
             forget()
 

@@ -11,7 +11,7 @@ from harness.fsdp.runtime.gradient_answer import answer_for
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Call, Step, StepState
+from harness.fsdp.runtime.step import Call, Step, StepError, StepState
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.storage.bucket import Bucket
@@ -116,10 +116,15 @@ class GradientSync:
                 None: what was so before is so still.
 
         Raises:
-            StepError: inside a backward.
+            StepError: inside a backward; or gradients are to become zeros of which the program has set some to None.
         """
         self.hooks.recover()
         self.step.check(Call.zero_grad)
+        if set_to_none is False and self.step.state is StepState.DROPPED:
+            raise StepError(
+                "zero_grad(set_to_none=False) after .grad of some parameters was set to None: which of them have a"
+                " gradient of zeros then is not kept; call zero_grad(), or leave .grad alone"
+            )
         self.reduce.discard()
         for gradients in self._gradients():
             if set_to_none or (set_to_none is False and self.step.state in (StepState.FINISHED, StepState.STALE)):

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.backward_hooks import BackwardHooks
+from harness.fsdp.runtime.forward import Forward
 from harness.fsdp.runtime.forward_hooks import ForwardHooks
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
-from harness.fsdp.runtime.step import Forward, Step
+from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit
 
 

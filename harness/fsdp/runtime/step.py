@@ -2,30 +2,35 @@
 
 [Note: Step state] A step is every backward from one `zero_grad()` to the next, with the update between them. Its state
 says what has become of the gradients; `TRANSITIONS` says which call leads where, `REFUSALS` what a call that leads
-nowhere is told: why, and which call is missing. Whatever raises leads to FAILED, which only `zero_grad()` leaves.
+nowhere is told: why, and which call is missing. `StateMachine.move` is the one way from state to state.
 
                  pre_backward             post_backward
     IDLE ─────────────────────> BACKWARD ───────────────> ACCUMULATED   waits for a backward that ends the step
                                                           SUMMED        complete, and may be added to
                                                           REDUCED       complete
-    SUMMED, REDUCED ──finish_grad_sync──> FINISHED ──zero_grad──> IDLE
+    SUMMED, REDUCED ──finish_grad_sync──> FINISHED ──update──> FINISHED ──zero_grad──> IDLE
+    any but IDLE, BACKWARD ──drop──> DROPPED ──zero_grad──> IDLE
+    any ──fail──> FAILED ──zero_grad──> IDLE
 
-A backward that brings gradients to no parameter, as `torch.autograd.grad(loss, x)`, leads back to where it began.
+A backward that brings gradients to no parameter, as `torch.autograd.grad(loss, x)`, is no part of the step: it has
+calls of its own, and leads back to where it began.
+
+Two more states are not of gradients: whether updated weights are installed, of which a forward asks (`InstallState`),
+and where the model's forward is (`forward.ForwardState`). A forward changes no gradient: it may run in every state of
+the step.
 
 [Note: Stale gradients] After an update a program may differentiate through the model once more for the sake of others'
 gradients, as a generator's loss goes through the critic, and call zero_grad() of it afterwards: what comes to the
 model's own parameters then is dropped as it arrives and travels nowhere. Plain torch would add it to the finished ones;
 who reads or steps before zero_grad() is told, for sums that are reduced and scaled can take no more.
-
-A forward changes no gradient: it may run in every state, and has a small state of its own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 
-from harness.fsdp.runtime.readiness import next_number
+from harness.fsdp.runtime.state_machine import StateMachine
 
 
 class StepState(Enum):
@@ -38,85 +43,116 @@ class StepState(Enum):
     REDUCED = "the reduction that comes once a step is made or on its way"
     FINISHED = "gradients are reduced and scaled: ready for the optimizer"
     STALE = "a backward ran after gradients were finished, and what it brought was dropped"
+    DROPPED = "the program set .grad of some parameters to None, and of others not"
     FAILED = "a backward or a reduction raised, so that gradients are incomplete"
 
 
 class Call(Enum):
     """What happens to a step; named as users and hooks call it."""
 
+    pre_forward = "a forward, or model.gathered()"
+    post_forward = "the end of a forward"
     pre_backward = "backward()"
     post_backward = "the end of a backward"
+    pre_backward_of_inputs = "torch.autograd.grad() of inputs"
+    post_backward_of_inputs = "the end of torch.autograd.grad() of inputs"
     finish_grad_sync = "finish_grad_sync()"
+    update = "optimizer.step()"
+    install_weights = "install_weights()"
+    drop = "setting .grad to None"
     zero_grad = "zero_grad()"
+    fail = "an exception"
 
 
-TRANSITIONS: dict[StepState, dict[Call, tuple[StepState, ...]]] = {
-    StepState.IDLE: {
+Row = dict[Call, tuple[StepState, ...]]
+_AT_REST = tuple(state for state in StepState if state is not StepState.BACKWARD)
+_ALWAYS: Row = {Call.fail: (StepState.FAILED,)}
+"""Calls that every state allows."""
+_RESTING: Row = _ALWAYS | {Call.pre_backward_of_inputs: (StepState.BACKWARD,), Call.zero_grad: (StepState.IDLE,)}
+"""Calls that every state allows in which no backward runs."""
+_HOLDING: Row = _RESTING | {Call.drop: (StepState.DROPPED,)}
+"""Calls that every state allows in which there are gradients and no backward runs."""
+
+TRANSITIONS: dict[StepState, Row] = {
+    StepState.IDLE: _RESTING
+    | {
         Call.pre_backward: (StepState.BACKWARD,),
         Call.finish_grad_sync: (StepState.IDLE,),  # without a backward there is nothing to finish: gradients are zeros
-        Call.zero_grad: (StepState.IDLE,),
+        Call.update: (StepState.IDLE,),
     },
-    StepState.BACKWARD: {
+    StepState.BACKWARD: _ALWAYS
+    | {
         Call.post_backward: (StepState.ACCUMULATED, StepState.SUMMED, StepState.REDUCED, StepState.STALE),
+        Call.post_backward_of_inputs: _AT_REST,
     },
-    StepState.ACCUMULATED: {
-        Call.pre_backward: (StepState.BACKWARD,),
-        Call.zero_grad: (StepState.IDLE,),
-    },
-    StepState.SUMMED: {
-        Call.pre_backward: (StepState.BACKWARD,),
-        Call.finish_grad_sync: (StepState.FINISHED,),
-        Call.zero_grad: (StepState.IDLE,),
-    },
-    StepState.REDUCED: {
-        Call.finish_grad_sync: (StepState.FINISHED,),
-        Call.zero_grad: (StepState.IDLE,),
-    },
-    StepState.FINISHED: {
+    StepState.ACCUMULATED: _HOLDING | {Call.pre_backward: (StepState.BACKWARD,)},
+    StepState.SUMMED: _HOLDING
+    | {Call.pre_backward: (StepState.BACKWARD,), Call.finish_grad_sync: (StepState.FINISHED,)},
+    StepState.REDUCED: _HOLDING | {Call.finish_grad_sync: (StepState.FINISHED,)},
+    StepState.FINISHED: _HOLDING
+    | {
         Call.pre_backward: (StepState.BACKWARD,),
         Call.finish_grad_sync: (StepState.FINISHED,),
-        Call.zero_grad: (StepState.IDLE,),
+        Call.update: (StepState.FINISHED,),
     },
-    StepState.STALE: {
-        Call.pre_backward: (StepState.BACKWARD,),
-        Call.zero_grad: (StepState.IDLE,),
-    },
-    StepState.FAILED: {
-        Call.zero_grad: (StepState.IDLE,),
-    },
+    StepState.STALE: _HOLDING | {Call.pre_backward: (StepState.BACKWARD,)},
+    StepState.DROPPED: _HOLDING,
+    StepState.FAILED: _HOLDING,
 }
 """Which states a call may lead to. A plan chooses where `post_backward` goes (`BackwardPlan.leads_to`)."""
 
+_INSIDE = (
+    "finish_grad_sync() (optimizer.step(), grad_norm() and full_gradients() call it) inside a backward, while gradients"
+    " are still arriving; call it after backward() has returned"
+)
+_NEVER_REDUCED = "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
+_UNFINISHED = (
+    "step(sync_grad_before_optimizer_step=False) before the gradients were finished: call model.finish_grad_sync()"
+    " before it, or leave sync_grad_before_optimizer_step=True"
+)
+_CAME_LATE = (
+    "a backward ran after this step's gradients were finished (by optimizer.step(), clip_grad_norm_(), grad_norm()"
+    " or full_gradients()) and before zero_grad(); plain torch would add its gradients to the old ones, which are"
+    " reduced and scaled, so they were dropped: call zero_grad() before the backward whose gradients are wanted"
+)
+_IN_PART = (
+    ".grad of {names} was set to None, and of other parameters it was not: gradients of a sharded model are forgotten"
+    " together; set all of them to None, or call zero_grad()"
+)
+_INCOMPLETE = (
+    "the last backward raised, or a reduction of it; its gradients are incomplete: call zero_grad() and try again"
+)
 REFUSALS: dict[tuple[StepState, Call], str] = {
-    (StepState.BACKWARD, Call.finish_grad_sync): (
-        "finish_grad_sync() (optimizer.step(), grad_norm() and full_gradients() call it) inside a backward, while"
-        " gradients are still arriving; call it after backward() has returned"
-    ),
+    (StepState.BACKWARD, Call.finish_grad_sync): _INSIDE,
+    (StepState.BACKWARD, Call.update): _INSIDE,
     (StepState.BACKWARD, Call.zero_grad): (
         "zero_grad() inside a backward would forget gradients that are still arriving; call it after backward() has"
         " returned"
     ),
-    (StepState.ACCUMULATED, Call.finish_grad_sync): (
-        "gradients were never reduced: the step's last backward ran inside no_sync(); run the last one outside"
-    ),
+    (StepState.ACCUMULATED, Call.finish_grad_sync): _NEVER_REDUCED,
+    (StepState.ACCUMULATED, Call.update): _NEVER_REDUCED,
+    (StepState.SUMMED, Call.update): _UNFINISHED,
     (StepState.REDUCED, Call.pre_backward): (
         "a second backward with synchronisation would reduce already reduced gradients again; wrap all microbatches but"
         " the last in no_sync(), or call zero_grad() between them"
     ),
-    (StepState.STALE, Call.finish_grad_sync): (
-        "a backward ran after this step's gradients were finished (by optimizer.step(), clip_grad_norm_(), grad_norm()"
-        " or full_gradients()) and before zero_grad(); plain torch would add its gradients to the old ones, which are"
-        " reduced and scaled, so they were dropped: call zero_grad() before the backward whose gradients are wanted"
-    ),
+    (StepState.REDUCED, Call.update): _UNFINISHED,
+    (StepState.STALE, Call.finish_grad_sync): _CAME_LATE,
+    (StepState.STALE, Call.update): _CAME_LATE,
+    (StepState.DROPPED, Call.pre_backward): _IN_PART,
+    (StepState.DROPPED, Call.finish_grad_sync): _IN_PART,
+    (StepState.DROPPED, Call.update): _IN_PART,
     (StepState.FAILED, Call.pre_backward): (
         "the last backward raised, or a reduction of it; its gradients are incomplete, and another backward would add"
         " to them: call zero_grad() before it"
     ),
-    (StepState.FAILED, Call.finish_grad_sync): (
-        "the last backward raised, or a reduction of it; its gradients are incomplete: call zero_grad() and try again"
-    ),
+    (StepState.FAILED, Call.finish_grad_sync): _INCOMPLETE,
+    (StepState.FAILED, Call.update): _INCOMPLETE,
 }
-"""What the user is told of a call that `TRANSITIONS` does not have: why it is wrong, and which call is missing."""
+"""What the user is told of a call that `TRANSITIONS` does not have: why it is wrong, and which call is missing.
+
+{names}: some of the parameters whose `.grad` was set to None.
+"""
 
 
 class StepError(RuntimeError):
@@ -132,6 +168,7 @@ class BackwardPlan:
     adds: an earlier backward of the step was reduced, so that sums are there to be added to; else they are copied.
     leads_to: the state of the step after it.
     drops: what it brings to parameters is dropped as it arrives; see [Note: Stale gradients].
+    ends_by: the call that its end is.
     """
 
     reduce_units: bool
@@ -139,6 +176,7 @@ class BackwardPlan:
     adds: bool
     leads_to: StepState
     drops: bool = False
+    ends_by: Call = Call.post_backward
 
 
 STALE_PLAN = BackwardPlan(reduce_units=False, last=False, adds=False, leads_to=StepState.STALE, drops=True)
@@ -178,31 +216,70 @@ class StepShape:
             )
 
 
-class Step:
+class InstallState(Enum):
+    """Whether the weights that forwards compute with are those of the last update."""
+
+    INSTALLED = "compute weights follow from the main weights"
+    UPDATED = "step(install_optimized_model_weights=False) left main weights that are not installed"
+
+
+INSTALL_TRANSITIONS: dict[InstallState, dict[Call, tuple[InstallState, ...]]] = {
+    InstallState.INSTALLED: {
+        Call.pre_forward: (InstallState.INSTALLED,),
+        Call.update: (InstallState.INSTALLED, InstallState.UPDATED),
+        Call.install_weights: (InstallState.INSTALLED,),
+    },
+    InstallState.UPDATED: {
+        Call.update: (InstallState.UPDATED,),
+        Call.install_weights: (InstallState.INSTALLED,),
+    },
+}
+INSTALL_REFUSALS = {
+    (InstallState.UPDATED, Call.pre_forward): (
+        "weights were updated by step(install_optimized_model_weights=False) and are not installed: call"
+        " model.install_optimized_model_weights() before they are used"
+    )
+}
+
+
+class Installed(StateMachine[InstallState, Call]):
+    """Whether the update of a model's weights reached those it computes with."""
+
+    state = InstallState.INSTALLED
+    transitions = INSTALL_TRANSITIONS
+    refusals = INSTALL_REFUSALS
+    error = StepError
+
+
+class Step(StateMachine[StepState, Call]):
     """The state of a model's step; see [Note: Step state]. It decides nothing but what may come next.
 
     Args:
         shape: what every step of the model demands.
     """
 
+    state = StepState.IDLE
+    transitions = TRANSITIONS
+    refusals = REFUSALS
+    error = StepError
+
     def __init__(self, shape: StepShape) -> None:
         self.shape = shape
-        self.state = StepState.IDLE
         self.sync = True
         """Whether the backward that begins next ends the step's accumulation: False inside `no_sync`."""
         self.num_backwards = 0
         """Backwards begun since gradients were last forgotten."""
         self.plan = shape.plan(sync=True, adds=False)
         """What the backward that runs, or ran last, does with its gradients."""
+        self.installed = Installed()
         self.num_updates = 0
         """How often weights were installed, after an update or a load."""
-        self.awaits_install = False
-        """Whether weights were updated that are still to be installed."""
         self.dropped: set[str] = set()
         """Parameters whose `.grad` the program has set to None since gradients were last forgotten."""
         self.frozen: frozenset[str] = frozenset()
         """Parameters that have storage for gradients and were frozen in the last forward with gradients."""
-        self._adds = False
+        self.has_sums = False
+        """Whether a backward of this step is reduced, so that a further one adds to it. It forbids no call."""
 
     @property
     def in_backward(self) -> bool:
@@ -214,21 +291,9 @@ class Step:
         """Whether a backward ran since gradients were last forgotten."""
         return self.state is not StepState.IDLE
 
-    def check(self, call: Call) -> tuple[StepState, ...]:
-        """The states a call may lead to now.
-
-        Raises:
-            StepError: none; why, and which call is missing.
-        """
-        allowed = TRANSITIONS[self.state].get(call)
-        if allowed is None:
-            raise StepError(REFUSALS.get((self.state, call)) or f"{call.value} is not possible now: {self.state.value}")
-        if self.dropped and call is not Call.zero_grad:
-            raise StepError(
-                f".grad of {', '.join(sorted(self.dropped)[:3])} was set to None, and of other parameters it was not:"
-                " gradients of a sharded model are forgotten together; set all of them to None, or call zero_grad()"
-            )
-        return allowed
+    def refusal(self, call: Call) -> str:
+        """Why a call is wrong now, and which one is missing."""
+        return super().refusal(call).replace("{names}", ", ".join(sorted(self.dropped)[:3]))
 
     def pre_backward(self, *, of_inputs: bool = False) -> BackwardPlan:
         """A backward begins. One that is refused fails the step: it may have left a gradient where sums are.
@@ -241,22 +306,32 @@ class Step:
             ValueError: see `StepShape.check_terms`.
         """
         if of_inputs:
-            return self._begin(replace(STALE_PLAN, adds=self._adds, leads_to=self.state, drops=False))
+            self.plan = BackwardPlan(
+                reduce_units=False,
+                last=False,
+                adds=self.has_sums,
+                leads_to=self.state,
+                ends_by=Call.post_backward_of_inputs,
+            )
+            self.move(Call.pre_backward_of_inputs)
+            return self.plan
         try:
             self.check(Call.pre_backward)
-            if self.state in (StepState.FINISHED, StepState.STALE):
-                return self._begin(STALE_PLAN)
-            self.shape.check_terms(self.num_backwards + 1)
+            self.plan = self._next_plan()
         except Exception:
             self.fail()
             raise
-        plan = self.shape.plan(sync=self.sync, adds=self._adds)
-        self._adds |= plan.reduce_units
-        self.num_backwards += 1
-        return self._begin(plan)
+        self.move(Call.pre_backward)
+        return self.plan
 
-    def _begin(self, plan: BackwardPlan) -> BackwardPlan:
-        self.plan, self.state = plan, StepState.BACKWARD
+    def _next_plan(self) -> BackwardPlan:
+        """What a backward that the state allows does with its gradients."""
+        if self.state in (StepState.FINISHED, StepState.STALE):
+            return STALE_PLAN
+        self.shape.check_terms(self.num_backwards + 1)
+        plan = self.shape.plan(sync=self.sync, adds=self.has_sums)
+        self.has_sums |= plan.reduce_units
+        self.num_backwards += 1
         return plan
 
     def check_forward(self, num_updates: int) -> None:
@@ -277,93 +352,43 @@ class Step:
 
     def post_backward(self) -> None:
         """The backward has come to its end."""
-        self.check(Call.post_backward)
-        self.state = self.plan.leads_to
+        self.move(self.plan.ends_by, self.plan.leads_to)
 
     def fail(self) -> None:
         """A backward or a reduction raised: only `zero_grad` leads on."""
-        self.state = StepState.FAILED
+        self.move(Call.fail)
 
     def finished(self) -> None:
         """Gradients are reduced and scaled."""
-        (self.state,) = self.check(Call.finish_grad_sync)
+        self.move(Call.finish_grad_sync)
+
+    def drop(self, name: str) -> None:
+        """The program has set `.grad` of a parameter to None: it must do so of all, or call `zero_grad`."""
+        self.move(Call.drop)
+        self.dropped.add(name)
 
     def zero_grad(self) -> None:
         """Gradients are forgotten: the next step begins."""
-        (self.state,) = self.check(Call.zero_grad)
+        self.move(Call.zero_grad)
         self.num_backwards = 0
         self.dropped = set()
-        self._adds = False
+        self.has_sums = False
+
+    def update(self, *, installs: bool) -> None:
+        """The optimizer changes main weights. installs: compute weights follow at once; else they are awaited."""
+        self.move(Call.update)
+        self.installed.move(Call.update, self.installed.state if installs else InstallState.UPDATED)
+
+    @property
+    def awaits_install(self) -> bool:
+        """Whether weights were updated that are still to be installed."""
+        return self.installed.state is InstallState.UPDATED
 
     def weights_installed(self) -> None:
         """The weights have changed: graphs of earlier forwards are worth nothing any more."""
         self.num_updates += 1
-        self.awaits_install = False
+        self.installed.move(Call.install_weights)
 
     def check_installed(self) -> None:
         """Raise StepError where weights would be used that were updated and not installed."""
-        if self.awaits_install:
-            raise StepError(
-                "weights were updated by step(install_optimized_model_weights=False) and are not installed: call"
-                " model.install_optimized_model_weights() before they are used"
-            )
-
-
-class ForwardState(Enum):
-    """Where the model's own forward is."""
-
-    IDLE = "outside"
-    FORWARD = "inside"
-    RAISED = "it raised, and left weights unsharded"
-
-
-class Forward:
-    """The model's forward, and the units in whose forward the program is. Recomputations in a backward are left out.
-
-    Args:
-        root: name of the root unit.
-    """
-
-    def __init__(self, root: str) -> None:
-        self.root = root
-        self.state = ForwardState.IDLE
-        self.running: set[str] = set()
-        """Units in whose forward the program is."""
-        self.with_gradients = False
-        """Whether the model's forward was called with gradients on."""
-        self._begin = 0
-        self.depth = 0
-        """How many forwards of the model run inside the outermost one."""
-
-    @property
-    def in_model(self) -> bool:
-        """Whether the program is in the model's forward, or in a method that stands for it."""
-        return self.root in self.running
-
-    def pre_forward(self, *, with_gradients: bool) -> None:
-        """The model's forward begins."""
-        self.state, self.running, self.with_gradients = ForwardState.FORWARD, {self.root}, with_gradients
-        self.depth = 0
-        self._begin = next_number()
-
-    @property
-    def made_nodes(self) -> bool:
-        """Whether the model's forward has made something that a backward could go through."""
-        return self.with_gradients and next_number() > self._begin
-
-    def post_forward(self) -> None:
-        """The model's forward came to its end."""
-        self.state = ForwardState.IDLE
-
-    def left(self, unit: str) -> None:
-        """A unit's forward is over, also by an exception; the root's is the model's."""
-        if unit == self.root and self.depth:
-            self.depth -= 1
-            return
-        self.running.discard(unit)
-        if unit == self.root and self.state is ForwardState.FORWARD:
-            self.state = ForwardState.RAISED
-
-    def hides(self, *, with_gradients: bool) -> bool:
-        """Whether a unit called now is recorded only in the backward, as reentrant checkpointing does."""
-        return self.state is ForwardState.FORWARD and self.with_gradients and not with_gradients
+        self.installed.check(Call.pre_forward)

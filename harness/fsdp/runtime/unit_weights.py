@@ -8,6 +8,7 @@ from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Communicator, Pending, read_parts
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.events import Label
+from harness.fsdp.runtime.state_machine import StateMachine
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.bucket import Bucket
 
@@ -48,17 +49,39 @@ class WeightState(Enum):
     UNSHARDED = "whole on every rank, until they are resharded"
 
 
+class WeightCall(Enum):
+    """What happens to a unit's weights."""
+
+    unshard = "unshard()"
+    wait = "wait()"
+    reshard = "reshard()"
+    fail = "an exception in a gather"
+
+
+WEIGHT_TRANSITIONS = {
+    WeightState.SHARDED: {WeightCall.unshard: (WeightState.UNSHARDING,)},
+    WeightState.UNSHARDING: {
+        WeightCall.wait: (WeightState.UNSHARDED,),
+        WeightCall.fail: (WeightState.SHARDED,),  # a gather that raises brings nothing
+    },
+    WeightState.UNSHARDED: {WeightCall.reshard: (WeightState.SHARDED,)},
+}
+
+
 Gather = tuple[Pending | LateGather, Event]
 """One bucket on its way, and when the cast of this rank's part is done, where no collective comes after that."""
 
 
-class UnitWeights:
+class UnitWeights(StateMachine[WeightState, WeightCall]):
     """A unit's weights, and the gathers that bring them, which others may not have finished."""
+
+    state = WeightState.SHARDED
+    transitions = WEIGHT_TRANSITIONS
+    refusals = {}  # noqa: RUF012 # none that a user could make
 
     def __init__(self, unit: Unit, runtime: DeviceRuntime) -> None:
         self.unit = unit
         self.runtime = runtime
-        self.state = WeightState.SHARDED
         self._gathers: list[Gather] = []
 
     @property
@@ -70,7 +93,7 @@ class UnitWeights:
     def unshard(self) -> None:
         """Start gathering them, which are sharded. *Collective.*"""
         self._gathers = [self._gather(bucket) for bucket in self.unit.buckets]
-        self.state = WeightState.UNSHARDING
+        self.move(WeightCall.unshard)
 
     def _gather(self, bucket: Bucket) -> Gather:
         label = Label("all_gather", bucket.name)
@@ -86,19 +109,23 @@ class UnitWeights:
 
     def wait(self) -> None:
         """Have those that are on their way here, for whoever runs next."""
-        self.state = WeightState.SHARDED  # a gather that raises brings nothing
-        with events.waiting(*self.unit.labels("all_gather")):
-            for pending, cast in self._gathers:
-                cast.wait()
-                pending.receive()
-        for bucket in self.unit.buckets:
-            bucket.point_at_weights()
-        self.state = WeightState.UNSHARDED
+        try:
+            with events.waiting(*self.unit.labels("all_gather")):
+                for pending, cast in self._gathers:
+                    cast.wait()
+                    pending.receive()
+            for bucket in self.unit.buckets:
+                bucket.point_at_weights()
+        except BaseException:
+            self.move(WeightCall.fail)
+            raise
+        self.move(WeightCall.wait)
 
     def reshard(self) -> list[LateGather]:
         """Drop what is whole. Returns the gathers in which others may still read this rank's main weights, which stay
         where they are; all others have been waited for."""
-        self.state, gathers = WeightState.SHARDED, self._gathers
+        self.move(WeightCall.reshard)
+        gathers = self._gathers
         self._gathers, outgoing = [], []
         with events.waiting(*self.unit.labels("all_gather")):
             for pending, _ in gathers:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from harness.fsdp import binding as binding_module
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.step import Step
+from harness.fsdp.runtime.step import TRANSITIONS, Call, Step
 from harness.fsdp.update.loose_runs import FlatPieceError
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.megatron.models import differs, plainly, said, sharded, with_optimizer
@@ -169,7 +169,7 @@ MUTANTS = {
     ),
     "steps with what is there": Mutant(
         "A step that is told not to finish gradients steps all the same",
-        lambda: mock.patch.object(binding_module, "_refuse_unfinished"),
+        lambda: mock.patch.dict(TRANSITIONS, {of: row | {Call.update: (of,)} for of, row in TRANSITIONS.items()}),
         "unsynced",
     ),
     "gradients are scaled in vain": Mutant(
