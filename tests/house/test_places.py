@@ -58,15 +58,15 @@ ADDED: dict[str, list[Place]] = {
     "sharding": [
         (
             VOCABULARY,
-            '    optim_grads = "optim_grads", "Gradients too.", "tea"\n\n',
+            '    tea = "tea", "As optim, by another name.", "hftea"\n\n',
             "    def __new__(cls, name: str, sentence: str, hybrid: str)",
         ),
         (
             PLACEMENT,
-            "    OuterStrategy.optim_grads: (REPLICATE, SHARD, PARTIAL, SHARD, SHARD, SHARD),\n",
+            "    OuterStrategy.tea: (REPLICATE, SHARD, PARTIAL, PARTIAL, SHARD, SHARD),\n",
             '}\n"""Placement of each buffer (in the order of `Buffer`) on the outer axis',
         ),
-        ("conf/sharding/tea.yaml", "strategy: optim_grads_params\nouter: optim_grads\n", ""),
+        ("conf/sharding/hftea.yaml", "strategy: optim_grads_params\nouter: tea\n", ""),
     ],
     "role": [
         (
@@ -124,9 +124,9 @@ from harness.store.provenance import desk_facts
 PATH = "engine.example_option"
 cell = compose([f"{PATH}=5", "launch.dry_run=true"])
 
-TEA = ("sharding=tea", "mesh=two_by_two")
+TEA = ("sharding=hftea", "mesh=two_by_two")
 tea = compose([*TEA, "launch.dry_run=true"])
-placements = Placements.of(Strategy.optim_grads_params, OuterStrategy.optim_grads)
+placements = Placements.of(Strategy.optim_grads_params, OuterStrategy.tea)
 
 def settled(*overrides):
     return compose([*overrides, "launch.dry_run=true"]).typed
@@ -166,10 +166,10 @@ print(json.dumps({
     "packages": ["packaging" in PACKAGES, "packaging" in desk_facts(PACKAGES)["versions"]],
     "sharding": [tea.config["sharding"], strategy_of(tea.config), tea.name],
     "sharding elsewhere": refusal("engine=fsdp2", *TEA),
-    "sharding alone": refusal("sharding=tea"),
+    "sharding alone": refusal("sharding=hftea"),
     "operations": [[f"{step.axis.value} {step.operation.value}" for step in placements.reduction(last=last)]
                    for last in (False, True)],
-    "kept gradients": str(placements.accumulated_grads.share(2, 2)),
+    "kept state": str(placements.optimizer_state.share(2, 2)),
     "role": [str(lumps(_policy(settled(*sugar).dtype))) for sugar in (["dtype.sugar=bf16"], [])],
     "role elsewhere": refusal("engine=deepspeed", "dtype.sugar=fp64"),
     "page of roles": [line for line in (doc.guide() + engine_doc.engine_guide()).splitlines() if "sugar" in line],
@@ -251,15 +251,15 @@ def test_an_engine_is_its_row_and_its_adapter(answers: dict[str, object]) -> Non
 
 
 def test_a_sharding_is_its_word_its_placements_and_its_file(answers: dict[str, object]) -> None:
-    """Gradients that both axes shard are reduced over both after every microbatch, and a quarter of them is kept."""
+    """It has the placements of HFSDP, whose operations the engine has: by hand, four ranks train it to HFSDP's bits."""
     settings, strategy, name = answers["sharding"]
-    assert settings == {"strategy": "optim_grads_params", "outer": "optim_grads"}
-    assert strategy == "tea"
-    assert "tea2x2" in name
+    assert settings == {"strategy": "optim_grads_params", "outer": "tea"}
+    assert strategy == "hftea"
+    assert "hftea2x2" in name
     assert "engine=fsdp2 does not run this hybrid" in str(answers["sharding elsewhere"])
     assert "has no outer axis to act on" in str(answers["sharding alone"])
-    assert answers["operations"] == [["inner reduce_scatter", "outer reduce_scatter"]] * 2
-    assert answers["kept gradients"] == "1/4"
+    assert answers["operations"] == [["inner reduce_scatter"], ["inner reduce_scatter", "outer reduce_scatter"]]
+    assert answers["kept state"] == "1/4"
 
 
 def test_a_dtype_role_is_set_refused_documented_and_handed_on(answers: dict[str, object]) -> None:
