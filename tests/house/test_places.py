@@ -98,7 +98,7 @@ ADDED: dict[str, list[Place]] = {
 
 AIMS = {"option": 3, "engine": 2, "sharding": 3, "role": 4}
 """Places an example may touch. The third of an option is its line in `OptionKeywords`, by which type checkers know it:
-they see no keyword that is made from a dataclass. One test holds that line equal to the declaration."""
+they see no keyword that is made from a dataclass. tests/fsdp/test_face.py holds that line equal to the declaration."""
 
 QUESTIONS = """
 import json, torch
@@ -107,7 +107,8 @@ from harness.config.capabilities import ENGINES, SAME_BITS
 from harness.config.compose import compose
 from harness.config.errors import BadRequest
 from harness.config.schema import EngineName
-from harness.fsdp import Options, ShardedModel
+from harness.fsdp import OptionKeywords, Options, ShardedModel
+from harness.fsdp.options import OPTIONS
 from harness.fsdp.construction import cups
 from harness.parity.tiers.admissible import WITHOUT_EFFECT
 from harness.analysis.labels import strategy_of
@@ -157,6 +158,7 @@ print(json.dumps({
     "page of knobs": [line for line in engine_doc.engine_guide().splitlines() if "`example_option`" in line],
     "face": [mistake(example_option=10), mistake(example_optoin=1)],
     "reader": cups(Options(example_option=4)),
+    "keywords are the options": list(OptionKeywords.__annotations__) == list(OPTIONS),
     "engines": load_catalog().options["engine"],
     "engine": settled("engine=example", "sharding=no_shard", "mesh=one").engine.name.value,
     "engine's ranks": refusal("engine=example", "sharding=no_shard"),
@@ -230,6 +232,7 @@ def test_a_declared_option_is_a_keyword(answers: dict[str, object]) -> None:
     beyond, typo = answers["face"]
     assert beyond == "example_option=10 is out of range; valid are 1 to 9 cups, or None"
     assert typo == "ShardedModel got an unexpected argument 'example_optoin'; nearest are example_option"
+    assert answers["keywords are the options"] is True
 
 
 @pytest.mark.parametrize("name", ["prefetch_limit_bytes", "unit_min_elements", "offload_optimizer"])
