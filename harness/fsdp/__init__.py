@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from harness.fsdp.update.accepted import steps_elementwise as steps_elementwise
     from harness.fsdp.update.blank import create_state as create_state
     from harness.fsdp.update.blank import entries_of as entries_of
-    from harness.fsdp.update.loose_runs import FlatPieceError as FlatPieceError
+    from harness.fsdp.update.flat_pieces import FlatPieceError as FlatPieceError
     from harness.fsdp.update.optimizer import ShardedOptimizer as ShardedOptimizer
     from harness.fsdp.update.squares import sum_of_squares as sum_of_squares
     from harness.fsdp.vocabulary import CtaPolicy as CtaPolicy
@@ -122,7 +122,7 @@ _EXPORTS = {
         "create_state",
         "entries_of",
     ),
-    "update.loose_runs": ("FlatPieceError",),
+    "update.flat_pieces": ("FlatPieceError",),
     "update.optimizer": ("ShardedOptimizer",),
     "update.squares": ("sum_of_squares",),
     "vocabulary": (

@@ -28,7 +28,7 @@ from harness.fsdp.state.named import ShardedState, StateMismatch
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.tensor_parallel.declared import successor_of
-from harness.fsdp.update.loose_runs import free, guard
+from harness.fsdp.update.flat_pieces import free, guard
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import Numerics
 
@@ -208,7 +208,7 @@ def _load_state_dict(
             optimizer.state.clear()
         raise
     held.adopt()
-    _guard(model, sharded, optimizer)  # of runs that were cut, see [Note: Runs]
+    _guard(model, sharded, optimizer)  # of stretches that were cut, see [Note: Stretches]
 
 
 class _State(defaultdict[Any, Any]):

@@ -16,7 +16,7 @@ from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.step import Call, StepError, StepState
 from harness.fsdp.storage import edits
 from harness.fsdp.update import clipping
-from harness.fsdp.update.loose_runs import free
+from harness.fsdp.update.flat_pieces import free
 from harness.fsdp.vocabulary import Registration
 from harness.fsdp.wiring import set_wire, with_wire_of
 

@@ -92,7 +92,8 @@ def row_facts(layout: BucketLayout, ranks: Sequence[int], groups: dict[str, int]
     ]
     for rank in ranks:
         yield [(p.segment, p.offset, p.start, p.end) for p in (layout.local_slice(s, rank) for s in layout.slots)]
-        yield layout.param_numel_on(rank), [(r.group, r.segment, r.start, r.end) for r in layout.runs(rank, groups)]
+        stretches = layout.stretches(rank, groups)
+        yield layout.param_numel_on(rank), [(each.group, each.segment, each.start, each.end) for each in stretches]
 
 
 def row_digest() -> str:
@@ -297,7 +298,7 @@ def test_loads_need_an_entry_for_each_rank() -> None:
         plan_bucket([ParamSpec("p", (64,), WHOLE)], 4, 64, loads=(0, 0, 0))
 
 
-# -- two axes, runs, refusals ------------------------------------------------------------------------------------------
+# -- two axes, stretches, refusals -------------------------------------------------------------------------------------
 
 
 @settings(max_examples=80, deadline=None)
@@ -334,23 +335,23 @@ def test_runs_hold_each_group_s_elements_and_nobody_else_s(
     group_of = {f"p{i}": group for i, group in enumerate(groups[: len(found)]) if group is not None}
     owners = [rank for rank in range(num_ranks) if layout.loads[rank]]
     for rank in {0, num_ranks // 2, num_ranks - 1} | set(owners[:3]):
-        runs = layout.runs(rank, group_of)
+        stretches = layout.stretches(rank, group_of)
         for slot in layout.slots:
             part = layout.local_slice(slot, rank)
             holders = [
-                run.group
-                for run in runs
-                if run.segment == part.segment and run.start < part.offset + part.numel and part.offset < run.end
+                each.group
+                for each in stretches
+                if each.segment == part.segment and each.start < part.offset + part.numel and part.offset < each.end
             ]
             wanted = group_of.get(slot.spec.name)
             assert holders == ([] if wanted is None or not part.numel else [wanted])
-        for run in runs:
-            segment = layout.segments[run.segment]
+        for each in stretches:
+            segment = layout.segments[each.segment]
             low, high = segment.shard(rank)
-            assert 0 <= run.start < run.end <= high - low
-            assert not segment.fusable or run.start % FUSED_CUT == 0
-            assert not segment.fusable or run.end % FUSED_CUT == 0 or num_ranks == 1
-        per_segment = itertools.groupby(runs, key=lambda run: run.segment)
+            assert 0 <= each.start < each.end <= high - low
+            assert not segment.fusable or each.start % FUSED_CUT == 0
+            assert not segment.fusable or each.end % FUSED_CUT == 0 or num_ranks == 1
+        per_segment = itertools.groupby(stretches, key=lambda each: each.segment)
         for _, each in per_segment:
             assert all(one.end <= following.start for one, following in itertools.pairwise(each))
 

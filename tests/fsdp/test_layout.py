@@ -62,22 +62,22 @@ def test_runs_hold_each_group_s_elements_and_nobody_else_s(
     layout = plan_bucket(specs(found), num_ranks, 64)
     group_of = {f"p{i}": group for i, group in enumerate(groups[: len(found)]) if group is not None}
     for rank in {0, num_ranks // 2, num_ranks - 1}:
-        runs = layout.runs(rank, group_of)
+        stretches = layout.stretches(rank, group_of)
         for slot in layout.slots:
             part = layout.local_slice(slot, rank)
             holders = [
-                run.group
-                for run in runs
-                if run.segment == part.segment and run.start < part.offset + part.numel and part.offset < run.end
+                each.group
+                for each in stretches
+                if each.segment == part.segment and each.start < part.offset + part.numel and part.offset < each.end
             ]
             wanted = group_of.get(slot.spec.name)
             assert holders == ([] if wanted is None or not part.numel else [wanted])
-        for run in runs:
-            segment = layout.segments[run.segment]
-            assert 0 <= run.start < run.end <= segment.shard_numel
+        for each in stretches:
+            segment = layout.segments[each.segment]
+            assert 0 <= each.start < each.end <= segment.shard_numel
             if segment.fusable:
-                assert run.start % FUSED_CUT == 0
-                assert run.end % FUSED_CUT == 0 or num_ranks == 1
+                assert each.start % FUSED_CUT == 0
+                assert each.end % FUSED_CUT == 0 or num_ranks == 1
 
 
 def llama_block(dim: int, kv: int, ffn: int) -> list[ParamSpec]:
@@ -174,18 +174,18 @@ def test_what_one_inner_rank_gives_is_one_range_of_each_segment(
 def test_runs_and_gaps_cover_each_element_once(
     found: list[tuple[int, ...]], grid: tuple[int, int], groups: list[int | None]
 ) -> None:
-    """Every element of the bucket is painted by its owner's runs, and by the parameter or gap it belongs to."""
+    """Every element of the bucket is painted by its owner's stretches, and by the parameter or gap it belongs to."""
     inner, outer = grid
     layout = plan_bucket(specs(found), inner * outer, 64, outer)
     group_of = {f"p{i}": group for i, group in enumerate(groups[: len(found)]) if group is not None}
     painted: dict[int, int] = {}
     for rank in range(inner * outer):
-        for run in layout.runs(rank, group_of):
-            segment = layout.segments[run.segment]
+        for each in layout.stretches(rank, group_of):
+            segment = layout.segments[each.segment]
             begin = segment.bucket_offset + segment.shard(rank)[0]
-            for element in range(begin + run.start, begin + run.end):
-                assert element not in painted, "two ranks, or two runs of one, update an element"
-                painted[element] = run.group
+            for element in range(begin + each.start, begin + each.end):
+                assert element not in painted, "two ranks, or two stretches of one, update an element"
+                painted[element] = each.group
     taken: set[int] = set()
     for slot in layout.slots:
         elements = range(*layout.bucket_range(slot))

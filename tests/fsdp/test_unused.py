@@ -23,7 +23,7 @@ from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.storage import marks
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.marks import Marks
-from harness.fsdp.update.runs import FlatRun
+from harness.fsdp.update.stretches import FlatStretch
 from tests.fsdp import unused
 from tests.fsdp.pairs import PAIRS, Pair
 from tests.fsdp.unused import STEPS, Half, Record, Trial, train_plain, train_sharded
@@ -318,7 +318,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
     ),
     "runs stay whole": (
         "A run is left alone only if none of its parameters was used",
-        lambda: mock.patch.object(FlatRun, "cut_between", lambda self, kind: [self]),
+        lambda: mock.patch.object(FlatStretch, "cut_between", lambda self, kind: [self]),
         Trial(Pair("no_shard", "")),
     ),
     "counters are shared": (

@@ -35,7 +35,7 @@ class Given(torch.autograd.Function):
 class Part(nn.Module):
     """A unit: what is always used, and a side branch, of which some gradients are -0, and some vanish when scaled.
 
-    Neighbours of one row length share a segment, so that runs have to be cut; the long vectors have several owners.
+    Neighbours of one row length share a segment, so that stretches must be cut; the long vectors have several owners.
     """
 
     def __init__(self) -> None:
@@ -200,5 +200,8 @@ def stateless(model: ShardedModel, optimizer: torch.optim.Optimizer) -> set[str]
     sharded = model._sharded_optimizer
     assert sharded is not None
     return {
-        slot.spec.name for flat in sharded.runs for _, slot, _ in flat.members if not optimizer.state.get(flat.weight)
+        slot.spec.name
+        for flat in sharded.stretches
+        for _, slot, _ in flat.members
+        if not optimizer.state.get(flat.weight)
     }

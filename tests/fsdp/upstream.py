@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from harness.fsdp import MegatronModel
-from harness.fsdp.update.loose_runs import FlatPieceError
+from harness.fsdp.update.flat_pieces import FlatPieceError
 
 SOURCE = Path(__file__).parents[1] / "vendored" / "megatron_lm" / "test_mfsdp_fully_shard.txt"
 RANKS = 8

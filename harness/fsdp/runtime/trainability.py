@@ -5,7 +5,7 @@ it is absent from the sums, and what is absent on all ranks the optimizer leaves
 bucket is reduced all the same, so that no collective depends on the flags.
 
 [Note: Unfreezing] What was frozen when it was sharded has storage for weights alone. When the program lets a part of
-such a bucket be trained, the bucket gets the rest (main weights, gradients, runs of its optimizer) before the next
+such a bucket be trained, the bucket gets the rest (main weights, gradients, stretches of its optimizer) before the next
 forward with gradients. Weights move to other storage, so graphs of earlier forwards are refused then.
 
 [Note: All ranks freeze alike] Where flags are others than in the last forward with gradients, ranks compare them, one

@@ -13,11 +13,11 @@ from torch import Tensor
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.tensor_parallel.parameters import join_portions
 from harness.fsdp.update.optimizer import ShardedOptimizer
-from harness.fsdp.update.runs import FlatRun
+from harness.fsdp.update.stretches import FlatStretch
 
 OPTIMIZER = "optimizer/"
 NOTHING = "nothing"
-"""In place of the entries of a run that no step has updated yet."""
+"""In place of the entries of a stretch that no step has updated yet."""
 STEP_DTYPE = torch.float64
 """Plain numbers of an optimizer's state (torch keeps `step` as a tensor or a number) are saved as this."""
 
@@ -55,7 +55,7 @@ def _full(
 def local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> dict[str, Tensor]:
     """This rank's main weights and optimizer state as flat tensors; keys name bucket, segment and range.
 
-    A run that no step has updated yet has an empty tensor where others have state.
+    A stretch that no step has updated yet has an empty tensor where others have state.
     """
     state = {
         f"weights/{bucket.name}:{index}": shard.detach()
@@ -66,16 +66,17 @@ def local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> dict[
         f"optimizer/{name}/": {key: value for key, value in values.items() if value is not None}
         for name, values, _ in optimizer.named_state()
     }
-    for run, values in moments.items():
+    for stretch, values in moments.items():
         for key, value in values.items():
-            state[run + key] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=STEP_DTYPE)
+            state[stretch + key] = value if isinstance(value, Tensor) else torch.tensor(value, dtype=STEP_DTYPE)
         if not values and any(moments.values()):
-            state[run + NOTHING] = torch.empty(0)
+            state[stretch + NOTHING] = torch.empty(0)
     return state
 
 
 def load_local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer, state: Mapping[str, Tensor]) -> None:
-    """Put back what `local_state` gave on the same layout, wherever runs were cut then and are now; see [Note: Runs].
+    """Put back what `local_state` gave on the same layout, wherever stretches were cut then and are now.
+
     Compute weights are the caller's to refresh.
 
     Raises:
@@ -84,25 +85,25 @@ def load_local_state(buckets: Sequence[Bucket], optimizer: ShardedOptimizer, sta
     weights = {
         f"weights/{bucket.name}:{index}": shard for bucket in buckets for index, shard in enumerate(bucket.main_shards)
     }
-    saved = saved_runs(state)
+    saved = saved_stretches(state)
     problems = [f"missing {key}" for key in weights if key not in state]
     problems += [f"unexpected {key}" for key in state if key not in weights and not key.startswith(OPTIMIZER)]
     for key, shard in weights.items():
         problems += _mismatch(key, state[key], shard.numel(), shard.dtype) if key in state else []
-    problems += check_runs(saved, optimizer)
+    problems += check_stretches(saved, optimizer)
     if problems:
         raise ValueError("state does not fit this layout, nothing was loaded: " + "; ".join(problems[:8]))
     for key, shard in weights.items():
         shard.copy_(state[key])
-    load_runs(saved, optimizer)
+    load_stretches(saved, optimizer)
 
 
-# -- runs --------------------------------------------------------------------------------------------------------------
+# -- stretches ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class SavedRun:
-    """What was saved of one run. where: its bucket and segment. begin, end: its place in the shard of the segment."""
+class SavedStretch:
+    """What was saved of one stretch. where: its bucket and segment. begin, end: its place in the segment's shard."""
 
     name: str
     where: str
@@ -110,13 +111,13 @@ class SavedRun:
     end: int
     values: dict[str, Tensor]
 
-    def overlaps(self, flat: FlatRun) -> bool:
-        """Whether a run of the optimizer has elements in common with what was saved."""
-        return _where(flat) == self.where and self.begin < flat.run.end and flat.run.start < self.end
+    def overlaps(self, flat: FlatStretch) -> bool:
+        """Whether a stretch of the optimizer has elements in common with what was saved."""
+        return _where(flat) == self.where and self.begin < flat.stretch.end and flat.stretch.start < self.end
 
-    def part(self, flat: FlatRun, numbers_on: torch.device) -> dict[str, Tensor]:
-        """Copies of what belongs to a run that lies within this one, where it belongs; plain numbers on a device."""
-        begin, end = flat.run.start - self.begin, flat.run.end - self.begin
+    def part(self, flat: FlatStretch, numbers_on: torch.device) -> dict[str, Tensor]:
+        """Copies of what belongs to a stretch inside this one, where it belongs; plain numbers on a device."""
+        begin, end = flat.stretch.start - self.begin, flat.stretch.end - self.begin
         return {
             key: value[begin:end].to(flat.weight.device, copy=True) if value.dim() else value.to(numbers_on, copy=True)
             for key, value in self.values.items()
@@ -124,33 +125,33 @@ class SavedRun:
         }
 
 
-def saved_runs(state: Mapping[str, Tensor]) -> list[SavedRun]:
-    """The runs of a saved state, and those of its keys that name none, with no place."""
+def saved_stretches(state: Mapping[str, Tensor]) -> list[SavedStretch]:
+    """The stretches of a saved state, and those of its keys that name none, with no place."""
     by_name: dict[str, dict[str, Tensor]] = {}
     for key, value in state.items():
         if key.startswith(OPTIMIZER):
             name, entry = key.removeprefix(OPTIMIZER).rsplit("/", 1)
             by_name.setdefault(name, {})[entry] = value
-    return [_saved_run(name, values) for name, values in by_name.items()]
+    return [_saved_stretch(name, values) for name, values in by_name.items()]
 
 
-def _saved_run(name: str, values: dict[str, Tensor]) -> SavedRun:
+def _saved_stretch(name: str, values: dict[str, Tensor]) -> SavedStretch:
     found = re.fullmatch(r"(.*:\d+):(\d+)-(\d+)", name)
-    return SavedRun(name, *(found[1], int(found[2]), int(found[3])) if found else (name, 0, 0), values)
+    return SavedStretch(name, *(found[1], int(found[2]), int(found[3])) if found else (name, 0, 0), values)
 
 
-def _where(flat: FlatRun) -> str:
-    return f"{flat.bucket.name}:{flat.run.segment}"
+def _where(flat: FlatStretch) -> str:
+    return f"{flat.bucket.name}:{flat.stretch.segment}"
 
 
-def check_runs(saved: Sequence[SavedRun], optimizer: ShardedOptimizer) -> list[str]:
-    """What of saved runs does not fit the optimizer's."""
+def check_stretches(saved: Sequence[SavedStretch], optimizer: ShardedOptimizer) -> list[str]:
+    """What of saved stretches does not fit the optimizer's."""
     problems: list[str] = []
     complete = {key for each in saved for key in each.values if key != NOTHING}
     if saved:
         complete |= {key for _, values, _ in optimizer.named_state() for key in values}
     for each in saved:
-        fitting = [flat for flat in optimizer.runs if each.overlaps(flat)]
+        fitting = [flat for flat in optimizer.stretches if each.overlaps(flat)]
         problems += [] if fitting else [f"unexpected {OPTIMIZER}{each.name}"]
         if NOTHING not in each.values:
             problems += [f"missing {OPTIMIZER}{each.name}/{key}" for key in complete - each.values.keys()]
@@ -159,15 +160,15 @@ def check_runs(saved: Sequence[SavedRun], optimizer: ShardedOptimizer) -> list[s
                 problems += _mismatch(
                     f"{OPTIMIZER}{each.name}/{key}", value, each.end - each.begin, fitting[0].weight.dtype
                 )
-    for flat in optimizer.runs if saved else ():
-        held = sum(min(e.end, flat.run.end) - max(e.begin, flat.run.start) for e in saved if e.overlaps(flat))
-        problems += [] if held == flat.run.end - flat.run.start else [f"missing {OPTIMIZER}{flat.name}"]
+    for flat in optimizer.stretches if saved else ():
+        held = sum(min(e.end, flat.stretch.end) - max(e.begin, flat.stretch.start) for e in saved if e.overlaps(flat))
+        problems += [] if held == flat.stretch.end - flat.stretch.start else [f"missing {OPTIMIZER}{flat.name}"]
     return problems
 
 
-def load_runs(saved: Sequence[SavedRun], optimizer: ShardedOptimizer) -> None:
-    """Cut the optimizer's runs where saved ones begin and end, and put back what was saved of each."""
-    for flat in list(optimizer.runs):
+def load_stretches(saved: Sequence[SavedStretch], optimizer: ShardedOptimizer) -> None:
+    """Cut the optimizer's stretches where saved ones begin and end, and put back what was saved of each."""
+    for flat in list(optimizer.stretches):
         covering = [each for each in saved if each.overlaps(flat)]
         for piece in optimizer.split_at(flat, {place for each in covering for place in (each.begin, each.end)}):
             within = next((each for each in covering if each.overlaps(piece)), None)

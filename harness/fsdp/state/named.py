@@ -2,7 +2,7 @@
 
 Keys are `weights/<parameter>` (main weights; of frozen parameters the compute weights) and
 `optimizer/<parameter>/<entry>`. Tensors with the parameter's shape are `RowShard`s over the engine's own memory;
-counters such as `step`, of which a flat run has one for all its parameters, are plain tensors of shape [], one a
+counters such as `step`, of which a flat stretch has one for all its parameters, are plain tensors of shape [], one a
 parameter, and belong to the caller until `adopt` takes them back. `fp8/<layer>.<buffer>` is what delayed scaling knows,
 whole on every rank and in place.
 """
@@ -29,7 +29,7 @@ from harness.fsdp.storage.placement import REPLICATE, SHARD, On
 from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.update.blank import COUNTERS, begins_with_gradient, blank, entries_of
 from harness.fsdp.update.optimizer import ShardedOptimizer
-from harness.fsdp.update.runs import FlatRun, is_moment
+from harness.fsdp.update.stretches import FlatStretch, is_moment
 
 WEIGHTS, OPTIMIZER = "weights/", "optimizer/"
 COUNTER_DTYPE = torch.float32
@@ -44,8 +44,8 @@ class ShardedState:
     _optimizer: ShardedOptimizer | None = None
 
     def adopt(self) -> None:
-        """Take the counters back. A run whose parameters were not updated equally often is cut, see [Note: Runs]."""
-        for flat in [] if self._optimizer is None else list(self._optimizer.runs):
+        """Take the counters back. Stretches whose parameters were not updated equally often are cut."""
+        for flat in [] if self._optimizer is None else list(self._optimizer.stretches):
             assert self._optimizer is not None
             for piece in self._optimizer.split(flat, partial(self._counts, self._counters(flat))):
                 self._count_as(piece)
@@ -53,13 +53,13 @@ class ShardedState:
     def _counts(self, counters: Sequence[str], _: int, slot: Slot) -> tuple[float, ...]:
         return tuple(float(self.tensors[_key(slot, entry)]) for entry in counters)
 
-    def _counters(self, flat: FlatRun) -> list[str]:
-        """Names of a run's counters that were handed out."""
+    def _counters(self, flat: FlatStretch) -> list[str]:
+        """Names of a stretch's counters that were handed out."""
         held = {} if self._optimizer is None else self._optimizer.state_of(flat)
         counters = [entry for entry, value in held.items() if value is not None and not is_moment(value, flat.weight)]
         return [entry for entry in counters if all(_key(slot, entry) in self.tensors for _, slot, _ in flat.members)]
 
-    def _count_as(self, piece: FlatRun) -> None:
+    def _count_as(self, piece: FlatStretch) -> None:
         if self._optimizer is None or not piece.members:
             return
         _, slot, _ = piece.members[0]
@@ -112,24 +112,24 @@ class ShardMap:
         }
 
     def _add_optimizer(self, found: ShardedState, buckets: Sequence[Bucket], optimizer: ShardedOptimizer) -> None:
-        runs: dict[int, list[FlatRun]] = {}
-        for flat in optimizer.runs:
-            runs.setdefault(id(flat.bucket), []).append(flat)
+        stretches: dict[int, list[FlatStretch]] = {}
+        for flat in optimizer.stretches:
+            stretches.setdefault(id(flat.bucket), []).append(flat)
         entries = _entries(optimizer)
         _complete(optimizer, entries)
         for bucket in (each for each in buckets if each.trainable):
-            held = runs.get(id(bucket), [])
+            held = stretches.get(id(bucket), [])
             for slot in bucket.layout.slots:
-                run = _run_of(bucket, slot, held)
-                state = {} if run is None else optimizer.state_of(run)
-                self._add_entries(found, bucket, slot, run, state, entries)
+                stretch = _stretch_of(bucket, slot, held)
+                state = {} if stretch is None else optimizer.state_of(stretch)
+                self._add_entries(found, bucket, slot, stretch, state, entries)
 
     def _add_entries(
         self,
         found: ShardedState,
         bucket: Bucket,
         slot: Slot,
-        flat: FlatRun | None,
+        flat: FlatStretch | None,
         state: Mapping[str, Any],
         entries: Mapping[str, torch.dtype | None],
     ) -> None:
@@ -139,7 +139,7 @@ class ShardMap:
             return
         for entry, value in state.items():
             if is_moment(value, flat.weight):
-                found.tensors[_key(slot, entry)] = self._shard(bucket, slot, value, flat.run.start)
+                found.tensors[_key(slot, entry)] = self._shard(bucket, slot, value, flat.stretch.start)
             elif value is not None:
                 found.tensors[_key(slot, entry)] = _counter(value)
 
@@ -204,13 +204,13 @@ def check_fit(pairs: Sequence[tuple[str, Tensor, Tensor]], missing: Sequence[str
 
 def _entries(optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:
     """What the optimizer keeps of every parameter: dtype of moments, None of counters. The same on all ranks, also
-    where a rank has no run to look at."""
+    where a rank has no stretch to look at."""
     found: dict[str, torch.dtype | None] = {}
-    for flat in optimizer.runs:
+    for flat in optimizer.stretches:
         for entry, value in optimizer.state_of(flat).items():
             if value is not None:
                 found[entry] = value.dtype if is_moment(value, flat.weight) else None
-    if not optimizer.runs or (optimizer.has_updated and not found):  # nothing to look at: what torch's own keep
+    if not optimizer.stretches or (optimizer.has_updated and not found):  # nothing to look at: what torch's own keep
         for each in optimizer.groups.optimizers:
             for group in each.param_groups:
                 found |= {entry: None if entry in COUNTERS else COUNTER_DTYPE for entry in entries_of(each, group)}
@@ -218,12 +218,12 @@ def _entries(optimizer: ShardedOptimizer) -> dict[str, torch.dtype | None]:
 
 
 def _complete(optimizer: ShardedOptimizer, entries: Mapping[str, torch.dtype | None]) -> None:
-    """Give blank state to runs that no step has updated yet, where others have some: all ranks hand out equal keys.
+    """Give blank state to stretches that no step has updated yet, where others have some: ranks hand out equal keys.
 
     Raises:
         NotImplementedError: nothing is known of what the optimizer begins with.
     """
-    for flat in optimizer.runs:
+    for flat in optimizer.stretches:
         if optimizer.state_of(flat) or not entries:
             continue
         stepped_by, group = optimizer.stepped_by(flat), optimizer.group_of(flat)
@@ -237,13 +237,15 @@ def _complete(optimizer: ShardedOptimizer, entries: Mapping[str, torch.dtype | N
         optimizer.put_state(flat, {e: blank(e, group, flat.weight, entries.get(e)) for e in known})
 
 
-def _run_of(bucket: Bucket, slot: Slot, runs: Sequence[FlatRun]) -> FlatRun | None:
-    """The run that updates this rank's rows of a parameter."""
+def _stretch_of(bucket: Bucket, slot: Slot, stretches: Sequence[FlatStretch]) -> FlatStretch | None:
+    """The stretch that updates this rank's rows of a parameter."""
     local = bucket.layout.local_slice(slot, bucket.cuts.layout_rank)
     if not local.numel:
         return None
     fitting = (
-        flat for flat in runs if flat.run.segment == local.segment and flat.run.start <= local.offset < flat.run.end
+        flat
+        for flat in stretches
+        if flat.stretch.segment == local.segment and flat.stretch.start <= local.offset < flat.stretch.end
     )
     return next(fitting, None)
 

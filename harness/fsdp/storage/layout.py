@@ -9,7 +9,7 @@
 | slot    | where one parameter lies: a range of its segment                                        | `Slot`          |
 | shard   | what one rank keeps: of a segment one range, of a bucket those of all segments in order | `Segment.shard` |
 | slice   | what one rank keeps of one parameter: a range of its shard                              | `LocalSlice`    |
-| run     | a range of a shard that one optimizer group updates                                     | `Run`           |
+| stretch | a range of a shard that one optimizer group updates                                     | `Stretch`       |
 
 [Note: Segments] A bucket is cut into even shards without ever cutting a row of a parameter. Forcing one row grid on
 parameters of different row lengths would pad the shard to a multiple of their least common multiple (7.7 % for a
@@ -167,7 +167,7 @@ class LocalSlice:
 
 
 @dataclass(frozen=True)
-class Run:
+class Stretch:
     """Elements [start, end) of a rank's shard of `segment` that one optimizer group updates."""
 
     group: int
@@ -254,13 +254,13 @@ class BucketLayout:
         """Elements of parameters that a rank's shard holds, padding left out."""
         return sum(self.local_slice(slot, rank).numel for slot in self.slots)
 
-    def runs(self, rank: int, group_of: Mapping[str, int]) -> list[Run]:
+    def stretches(self, rank: int, group_of: Mapping[str, int]) -> list[Stretch]:
         """Ranges of a rank's shard by optimizer group, as few as there can be.
 
-        A run takes the padding after its last parameter with it, so that it ends on a cut (see [Note: Bits and cuts]).
+        A stretch has the padding after its last parameter too, so that it ends on a cut (see [Note: Bits and cuts]).
         Parameters without an entry in `group_of` are left out.
         """
-        runs: list[Run] = []
+        stretches: list[Stretch] = []
         for index, segment in enumerate(self.segments):
             low, high = segment.shard(rank)
             slots = [slot for slot in self._in_order if slot.segment == index and slot.spec.numel]
@@ -269,8 +269,8 @@ class BucketLayout:
                 group = group_of.get(slot.spec.name)
                 start, end = max(slot.offset, low) - low, min(until, high) - low
                 if group is not None and start < end:
-                    _extend(runs, Run(group, index, start, end))
-        return runs
+                    _extend(stretches, Stretch(group, index, start, end))
+        return stretches
 
     @cached_property
     def _in_order(self) -> list[Slot]:
@@ -278,13 +278,13 @@ class BucketLayout:
         return sorted(self.slots, key=lambda slot: slot.offset)
 
 
-def _extend(runs: list[Run], run: Run) -> None:
-    """Append a run, or lengthen the last one where it goes on."""
-    last = runs[-1] if runs else None
-    if last is not None and (last.group, last.segment, last.end) == (run.group, run.segment, run.start):
-        runs[-1] = Run(run.group, run.segment, last.start, run.end)
+def _extend(stretches: list[Stretch], stretch: Stretch) -> None:
+    """Append a stretch, or lengthen the last one where it goes on."""
+    last = stretches[-1] if stretches else None
+    if last is not None and (last.group, last.segment, last.end) == (stretch.group, stretch.segment, stretch.start):
+        stretches[-1] = Stretch(stretch.group, stretch.segment, last.start, stretch.end)
     else:
-        runs.append(run)
+        stretches.append(stretch)
 
 
 def plan_bucket(

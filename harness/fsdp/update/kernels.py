@@ -1,11 +1,12 @@
-"""Which of torch's kernels step a group's runs, where the user leaves that open.
+"""Which of torch's kernels step a group's stretches, where the user leaves that open.
 
-[Note: Kernels over runs] A run is one flat tensor. torch's default on a CPU steps it by a dozen operations, each of
-which walks through it; on CUDA, by as many kernels. The fused kernel walks once. So where a group of Adam or AdamW says
-neither `fused` nor `foreach`, the engine takes that one. It leaves alone what gains nothing (SGD walks once anyway, or
-twice), what has no fused kernel on every device, and SGD with momentum, whose fused kernel cannot begin a run later
-than others. The bitwise modes keep their rule: `exact` steps unfused as one process does, and so does `ordered` where a
-segment cannot be cut at whole vectors (see [Note: Bits and cuts]). What is saved has the user's own setting.
+[Note: Kernels over stretches] A stretch is one flat tensor. torch's default on a CPU steps it by a dozen operations,
+each of which walks through it; on CUDA, by as many kernels. The fused kernel walks once. So where a group of Adam or
+AdamW says neither `fused` nor `foreach`, the engine takes that one. It leaves alone what gains nothing (SGD walks once
+anyway, or twice), what has no fused kernel on every device, and SGD with momentum, whose fused kernel cannot begin a
+stretch later than others. The bitwise modes keep their rule: `exact` steps unfused as one process does, and so does
+`ordered` where a segment cannot be cut at whole vectors (see [Note: Bits and cuts]). What is saved has the user's own
+setting.
 """
 
 from __future__ import annotations

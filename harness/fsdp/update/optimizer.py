@@ -1,7 +1,7 @@
 """The optimizer's side: what it steps in place of parameters, and with which gradients.
 
-The user's optimizer keeps its parameter groups and their settings; the tensors in them become flat runs of this rank's
-main weights. State starts untouched: no step is ever taken to create it.
+The user's optimizer keeps its parameter groups and their settings; the tensors in them become flat stretches of this
+rank's main weights. State starts untouched: no step is ever taken to create it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.update.accepted import check_optimizer
 from harness.fsdp.update.blank import create_state_of
+from harness.fsdp.update.flat_pieces import DECOUPLED
 from harness.fsdp.update.groups import Groups
 from harness.fsdp.update.kernels import chosen_for
-from harness.fsdp.update.loose_runs import DECOUPLED
 from harness.fsdp.update.lost_gradients import LostGradients
-from harness.fsdp.update.runs import FlatRun, is_moment
+from harness.fsdp.update.stretches import FlatStretch, is_moment
 from harness.fsdp.vocabulary import Numerics
 
 
@@ -52,13 +52,13 @@ class ShardedOptimizer:
         self.buckets = buckets
         self.numerics = numerics
         self.decoupled = decoupled
-        self._runs: list[FlatRun] = []
+        self._stretches: list[FlatStretch] = []
         self._stepped: set[int] = set()
-        """Buckets that have runs, by identity: those that are trained, once somebody has asked."""
+        """Buckets that have stretches, by identity: those that are trained, once somebody has asked."""
         self.has_updated = False
         """Whether gradients were handed to an optimizer, on any rank."""
         self.groups = Groups(buckets)
-        """Parameter groups of all optimizers, and who owns which parameter: `Run.group` is a place among them."""
+        """Parameter groups of all optimizers, and who owns which parameter: `Stretch.group` is a place among them."""
         self._steps_unused: list[torch.optim.Optimizer] = []
         self.lost = LostGradients()
         """Gradients that one optimizer forgot for others."""
@@ -86,7 +86,7 @@ class ShardedOptimizer:
         self._take(optimizer, len(optimizer.param_groups) - 1, list(names))
 
     def _take(self, optimizer: torch.optim.Optimizer, index: int, names: Sequence[str]) -> None:
-        """Let a group of an optimizer step runs in place of parameters; of frozen ones, once they are trained."""
+        """Let a group of an optimizer step stretches in place of parameters; of frozen ones, once they are trained."""
         taken = [bucket for bucket in self.buckets if id(bucket) in self._stepped]
         group = optimizer.param_groups[index]
         group["params"] = []
@@ -96,13 +96,13 @@ class ShardedOptimizer:
         self._add_runs(taken, places)
 
     @property
-    def runs(self) -> list[FlatRun]:
+    def stretches(self) -> list[FlatStretch]:
         """What is stepped, bucket by bucket: also what was frozen when it was sharded and is trained since."""
         self._step_late()
-        return self._runs
+        return self._stretches
 
     def _step_late(self) -> None:
-        """Make runs of buckets that are trained and have none yet."""
+        """Make stretches of buckets that are trained and have none yet."""
         late = [bucket for bucket in self.buckets if bucket.trainable and id(bucket) not in self._stepped]
         if late:
             self._stepped |= {id(bucket) for bucket in late}
@@ -110,67 +110,68 @@ class ShardedOptimizer:
 
     def _add_runs(self, buckets: Sequence[Bucket], places: Mapping[str, int]) -> None:
         """Step parameters of these buckets that have a place among the groups."""
-        runs = [run for bucket in buckets for run in _flat_runs(bucket, places)]
-        for flat in runs:
+        stretches = [stretch for bucket in buckets for stretch in _flat_stretches(bucket, places)]
+        for flat in stretches:
             self.group_of(flat)["params"].append(flat.weight)
             if isinstance(self.stepped_by(flat), torch.optim.Adagrad):
                 create_state_of(self.stepped_by(flat), {**self.group_of(flat), "params": [flat.weight]})
         order = {id(bucket): number for number, bucket in enumerate(self.buckets)}
-        self._runs = sorted(
-            [*self._runs, *runs], key=lambda flat: (order[id(flat.bucket)], flat.run.segment, flat.run.start)
+        self._stretches = sorted(
+            [*self._stretches, *stretches],
+            key=lambda flat: (order[id(flat.bucket)], flat.stretch.segment, flat.stretch.start),
         )
 
     # -- who steps what ------------------------------------------------------------------------------------------
 
-    def stepped_by(self, flat: FlatRun) -> torch.optim.Optimizer:
-        """The optimizer of a run."""
-        return self.groups.optimizer(flat.run.group)
+    def stepped_by(self, flat: FlatStretch) -> torch.optim.Optimizer:
+        """The optimizer of a stretch."""
+        return self.groups.optimizer(flat.stretch.group)
 
-    def group_of(self, flat: FlatRun) -> dict[str, Any]:
-        """The settings a run is stepped with."""
-        return self.groups.settings(flat.run.group)
+    def group_of(self, flat: FlatStretch) -> dict[str, Any]:
+        """The settings a stretch is stepped with."""
+        return self.groups.settings(flat.stretch.group)
 
-    def state_of(self, flat: FlatRun) -> dict[str, Any]:
-        """What an optimizer keeps of a run."""
+    def state_of(self, flat: FlatStretch) -> dict[str, Any]:
+        """What an optimizer keeps of a stretch."""
         held: dict[str, Any] = self.stepped_by(flat).state.get(flat.weight, {})
         return held
 
-    def put_state(self, flat: FlatRun, state: Mapping[str, Any]) -> None:
-        """Let an optimizer keep this of a run."""
+    def put_state(self, flat: FlatStretch, state: Mapping[str, Any]) -> None:
+        """Let an optimizer keep this of a stretch."""
         held = self.stepped_by(flat).state[flat.weight]
         held.clear()
         held.update(state)
 
-    def _runs_of(self, optimizer: torch.optim.Optimizer | None) -> list[FlatRun]:
+    def _stretches_of(self, optimizer: torch.optim.Optimizer | None) -> list[FlatStretch]:
         places = self.groups.places_of(optimizer)
-        return [flat for flat in self.runs if flat.run.group in places]
+        return [flat for flat in self.stretches if flat.stretch.group in places]
 
     def weights_of(self, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
-        """What an optimizer (None: any) steps, run by run."""
-        return [flat.weight for flat in self._runs_of(optimizer)]
+        """What an optimizer (None: any) steps, stretch by stretch."""
+        return [flat.weight for flat in self._stretches_of(optimizer)]
 
     # -- a step --------------------------------------------------------------------------------------------------
 
     def attach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Give the runs of an optimizer (None: of all) their main gradients as `.grad`, in the main weights' dtype, or
-        as `.decoupled_grad`, in their own.
+        """Give the stretches of an optimizer (None: of all) their main gradients as `.grad`, in the main weights'
+        dtype, or as `.decoupled_grad`, in their own.
 
-        A run of parameters that got no gradient on any rank has None, as in plain torch: the optimizer leaves it alone.
+        A stretch of parameters that got a gradient on no rank has None, as in plain torch: the optimizer leaves it be.
         """
         self.has_updated = True
-        for flat in self._runs_of(optimizer):
+        for flat in self._stretches_of(optimizer):
             left = self._left_alone(flat)
             for piece in self.split(flat, partial(_is_in, left)) if left else (flat,):
                 self._attach_to(piece, None if piece.lies_in(left) else piece.grad)
 
-    def _attach_to(self, flat: FlatRun, gradient: Tensor | None) -> None:
+    def _attach_to(self, flat: FlatStretch, gradient: Tensor | None) -> None:
         if self.decoupled:
             setattr(flat.weight, DECOUPLED, gradient)
         else:
             flat.weight.grad = None if gradient is None else gradient.to(flat.weight.dtype)
 
-    def _leaves_unused(self, flat: FlatRun) -> bool:
-        """Whether a run's optimizer leaves parameters alone that got no gradient."""
+    def _leaves_unused(self, flat: FlatStretch) -> bool:
+        """Whether a stretch's optimizer leaves parameters alone that got no gradient."""
         return not any(each is self.stepped_by(flat) for each in self._steps_unused)
 
     @property
@@ -178,9 +179,9 @@ class ShardedOptimizer:
         """Whether any optimizer leaves parameters alone that got no gradient."""
         return len(self._steps_unused) < len(self.groups.optimizers)
 
-    def _left_alone(self, flat: FlatRun) -> frozenset[int]:
-        """Parameters of a run's bucket that its optimizer leaves alone in this step: they got a gradient on no rank;
-        where it updates such, they are frozen as well."""
+    def _left_alone(self, flat: FlatStretch) -> frozenset[int]:
+        """Parameters of a stretch's bucket that its optimizer leaves alone in this step: they got a gradient on no
+        rank; where it updates such, they are frozen as well."""
         gradients = flat.bucket.gradients
         unused = frozenset[int]() if gradients is None else gradients.unused
         if not unused or self._leaves_unused(flat):
@@ -190,7 +191,7 @@ class ShardedOptimizer:
 
     def detach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take the gradients of an optimizer (None: of all) away again."""
-        for flat in self._runs_of(optimizer):
+        for flat in self._stretches_of(optimizer):
             flat.weight.grad = None
             if self.decoupled:
                 setattr(flat.weight, DECOUPLED, None)
@@ -201,20 +202,20 @@ class ShardedOptimizer:
         return self.lost.to(forgetting, had)
 
     def _has_gradients(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(flat.has_gradients for flat in self._runs_of(optimizer))
+        return any(flat.has_gradients for flat in self._stretches_of(optimizer))
 
-    # -- runs ----------------------------------------------------------------------------------------------------
+    # -- stretches ----------------------------------------------------------------------------------------------------
 
-    def split(self, flat: FlatRun, kind: Callable[[int, Slot], Hashable]) -> list[FlatRun]:
-        """Cut a run for good where neighbouring parameters are of different kinds; the pieces, or the run itself."""
+    def split(self, flat: FlatStretch, kind: Callable[[int, Slot], Hashable]) -> list[FlatStretch]:
+        """Cut a stretch for good where neighbouring parameters are of different kinds; the pieces, or itself."""
         return self._replace(flat, flat.cut_between(kind))
 
-    def split_at(self, flat: FlatRun, places: set[int]) -> list[FlatRun]:
-        """Cut a run for good at places of the shard of its segment; the pieces, or the run itself."""
+    def split_at(self, flat: FlatStretch, places: set[int]) -> list[FlatStretch]:
+        """Cut a stretch for good at places of the shard of its segment; the pieces, or the stretch itself."""
         return self._replace(flat, flat.cut_at(places))
 
-    def _replace(self, flat: FlatRun, pieces: list[FlatRun]) -> list[FlatRun]:
-        """Let the optimizer step pieces in place of a run, see [Note: Runs]."""
+    def _replace(self, flat: FlatStretch, pieces: list[FlatStretch]) -> list[FlatStretch]:
+        """Let the optimizer step pieces in place of a stretch, see [Note: Stretches]."""
         if pieces == [flat]:
             return pieces
         optimizer = self.stepped_by(flat)
@@ -222,8 +223,8 @@ class ShardedOptimizer:
         for piece in pieces:
             if state:
                 optimizer.state[piece.weight] = flat.state_of(piece, state)
-        index = self.runs.index(flat)
-        self.runs[index : index + 1] = pieces
+        index = self.stretches.index(flat)
+        self.stretches[index : index + 1] = pieces
         params: list[Tensor] = self.group_of(flat)["params"]
         place = next(place for place, weight in enumerate(params) if weight is flat.weight)
         params[place : place + 1] = [piece.weight for piece in pieces]
@@ -232,15 +233,15 @@ class ShardedOptimizer:
     def state_bytes(self) -> tuple[int, int]:
         """Bytes of the optimizer's state on this rank: (for parameters, for padding). Step counters are left out."""
         used = total = 0
-        for flat in self.runs:
+        for flat in self.stretches:
             per_element = sum(value.itemsize for value in self.state_of(flat).values() if is_moment(value, flat.weight))
             total += per_element * flat.weight.numel()
             used += per_element * flat.param_numel
         return used, total - used
 
     def named_state(self) -> Iterator[tuple[str, dict[str, Any], Tensor]]:
-        """Per run: a name that tells bucket, segment and range, the optimizer's state of it, and the weights."""
-        for flat in self.runs:
+        """Per stretch: a name that tells bucket, segment and range, the optimizer's state of it, and the weights."""
+        for flat in self.stretches:
             yield flat.name, self.state_of(flat), flat.weight
 
 
@@ -252,8 +253,8 @@ def _params(buckets: Sequence[Bucket], names: Container[str]) -> Iterator[Tensor
     return (param for bucket in buckets for name, param in bucket.params if name in names)
 
 
-def _flat_runs(bucket: Bucket, groups: Mapping[str, int]) -> list[FlatRun]:
-    return [FlatRun.over(bucket, run) for run in bucket.layout.runs(bucket.cuts.layout_rank, groups)]
+def _flat_stretches(bucket: Bucket, groups: Mapping[str, int]) -> list[FlatStretch]:
+    return [FlatStretch.over(bucket, stretch) for stretch in bucket.layout.stretches(bucket.cuts.layout_rank, groups)]
 
 
 def _all_fusable(buckets: Sequence[Bucket]) -> bool:

@@ -97,14 +97,14 @@ def clip_bound(site: Site) -> None:
     site.around(clipping, "clip_gradients", wrap)
 
 
-def _runs(site: Site) -> list[Any]:
-    """Runs of the optimizer: all, one bucket's, or the smallest alone, by strength."""
-    runs = site.model._sharded_optimizer.runs
+def _stretches(site: Site) -> list[Any]:
+    """Stretches of the optimizer: all, one bucket's, or the smallest alone, by strength."""
+    found = site.model._sharded_optimizer.stretches
     if site.amount == 1.0:
-        return list(runs)
+        return list(found)
     if site.amount == 0.1:
-        return [run for run in runs if run.bucket is site.buckets[-1]]
-    return [min(runs, key=lambda run: run.weight.numel())]
+        return [flat for flat in found if flat.bucket is site.buckets[-1]]
+    return [min(found, key=lambda flat: flat.weight.numel())]
 
 
 @fault(
@@ -116,24 +116,24 @@ def _runs(site: Site) -> list[Any]:
 )
 def extra_adam_step(site: Site) -> None:
     def change() -> None:
-        for run in _runs(site):
-            site.engine.optimizer.state[run.weight]["step"].add_(1)
+        for flat in _stretches(site):
+            site.engine.optimizer.state[flat.weight]["step"].add_(1)
 
     site.once(change)
 
 
-def _undone(site: Site, runs: list[Any], change: Callable[[Tensor, Tensor], None]) -> None:
+def _undone(site: Site, found: list[Any], change: Callable[[Tensor, Tensor], None]) -> None:
     """After each optimizer step, change some weights, given what they were before it."""
     held: list[Tensor] = []
 
     def first() -> None:
         with torch._C.DisableTorchFunctionSubclass():  # the engine lets nobody else at its pieces between steps
-            held.extend(run.weight.detach().clone().as_subclass(Tensor) for run in runs)
+            held.extend(flat.weight.detach().clone().as_subclass(Tensor) for flat in found)
 
     def then() -> None:
         with torch._C.DisableTorchFunctionSubclass():
-            for run, old in zip(runs, held, strict=True):
-                change(run.weight, old)
+            for flat, old in zip(found, held, strict=True):
+                change(flat.weight, old)
         held.clear()
         site.model.install_weights()
 
@@ -149,26 +149,26 @@ def _undone(site: Site, runs: list[Any], change: Callable[[Tensor, Tensor], None
     report="pytorch/pytorch#149205",
 )
 def stale_parameters(site: Site) -> None:
-    runs = [run for run in site.model._sharded_optimizer.runs if run.bucket is site.buckets[0]]
-    _undone(site, runs, lambda weight, old: blend(weight, old, site.amount))
+    found = [flat for flat in site.model._sharded_optimizer.stretches if flat.bucket is site.buckets[0]]
+    _undone(site, found, lambda weight, old: blend(weight, old, site.amount))
 
 
 @fault("rank_not_stepped", "one rank's shard is never updated", "optimizer", cell=(ZERO3,))
 def rank_not_stepped(site: Site) -> None:
-    runs = list(site.model._sharded_optimizer.runs) if site.rank == site.size - 1 else []
-    _undone(site, runs, lambda weight, old: blend(weight, old, site.amount))
+    found = list(site.model._sharded_optimizer.stretches) if site.rank == site.size - 1 else []
+    _undone(site, found, lambda weight, old: blend(weight, old, site.amount))
 
 
 @fault("round_weights", "main weights are kept in 16 bits", "optimizer", cell=(ZERO3,))
 def round_weights(site: Site) -> None:
-    runs = list(site.model._sharded_optimizer.runs)
-    _undone(site, runs, lambda weight, old: blend(weight, rounded(weight, site.bits), 1.0))
+    found = list(site.model._sharded_optimizer.stretches)
+    _undone(site, found, lambda weight, old: blend(weight, rounded(weight, site.bits), 1.0))
 
 
 def _on_state(site: Site, key: str, change: Callable[[Tensor], object]) -> None:
     def then() -> None:
-        for run in site.model._sharded_optimizer.runs:
-            change(site.engine.optimizer.state[run.weight][key])
+        for flat in site.model._sharded_optimizer.stretches:
+            change(site.engine.optimizer.state[flat.weight][key])
 
     site.after(site.engine.optimizer, "step", then)
 
@@ -186,7 +186,7 @@ def round_momentum(site: Site) -> None:
 @fault("swapped_momentum", "two parts of a shard's momentum change places", "weights", cell=(ZERO3,), measured=False)
 def swapped_momentum(site: Site) -> None:
     """Once, between two steps: the ends of both halves of the largest piece, or all of these halves."""
-    largest = max(site.model._sharded_optimizer.runs, key=lambda run: run.weight.numel())
+    largest = max(site.model._sharded_optimizer.stretches, key=lambda flat: flat.weight.numel())
 
     def change() -> None:
         flat = site.engine.optimizer.state[largest.weight]["exp_avg"].view(-1)
@@ -277,4 +277,4 @@ def skipped_step(site: Site) -> None:
         if site.step == max(2, site.config.fault.begins_at):
             blend(weight, old, site.amount)
 
-    _undone(site, list(site.model._sharded_optimizer.runs), change)
+    _undone(site, list(site.model._sharded_optimizer.stretches), change)

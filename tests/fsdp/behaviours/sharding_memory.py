@@ -137,7 +137,7 @@ def rows_are_whole(lab: Lab) -> str:
     return f"(3, 30) and (5, 8): this rank holds {held}"
 
 
-_runs = BucketLayout.runs
+_stretches = BucketLayout.stretches
 
 
 @behaviour(
@@ -147,9 +147,9 @@ _runs = BucketLayout.runs
         "a rank that holds nothing of one parameter leaves the rest of its bucket out of the update too",
         lambda: mock.patch.object(
             BucketLayout,
-            "runs",
+            "stretches",
             lambda self, rank, groups: (
-                [] if any(self.local_slice(s, rank).numel == 0 for s in self.slots) else _runs(self, rank, groups)
+                [] if any(self.local_slice(s, rank).numel == 0 for s in self.slots) else _stretches(self, rank, groups)
             ),
         ),
     ),

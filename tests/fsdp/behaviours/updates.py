@@ -28,7 +28,7 @@ _init = ShardedOptimizer.__init__
 def _steps_before(self: ShardedOptimizer, optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
     _init(self, optimizer, *args, **kwargs)
     rates = [group["lr"] for group in optimizer.param_groups]
-    for flat in self.runs:
+    for flat in self.stretches:
         flat.weight.grad = torch.zeros_like(flat.weight)
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -112,8 +112,8 @@ _attach = ShardedOptimizer.attach
 
 def _last_is_left_out(self: ShardedOptimizer, *args: Any) -> None:
     _attach(self, *args)
-    self.runs[-1].weight.grad = None
-    self.runs[-1].weight.decoupled_grad = None  # type: ignore[attr-defined]
+    self.stretches[-1].weight.grad = None
+    self.stretches[-1].weight.decoupled_grad = None  # type: ignore[attr-defined]
 
 
 @behaviour(

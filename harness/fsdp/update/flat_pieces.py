@@ -1,6 +1,6 @@
 """What an optimizer's tensors let the program do between two steps.
 
-[Note: Flat pieces] `optimizer.param_groups` of a bound optimizer holds runs of this rank's main weights where the
+[Note: Flat pieces] `optimizer.param_groups` of a bound optimizer holds stretches of this rank's main weights where the
 program had put parameters. While a step runs they are tensors like any other. Between steps they have no gradients,
 what they hold is this rank's alone, and the other ranks have taken it already: clipping them would clip nothing, and an
 average or an edit of them would part the ranks. So they tell what needs no values, and refuse the rest.
@@ -18,7 +18,7 @@ from torch.overrides import resolve_name
 from harness.fsdp.storage.parameter_access import METADATA, grad_of, put_grad
 
 ASKED = "_fsdp_step_has_gradients"
-"""Attribute of a run that is guarded: tells whether its model has gradients that the step would bring."""
+"""Attribute of a stretch that is guarded: tells whether its model has gradients that the step would bring."""
 
 DECOUPLED = "decoupled_grad"
 """Attribute in which an optimizer of Megatron's protocol finds a gradient of another dtype than the weight's."""
@@ -29,7 +29,7 @@ class FlatPieceError(RuntimeError):
 
 
 class FlatPiece(Tensor):
-    """A run between two steps; see [Note: Flat pieces]."""
+    """A stretch between two steps; see [Note: Flat pieces]."""
 
     @classmethod
     def __torch_function__(

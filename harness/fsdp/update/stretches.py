@@ -1,10 +1,10 @@
-"""What the optimizer steps in place of parameters: runs of this rank's main weights.
+"""What the optimizer steps in place of parameters: stretches of this rank's main weights.
 
-[Note: Runs] A run is as long as it can be: all neighbouring parameters of one optimizer group. It is cut for good where
-its parameters stop being treated alike: one of them got no gradient on any rank in a step, or what was loaded counts
-its steps otherwise. What the optimizer keeps of a run is cut with it: moments become views of what they were, counters
-are copied. Updates go element by element and parameters begin where fused kernels may be cut (see [Note: Bits and
-cuts]), so no bit depends on how runs are cut.
+[Note: Stretches] A stretch is as long as it can be: all neighbouring parameters of one optimizer group. It is cut for
+good where its parameters stop being treated alike: one of them got no gradient on any rank in a step, or what was
+loaded counts its steps otherwise. What the optimizer keeps of a stretch is cut with it: moments become views of what
+they were, counters are copied. Updates go element by element and parameters begin where fused kernels may be cut (see
+[Note: Bits and cuts]), so no bit depends on how stretches are cut.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ from typing import Any
 from torch import Tensor
 
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.layout import LocalSlice, Run, Slot
+from harness.fsdp.storage.layout import LocalSlice, Slot, Stretch
 
 
 @dataclass(frozen=True, eq=False)
-class FlatRun:
+class FlatStretch:
     """Elements of one bucket that one parameter group updates: a view of main weights, and one of main gradients."""
 
     bucket: Bucket
-    run: Run
+    stretch: Stretch
     weight: Tensor
 
     @classmethod
-    def over(cls, bucket: Bucket, run: Run) -> FlatRun:
-        """A run over a bucket's main weights."""
-        return cls(bucket, run, bucket.main_shards[run.segment][run.start : run.end].detach().requires_grad_())
+    def over(cls, bucket: Bucket, stretch: Stretch) -> FlatStretch:
+        """A stretch over a bucket's main weights."""
+        shard = bucket.main_shards[stretch.segment]
+        return cls(bucket, stretch, shard[stretch.start : stretch.end].detach().requires_grad_())
 
     @property
     def name(self) -> str:
         """Bucket, segment and range."""
-        return name_of_run(self.bucket.name, self.run)
+        return name_of_stretch(self.bucket.name, self.stretch)
 
     @property
     def grad(self) -> Tensor:
-        """The run's main gradients, while there are any."""
-        return self.bucket.grad_shards[self.run.segment][self.run.start : self.run.end]
+        """The stretch's main gradients, while there are any."""
+        return self.bucket.grad_shards[self.stretch.segment][self.stretch.start : self.stretch.end]
 
     @cached_property
     def members(self) -> list[tuple[int, Slot, LocalSlice]]:
         """Parameters with rows here, as they lie: place in the bucket, slot, and this rank's rows."""
-        layout, rank, run = self.bucket.layout, self.bucket.cuts.layout_rank, self.run
+        layout, rank, stretch = self.bucket.layout, self.bucket.cuts.layout_rank, self.stretch
         here = ((each, slot, layout.local_slice(slot, rank)) for each, slot in enumerate(layout.slots))
         found = (
             each
             for each in here
-            if each[2].numel and each[1].segment == run.segment and run.start <= each[2].offset < run.end
+            if each[2].numel and each[1].segment == stretch.segment and stretch.start <= each[2].offset < stretch.end
         )
         return sorted(found, key=lambda each: each[2].offset)
 
@@ -62,7 +63,7 @@ class FlatRun:
         return sum(local.numel for _, _, local in self.members)
 
     def lies_in(self, places: frozenset[int]) -> bool:
-        """Whether the run has parameters, all of them among `places` in the bucket."""
+        """Whether the stretch has parameters, all of them among `places` in the bucket."""
         return bool(places and self.members) and all(index in places for index, _, _ in self.members)
 
     @property
@@ -73,8 +74,8 @@ class FlatRun:
             index in gradients.came and index not in gradients.unused for index, _, _ in self.members
         )
 
-    def cut_between(self, kind: Callable[[int, Slot], Hashable]) -> list[FlatRun]:
-        """The run cut wherever neighbouring parameters are of different kinds; padding stays with what it follows.
+    def cut_between(self, kind: Callable[[int, Slot], Hashable]) -> list[FlatStretch]:
+        """The stretch cut wherever neighbouring parameters are of different kinds; padding stays with what it follows.
 
         Args:
             kind: of a parameter, by its place in the bucket and its slot.
@@ -82,23 +83,23 @@ class FlatRun:
         kinds = [(kind(index, slot), local.offset) for index, slot, local in self.members]
         return self.cut_at({offset for (one, _), (other, offset) in pairwise(kinds) if one != other})
 
-    def cut_at(self, places: set[int]) -> list[FlatRun]:
-        """The run cut at places of the shard of its segment; those outside it are left out."""
-        run = self.run
-        edges = [run.start, *sorted(place for place in places if run.start < place < run.end), run.end]
+    def cut_at(self, places: set[int]) -> list[FlatStretch]:
+        """The stretch cut at places of the shard of its segment; those outside it are left out."""
+        stretch = self.stretch
+        edges = [stretch.start, *sorted(place for place in places if stretch.start < place < stretch.end), stretch.end]
         if len(edges) == 2:
             return [self]
-        return [FlatRun.over(self.bucket, replace(run, start=a, end=b)) for a, b in pairwise(edges)]
+        return [FlatStretch.over(self.bucket, replace(stretch, start=a, end=b)) for a, b in pairwise(edges)]
 
-    def state_of(self, piece: FlatRun, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A piece's part of what an optimizer keeps of this run."""
-        begin, end = piece.run.start - self.run.start, piece.run.end - self.run.start
+    def state_of(self, piece: FlatStretch, state: Mapping[str, Any]) -> dict[str, Any]:
+        """A piece's part of what an optimizer keeps of this stretch."""
+        begin, end = piece.stretch.start - self.stretch.start, piece.stretch.end - self.stretch.start
         return {entry: _part(value, self.weight, begin, end) for entry, value in state.items()}
 
 
-def name_of_run(bucket: str, run: Run) -> str:
+def name_of_stretch(bucket: str, stretch: Stretch) -> str:
     """Bucket, segment and range."""
-    return f"{bucket}:{run.segment}:{run.start}-{run.end}"
+    return f"{bucket}:{stretch.segment}:{stretch.start}-{stretch.end}"
 
 
 def is_moment(value: Any, weight: Tensor) -> bool:
