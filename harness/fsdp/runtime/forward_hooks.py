@@ -96,9 +96,9 @@ class ForwardHooks:
                 edits.adopt(bucket)
                 edits.refuse_lost(bucket)
             bucket.use()
-        self.forward.pre_forward(with_gradients=with_gradients)
         may_look = with_gradients and not self.gather.holds
         self.lost_edits.begin(buckets_of(self.units), self.step.num_updates, may_look=may_look)
+        self.forward.pre_forward(with_gradients=with_gradients)  # last: what raises above leaves no forward begun
 
     def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         if self.step.in_backward:
