@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,18 @@ def ran(*words: str | Path, cwd: Path) -> str:
     return done.stdout
 
 
+def installed(wheel: Path) -> set[str]:
+    """What a wheel puts at the top of site-packages, beside its metadata."""
+    with zipfile.ZipFile(wheel) as held:
+        return {name.partition("/")[0] for name in held.namelist() if ".dist-info/" not in name}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(1800)
 def test_a_wheel_trains_what_is_ones_own(tmp_path: Path) -> None:
     ran(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, ROOT, cwd=tmp_path)
     (wheel,) = tmp_path.glob("*.whl")
+    assert installed(wheel) == {"harness", "hydra_plugins"}, "the import names that README promises, and no more"
     ran(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv", cwd=tmp_path)
     python = tmp_path / "venv" / "bin" / "python"
     home = ran(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip()

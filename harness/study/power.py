@@ -219,14 +219,17 @@ def carry_out(pairs: Sequence[Pair], root: str) -> dict[tuple[str, ...], Cell]:
     pair says it.
 
     Raises:
-        BadRequest: a cell cannot be run; nothing was started.
+        BadRequest: a cell cannot be run, or the disk has no room for all of them; nothing was started.
     """
+    from harness.launch.room import check_room
     from harness.launch.submit import submit
 
     where = (f"launch.root={root}",)
     cells = compose_all((text for pair in pairs for text in (pair.control, pair.arm)), where)
     resumed = compose_all((pair.arm for pair in pairs if pair.resumes), (*where, f"launch.preempt_at={PREEMPT_AT}"))
-    for several in (resumed, cells):
+    distinct = [list({cell.signature: cell for cell in several.values()}.values()) for several in (resumed, cells)]
+    check_room(distinct[-1])  # every resumed cell is among them
+    for several in distinct:
         if several:
-            submit(list({cell.signature: cell for cell in several.values()}.values()))
+            submit(several)
     return cells
