@@ -147,6 +147,13 @@ def test_what_no_operation_does_is_refused_with_what_there_is() -> None:
         route(On(REPLICATE, REPLICATE), On(PARTIAL, REPLICATE))
 
 
+def test_a_row_that_sums_over_the_outer_axis_in_every_microbatch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    each_time = (REPLICATE, SHARD, PARTIAL, SHARD, SHARD, SHARD)
+    monkeypatch.setattr(placement, "ON_OUTER", {**ON_OUTER, OuterStrategy.optim: each_time})
+    with pytest.raises(ValueError, match="the outer axis sums once a step, so that both are Partial"):
+        Placements.of(Strategy.optim_grads, OuterStrategy.optim)
+
+
 def test_a_frozen_bucket_is_stored_once() -> None:
     for strategy in Strategy:
         placed = Placements.of_frozen(strategy)

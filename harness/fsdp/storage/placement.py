@@ -194,8 +194,19 @@ class Placements:
         Args:
             strategy: what the inner axis splits.
             outer: what the outer axis splits; None where there is no outer axis of more than one rank.
+
+        Raises:
+            ValueError: a row has gradients summed over the outer axis in every microbatch, which nothing does.
         """
-        return cls(*(On(*each) for each in zip(ON_INNER[strategy], ON_OUTER[outer], strict=True)))
+        found = cls(*(On(*each) for each in zip(ON_INNER[strategy], ON_OUTER[outer], strict=True)))
+        unreduced, accumulated = found.unreduced_grads.outer, found.accumulated_grads.outer
+        if accumulated is not unreduced:
+            raise ValueError(
+                f"ON_OUTER[{outer}]: accumulated gradients are {accumulated.value} and unreduced ones {unreduced.value};"
+                f" the outer axis sums once a step, so that both are {unreduced.value}: let main gradients be"
+                f" {accumulated.value}"
+            )
+        return found
 
     @classmethod
     def of_frozen(cls, strategy: Strategy) -> Placements:
