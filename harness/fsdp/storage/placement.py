@@ -202,7 +202,7 @@ class Placements:
         unreduced, accumulated = found.unreduced_grads.outer, found.accumulated_grads.outer
         if accumulated is not unreduced:
             raise ValueError(
-                f"ON_OUTER[{outer}]: accumulated gradients are {accumulated.value} and unreduced ones {unreduced.value};"
+                f"ON_OUTER[{outer}]: gradients are {unreduced.value}, and {accumulated.value} once accumulated;"
                 f" the outer axis sums once a step, so that both are {unreduced.value}: let main gradients be"
                 f" {accumulated.value}"
             )
