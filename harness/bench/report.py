@@ -13,11 +13,12 @@ from harness.bench.naming import details, differing, strategy_of, title
 from harness.bench.record import PARTS, Process, arm_of, load, workload_of
 from harness.bench.stats import Interval, median, median_ratio, spread
 from harness.config.errors import refuse
+from harness.config.words import ask_again
 from harness.store import commands
 from harness.store.errors import StoreError
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, Store, flatten
-from harness.store.study import asking_word, read_study
+from harness.store.study import read_study
 
 NATIVE = "native"
 """The engine held against the others of its strategy."""
@@ -136,11 +137,10 @@ def report(root: Path | str, study: str) -> Report:
     loaded = {cell["signature"]: _load(folder / cell["directory"]) for cell in record["cells"]}
     if all(isinstance(found, str) for found in loaded.values()):
         reasons = "; ".join(sorted({str(found) for found in loaded.values()}))
-        again = commands.request(f"-m {asking_word(Path(root), study)}")
         raise refuse(
             f"bench {study}",
             f"has no timed run that is done ({reasons})",
-            fix=f"measure: bench under base: in the study's file, then {again}",
+            fix=f"measure: bench under base: in the study's file, then {ask_again(root, study)}",
         )
     missing = {c["directory"]: found for c in record["cells"] if isinstance(found := loaded[c["signature"]], str)}
     processes = [found for found in loaded.values() if isinstance(found, Process)]

@@ -17,6 +17,7 @@ from harness.checkpoint import foreign
 from harness.checkpoint.manifest import Damaged
 from harness.config.compose import load_config
 from harness.config.schema import Dtype
+from harness.config.words import setting
 from harness.store import commands
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir
@@ -81,7 +82,7 @@ def _import(arguments: argparse.Namespace) -> str:
         manifest = foreign.import_hugging_face(arguments.source, arguments.target)
     return (
         f"{arguments.target}: {len(manifest.tensors)} tensors, {manifest.bytes} bytes\n"
-        f"next: {commands.request(f'ckpt.load={arguments.target}')}"
+        f"next: {commands.request(setting('ckpt.load', str(arguments.target)))}"
     )
 
 

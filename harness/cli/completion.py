@@ -123,7 +123,9 @@ def _verb(words: list[str], typed: str, verbs: Sequence[Verb]) -> Iterable[str]:
 
 def _root(words: list[str]) -> str:
     """The store that a line names, or the usual one."""
-    return next((after for word, after in itertools.pairwise(words) if word == "--root"), "runs")
+    joined = (word.removeprefix("--root=") for word in words if word.startswith("--root="))
+    apart = (after for word, after in itertools.pairwise(words) if word == "--root")
+    return next(itertools.chain(joined, apart), "runs")
 
 
 def _named(metavar: str, store: Store) -> list[str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from harness.bisect.history import compare_code
 from harness.bisect.trials import Request
+from harness.cli.runs import located
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
 from harness.parity import StudyVerdict, Verdict, against, compare, scripted, study_text, text, verdict, zoom
@@ -92,17 +93,19 @@ def _scripted(*verdicts: Verdict) -> tuple[Verdict, ...]:
 
 
 def _verdict_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("words", metavar="STUDY", nargs="+", help="name of a study that was run; with --control, runs")
+    parser.add_argument(
+        "words", metavar="STUDY", nargs="+", help="name of a study that was run, or its folder; with --control, runs"
+    )
     parser.add_argument("--control", metavar="RUN", help="hold these runs against this one, whatever study they are of")
     parser.add_argument("--json", action="store_true", help="every verdict as JSON")
     parser.add_argument("--explain", action="store_true", help="say what each word and each check means")
 
 
 def _verdict(arguments: Namespace) -> int:
-    found = _judged(arguments)
+    root, found = _judged(arguments)
     found = replace(found, arms=_scripted(*found.arms))
     if found.study:
-        keep_verdict(Store(arguments.root).root, found)
+        keep_verdict(Store(root).root, found)
     told = study_text(found, explained=arguments.explain)
     print(json.dumps(found.as_json(), indent=2) if arguments.json else painted(told))
     return found.exit_code
@@ -116,15 +119,18 @@ def keep_verdict(root: Path, found: StudyVerdict) -> None:
         print(f"the outcomes were not kept: {error.filename}: {error.strerror}", file=sys.stderr)
 
 
-def _judged(arguments: Namespace) -> StudyVerdict:
+def _judged(arguments: Namespace) -> tuple[str, StudyVerdict]:
+    """The verdict, and the store of the study."""
     words: list[str] = arguments.words
     if arguments.control is not None:
         store = Store(arguments.root)
-        return against([store.find(word).path for word in words], store.find(arguments.control).path)
+        found = against([store.find(word).path for word in words], store.find(arguments.control).path)
+        return arguments.root, found
     if len(words) > 1:
         fix = commands.verb("verdict RUN ... --control RUN")
         raise refuse(" ".join(["verdict", *words]), f"takes 1 study, not {len(words)}; runs need a control", fix=fix)
-    return verdict(arguments.root, words[0])
+    root, name = located(arguments.root, words[0])
+    return root, verdict(root, name)
 
 
 COMPARE = Verb(

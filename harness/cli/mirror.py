@@ -7,13 +7,14 @@ import os
 import shlex
 from argparse import ArgumentParser, Namespace
 
-from harness.cli.runs import say_next
+from harness.cli.runs import located, say_next
 from harness.cli.verb import Verb
 from harness.config.errors import refuse
 from harness.config.mirror import has_key, mirror_mode, server
 from harness.config.schema import WandbMode
 from harness.launch.control import runs_of
 from harness.launch.slurm.scheduler import probe
+from harness.store.commands import shown
 from harness.store.rundir import Store
 
 
@@ -54,9 +55,11 @@ def _sync(arguments: Namespace) -> int:
 
     mode = mode_of(arguments, f"sync {arguments.ref}", "wandb")
     store = Store(arguments.root)
-    sync(runs_of(store, arguments.ref), mode, probe(), lambda line: print(line, flush=True))
+    runs = runs_of(store, arguments.ref)
+    sync(runs, mode, probe(), lambda line: print(line, flush=True))
     if mode is WandbMode.offline:
-        print(f"next: wandb sync {shlex.quote(arguments.root)}/*/*/wandb/offline-run-*")
+        where = shown(runs[0].path) if len(runs) == 1 else f"{shown(runs[0].path.parent)}/*"
+        print(f"next: wandb sync {where}/wandb/offline-run-*")
     else:
         say_next(arguments, "watch")
     return 0
@@ -67,7 +70,7 @@ SYNC = Verb("sync", "stored runs into wandb, one for each; wandb=online does it 
 
 def _wandb_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("action", choices=("push",), help="push: verdicts, evidence, pictures and the dashboard")
-    parser.add_argument("study", metavar="STUDY", help="name of a study that was run")
+    parser.add_argument("study", metavar="STUDY", help="name of a study that was run, or its folder")
     offline_argument(parser)
 
 
@@ -75,7 +78,8 @@ def _push(arguments: Namespace) -> int:
     mode = mode_of(arguments, f"wandb push {arguments.study}", "wandb", "wandb_workspaces")
     from harness.mirror.push import FILES, push
 
-    made = push(Store(arguments.root).root, arguments.study, mode)
+    arguments.root, name = located(arguments.root, arguments.study)
+    made = push(Store(arguments.root).root, name, mode)
     drawn = "pictures" if made.pictures else "no pictures (they need a checkout with its extra analysis)"
     print(f"{made.outcome}: verdicts, evidence, {drawn} and the dashboard in one run")
     if mode is WandbMode.offline:
@@ -83,7 +87,7 @@ def _push(arguments: Namespace) -> int:
         print(f"next: wandb sync {shlex.quote(str(made.folder))}")
     else:
         print(f"dashboard  {made.dashboard}")
-    say_next(arguments, f"sync {shlex.quote(arguments.study)}{' --offline' * (mode is WandbMode.offline)}")
+    say_next(arguments, f"sync {shlex.quote(name)}{' --offline' * (mode is WandbMode.offline)}")
     return 0
 
 

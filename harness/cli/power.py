@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from harness.cli.verb import Verb
+from harness.cli.verb import Verb, path
 from harness.config.errors import refuse
 from harness.config.faults import corpus
 from harness.config.hints import nearest
@@ -34,10 +34,13 @@ def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--short", action="store_true", help="every fault at full strength, and its twin: what CI runs")
     parser.add_argument("--only", metavar="TEXT", help="faults and differences whose name contains it")
     parser.add_argument("--part", choices=PARTS, default="fixed", help="which pairs (default: those not held out)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write every judgement as JSON")
+    parser.add_argument("--out", type=path, metavar="FILE", help="write every judgement as JSON")
 
 
 def _power(arguments: Namespace) -> int:
+    if arguments.out is not None and not arguments.out.parent.is_dir():
+        problem = f"there is no folder {arguments.out.parent}, and hours of runs come first"
+        raise refuse(f"power --out {arguments.out}", problem, fix="a file in a folder that is there")
     chosen = [pair for pair in pairs(short=arguments.short) if _wanted(pair, arguments)]
     if not chosen:
         subject = f"power --only {arguments.only}" if arguments.only is not None else f"power --part {arguments.part}"

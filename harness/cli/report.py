@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from harness.cli.judge import keep_verdict
-from harness.cli.runs import say_next
-from harness.cli.verb import Verb
+from harness.cli.runs import located, say_next
+from harness.cli.verb import Verb, path
 from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.files import write_atomic
-from harness.store.rundir import CONFIG, Store
+from harness.store.rundir import Store
 from harness.store.study import read_study
 
 PAGE = "report.html"
@@ -24,7 +23,7 @@ PAGE = "report.html"
 def _arguments(parser: ArgumentParser) -> None:
     parser.add_argument("study", metavar="STUDY", help="name of a study that was run, or its folder")
     parser.add_argument("--markdown", action="store_true", help="Markdown for a pull request, on standard output")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"where to write (default: {PAGE} beside the runs)")
+    parser.add_argument("--out", type=path, metavar="FILE", help=f"where to write (default: {PAGE} beside the runs)")
     parser.add_argument(
         "--archived", action="store_true", help="judge runs that other sources than these made, by each other"
     )
@@ -64,12 +63,7 @@ def _where(arguments: Namespace) -> tuple[str, str]:
     Raises:
         BadRequest: nothing of that name was run.
     """
-    root, name = str(arguments.root), str(arguments.study)
-    if os.sep in name or name in (".", ".."):
-        folder = Path(name).expanduser().absolute()
-        folder = Path(os.path.normpath(folder))
-        folder = folder.parent if (folder / CONFIG).is_file() else folder
-        root, name = str(folder.parent), folder.name
+    root, name = located(arguments.root, arguments.study)
     store = Store(root)
     if not store.runs(name) and (Path(name).name != name or read_study(store.root, name) is None):
         raise refuse(
@@ -97,7 +91,8 @@ def _write(target: Path, text: str) -> None:
         target.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(target, text)
     except OSError as error:
-        raise refuse(str(target), str(error.strerror), fix="report STUDY --out A_FILE_OF_YOUR_OWN.html") from None
+        fix = commands.verb("report STUDY --out A_FILE_OF_YOUR_OWN.html")
+        raise refuse(str(target), str(error.strerror), fix=fix) from None
 
 
 REPORT = Verb("report", "a study on one page: verdicts, tables, pictures, where it all comes from", _arguments, _report)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -12,7 +13,7 @@ from harness.launch.slurm.scheduler import probe
 from harness.launch.watch import watch
 from harness.store import commands, status
 from harness.store.gc import gc
-from harness.store.rundir import Store
+from harness.store.rundir import CONFIG, Store
 from harness.store.show import diff, show
 from harness.store.status import State
 from harness.store.study import judging_verb
@@ -27,22 +28,34 @@ def say_next(arguments: Namespace, *verbs: str) -> None:
         print(f"next: {commands.verb(f'{verb}{root}')}")
 
 
+def located(root: str, word: str) -> tuple[str, str]:
+    """The store and the name of a study that was named, or whose folder, or a run in it, was given by its path."""
+    if os.sep not in word and word not in (".", ".."):
+        return root, word
+    folder = Path(os.path.abspath(os.path.expanduser(word)))
+    folder = folder.parent if (folder / CONFIG).is_file() else folder
+    return str(folder.parent), folder.name
+
+
 def _watch_arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("study", metavar="STUDY", nargs="?", help="only this study's runs")
+    parser.add_argument("study", metavar="STUDY", nargs="?", help="only runs of this study, or of this folder")
     parser.add_argument("--once", action="store_true", help="print the table once, also on a terminal")
 
 
 def _watch(arguments: Namespace) -> int:
+    named = None
+    if arguments.study is not None:
+        arguments.root, named = located(arguments.root, arguments.study)
     store = Store(arguments.root)
-    seen = watch(store, arguments.study, follow=not arguments.once)
+    seen = watch(store, named, follow=not arguments.once)
     bad = {one.study for one in seen if one.bad}
-    runs = [run for run in store.runs(arguments.study) if not bad or run.path.parent.name in bad]
+    runs = [run for run in store.runs(named) if not bad or run.path.parent.name in bad]
     study = max(runs, key=lambda run: run.path.stat().st_mtime).path.parent.name
     if bad:
-        say_next(arguments, f"retry {study}")
+        say_next(arguments, f"retry {shlex.quote(study)}")
         return 1
     siblings = store.runs(study)
-    ends = [store.short(run) for run in dict.fromkeys((siblings[0], siblings[-1]))]
+    ends = [shlex.quote(store.short(run)) for run in dict.fromkeys((siblings[0], siblings[-1]))]
     say_next(arguments, judging_verb(store.root, study, ends, f"show {ends[0]}"))
     return 0
 
@@ -55,15 +68,14 @@ def _show(arguments: Namespace) -> int:
     store = Store(arguments.root)
     run, jobs = store.find(arguments.run), probe()
     print(show(run, jobs))
-    if notes := run.config().get("notes"):
-        print(f"  notes      {notes}")
     found = status.effective(run.path, jobs)
-    name = store.short(run)
+    name, study = shlex.quote(store.short(run)), run.path.parent.name
     if found is not None and found.state in (State.failed, State.lost, State.cancelled, State.preempted):
         say_next(arguments, f"retry {name}")
     else:
-        other = next((each for each in store.runs(run.path.parent.name) if each != run), None)
-        say_next(arguments, f"compare {name} {store.short(other)}" if other else f"watch {run.path.parent.name}")
+        other = next((each for each in store.runs(study) if each != run), None)
+        beside = f"compare {name} {shlex.quote(store.short(other))}" if other else f"watch {shlex.quote(study)}"
+        say_next(arguments, beside)
     return 0
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NoReturn
 
 from harness.config.errors import refuse
@@ -23,10 +25,21 @@ class Verb:
     """Does it, prints, and returns the exit code."""
 
 
+def path(text: str) -> Path:
+    """A path as it is typed: a shell leaves the `~` of --out=~/page.html alone."""
+    return Path(os.path.expanduser(text))
+
+
 def parser_of(verb: Verb) -> ArgumentParser:
     """What reads the words after a verb."""
     parser = _Parser(prog=f"{commands.verb()} {verb.name}", description=verb.summary)
-    parser.add_argument("--root", default="runs", metavar="DIR", help="where runs are stored (default: runs)")
+    parser.add_argument(
+        "--root",
+        default="runs",
+        type=os.path.expanduser,  # a shell leaves the `~` of --root=~/runs alone
+        metavar="DIR",
+        help="where runs are stored (default: runs)",
+    )
     verb.add_arguments(parser)
     return parser
 

@@ -24,9 +24,10 @@ from harness.config.capabilities import EngineName
 from harness.config.catalog import file_of, load_catalog, own_folder
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
-from harness.config.overrides import check_overrides, forbid_appending, hydra_words, quote
+from harness.config.overrides import check_overrides, forbid_appending, hydra_words
 from harness.config.root import typed_root
 from harness.config.schema import Config, FaultStrength
+from harness.config.words import quote
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ override is parsed with Hydra's own grammar and held against the typed root and 
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, explain_setting, nearest
 from harness.config.root import OPEN_DICTS, typed_root
+from harness.config.words import quote
 from harness.store import commands
 
 MAX_SWEEP = 100_000
@@ -272,10 +272,3 @@ def appending(override: str) -> Violation:
     known = key in settings() or key in load_catalog().groups
     fix = f"{bare} (without the sign)" if known else explain_key(key).fix
     return Violation(override, "settings cannot be added: the schema names them all", fix=fix)
-
-
-def quote(value: str) -> str:
-    """A text as Hydra's grammar reads it back unchanged, whatever it holds."""
-    escaped = re.sub(r"(\\*)'", r"\1\1\'", value)  # backslashes count only before a quote, the closing one too
-    escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
-    return f"'{escaped}'"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.errors import refuse
+from harness.config.words import ask_again
 from harness.parity.compare import CHECKOUT, judge
 from harness.parity.outcome import Outcome, StudyVerdict, Verdict
 from harness.parity.record import load
@@ -18,7 +19,7 @@ from harness.parity.tiers.seeds import over_seeds
 from harness.store import commands
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, Store, flatten
-from harness.store.study import asking_word, read_study
+from harness.store.study import read_study
 
 REPETITION = "train.replicate"
 MANY = 64
@@ -46,7 +47,7 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
         raise refuse(
             f"verdict {study}",
             text,
-            fix=f"{commands.request(f'-m {asking_word(Path(root), study)}')} starts what is missing",
+            fix=f"{ask_again(root, study)} starts what is missing",
         )
     return _judged(Store(root).root / study, record, sources)
 
@@ -71,8 +72,7 @@ def _record(root: Path, study: str) -> dict[str, Any]:
     if record is None:
         raise _unknown(root, study)
     if not any(cell["control"] for cell in record["cells"]):
-        again = commands.request(f"-m {asking_word(root, study)}")
-        fix = f"control: {{sharding: no_shard}} in the study's file, then {again}"
+        fix = f"control: {{sharding: no_shard}} in the study's file, then {ask_again(root, study)}"
         raise refuse(f"study.control of {study}", "is empty: an arm needs something to be held against", fix=fix)
     return record
 

@@ -6,7 +6,6 @@ A study need not be finished, nor its runs be whole: what is missing is told, an
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -14,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from harness.analysis.judge import Study, verdicts
+from harness.config.words import ask_again
 from harness.parity.outcome import Finding, percent
 from harness.parity.telling.explain import OUTCOMES
 from harness.report.origin import Origin, origins
-from harness.store import commands, provenance
+from harness.store import provenance
 from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.reading import read_text
 from harness.store.rundir import RunDir
-from harness.store.study import asking_word
 
 MOST_LINES = 60
 """Lines of an error that are shown; its file has all."""
@@ -141,8 +140,7 @@ def _made() -> str:
 
 
 def _commands(name: str, root: Path | str, command: str) -> list[str]:
-    under = "" if Path(root) == Path("runs") else f" launch.root={shlex.quote(str(root))}"
-    return [commands.request(f"-m {asking_word(Path(root), name)}{under}"), command]
+    return [ask_again(root, name), command]
 
 
 def _verdicts(study: Study) -> Table:

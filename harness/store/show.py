@@ -26,6 +26,7 @@ def show(run: RunDir, jobs: JobProbe | None = None) -> str:
         _field("attempts", ", ".join(str(number) for number in run.attempts()) or "none"),
         *([_field("mirror", found.mirror)] if found is not None and found.mirror else []),
         *(_field("asked", override) for override in run.overrides()),
+        *([_field("notes", notes)] if (notes := run.config().get("notes")) else []),
         *_origin(run),
         *_progress(run),
     ]

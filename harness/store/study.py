@@ -74,10 +74,10 @@ def judging_verb(root: Path, study: str, runs: Sequence[str], alone: str) -> str
     Args:
         root: the store's root.
         study: its name.
-        runs: what names some of its runs (`Store.short`); the last is held against the first.
+        runs: what names some of its runs (`Store.short`), ready for a shell; the last is held against the first.
         alone: the verb where there is but one.
     """
     record = read_study(root, study)
     if record is not None and any(cell["control"] for cell in record["cells"]):
-        return f"verdict {study}"
+        return f"verdict {shlex.quote(study)}"
     return f"compare {runs[-1]} {runs[0]}" if len(runs) > 1 else alone

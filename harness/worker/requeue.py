@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace
 
 TIMEOUT_S = 60.0
@@ -70,7 +71,7 @@ def requeue(place: RankPlace) -> bool:
             return True
         time.sleep(PAUSE_S)
     why = done.stderr.strip() or f"exit {done.returncode}"
-    sys.stderr.write(f"scontrol requeue {place.job} failed ({why}); resume with: harness retry\n")
+    sys.stderr.write(f"scontrol requeue {place.job} failed ({why}); resume with: {commands.verb('retry RUN')}\n")
     return False
 
 

@@ -114,7 +114,9 @@ def test_groups_settings_options_and_runs_are_offered(folder: Path, monkeypatch:
     assert {f"{group}=" for group in load_catalog().groups} | {"train.steps=", "--cfg"} <= set(everything)
     assert candidates("python run.py cluster.device=", VERBS) == ["cluster.device=cpu", "cluster.device=cuda"]
     assert len([each for each in candidates("harness show ", VERBS) if len(each) == 8]) == 2
-    assert candidates(f"harness verdict --root {folder}/nowhere ", VERBS) == []
+    assert candidates("harness verdict --root=runs ", VERBS) == candidates("harness verdict ", VERBS) != []
+    for nowhere in (f"--root {folder}/nowhere", f"--root={folder}/nowhere"):
+        assert candidates(f"harness verdict {nowhere} ", VERBS) == []
     assert candidates("harness nope ", VERBS) == candidates("python other.py ", VERBS) == []
 
 

@@ -16,6 +16,8 @@ from harness.store import status
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State, Status
 from tests.support.composing import compose
+from harness.config.catalog import ROOT
+from harness.config.words import quote
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def _frozen(store: Store, *overrides: str) -> RunDir:
-    return store.create(compose([*overrides, f"launch.root={store.root}"]))
+    return store.create(compose([*overrides, f"launch.root={quote(str(store.root))}"]))
 
 
 def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
@@ -97,6 +99,8 @@ def test_watch_counts_states_and_names_the_cause(root: Path, capsys: pytest.Capt
 
 def test_show_and_diff_end_with_what_is_next(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (run.signature() for run in Store(root).runs())
+    assert main(["watch", str(root / "adhoc")]) == 1
+    assert capsys.readouterr().out == out, "a study by its folder"
     assert main(["diff", first[:8], second, "--root", str(root)]) == 0
     assert "train.seed" in capsys.readouterr().out
     failed = next(run for run in Store(root).runs() if run.status() is not None)

@@ -157,7 +157,7 @@ def test_paths_mean_the_same_wherever_a_rank_starts(tmp_path: Path, monkeypatch:
 
 @pytest.mark.parametrize("name", ["a'b", 'a"b', "a b", "ünïcødé-雪", "a,b=c", "a{b}[c]", "a$b`c", "back\\slash"])
 def test_any_path_can_be_typed(name: str, tmp_path: Path) -> None:
-    from harness.config.overrides import quote
+    from harness.config.words import quote
 
     path = tmp_path / name
     path.write_text("x" * 10_000)

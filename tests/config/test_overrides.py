@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -11,7 +13,8 @@ from hypothesis import strategies as st
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
 from harness.config.hints import KEY_SYNONYMS, OPTION_SYNONYMS, REPLACED_KEYS, nearest
-from harness.config.overrides import MAX_SWEEP, check_overrides, quote, typed_value
+from harness.config.overrides import MAX_SWEEP, check_overrides, typed_value
+from harness.config.words import as_word, ask_again, quote
 
 
 def refused(*overrides: str, multirun: bool = False) -> str:
@@ -184,8 +187,21 @@ def test_the_fix_for_a_quote_can_be_typed() -> None:
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
 @example("\\")
 @example("a\\'b\\\\")
+@example(".5")
+@example("..a")
+@example("null")
 def test_quoting_survives_hydras_grammar(text: str) -> None:
-    assert str(typed_value([f"notes={quote(text)}"], "notes", None)) == text
+    for word in (quote(text), as_word(text)):
+        assert typed_value([f"notes={word}"], "notes", None) == text
+
+
+@pytest.mark.parametrize("root", ["/runs", "a,b (c)=d", "it's", "ünïcødé", "12", "null", "~/x"])
+def test_a_study_is_asked_for_again_in_its_store(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    *_, study, rerun, where = shlex.split(ask_again(root, "mine", "launch.rerun=stale"))
+    assert (study, rerun) == ("study=mine", "launch.rerun=stale")
+    assert str(typed_value([where], "launch.root", None)) == root
+    assert ask_again("runs", "mine").endswith(" -m study=mine")
 
 
 @given(st.text(max_size=20))

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from harness.store import status
+from harness.store import commands, status
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import Store, request_cancel
 from harness.store.status import Keeper, State, Status
@@ -141,7 +141,9 @@ def test_a_job_is_put_back_whatever_signals_its_scontrol_gets(tmp_path, monkeypa
     assert requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0")) is taken
     assert len((tmp_path / "asked").read_text()) == asked
     told = capsys.readouterr().err
-    assert told == ("" if taken else "scontrol requeue 3_0 failed (exit 1); resume with: harness retry\n")
+    assert told == (
+        "" if taken else f"scontrol requeue 3_0 failed (exit 1); resume with: {commands.verb('retry RUN')}\n"
+    )
 
 
 def test_a_scontrol_that_hears_the_signals_dies_of_them(tmp_path, monkeypatch):

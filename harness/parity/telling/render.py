@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from harness.config.words import ask_again
 from harness.parity.outcome import Finding, Grade, StudyVerdict, Verdict, percent
 from harness.parity.telling import explain
-from harness.store import commands, screen
+from harness.store import screen
 from harness.store.commands import shown
 from harness.store.screen import fold
-from harness.store.study import asking_word
 
 MARKS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "BAD"}
 BITS = {Grade.ok: "ok", Grade.doubt: "?", Grade.bad: "differ"}
@@ -86,7 +86,7 @@ def _study_commands(study: StudyVerdict, failed: Sequence[Verdict]) -> list[str]
     """The first commands of the arms that did not pass; for stale or unfinished ones the study itself again."""
     if study.study and any(finding.check == "whole record" for arm in failed for finding in arm.findings):
         root = Path(study.arms[0].arm).parents[1]
-        return [commands.request(f"-m {asking_word(root, study.study)} launch.rerun=stale")]
+        return [ask_again(root, study.study, "launch.rerun=stale")]
     return list(dict.fromkeys(command for arm in failed or study.arms for command in arm.commands[:1]))[:2]
 
 

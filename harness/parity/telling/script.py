@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.config.overrides import quote
+from harness.config.words import as_word
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict
 from harness.parity.telling.looks import LOOKS, MEASURES, Look
 from harness.store import commands
@@ -212,19 +212,6 @@ def _default() -> Mapping[str, Any]:
     from harness.config.compose import composed, plain
 
     return flatten(plain(composed()))
-
-
-def as_word(value: object) -> str:
-    """A plain value as Hydra's grammar reads it."""
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(as_word, value))}]"
-    if isinstance(value, str):
-        return value if re.fullmatch(r"[A-Za-z_][\w./]*", value) and value.lower() not in SPECIAL else quote(value)
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-SPECIAL = ("null", "true", "false", "yes", "no", "on", "off", "nan", "inf")
-"""Words that Hydra or YAML may read as something else than text."""
 
 
 def _render(verdict: Verdict, plan: _Plan) -> str:

@@ -1,0 +1,59 @@
+"""Words of a command line that we print: quoted so that a shell, and Hydra's grammar after it, read what was meant."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from harness.store import commands
+from harness.store.study import asking_word
+
+_PLAIN = re.compile(r"[A-Za-z_/][\w./-]*|\.{1,2}(/[\w./-]*)?", re.ASCII)
+"""Texts that Hydra's grammar takes without quotes; what begins as a number does may be read as one."""
+
+SPECIAL = ("null", "true", "false", "yes", "no", "on", "off", "nan", "inf")
+"""Words that Hydra or YAML may read as something else than text."""
+
+
+def quote(value: str) -> str:
+    """A text as Hydra's grammar reads it back unchanged, whatever it holds."""
+    escaped = re.sub(r"(\\*)'", r"\1\1\'", value)  # backslashes count only before a quote, the closing one too
+    escaped = re.sub(r"(\\+)\Z", r"\1\1", escaped)
+    return f"'{escaped}'"
+
+
+def as_word(value: object) -> str:
+    """A plain value as Hydra's grammar reads it back: quoted only where that is needed."""
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(as_word, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{as_word(key)}:{as_word(each)}' for key, each in value.items())}}}"
+    if isinstance(value, str):
+        return value if _PLAIN.fullmatch(value) and value.lower() not in SPECIAL else quote(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def setting(key: str, value: object) -> str:
+    """`key=value`, ready for a shell."""
+    return shlex.quote(f"{key}={as_word(value)}")
+
+
+def is_usual(root: Path | str) -> bool:
+    """Whether a store is the one that a command without `--root` and `launch.root` takes."""
+    return Path(root).absolute() == Path("runs").absolute()
+
+
+def ask_again(root: Path | str, study: str, *more: str) -> str:
+    """The command that asks for a study again, in the store in which it lies.
+
+    Args:
+        root: the store.
+        study: its name.
+        more: further words, ready for a shell.
+
+    Raises:
+        StoreError: the study's record is damaged.
+    """
+    where = () if is_usual(root) else (setting("launch.root", str(root)),)
+    return commands.request(" ".join(["-m", asking_word(Path(root), study), *more, *where]))
