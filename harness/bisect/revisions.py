@@ -22,7 +22,7 @@ from pathlib import Path
 
 from harness.config.errors import refuse
 from harness.store.errors import StoreError
-from harness.store.provenance import PACKAGE
+from harness.store.provenance import OF_ANOTHER, PACKAGE
 
 
 class GitError(StoreError):
@@ -35,8 +35,6 @@ FOLDER = ".code"
 SHORT = 7
 LISTED = 8
 FIELDS = "%H%x09%T%x09%s"
-OUTER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
-"""Variables git sets for its hooks and aliases; they would turn our questions to another repository."""
 
 
 @dataclass(frozen=True)
@@ -218,7 +216,7 @@ class Repository:
             }
 
     def _git(self, *arguments: str, variables: Mapping[str, str] | None = None, given: str = "") -> str:
-        outer = {name: value for name, value in os.environ.items() if name not in OUTER}
+        outer = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER}
         command = ["git", "--no-optional-locks", "-C", str(self.top), *arguments]
         try:
             done = subprocess.run(

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from harness.bisect.revisions import OUTER, WORKTREE, Repository, Version
+from harness.bisect.revisions import WORKTREE, Repository, Version
 from harness.config.errors import refuse
 from harness.config.overrides import quote
 from harness.launch.local.pool import listening
 from harness.launch.local.ranks import log_tail
 from harness.store import provenance, status
 from harness.store.files import Lock
-from harness.store.provenance import PACKAGE
+from harness.store.provenance import OF_ANOTHER, PACKAGE
 from harness.store.rank_place import FOREIGN
 from harness.store.rundir import CONFIG
 from harness.store.status import State
@@ -141,7 +141,7 @@ class Snapshot:
 
     def _environment(self) -> dict[str, str]:
         """Ours, but for what would lead Python or git elsewhere than to the version's files."""
-        kept = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, *OUTER)}
+        kept = {name: value for name, value in os.environ.items() if name not in (*FOREIGN, *OF_ANOTHER)}
         entries = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry]
         others = [entry for entry in entries if Path(entry).resolve() != PACKAGE.parent]
         path = os.pathsep.join([str(self._files), *others])

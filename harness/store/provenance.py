@@ -105,6 +105,9 @@ ENVIRONMENT = (
 
 MAX_DIFF_BYTES = 8 * 2**20
 
+OF_ANOTHER = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES")
+"""Variables git sets for its hooks and aliases; they would turn our questions to another repository."""
+
 
 def desk_facts(peers: Iterable[str] = ()) -> dict[str, Any]:
     """What the desk knows of a run it is about to start.
@@ -227,8 +230,11 @@ def edited(origin: Mapping[str, Any], now: Iterable[Mapping[str, Any]] | None = 
 
 
 def git_facts(folder: Path) -> dict[str, Any] | None:
-    """Commit, branch and changed files; None outside a repository. Remote addresses may hold secrets: not asked."""
-    sha = _git(folder, "rev-parse", "HEAD")
+    """Commit, branch and changed files; None outside a repository. Remote addresses may hold secrets: not asked.
+
+    A repository that has no file of the folder says nothing of it: a package may be installed in somebody's project.
+    """
+    sha = _git(folder, "rev-parse", "HEAD") if _is_tracked(folder) else None
     if sha is None:
         return None
     changed = _git(folder, "status", "--porcelain", "--untracked-files=normal") or ""
@@ -242,16 +248,22 @@ def git_facts(folder: Path) -> dict[str, Any] | None:
 
 def git_diff(folder: Path = PACKAGE.parent) -> str:
     """Tracked changes against HEAD; empty where there are none, and cut with a note beyond 8 MiB."""
-    text = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color") or ""
+    text = (_git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color") if _is_tracked(folder) else "") or ""
     if len(text) <= MAX_DIFF_BYTES:
         return text
     return text[:MAX_DIFF_BYTES] + f"\n(cut: the diff has {len(text)} characters)\n"
 
 
+def _is_tracked(folder: Path) -> bool:
+    """Whether a repository has any file of a folder."""
+    return bool(_git(folder, "ls-files", "--", "."))
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     command = ["git", "--no-optional-locks", "-C", str(folder), *arguments]
+    ours = {name: value for name, value in os.environ.items() if name not in OF_ANOTHER}
     try:
-        done = subprocess.run(command, capture_output=True, timeout=20, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=20, check=False, env=ours)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.decode(errors="replace") if done.returncode == 0 else None

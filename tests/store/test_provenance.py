@@ -65,6 +65,22 @@ def test_outside_a_repository_there_is_no_git(tmp_path):
     assert provenance.git_diff(tmp_path) == ""
 
 
+def test_another_repository_says_nothing_of_the_code(tmp_path, monkeypatch):
+    """One around the place a package is installed in, and the one that git names to its hooks."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "a.py").write_text("a = 1\n")
+    for words in (["add", "a.py"], ["-c", "user.name=A", "-c", "user.email=a@b", "commit", "-qm", "one"]):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    (tmp_path / "a.py").write_text("a = 2\n")
+    assert provenance.git_facts(tmp_path)["dirty"]
+    assert provenance.git_facts(tmp_path / "lib") is None
+    assert provenance.git_diff(tmp_path / "lib") == ""
+    own = provenance.git_facts(provenance.ROOT)
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / ".git"))
+    assert provenance.git_facts(provenance.ROOT) == own
+
+
 @pytest.fixture
 def package(tmp_path):
     """A copy of the sources that count, and one that does not."""
