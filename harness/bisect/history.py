@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import ceil, log2
 from pathlib import Path
 
 from harness.bisect.revisions import WORKTREE, Repository, Version
@@ -13,6 +14,7 @@ from harness.bisect.snapshot import Snapshot
 from harness.bisect.trials import Request, answer_of, brief, check_ends, unfit
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, refuse
+from harness.launch.room import NoRoom
 from harness.parity import Outcome, Verdict
 from harness.parity.versions import Side, changed_defaults, compare_versions
 
@@ -39,7 +41,8 @@ def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
         tell: is given progress.
 
     Raises:
-        BadRequest: there is no such revision, or one of them does not compose the request; then nothing was run.
+        BadRequest: there is no such revision, one of them does not compose the request, or the disk has no room for
+            their runs; then nothing was run.
         KeyboardInterrupt: we were asked to stop.
     """
     request.check()
@@ -51,6 +54,7 @@ def compare_code(request: Request, old: str, new: str, tell: Tell) -> Compared:
     snapshots = [Snapshot(repository, version) for version in (control, arm)]
     for snapshot in snapshots:
         snapshot.check(request.words)
+    request.check_room(sum(each.done(request.words) is None for each in snapshots), repository.cache)
     runs = [_run(snapshot, request, tell) for snapshot in snapshots]
     verdict = _judge(request, arm, runs[1], control, runs[0])
     return Compared(replace(verdict, commands=_commands(request, verdict, control, arm)), runs[1], runs[0])
@@ -166,12 +170,16 @@ class Bisection:
 
         Raises:
             BadRequest: an end cannot be run, or they do not differ.
+            NoRoom: the disk has too little left, at the beginning or for a trial; asked again, the search goes on.
             KeyboardInterrupt: we were asked to stop; asked again, runs that were made are used again.
         """
         self._line = self._repository.between(self.good, self.bad)
         ends = [Snapshot(self._repository, version) for version in (self.good, self.bad)]
         for end in ends:
             end.check(self._request.words)
+        missing = sum(end.done(self._request.words) is None for end in ends)
+        fresh = missing == len(ends)  # asked again, most trials are done
+        self._request.check_room(missing + fresh * ceil(log2(len(self._line) - 1)), self._repository.cache)
         self._tell(f"{len(self._line) - 1} versions after {self.good.title}, each held against it")
         self._tell(f"how far the first one is: {ends[0].log(self._request.words)}; each version has such a file")
         self._control = ends[0].run(self._request.words)
@@ -187,7 +195,9 @@ class Bisection:
         return replace(found, next=tuple(self._next(found)))
 
     def _verdict(self, version: Version) -> Verdict:
-        run = Snapshot(self._repository, version).run(self._request.words)
+        snapshot = Snapshot(self._repository, version)
+        self._request.check_room(int(snapshot.done(self._request.words) is None), self._repository.cache)
+        run = snapshot.run(self._request.words)
         return _judge(self._request, version, run, self.good, self._control)
 
     def _try(self, at: int, left: int) -> Answer:
@@ -199,6 +209,8 @@ class Bisection:
             return Answer.same
         try:
             verdict = self._verdict(version)
+        except NoRoom:
+            raise
         except BadRequest as error:
             self._reasons[at] = " ".join(error.violations[0].problem.split())
             self._tell(f"{head}: skipped, {self._reasons[at]}")

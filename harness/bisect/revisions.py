@@ -84,10 +84,14 @@ class Repository:
         """The repository of the code that runs here, with its versions kept under the store's `root`.
 
         Raises:
-            BadRequest: there is none, as where the package was installed from a wheel.
+            BadRequest: there is none, as where the package was installed from a wheel; or Python could not import a
+                version from there.
         """
         home = PACKAGE.parent
         cache = Path(root).expanduser().absolute() / FOLDER
+        if os.pathsep in str(cache):
+            problem = f"holds {os.pathsep} , which ends an entry of PYTHONPATH, by which a version finds its own files"
+            raise refuse(f"--root {root}", problem, fix="a folder without")
         try:
             top, why = cls(home, cache)._git("rev-parse", "--show-toplevel").strip(), ""
         except GitError as error:

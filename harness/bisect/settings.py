@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import shlex
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from pathlib import Path
+from math import ceil, log2
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from harness.bisect.search import Answer, smallest
-from harness.bisect.trials import Request, answer_of, brief, check_ends
+from harness.bisect.snapshot import check_words
+from harness.bisect.trials import ROOM, Request, answer_of, brief, check_ends
 from harness.config.compose import Cell, compose_cell
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, refuse
-from harness.config.overrides import quote
+from harness.config.words import as_word, is_usual, setting
+from harness.launch.room import NoRoom, check_room
 from harness.launch.terminal import Terminal
 from harness.parity import Verdict, compare
 from harness.parity.record import load
 from harness.parity.versions import own_fault
 from harness.store import commands
+from harness.store.errors import EXIT_BUSY, Busy
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import RunDir, Store, flatten
 from harness.study.replay import replay
@@ -82,6 +84,7 @@ class KeySearch:
             StoreError: there is no such run.
             BadRequest: their cells cannot be composed any more, or do not differ.
         """
+        check_words(request.words)
         self._store = Store(request.root)
         self._good_run, self._bad_run = self._store.find(good), self._store.find(bad)
         self._good, self._bad = (self._frozen(run, request) for run in (self._good_run, self._bad_run))
@@ -106,10 +109,12 @@ class KeySearch:
 
         Raises:
             BadRequest: the two cells cannot be run, or do not differ.
+            NoRoom: the disk has too little left, at the beginning or for a trial; asked again, the search goes on.
             KeyboardInterrupt: we were asked to stop; asked again, runs that were made are used again.
         """
         names = tuple(self._values)
         control = self._cell(())
+        self._check_room([control, self._cell(names)], ceil(log2(len(names))))
         self._run([control])
         if fault := own_fault(load(self._store.path_of(control))):
             fix = "name a run as GOOD whose own witnesses agree with it"
@@ -133,6 +138,8 @@ class KeySearch:
         head = f"  {next(self._number)}  {', '.join(self._words(names))}"
         try:
             verdict = self._judge(names)
+        except NoRoom:
+            raise
         except BadRequest as error:
             self._tell(f"{head}: skipped, {' '.join(str(error.violations[0]).split())}")
             return Answer.unresolved
@@ -166,27 +173,27 @@ class KeySearch:
     def _run(self, cells: Sequence[Cell]) -> None:
         from harness.launch.submit import submit  # late: a refusal needs none of it
 
+        self._check_room(cells)
         with open(os.devnull, "w", encoding="utf-8") as nowhere:
             code = submit(cells, Terminal(nowhere))
         if code == 130:
             raise KeyboardInterrupt
+        if code == EXIT_BUSY:
+            raise Busy("another process runs one of the trials; ask again when it is done")
         if code == 75:
-            raise refuse(f"--keys {STUDY}", "a trial was stopped, or another request runs it", fix="ask again later")
+            raise refuse(f"--keys {STUDY}", "a trial was stopped", fix="ask again: it goes on from there")
+
+    def _check_room(self, cells: Sequence[Cell], further: int = 0) -> None:
+        check_room(cells, further=further, subject=f"--root {self._store.root}", fix=f"{ROOM}; GOOD and BAD as paths")
 
     def _words(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(f"{name}={_typed(self._values[name][1])}" for name in names)
+        return tuple(f"{name}={as_word(self._values[name][1])}" for name in names)
 
     def _next(self, found: tuple[str, ...], verdict: Verdict) -> tuple[str, ...]:
-        again = ("--from", str(self._good_run.path), *self._request.words, *self._words(found))
-        where = [] if self._store.root == Path("runs").absolute() else [f"launch.root={_typed(str(self._store.root))}"]
-        return (commands.request(shlex.join([*again, *where])), *verdict.commands[:1])
+        again = shlex.join(["--from", str(self._good_run.path), *self._request.words, *self._words(found)])
+        where = "" if is_usual(self._store.root) else f" {setting('launch.root', str(self._store.root))}"
+        return (commands.request(f"{again}{where}"), *verdict.commands[:1])
 
 
 def _counts(key: str, left: Frozen, right: Frozen) -> bool:
     return key.split(".")[0] not in EXCLUDED and left.get(key) != right[key]
-
-
-def _typed(value: Any) -> str:
-    """A value as Hydra's grammar reads it."""
-    text = as_typed(value)
-    return text if not isinstance(value, str) or re.fullmatch(r"[\w./-]+", text) else quote(text)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from harness.bisect.revisions import WORKTREE, Repository, Version
 from harness.config.errors import refuse
-from harness.config.overrides import quote
+from harness.config.words import quote
 from harness.launch.local.pool import listening
 from harness.launch.local.ranks import log_tail
 from harness.store import provenance, status
@@ -30,15 +30,15 @@ from harness.store.status import State
 
 TICK_S = 0.2
 OURS = {
-    "launch.root": "each version has a store of its own, under --root",
+    "launch.root": "trials lie in stores of their own, under --root",
     "launch.dry_run": "a verdict needs runs",
-    "launch.inline": "each version runs in processes of its own",
+    "launch.inline": "trials run in processes of their own",
 }
 """Settings that are not the request's to choose, and why."""
 
 
 def check_words(words: Sequence[str]) -> None:
-    """Refuse what cannot be asked of a version.
+    """Refuse what cannot be asked of a version, or of a trial.
 
     Raises:
         BadRequest: a setting is ours to choose.

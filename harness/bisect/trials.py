@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
 from harness.bisect.search import Answer
 from harness.bisect.snapshot import check_words
+from harness.config.compose import compose
+from harness.config.disk import Kept, kept
 from harness.config.doc import settings
-from harness.config.errors import refuse
+from harness.config.errors import BadRequest, refuse
+from harness.launch.room import require
 from harness.parity import Grade, Outcome, Stage, Verdict
 from harness.parity.telling.wording import describe
 from harness.parity.tiers.admissible import REPEATABLE
 from harness.store import commands
 
 PASSED = (Outcome.EQUAL, Outcome.EQUIVALENT)
+ROOM = "--root A_FOLDER_WITH_ROOM, ckpt=none, or a smaller measure.capture_limit_mib"
+"""What to do where trials do not fit on the disk."""
+
+
+@functools.cache
+def _kept(words: tuple[str, ...]) -> Kept | None:
+    """What a run of this request keeps at least; None where this version cannot be asked for it."""
+    try:
+        return kept(compose((*words, "launch.dry_run=true")).typed)
+    except (BadRequest, HydraException, OmegaConfBaseException):
+        return None
 
 
 @dataclass(frozen=True)
@@ -39,6 +57,25 @@ class Request:
         if self.bitwise and not set(modes) & set(REPEATABLE):
             problem = "demands bits, and numerics=fast promises no order of sums: two runs of one code may differ"
             raise refuse("--bitwise", problem, choices=f"with numerics={' or numerics='.join(REPEATABLE)}")
+
+    def check_room(self, count: int, folder: Path) -> None:
+        """Refuse runs that the disk will not hold.
+
+        What a run keeps is reckoned by the schema of the code that runs here; what only other versions can be asked is
+        left to them, who look whether each run fits.
+
+        Args:
+            count: of runs that are not there yet.
+            folder: under which they will lie.
+
+        Raises:
+            NoRoom: nothing was started.
+        """
+        one = _kept(self.words) if count else None
+        if one is not None:
+            need = Kept(count * one.checkpoints, count * one.captures)
+            what = f"what would be trained ({count} run{'s' * (count > 1)})"
+            require(folder, need, what, subject=f"--root {self.root}", fix=ROOM)
 
     def command(self, *before: str) -> str:
         """A command line of ours that asks the same."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Sequence
 
@@ -14,7 +15,7 @@ from harness.launch.slurm.scheduler import Scheduler, probe
 from harness.launch.slurm.scheduler import cancel as scancel
 from harness.launch.submit import submit
 from harness.launch.terminal import Terminal
-from harness.store import status
+from harness.store import commands, status
 from harness.store.errors import StoreError
 from harness.store.files import is_held
 from harness.store.rundir import RunDir, Store, request_cancel
@@ -42,7 +43,8 @@ def retry(store: Store, ref: str) -> int:
         BadRequest: the disk has no room for what they will keep; nothing was started.
     """
     cells = in_blocks([frozen(store, run) for run in runs_of(store, ref)])
-    check_room(cells)
+    gc = commands.verb(f"gc --checkpoints --root {shlex.quote(str(store.root))}")
+    check_room(cells, subject=f"--root {store.root}", fix=f"make room there: `{gc}` says what could go")
     return submit(cells)
 
 

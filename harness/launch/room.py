@@ -9,38 +9,71 @@ from pathlib import Path
 
 from harness.config.compose import Cell
 from harness.config.disk import Kept, free_bytes, kept, shown
-from harness.config.errors import refuse
+from harness.config.errors import BadRequest, Violation
 from harness.launch.opening import Sources, look
 from harness.launch.plan import Action
 from harness.launch.slurm.submission import probe
 from harness.store.rundir import Store
 
+FIX = "launch.root=A_FOLDER_WITH_ROOM, ckpt=none, a smaller measure.capture_limit_mib, or fewer cells"
 
-def check_room(cells: Sequence[Cell]) -> None:
+
+class NoRoom(BadRequest):
+    """What is asked keeps more than the disk has left."""
+
+
+def check_room(cells: Sequence[Cell], *, further: int = 0, subject: str = "", fix: str = FIX) -> None:
     """Refuse cells whose checkpoints and captures together are more than the disk of their store has left.
 
     Cells that are done, or in somebody's hands, are not counted, nor is what earlier attempts have left of the others.
     They are told apart only where all cells together would not fit: most requests ask the store for nothing.
 
+    Args:
+        cells: of one store.
+        further: about how many more, like the first, will follow where any of these starts.
+        subject: what names the store; launch.root of a request.
+        fix: what to type, or to do.
+
     Raises:
-        BadRequest: they do not fit; nothing was started.
+        NoRoom: they do not fit; nothing was started.
     """
     store = Store(cells[0].config["launch"]["root"])
-    if kept_by(cells).total <= free_bytes(store.root):
+    more = [cells[0]] * further
+    if kept_by([*cells, *more]).total <= free_bytes(store.root):
         return
     sources, jobs = Sources.gather(), probe()
     looked = [(cell, look(store, cell, sources, jobs)) for cell in cells]
     starting = [cell for cell, decision in looked if decision.starts]
     there = sum(held(store.path_of(cell)) for cell, decision in looked if decision.action is Action.start)
-    need, free = kept_by(starting), free_bytes(store.root)
+    follow = f", and about {further} more" if further and starting else ""
+    require(
+        store.root,
+        kept_by([*starting, *(more if starting else ())]),
+        f"what would start ({len(starting)} of {len(cells)} cells{follow})",
+        there=there,
+        subject=subject or f"launch.root={store.root}",
+        fix=fix,
+    )
+
+
+def require(root: Path, need: Kept, what: str, *, subject: str, fix: str, there: int = 0) -> None:
+    """Refuse what keeps more than a disk has left.
+
+    Args:
+        root: where it will lie; need not exist.
+        need: how much of it there will be.
+        what: a name for it.
+        subject, fix: of the refusal.
+        there: bytes of it that lie there already.
+
+    Raises:
+        NoRoom: with both numbers.
+    """
+    free = free_bytes(root)
     if need.total - there > free:
         left = f", of which {shown(there)} are there" if there else ""
-        raise refuse(
-            f"launch.root={store.root}",
-            f"has {shown(free)} free, and what would start ({len(starting)} of {len(cells)} cells) keeps at least "
-            f"{shown(need.total)}{left}: {_told(need)}",
-            fix="launch.root=A_FOLDER_WITH_ROOM, ckpt=none, a smaller measure.capture_limit_mib, or fewer cells",
-        )
+        problem = f"has {shown(free)} free, and {what} keeps at least {shown(need.total)}{left}: {_told(need)}"
+        raise NoRoom([Violation(subject, problem, fix=fix)])
 
 
 def say_room(store: Store, starting: Sequence[Cell]) -> str:

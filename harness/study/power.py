@@ -18,6 +18,8 @@ from enum import Enum
 
 from harness.config.compose import Cell
 from harness.config.faults import AMOUNTS, corpus
+from harness.config.words import quote
+from harness.store.errors import EXIT_BUSY, Busy
 from harness.study.cells import Composer
 
 STUDY = "power"
@@ -220,16 +222,22 @@ def carry_out(pairs: Sequence[Pair], root: str) -> dict[tuple[str, ...], Cell]:
 
     Raises:
         BadRequest: a cell cannot be run, or the disk has no room for all of them; nothing was started.
+        Busy: another process runs some of them.
+        KeyboardInterrupt: Ctrl-C; asked again, runs that are done are used again.
     """
     from harness.launch.room import check_room
     from harness.launch.submit import submit
 
-    where = (f"launch.root={root}",)
+    where = (f"launch.root={quote(root)}",)
     cells = compose_all((text for pair in pairs for text in (pair.control, pair.arm)), where)
     resumed = compose_all((pair.arm for pair in pairs if pair.resumes), (*where, f"launch.preempt_at={PREEMPT_AT}"))
     distinct = [list({cell.signature: cell for cell in several.values()}.values()) for several in (resumed, cells)]
-    check_room(distinct[-1])  # every resumed cell is among them
+    fix = "--root A_FOLDER_WITH_ROOM, or fewer faults (--short, --only TEXT)"
+    check_room(distinct[-1], subject=f"--root {root}", fix=fix)  # every resumed cell is among them
     for several in distinct:
-        if several:
-            submit(several)
+        code = submit(several) if several else 0
+        if code == 130:
+            raise KeyboardInterrupt
+        if code == EXIT_BUSY:
+            raise Busy(f"another process runs some of these under {root}; ask again when it is done")
     return cells

@@ -17,6 +17,7 @@ from harness.bisect.search import Answer
 from harness.bisect.settings import KeySearch
 from harness.bisect.trials import Request, answer_of
 from harness.config.errors import BadRequest, refuse
+from harness.launch.room import NoRoom
 from harness.parity import Finding, Grade, Outcome, Stage, Verdict
 from harness.store.rundir import Store
 from tests.parity.arms import Arm, broken
@@ -24,6 +25,7 @@ from tests.parity.edits import edit_json
 from tests.parity.lab import write
 from tests.study.test_code import commit, git
 from tests.support.composing import compose
+from tests.support.disk import small_disk
 
 ROOT = Path(__file__).parents[2]
 PLAIN = Arm(steps=3, updates=())
@@ -199,6 +201,18 @@ def test_versions_are_compared_and_the_next_command_asks_the_same(toy: Path) -> 
     assert ToySnapshot.ran == ["0 clean", "1 doubled"], "the old one first: it is the control"
 
 
+def test_nothing_is_run_where_runs_do_not_fit_on_the_disk(toy: Path) -> None:
+    """Two runs and three trials; asked with done ends, what is left of the search."""
+    grow(toy, "clean", "harmless", "harmless", "doubled", "doubled", "doubled", "doubled", "doubled")
+    (toy / "runs").mkdir()
+    with small_disk(toy / "runs", 20):
+        with pytest.raises(NoRoom, match=r"--root runs: has .* what would be trained \(2 runs\) keeps at least 2"):
+            compare_code(Request(("train.steps=3",)), "main~7", "main", [].append)
+        with pytest.raises(NoRoom, match=r"what would be trained \(5 runs\)"):
+            found("main~7", "main")
+        assert ToySnapshot.ran == []
+
+
 def test_nothing_is_run_where_one_version_does_not_compose(toy: Path) -> None:
     grow(toy, "clean", "broken")
     with pytest.raises(BadRequest, match=r"main \(\w{7}\): cannot do what is asked. It is broken"):
@@ -209,7 +223,7 @@ def test_nothing_is_run_where_one_version_does_not_compose(toy: Path) -> None:
 @pytest.mark.parametrize(
     ("request_", "says"),
     [
-        (Request(("launch.root=/x",)), "a store of its own"),
+        (Request(("launch.root=/x",)), "stores of their own"),
         (Request(("launch.dry_run=true",)), "needs runs"),
         (Request(("train.steps=2",), bitwise=True), "numerics=fast promises no order"),
         (Request(("numerics=fast",), bitwise=True), "numerics=fast promises no order"),
@@ -283,6 +297,14 @@ def test_one_setting_among_harmless_ones_is_found(tmp_path: Path, monkeypatch: p
         "fault.name=F01_duplicated_gradient for none is the smallest difference of 4 that flips the verdict: DIFFERENT"
     )
     assert responsible.next[0].startswith(f"python run.py --from {ends[0]} fault.name=F01_duplicated_gradient ")
+
+
+def test_trials_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated(monkeypatch, {"fault.name": "DIFFERENT"})
+    with small_disk(tmp_path, 40) as disk:
+        ends = two_cells(disk, "fault=F01_duplicated_gradient", *HARMLESS)
+        with pytest.raises(NoRoom, match=f"--root {disk}: has .* \\(2 of 2 cells, and about 2 more\\)"):
+            KeySearch(Request(root=str(disk)), *ends, [].append).find()
 
 
 def test_sets_the_rules_refuse_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

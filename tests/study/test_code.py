@@ -117,6 +117,8 @@ def test_code_outside_a_checkout_has_one_version(tmp_path: Path, top: Path, monk
             Repository.own(tmp_path / "runs")
     monkeypatch.setattr(revisions, "PACKAGE", top / "harness")
     assert Repository.own(tmp_path / "runs").top == top
+    with pytest.raises(BadRequest, match="PYTHONPATH"):
+        Repository.own(tmp_path / "a:b")
 
 
 def test_a_hooks_variables_lead_nowhere(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
 from harness.cli.main import main
+from harness.config.compose import Cell
 from harness.config.faults import AMOUNTS, corpus
 from harness.parity.power.score import Judged
+from harness.store.errors import Busy
 from harness.study import whole
-from harness.study.power import Kind, pairs
+from harness.study.power import Kind, carry_out, pairs
 from tests.study import short
 
 SHORT = pairs(short=True)
@@ -119,3 +121,16 @@ def test_the_part_about_whole_runs_is_of_all_its_pairs(name: str, held_out: bool
     assert (
         f"judges frozen at commit `{data['code']['sha'][:7]}`" in (root / "docs" / "records" / "power.md").read_text()
     )
+
+
+@pytest.mark.parametrize(("code", "ended"), [(130, KeyboardInterrupt), (69, Busy)])
+def test_a_campaign_that_was_stopped_is_not_judged(
+    code: int, ended: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def submit(cells: Sequence[Cell]) -> int:
+        assert len(cells) == 2
+        return code
+
+    monkeypatch.setattr("harness.launch.submit.submit", submit)
+    with pytest.raises(ended):
+        carry_out(SHORT[:1], str(tmp_path))
