@@ -6,9 +6,11 @@ import json
 import shlex
 import sys
 from argparse import ArgumentParser, Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
 from harness.cli.verb import Verb
+from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.rundir import Store
 from harness.store.screen import INDENT, fold, width
@@ -18,7 +20,9 @@ SHOWN = 8
 
 
 def _arguments(parser: ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run that is done: a path, a prefix of a signature or @last")
+    parser.add_argument(
+        "words", metavar="RUN", nargs="*", help="a run that is done: a path, a prefix of a signature or @last"
+    )
     parser.add_argument("--preempt-at", type=int, required=True, metavar="N", help="the last step before it is stopped")
     parser.add_argument(
         "--as",
@@ -33,15 +37,29 @@ def _arguments(parser: ArgumentParser) -> None:
 
 def _rehearse(arguments: Namespace) -> int:
     store = Store(arguments.root)
+    name, changes = _told_apart([*arguments.words, *arguments.changes])
     found = rehearse(
-        store.find(arguments.run),
+        store.find(name),
         Path(arguments.root),
         arguments.preempt_at,
-        arguments.changes,
+        changes,
         lambda line: print(line, file=sys.stderr, flush=True),
     )
     print(json.dumps(found.as_json(), indent=2) if arguments.json else text(found))
     return 0 if found.equal else 1
+
+
+def _told_apart(words: Sequence[str]) -> tuple[str, list[str]]:
+    """The run and the overrides, in whatever order: an option that takes several words takes a run behind it as well.
+
+    Raises:
+        BadRequest: there is no run, or more than one.
+    """
+    runs = [word for word in words if "=" not in word] or list(words[:1])
+    if len(runs) != 1:
+        subject = " ".join(["rehearse", *words])
+        raise refuse(subject, f"takes 1 RUN, not {len(runs)}", fix="rehearse RUN --preempt-at N --as KEY=VALUE ...")
+    return runs[0], [word for word in words if word != runs[0]]
 
 
 def text(found: Rehearsal) -> str:

@@ -11,21 +11,29 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.config.errors import refuse
-from harness.config.overrides import quote
+from harness.config.schema import Backend
+from harness.config.words import quote
 from harness.launch.local.ranks import log_tail
+from harness.launch.room import kept_by, require
 from harness.store import provenance, status
+from harness.store.errors import Busy
 from harness.store.fields import compared
+from harness.store.files import Lock
 from harness.store.metrics import read_metrics
-from harness.store.rundir import CONFIG, RunDir
+from harness.store.reading import checked
+from harness.store.rundir import CONFIG, RunDir, Store, read_summary
 from harness.store.status import State
+from harness.study.replay import replay
 
 PREEMPTED = 75
+WEIGHTS = {"initial_weights": str, "final_weights": str}
+"""What is read of a summary, as a shape."""
 
 
 @dataclass(frozen=True)
@@ -67,34 +75,46 @@ def rehearse(
     """Interrupt, go on, compare.
 
     Args:
-        run: the uninterrupted one, done. root: of its store. preempt_at: the last step before the interruption.
-        changes: overrides for the second part: another layout. tell: is told what is under way.
+        run: the uninterrupted one, done. root: of the store below which both parts lie. preempt_at: the last step
+            before the interruption. changes: overrides for the second part: another layout. tell: is told what is
+            under way.
 
     Raises:
-        BadRequest: the run is not done, has other sources, or has no such step; or another layout owes no bits here.
+        BadRequest: the run is not done, has other sources, or has no such step; another layout owes no bits here, or
+            cannot be composed; or the disk has no room for both parts.
+        Busy: another process rehearses the same.
     """
-    config = run.config()
-    _check(run, config, preempt_at, changes)
-    store = root / ".rehearsals" / f"{run.signature()[:8]}-{preempt_at}"
-    shutil.rmtree(store, ignore_errors=True)
-    begin = ["--from", str(run.path), "ckpt=last", f"launch.preempt_at={preempt_at}"]
-    tell(f"training to step {preempt_at}, and stopping there")
-    _call(begin, store / "interrupted", PREEMPTED)
-    first = _only_run(store / "interrupted")
-    resumed = first
-    if changes:
-        tell(f"going on as {' '.join(changes)}")
-        words = ["--from", str(run.path), "ckpt=last", f"ckpt.load={quote(str(first / 'ckpt'))}", *changes]
-        _call(words, store / "resumed", 0)
-        resumed = _only_run(store / "resumed")
-    else:
-        tell("going on")
-        _call(begin, store / "interrupted", 0)
-    return _compared(run, first, resumed, preempt_at)
+    _check(run, preempt_at, changes)
+    folder = Store(root).root / ".rehearsals"
+    store = folder / f"{run.signature()[:8]}-{preempt_at}"
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = Lock.acquire(folder / f"{store.name}.lock")
+    if lock is None:
+        raise Busy(f"another process rehearses in {store}; wait for it")
+    with lock:
+        shutil.rmtree(store, ignore_errors=True)
+        again = ("--from", str(run.path))
+        begin = (*ALONE, f"launch.preempt_at={preempt_at}")
+        parts: list[tuple[Sequence[str], Path]] = [(begin, store / "interrupted")]
+        if changes:
+            parts.append(((*ALONE, "launch.preempt_at=0", *changes), store / "resumed"))
+        _check_room(run, parts, root)
+        tell(f"training to step {preempt_at}, and stopping there")
+        _call([*again, *begin], store / "interrupted", PREEMPTED)
+        first = _only_run(store / "interrupted")
+        tell(f"going on as {' '.join(changes)}" if changes else "going on")
+        words, where = parts[-1]
+        _call([*again, *words, *([f"ckpt.load={quote(str(first / 'ckpt'))}"] if changes else [])], where, 0)
+        return _compared(run, first, _only_run(where), preempt_at)
 
 
-def _check(run: RunDir, config: Mapping[str, Any], preempt_at: int, changes: Sequence[str]) -> None:
-    state, steps = status.effective(run.path), config["train"]["steps"]
+ALONE = ("ckpt.policy=last", "wandb.mode=disabled", "launch.inline=false", "launch.rerun=never")
+"""What both parts are told, whatever the run was: they save, and are mirrored nowhere, for the run's own mirror has the
+same id."""
+
+
+def _check(run: RunDir, preempt_at: int, changes: Sequence[str]) -> None:
+    state, steps = status.effective(run.path), run.setting("train.steps")
     if state is None or state.state is not State.done:
         told = "has not been started" if state is None else f"is {state.state.value}"
         raise refuse(run.name, f"{told}: there is nothing whole to hold it against", fix="run it to its end first")
@@ -102,15 +122,39 @@ def _check(run: RunDir, config: Mapping[str, Any], preempt_at: int, changes: Seq
         raise refuse(
             f"--preempt-at {preempt_at}", f"is no step before the last of {steps}", choices=f"1 to {steps - 1}"
         )
-    recorded, current = provenance.read(run.path).get("sources_digest"), provenance.sources_digest()
-    if recorded != current:
+    if run.setting("cluster.backend") != Backend.local.name:
+        problem = "was made by a scheduler's job, and a rehearsal trains here and waits"
+        fix = "run the same with cluster=local in a store of its own (launch.root=DIR), and rehearse that"
+        raise refuse(run.name, problem, fix=fix)
+    origin, current = provenance.read(run.path), provenance.sources_digest()
+    if origin.get("sources_digest") != current:
         problem = "was made by other sources than these: what differs could be theirs"
         raise refuse(run.name, problem, fix="run it again with launch.rerun=stale")
-    if changes and config["numerics"]["mode"] != "exact":
-        problem = (
-            f"another layout owes the same bits only under numerics=exact, and this is {config['numerics']['mode']}"
-        )
+    if (made_on := origin.get("cpu_model", provenance.cpu_model())) != provenance.cpu_model():
+        problem = f"was made on another processor, {made_on}: what differs could be this one's"
+        raise refuse(run.name, problem, fix="run it again here with launch.rerun=always")
+    if changes and (mode := run.setting("numerics.mode")) != "exact":
+        problem = f"another layout owes the same bits only under numerics=exact, and this is {mode}"
         raise refuse(" ".join(changes), problem, fix="rehearse a run with numerics=exact, or leave the layout as it is")
+
+
+def _check_room(run: RunDir, parts: Sequence[tuple[Sequence[str], Path]], root: Path) -> None:
+    """Compose both parts before the first is trained, and ask for room for them together.
+
+    Raises:
+        BadRequest: one of them cannot be composed, or they do not fit.
+    """
+    cells = [
+        replay(run.config(), run.overrides(), [*words, "launch.dry_run=true", f"launch.root={quote(str(store))}"])
+        for words, store in parts
+    ]
+    require(
+        root,
+        kept_by(cells),
+        "what would be trained",
+        subject=f"--root {root}",
+        fix=f"--root A_FOLDER_WITH_ROOM, with {run.path} as the run",
+    )
 
 
 def _call(words: Sequence[str], store: Path, expected: int) -> None:
@@ -150,7 +194,7 @@ def _compared(run: RunDir, first: Path, resumed: Path, preempt_at: int) -> Rehea
 
 
 def _ends(run: RunDir, resumed: RunDir, preempt_at: int) -> list[str]:
-    ours, theirs = (json.loads(each.summary.read_text(encoding="utf-8")) for each in (resumed, run))
+    ours, theirs = (checked(read_summary(each) or {}, WEIGHTS, str(each.summary)) for each in (resumed, run))
     found = []
     restored = ours.get("restored")
     if restored is None or restored["step"] != preempt_at:

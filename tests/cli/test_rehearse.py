@@ -16,8 +16,10 @@ from unittest import mock
 import pytest
 
 from harness.cli.main import main
+from harness.store.files import Lock
 from harness.store.rundir import RunDir, Store
 from harness.study import rehearse as rehearsal
+from tests.support.disk import small_disk
 from tests.support.programs import run_command, run_program
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,6 +93,11 @@ def test_a_record_that_differs_is_told(
     try:
         assert rehearse(run, "--preempt-at", "3") == 1
         assert capsys.readouterr().out.startswith("DIFFERENT: 1 differences, the first: step 5: loss is ")
+        summary = run.summary.read_text()
+        run.summary.write_text('{"status": "done"}')
+        assert rehearse(run, "--preempt-at", "3") == 2
+        assert "summary.json is damaged: initial_weights is missing" in capsys.readouterr().err
+        run.summary.write_text(summary)
     finally:
         run.metrics.write_text(text)
 
@@ -100,6 +107,8 @@ def test_a_record_that_differs_is_told(
     [
         (("--preempt-at", "6"), "is no step before the last of 6"),
         (("--preempt-at", "0"), "valid: 1 to 5"),
+        (("--preempt-at", "3", "--as", "shardin=optim"), "did you mean sharding"),
+        (("another", "--preempt-at", "3"), "takes 1 RUN, not 2"),
     ],
 )
 def test_what_cannot_be_rehearsed_is_refused(
@@ -107,6 +116,28 @@ def test_what_cannot_be_rehearsed_is_refused(
 ) -> None:
     assert rehearse(run, *words) == 2
     assert says in capsys.readouterr().err
+
+
+def test_words_stand_in_any_order(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--as` takes words until the next option, and here the run's is among them."""
+    words = ["rehearse", "--preempt-at", "6", "--as", "mesh=one", str(run.path), "--root", str(run.path.parents[1])]
+    assert main(words) == 2
+    assert "is no step before the last of 6" in capsys.readouterr().err
+
+
+def test_one_at_a_time_and_only_where_there_is_room(
+    run: RunDir, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with small_disk(tmp_path, 1) as disk:
+        words = ["rehearse", str(run.path), "--preempt-at", "4", "--root", str(disk)]
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert f"--root {disk}: has " in told
+        assert "what would be trained keeps at least" in told
+        (lock,) = (disk / ".rehearsals").glob("*.lock")
+        with Lock.acquire(lock) or pytest.fail("it is free again"):
+            assert main(words) == 69
+            assert "another process rehearses" in capsys.readouterr().err
 
 
 def test_a_run_is_exported_and_begun_from(run: RunDir, tmp_path: Path) -> None:
