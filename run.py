@@ -15,6 +15,7 @@ if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
 
+import contextlib
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +26,7 @@ from omegaconf import DictConfig
 from harness.cli.arguments import Arguments, read_arguments
 from harness.cli.failure import REQUEST_ERRORS, exit_code, explained, listen_to_interrupts
 from harness.cli.help import request_help
+from harness.cli.streams import standard_streams
 from harness.config.catalog import ROOT
 from harness.config.compose import Cell, compose_cell, register
 from harness.config.errors import refuse
@@ -38,20 +40,36 @@ from harness.study.request import carry_out, refuse_study
 
 def main(argv: list[str]) -> int:
     """Carry out a command line; returns the exit code."""
-    place = rank_place(os.environ)
-    is_rank = place.launcher == "torchrun" or place.world_size > 1
+    place: RankPlace | None = None
     try:
-        listen_to_interrupts()
-        return as_rank(argv, place) if is_rank else request(read_arguments(argv), lambda cell: carry_out([cell]))
+        with standard_streams(needed=False):
+            listen_to_interrupts()
+            place = _place()
+            is_rank = place.launcher == "torchrun" or place.world_size > 1
+            return as_rank(argv, place) if is_rank else request(read_arguments(argv), lambda cell: carry_out([cell]))
     except BrokenPipeError:  # `run.py launch.dry_run=true | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except REQUEST_ERRORS as error:
-        if place.rank == 0:
+        if place is None or place.rank == 0:
             print(explained(error), file=sys.stderr)
         return exit_code(error)
     except KeyboardInterrupt:
         return 130
+
+
+def _place() -> RankPlace:
+    """Who this process is.
+
+    Raises:
+        BadRequest: a launcher's variable is missing, or is not a number.
+    """
+    try:
+        return rank_place(os.environ)
+    except (KeyError, ValueError) as error:
+        told = f"no launcher would set this: {error}"
+        raise refuse(
+            "RANK, WORLD_SIZE, SLURM_*", told, fix="unset RANK WORLD_SIZE, or start by torchrun or srun"
+        ) from None
 
 
 def request(arguments: Arguments, run: Callable[[Cell], int]) -> int:
@@ -121,8 +139,9 @@ def work(answer: Answer, place: RankPlace) -> int:
     code = worker(Path(answer.run), answer.attempt, place, display)
     if place.rank == 0:
         print(f"next: {commands.verb(f'show {shlex.quote(str(answer.run))}')}")
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # a log on a full disk must not change the exit code
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)  # threads of a process group must not keep a finished rank alive
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 
@@ -42,9 +43,17 @@ def listen_to_interrupts() -> None:
 
 def _of_the_machine(error: OSError) -> str:
     """A file that cannot be made, read or written, and why."""
-    if isinstance(error, FileNotFoundError) and error.filename is None:
+    if isinstance(error, FileNotFoundError) and error.filename is None and _is_nowhere():
         return "the working directory is gone; change to another one (cd)"
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
+
+
+def _is_nowhere() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 __all__ = ["EXIT_BAD_REQUEST", "REQUEST_ERRORS", "exit_code", "explained", "listen_to_interrupts"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 
 from harness.cli.failure import REQUEST_ERRORS, exit_code, explained, listen_to_interrupts
 from harness.cli.help import verbs_help
+from harness.cli.streams import standard_streams
 from harness.cli.verb import Verb, parser_of
 from harness.cli.verbs import KINDS, VERBS
 from harness.config.errors import refuse
@@ -20,11 +20,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Carry out one verb; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        listen_to_interrupts()
-        verb, arguments = read(words)
-        return verb.run(arguments)
+        with standard_streams():
+            listen_to_interrupts()
+            verb, arguments = read(words)
+            return verb.run(arguments)
     except BrokenPipeError:  # `harness watch | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except REQUEST_ERRORS as error:
         print(explained(error), file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import sys
 import time
@@ -82,7 +83,7 @@ class Terminal:
 
     def __init__(self, out: IO[str] | None = None) -> None:
         self._out = out or sys.stdout
-        self.moving = self._out.isatty()
+        self.moving = self._out.isatty() and os.environ.get("TERM") != "dumb"
         """Whether a line can be replaced."""
         self._open = False
 

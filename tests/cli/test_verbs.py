@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from harness.cli.failure import explained
 from harness.cli.main import main, read
 from harness.cli.verbs import VERBS
+from harness.config.catalog import ROOT
+from harness.config.words import quote
 from harness.store import status
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State, Status
 from tests.support.composing import compose
-from harness.config.catalog import ROOT
-from harness.config.words import quote
 
 
 @pytest.fixture
@@ -95,12 +99,12 @@ def test_watch_counts_states_and_names_the_cause(root: Path, capsys: pytest.Capt
     assert "1 x ValueError: no luck" in out
     assert "next: python -m harness retry" in out
     assert f"--root {root}" in out
+    assert main(["watch", str(root / "adhoc")]) == 1
+    assert capsys.readouterr().out == out, "a study by its folder"
 
 
 def test_show_and_diff_end_with_what_is_next(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = (run.signature() for run in Store(root).runs())
-    assert main(["watch", str(root / "adhoc")]) == 1
-    assert capsys.readouterr().out == out, "a study by its folder"
     assert main(["diff", first[:8], second, "--root", str(root)]) == 0
     assert "train.seed" in capsys.readouterr().out
     failed = next(run for run in Store(root).runs() if run.status() is not None)
@@ -146,4 +150,64 @@ def test_a_reader_that_has_seen_enough_is_no_error(root: Path) -> None:
     command = [sys.executable, "-m", "harness", "show", str(Store(root).runs()[0].path), "--root", str(root)]
     done = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(write_end)
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def in_a_fork(act: Callable[[], int]) -> int:
+    """The exit code of what may close its streams; 99 where it raises."""
+    pid = os.fork()
+    if pid == 0:
+        code = 99
+        try:
+            code = act()
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_closed_streams_are_no_error_and_no_file_takes_their_number(root: Path) -> None:
+    def act() -> int:
+        os.closerange(0, 3)
+        sys.stdin = sys.stdout = sys.stderr = None  # type: ignore[assignment] # as Python begins then
+        found = main(["watch", "--root", str(root)])
+        return found if {os.readlink(f"/proc/self/fd/{each}") for each in range(3)} == {os.devnull} else 98
+
+    assert in_a_fork(act) == 1
+
+
+def test_an_output_that_cannot_be_written_is_told(root: Path, tmp_path: Path) -> None:
+    def act() -> int:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+        os.dup2(os.open(tmp_path / "told", os.O_WRONLY | os.O_CREAT), 2)
+        sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+        return main(["gc", "--root", str(root)])
+
+    assert in_a_fork(act) == 2
+    assert (tmp_path / "told").read_text() == "bad request:\n  standard output: No space left on device\n"
+
+
+def test_what_an_encoding_lacks_is_written_as_an_escape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = _frozen(Store(tmp_path / "ü"))
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert main(["show", str(run.path)]) == 0
+    assert b"/\\xfc/adhoc/" in written.getvalue()
+
+
+def test_a_folder_for_temporary_files_is_no_working_directory() -> None:
+    missing = FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+    assert explained(missing) == "bad request:\n  No usable temporary directory found in ['/tmp']"
+
+
+def test_a_home_is_meant_where_a_shell_leaves_its_sign_alone() -> None:
+    _, arguments = read(["report", "study", "--root=~/runs", "--out=~/page.html"])
+    assert (arguments.root, arguments.out) == (os.path.expanduser("~/runs"), Path.home() / "page.html")
+
+
+def test_variables_that_no_launcher_sets_are_a_bad_request(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert runpy.run_path(str(ROOT / "run.py"))["main"](["launch.dry_run=true"]) == 2
+    assert "unset RANK WORLD_SIZE" in capsys.readouterr().err

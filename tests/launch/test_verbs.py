@@ -271,6 +271,7 @@ def test_a_cell_of_a_set_has_one_line_of_a_terminal(monkeypatch):
     """It moves, in the room there is, and ends as what stays; elsewhere a few lines stay, each with its cell."""
     monkeypatch.setenv("COLUMNS", "40")
     monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal(Tty())
     display = RunDisplay(terminal, "cell 3 of 12  native-optim")
     for step in (1, 2):
@@ -282,6 +283,8 @@ def test_a_cell_of_a_set_has_one_line_of_a_terminal(monkeypatch):
     assert moved[1].startswith("cell 3 of 12  native-optim  step 1/100")
     assert moved[3] == "cell 3 of 12  runs/s/native-optim-0123abcd: done, 2 steps\n"
     assert "\x1b" not in shown(io.StringIO(), [1, 2])
+    monkeypatch.setenv("TERM", "dumb")
+    assert "\x1b" not in shown(Tty(), [1, 2])
 
 
 def test_a_terminal_that_went_away_does_not_end_the_run():
