@@ -74,6 +74,8 @@ def check_overrides(overrides: Sequence[str], *, multirun: bool = False, catalog
 
 
 def _read(text: str, multirun: bool, catalog: Catalog) -> Word | list[Violation]:
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        return [Violation(repr(text), "holds bytes that are not UTF-8", fix="a name in UTF-8")]
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:

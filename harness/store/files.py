@@ -157,15 +157,14 @@ _LOCK_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 def _open(path: Path) -> int:
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | _LOCK_FLAGS, 0o666)
-    except PermissionError:  # another person's run: its lock can be looked at all the same
-        pass
     except (IsADirectoryError, NotADirectoryError) as error:
         raise StoreError(f"the lock {path} cannot be taken: {error.strerror}; remove what is in its place") from error
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            raise StoreError(f"the lock {path} is a link or a FIFO, as no lock of ours is; remove it") from error
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise
-        raise StoreError(f"the lock {path} is a link or a FIFO, as no lock of ours is; remove it") from error
-    return os.open(path, os.O_RDONLY | _LOCK_FLAGS)
+    return os.open(path, os.O_RDONLY | _LOCK_FLAGS)  # another person's run, or an archive: it can be looked at
 
 
 def is_held(path: Path) -> bool:

@@ -96,8 +96,17 @@ def _old(path: Path) -> bool:
 
 
 def _item(path: Path, why: str) -> Item:
-    files = path.rglob("*") if path.is_dir() else iter([path])
-    return Item(path, why, sum(found.st_size for file in files if stat.S_ISREG((found := file.lstat()).st_mode)))
+    files = (Path(folder, name) for folder, _, names in os.walk(path) for name in names)  # also where some vanish
+    return Item(path, why, sum(map(_size, files if path.is_dir() else [path])))
+
+
+def _size(path: Path) -> int:
+    """Bytes of a regular file; 0 of anything else, and of what has vanished meanwhile."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return 0
+    return found.st_size if stat.S_ISREG(found.st_mode) else 0
 
 
 def _run_folders(root: Path) -> Iterator[Path]:

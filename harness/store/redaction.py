@@ -21,7 +21,7 @@ LONG = 10_000
 """Characters from which on a text is looked through once only."""
 
 _TELLING = re.compile(
-    r"KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|COOKIE|WEBHOOK|JWT|(?:^|_|PG)PASS(?:_|$)|_PAT$|_AUTH(?:_|$)",
+    r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|COOKIE|WEBHOOK|JWT|(?:^|_|PG)PASS(?:_|$)|_PAT$|_AUTH(?:_|$)",
     re.IGNORECASE,
 )
 """What the name of a variable holds whose value is nobody's business."""
@@ -74,12 +74,17 @@ def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
     found = {
         name: value
         for name, value in environment.items()
-        if len(value) >= LEAST and _TELLING.search(name) and not _is_path(name, value)
+        if len(value) >= LEAST and _TELLING.search(name) and not (_is_path(name, value) or _is_count(name, value))
     }
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
 
 
 _OF_PATHS = re.compile(r"_(?:FILE|PATH|DIR|HOME)$", re.IGNORECASE)
+
+
+def _is_count(name: str, value: str) -> bool:
+    """Whether a variable counts something (`MAX_TOKENS=20000000`): its value may stand in any record, as a number."""
+    return value.isdecimal() and bool(re.search(r"(?:TOKEN|KEY)S(?:_|$)", name, re.IGNORECASE))
 
 
 def _is_path(name: str, value: str) -> bool:

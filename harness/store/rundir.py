@@ -263,10 +263,13 @@ class Store:
             root: the folder of studies; need not exist yet.
 
         Raises:
-            StoreError: the path holds a newline or another control character, which neither sbatch nor logs survive.
+            StoreError: the path holds a newline or another control character, which neither sbatch nor logs survive, or
+                bytes that are no UTF-8, as which it is written down.
         """
         if any(ord(character) < 32 or ord(character) == 127 for character in str(root)):
             raise StoreError(f"launch.root={str(root)!r} holds a control character (a newline?); choose another folder")
+        if any("\ud800" <= character <= "\udfff" for character in str(root)):
+            raise StoreError(f"launch.root={str(root)!r} is not UTF-8; choose another folder")
         self.root = _anchored(root)
 
     def path_of(self, cell: CellLike) -> Path:

@@ -13,6 +13,7 @@ from harness.store import files
 from harness.store.errors import StoreError
 from harness.store.files import Lock, SameFiles, held, is_held, write_atomic, write_json
 from harness.store.reading import read_json
+from tests.support.disk import small_disk
 
 
 def test_replaces_whole_and_leaves_nothing_else(tmp_path):
@@ -88,6 +89,15 @@ def test_looking_at_a_lock_is_no_holding(tmp_path):
     with path.open() as other:
         fcntl.flock(other, fcntl.LOCK_SH)  # somebody else who looks at this very moment
         assert not is_held(path)
+
+
+def test_an_archive_can_be_looked_at(tmp_path):
+    with small_disk(tmp_path, 1) as disk:
+        (disk / ".lock").touch()
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(OSError, match="Read-only"):
+            (disk / "new").touch()
+        assert not is_held(disk / ".lock")
 
 
 def test_bookkeeping_waits_and_then_says_for_what(tmp_path):

@@ -195,7 +195,11 @@ SECRETS = {
     "DB_PASS": "battery staple",
     "AWS_SECRET_ACCESS_KEY": "/bPxRfi/CYEXAMPLE",
     "TOKEN_FILE": "/run/secrets/token",
+    "MAX_TOKENS": "20000000",
+    "HF_TOKENIZER": "my-tokenizer",
 }
+SAID = ("TOKEN_FILE", "MAX_TOKENS", "HF_TOKENIZER")
+"""Those that hold no secret."""
 
 
 @pytest.mark.parametrize(
@@ -203,6 +207,7 @@ SECRETS = {
     [
         ("ValueError: 401 for w4ndb-0123456789", "ValueError: 401 for <redacted>"),
         ("read /run/secrets/token", "read /run/secrets/token"),
+        ("tokens: 20000000\ntarget: my-tokenizer", "tokens: 20000000\ntarget: my-tokenizer"),
         ("export HF_TOKEN=abcdefgh1", "export HF_TOKEN=<redacted>"),
         ("+password = 'hunter2'", "+password = '<redacted>'"),
         ('"AWS_SECRET_ACCESS_KEY": "abcd1234"', '"AWS_SECRET_ACCESS_KEY": "<redacted>"'),
@@ -239,7 +244,7 @@ def test_no_file_of_ours_holds_a_planted_secret(tmp_path: Path, monkeypatch: pyt
     assert len(found) == 3
     for text in found.values():
         assert HIDDEN in text
-        assert not any(value in text for name, value in SECRETS.items() if name != "TOKEN_FILE")
+        assert not any(value in text for name, value in SECRETS.items() if name not in SAID)
 
 
 EARLY = """
