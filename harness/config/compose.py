@@ -266,9 +266,15 @@ def _fits(value: Any, kind: Any) -> bool:
 
 def _anchor_paths(config: Config) -> None:
     """Make paths absolute: a rank may start elsewhere, and the same words must not mean two files."""
-    config.launch.root = os.path.abspath(os.path.expanduser(config.launch.root))
+    config.launch.root = _anchored(config.launch.root)
     if config.data.path is not None:
-        config.data.path = os.path.abspath(os.path.expanduser(config.data.path))
+        config.data.path = _anchored(config.data.path)
+    if config.ckpt.load is not None:
+        config.ckpt.load = _anchored(config.ckpt.load)
+
+
+def _anchored(path: str) -> str:
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def _count(config: Config) -> None:

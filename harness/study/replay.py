@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -45,12 +46,21 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
         reference: a path, a prefix of a signature or `@last`, under the root typed in `overrides` or the default one.
         overrides: what is to change.
 
+    Returns:
+        A cell of the store in which the run lies now. A run that was copied out of its store goes back to that, and
+        where that is gone to the root that is typed, or the default one.
+
     Raises:
         StoreError: there is no such run.
         BadRequest: as `compose_cell`.
     """
-    run = Store(shared_root(overrides)).find(reference)
-    return replay(run.config(), run.overrides(), overrides)
+    usual = shared_root(overrides)
+    run = Store(usual).find(reference)
+    frozen = run.config()
+    launch = frozen.get("launch", {})
+    around, before = Store(run.path.parent.parent), Path(launch.get("root", usual))
+    root = around.root if around.is_marked() else before if before.is_dir() else usual
+    return replay(frozen | {"launch": launch | {"root": str(root)}}, run.overrides(), overrides)
 
 
 def _choose(cfg: DictConfig, options: Sequence[str]) -> None:

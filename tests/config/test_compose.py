@@ -153,6 +153,8 @@ def test_paths_mean_the_same_wherever_a_rank_starts(tmp_path: Path, monkeypatch:
     cell = compose(["data=text", "data.path=text.txt", "launch.root=here"])
     assert cell.typed.data.path == str(tmp_path / "text.txt")
     assert cell.typed.launch.root == str(tmp_path / "here")
+    with pytest.raises(BadRequest, match=f"ckpt.load={tmp_path}/there: .* is no folder"):
+        compose(["ckpt.load=there"])
 
 
 @pytest.mark.parametrize("name", ["a'b", 'a"b', "a b", "ünïcødé-雪", "a,b=c", "a{b}[c]", "a$b`c", "back\\slash"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from harness.config.compose import compose, load_config, register
 from harness.config.errors import BadRequest
 from harness.config.option import read_option
 from harness.config.schema import Config, EngineName, MeasureMode
+from harness.store.rundir import Store
 from harness.store.study import read_study, study_record, write_study
 from harness.study.cells import Composer, Desired
 from harness.study.replay import replay, replay_run
@@ -222,6 +224,21 @@ def test_an_effectless_setting_of_the_frozen_cell_is_not_held_against_a_change(t
     text.write_text("x" * 10_000)
     cell = compose(["data=text", f"data.path={text}"])
     assert replay(cell.config, cell.overrides, ["data=stdlib"]).typed.data.path is None
+
+
+def test_a_run_is_made_again_in_the_store_in_which_it_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moved with its store, copied out of it, and copied out of one that is gone."""
+    before, after, alone = (tmp_path / name for name in ("before", "after", "alone/run"))
+    run = Store(before).create(compose([f"launch.root={before}"])).path
+    shutil.copytree(before, after)
+    shutil.copytree(run, alone)
+    there = after / run.relative_to(before)
+    assert replay_run(str(there), []).config["launch"]["root"] == str(after)
+    assert replay_run(str(alone), []).config["launch"]["root"] == str(before)
+    assert replay_run(str(there), [f"launch.root={alone}"]).config["launch"]["root"] == str(alone)
+    shutil.rmtree(before)
+    monkeypatch.chdir(tmp_path)
+    assert replay_run(str(alone), []).config["launch"]["root"] == str(tmp_path / "runs")
 
 
 def test_an_unknown_run_is_refused(tmp_path: Path) -> None:
