@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import configparser
 import netrc
+import os
 from collections.abc import Mapping
-from pathlib import Path
 from urllib.parse import urlsplit
 
 from harness.config.schema import WandbMode
@@ -52,7 +52,7 @@ def has_key(environment: Mapping[str, str]) -> bool:
 
 def _in_netrc(environment: Mapping[str, str]) -> bool:
     files = [environment["NETRC"]] if environment.get("NETRC") else ["~/.netrc", "~/_netrc"]
-    for path in (Path(file).expanduser() for file in files):
+    for path in map(os.path.expanduser, files):  # also where there is no home
         try:
             if netrc.netrc(path).hosts.get(urlsplit(server(environment)).netloc):
                 return True
@@ -63,10 +63,10 @@ def _in_netrc(environment: Mapping[str, str]) -> bool:
 
 def _setting(name: str, environment: Mapping[str, str]) -> str:
     """A value of the user's settings file; empty where there is none."""
-    folder = Path(environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    folder = os.path.expanduser(environment.get("WANDB_CONFIG_DIR") or "~/.config/wandb")
     parser = configparser.ConfigParser(interpolation=None)
     try:
-        parser.read(folder / "settings", encoding="utf-8")
+        parser.read(os.path.join(folder, "settings"), encoding="utf-8")
     except (OSError, configparser.Error, UnicodeDecodeError):
         return ""
     return parser.get("default", name, fallback="")

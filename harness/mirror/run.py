@@ -11,7 +11,9 @@ from harness.config.schema import OuterStrategy, WandbMode
 from harness.store import provenance
 from harness.store.fields import mirrored
 from harness.store.metrics import iter_metrics
-from harness.store.rundir import RunDir, read_summary
+from harness.store.reading import checked
+from harness.store.rundir import CONFIG, RunDir, read_summary
+from harness.store.shapes import Maybe, Shape
 from harness.store.study import read_study
 
 MAX_ID = 64
@@ -31,6 +33,17 @@ SUMMARIES = {
 }
 """What wandb keeps of a metric besides its curve; its last value otherwise."""
 
+SENT: Shape = {
+    **{group: {"name": str} for group in ("study", "engine", "dtype", "fault")},
+    "wandb": {"entity": Maybe(str), "project": str},
+    "sharding": {"strategy": str, "outer": str},
+    "mesh": {"dp_outer": int},
+    "numerics": {"mode": str},
+    "nccl_ub": {"mode": str},
+    "sharp": {"group": str},
+}
+"""What is read of a frozen configuration."""
+
 ORIGIN = ("sources_digest", "versions", "git", "cpu_model", "device", "hosts")
 """What of provenance goes into the run's config."""
 
@@ -49,7 +62,7 @@ class MirrorRun:
         import wandb
 
         self._run_dir, self._mode = run, mode
-        config = run.config()
+        config = checked(run.config(), SENT, str(run.path / CONFIG))
         self._run = wandb.init(
             **identity(run, config),
             entity=config["wandb"]["entity"],
@@ -123,7 +136,7 @@ def mirror_id(study: str, signature: str) -> str:
 
 def job_type(run: RunDir) -> str:
     """`control` or `arm` in a study that has a control, else `train`."""
-    record = read_study(run.path.parents[1], run.path.parent.name)
+    record = read_study(run.path.parent.parent, run.path.parent.name)
     controls = {cell["directory"]: cell["control"] for cell in (record or {"cells": []})["cells"]}
     if run.path.name not in controls or not any(controls.values()):
         return "train"
@@ -161,12 +174,12 @@ def outcome(run: RunDir) -> dict[str, Any]:
     last: dict[str, Any] = {}
     peak = 0
     for last in iter_metrics(run.metrics):
-        memory = last["memory"]
-        peak = max(peak, memory["allocated"] or memory["rss"] or 0)
+        memory = last.get("memory", {})
+        peak = max(peak, memory.get("allocated") or memory.get("rss") or 0)
     summary = read_summary(run) or {}
-    ended = bool(summary) and summary["step"] == last.get("step", 0)
+    ended = summary.get("step") == last.get("step", 0)
     found = {
-        "result/state": summary["status"] if ended else "unfinished",
+        "result/state": summary.get("status", "unfinished") if ended else "unfinished",
         "result/final_loss": last.get("loss"),
         "result/peak_bytes": peak or None,
         "result/sent_bytes": sum(kind["bytes"] for kind in last.get("comm", {}).values()),

@@ -12,6 +12,7 @@ from harness.config.schema import WandbMode
 from harness.mirror.run import MirrorRun
 from harness.parity import StudyVerdict, Verdict, loss_bounds, verdict
 from harness.store import status
+from harness.store.errors import StoreError
 from harness.store.metrics import iter_metrics
 from harness.store.rundir import RunDir
 from harness.store.status import JobProbe, State
@@ -41,14 +42,23 @@ def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: C
 
     Returns:
         How many were sent.
+
+    Raises:
+        StoreError: some cannot be read; all others were sent.
     """
-    sent, verdicts = 0, _Verdicts()
+    sent, verdicts, damaged = 0, _Verdicts(), []
     for run in runs:
-        why = _held_back(run, jobs)
-        if not why:
-            send(run, mode, verdicts.of(run))
-            sent += 1
+        try:
+            why = _held_back(run, jobs)
+            if not why:
+                send(run, mode, verdicts.of(run))
+                sent += 1
+        except StoreError as error:
+            why = "left out, it is damaged"
+            damaged.append(str(error))
         tell(f"{run.name}: {why or DONE[mode]}")
+    if damaged:
+        raise StoreError("\n  ".join(damaged))
     return sent
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from harness.config.schema import Config, WandbMode
 from harness.store import commands, status
 from harness.store.errors import StoreError
 from harness.store.provenance import PACKAGE
+from harness.store.reading import read_text
 
 CLOSE_S, HURRY_S = 60.0, 10.0
 """How long a run that is done, and one that must make room, waits for what is still to be sent."""
@@ -76,12 +78,20 @@ class Mirror:
     def _ended(self) -> None:
         process, self._process = self._process, None
         if process is not None and process.returncode:
-            lines = (self._run_dir / "wandb" / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            self._fail(lines[-1] if lines else f"its process ended with {process.returncode}")
+            self._fail(self._last_word() or f"its process ended with {process.returncode}")
+
+    def _last_word(self) -> str:
+        """The last line of its log; empty where there is none, or somebody has tidied it away."""
+        try:
+            lines = (read_text(self._run_dir / "wandb" / LOG) or "").strip().splitlines()
+        except StoreError:
+            return ""
+        return lines[-1] if lines else ""
 
     def _fail(self, why: str) -> None:
         self._process = None
-        text = f"wandb mirror: {why}; the record is whole without it: {commands.verb(f'sync {self._run_dir}')}"
+        again = commands.verb(f"sync {shlex.quote(str(self._run_dir))}")
+        text = f"wandb mirror: {why}; the record is whole without it: {again}"
         self._warn(text)
         with contextlib.suppress(OSError, StoreError):
             status.note(self._run_dir, mirror=text)
@@ -94,7 +104,7 @@ def _start(run_dir: Path, mode: WandbMode) -> subprocess.Popen[bytes]:
     path = os.pathsep.join([str(PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     with (folder / LOG).open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "harness.mirror", str(run_dir), mode.value],
+            [sys.executable, "-P", "-m", "harness.mirror", str(run_dir), mode.value],
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,

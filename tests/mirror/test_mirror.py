@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +201,14 @@ def test_a_key_is_found_where_wandb_finds_it(tmp_path: Path) -> None:
     assert has_key(nowhere)
     (tmp_path / "settings").write_text(f"[default]\napi_key = {KEY}\n")
     assert has_key(nowhere)
+
+
+def test_a_mirror_whose_log_was_tidied_away_does_not_end_the_run(tmp_path: Path) -> None:
+    told: list[str] = []
+    process = subprocess.Popen(["false"])
+    process.wait()
+    run = tmp_path / "my runs" / "adhoc" / "arm-01234567"
+    Mirror(run, process, told.append).check()
+    (line,) = told
+    assert "wandb mirror: its process ended with 1; " in line
+    assert shlex.split(line)[-1] == str(run)

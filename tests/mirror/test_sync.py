@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,21 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
         edit_config(run, "study", question="Is it the same?")
     status.note(moving, state=State.running, keeper=Keeper.slurm)
     return root
+
+
+def test_a_damaged_run_is_named_and_hides_no_other(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(store, tmp_path / "runs")
+    found = (tmp_path / "runs").glob("lab/*/status.json")
+    damaged, other, _ = sorted(found, key=lambda path: "running" in path.read_text())
+    damaged.write_text("{")
+    shutil.rmtree(other.parent)
+    assert main(["sync", "lab", "--offline", "--root", str(tmp_path / "runs")]) == 2
+    out, err = capsys.readouterr()
+    assert "left out, it is damaged" in out
+    assert "left alone, it is running" in out
+    assert f"{damaged} is not valid JSON" in err
 
 
 def test_a_study_is_sent_with_its_verdicts(
