@@ -107,6 +107,9 @@ def _consistent(parsed: argparse.Namespace) -> None:
         )
     if parsed.resolve and not parsed.cfg:
         raise refuse("--resolve", "goes with --cfg, which it fills in", fix="--cfg job --resolve, or leave it out")
+    if parsed.package and not parsed.cfg:
+        problem = "names a part of what --cfg shows, and there is no --cfg"
+        raise refuse(f"--package {parsed.package}", problem, fix="--cfg job --package train, or leave it out")
     if parsed.frozen and (parsed.multirun or parsed.cfg):
         raise refuse(
             "--from", "runs one frozen cell again", fix=f"drop -m and --cfg; `{commands.verb('show RUN')}` prints it"

@@ -137,8 +137,10 @@ KINDS = {
     "-m study.grid.x=${train.steps}": "takes axes",
     "-m study.control=${optimizer}": "takes pairs",
     "--resolve": "goes with --cfg",
+    "--package=train": "there is no --cfg",
 }
-"""Lists and tables of something else than they hold, which OmegaConf lets through; and what is said of them."""
+"""Lists and tables of something else than they hold, which OmegaConf lets through; flags without what they go with, of
+which `-p` takes the next word; and what is said of them."""
 
 
 @pytest.mark.parametrize("words", KINDS)

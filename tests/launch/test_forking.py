@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,14 +17,16 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.checks.bad_requests import poison_torch
 from harness.config.errors import BadRequest
 from harness.launch.local import forking
-from harness.launch.local.forking import Adopted, forks
+from harness.launch.local.forking import Adopted, NotForked, fork_rank, forks
 from harness.store import status
 from harness.store.metrics import read_metrics
+from harness.store.rundir import Store
 from harness.store.status import State
 from harness.worker import forkserver
-from tests.launch.test_kills import LIMIT_S, Launched
+from tests.launch.test_kills import LIMIT_S, PATIENCE_S, REPOSITORY, Launched
 from tests.support.composing import compose
 
 SHORT = ("train.steps=20", "measure.capture_steps=[1,2]")
@@ -121,6 +126,37 @@ def test_where_it_may_not_be_it_is_refused_and_not_done(overrides: tuple[str, ..
     with pytest.raises(BadRequest, match=r"launch\.fork=true") as refused:
         compose(["launch.fork=true", "launch.dry_run=true", *overrides])
     assert named in str(refused.value)
+
+
+def test_a_rank_that_no_message_can_ask_for_is_not_forked(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("wb") as log, pytest.raises(NotForked, match="Message too long"):
+        fork_rank({**os.environ, "SIZE": "large"}, tmp_path, 0, {"LARGE": "x" * 300_000}, (), log.fileno())
+    assert not any(("SIZE", "large") in key for key in forking._SERVERS)
+
+
+@pytest.mark.parametrize(
+    ("asked", "code", "says"),
+    [
+        ((), 1, "failed, rank [01]: ImportError: torch on the desk"),
+        (("launch.fork=true",), 2, "launch.fork=true: .*fork server.*; leave it out"),
+    ],
+)
+def test_a_server_that_dies_leaves_ranks_that_tell_why(
+    asked: tuple[str, ...], code: int, says: str, tmp_path: Path
+) -> None:
+    """It dies of what it imports, of which ranks of their own fail in words."""
+    poison_torch(tmp_path)
+    words = [sys.executable, "run.py", *SHORT, f"launch.root={tmp_path}/runs", *asked]
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}/poison"}
+    done = subprocess.run(words, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == code
+    assert re.search(says, done.stdout + done.stderr)
+    assert "Traceback" not in done.stderr
+    (run,) = Store(tmp_path / "runs").runs()
+    found = status.read(run.path)
+    assert found is not None
+    assert found.state is State.failed
+    assert "torch on the desk" in (run.attempt_dir(0) / "rank0.log").read_text()
 
 
 def test_where_orphans_cannot_be_adopted_ranks_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,7 +183,15 @@ class _ForkedServer:
     """`subprocess.Popen` of `harness.worker.forkserver`, as `ForkServer` calls it."""
 
     def __init__(
-        self, command: Sequence[str], *, env: Mapping[str, str], stdin: int, pass_fds: Sequence[int], process_group: int
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        stdin: int,
+        stdout: int,
+        stderr: int,
+        pass_fds: Sequence[int],
+        process_group: int,
     ) -> None:
         assert list(command[:-1]) == [sys.executable, "-P", "-m", "harness.worker.forkserver"], command
         sys.stdout.flush()
@@ -193,6 +201,8 @@ class _ForkedServer:
             os.setpgid(0, process_group)
             atexit._clear()
             _begin(env, stdin=True)
+            os.dup2(stdout, 1)
+            os.dup2(stderr, 2)
             _close_all_but({0, 1, 2, *pass_fds})
             os._exit(_as_main(list(command[1:])))
 

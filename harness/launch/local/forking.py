@@ -50,6 +50,10 @@ def adopts_orphans() -> bool:
     return True
 
 
+class NotForked(OSError):
+    """A fork server forked no rank: it is gone, cannot, or cannot be told what."""
+
+
 class Adopted:
     """A process that became this one's child; what `subprocess.Popen` offers, as far as a launcher needs it."""
 
@@ -72,10 +76,11 @@ class Adopted:
 class ForkServer:
     """One `harness.worker.forkserver`, started on the first request."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: Mapping[str, str], log: int) -> None:
         """
         Args:
             environment: what the server imports under.
+            log: where it writes what its imports print, and what they fail of.
 
         Raises:
             OSError: it cannot be started.
@@ -87,6 +92,8 @@ class ForkServer:
                 [sys.executable, "-P", "-m", "harness.worker.forkserver", str(its.fileno())],
                 env=dict(environment),
                 stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
                 pass_fds=(its.fileno(),),
                 process_group=0,  # a terminal's Ctrl-C is the launcher's
             )
@@ -103,16 +110,16 @@ class ForkServer:
             log: where it writes what it prints.
 
         Raises:
-            RuntimeError: the server is gone, or cannot fork.
+            NotForked: it did not become one.
         """
         request = {"run": str(run.resolve()), "attempt": attempt, "environment": environment, "folder": os.getcwd()}
         try:
             socket.send_fds(self._connection, [json.dumps(request).encode()], [*descriptors, log])
             reply = json.loads(self._connection.recv(REPLY_BYTES) or b"{}")
-        except OSError as error:
-            raise RuntimeError(f"the fork server is gone: {error}") from error
+        except OSError as error:  # gone, or an environment that is larger than a message
+            reply = {"error": f"no rank can be asked of the fork server: {error.strerror}"}
         if "pid" not in reply:
-            raise RuntimeError(f"launch.fork=true: {reply.get('error', 'the fork server is gone')}; set it to false")
+            raise NotForked(reply.get("error", "the fork server is gone"))
         return Adopted(reply["pid"])
 
     def close(self) -> None:
@@ -125,16 +132,31 @@ class ForkServer:
 _SERVERS: dict[tuple[object, ...], ForkServer] = {}
 
 
-def fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """The server of this environment and of the sources as they are now; made where there is none.
+def fork_rank(
+    imports: Mapping[str, str],
+    run: Path,
+    attempt: int,
+    environment: Mapping[str, str],
+    descriptors: Sequence[int],
+    log: int,
+) -> Adopted:
+    """A rank of the server of these imports and of the sources as they are now, which is made where there is none.
+
+    Args:
+        imports: variables under which the server imports. The others are those of `ForkServer.start`.
 
     Raises:
-        OSError: it cannot be started.
+        NotForked: it did not become one. That server is ended: the next rank is asked of a new one.
+        OSError: no server can be started.
     """
-    key = (sources_digest(), *sorted(environment.items()))
+    key = (sources_digest(), *sorted(imports.items()))
     if key not in _SERVERS:
-        _SERVERS[key] = ForkServer(environment)
-    return _SERVERS[key]
+        _SERVERS[key] = ForkServer(imports, log)
+    try:
+        return _SERVERS[key].start(run, attempt, environment, descriptors, log)
+    except NotForked:
+        _SERVERS.pop(key).close()
+        raise
 
 
 def close_servers() -> None:

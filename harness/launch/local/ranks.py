@@ -18,7 +18,7 @@ import psutil
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
 from harness.launch.environment import child_environment, rank_environment
-from harness.launch.local.forking import Adopted, fork_server, forks
+from harness.launch.local.forking import Adopted, NotForked, fork_rank, forks
 from harness.store import failure
 from harness.store.failure import Failure
 from harness.store.rank_place import LEASH, PROGRESS
@@ -154,12 +154,19 @@ def start_ranks(
         devices: CUDA devices, one a rank; empty on CPU.
     """
     ranks: list[Rank] = []
+    imports = child_environment(run_environment(config), os.environ) if forks(config) else None
     try:
         for number in range(config.mesh.world_size):
             folder = run / "attempts" / str(attempt)
             variables = rank_environment(config, number, start=start, devices=tuple(devices), attempt=folder)
-            imports = run_environment(config) if forks(config) else None
-            ranks.append(_start_rank(run, attempt, number, variables, lock, imports))
+            try:
+                ranks.append(_start_rank(run, attempt, number, variables, lock, imports))
+            except NotForked as error:
+                if config.launch.fork:
+                    log = folder / f"rank{number}.log"
+                    raise OSError(f"launch.fork=true: {error}; leave it out ({log} has what it said)") from error
+                imports = None  # processes of their own need no server, and tell why where imports are what failed
+                ranks.append(_start_rank(run, attempt, number, variables, lock, imports))
     except BaseException:
         for rank in ranks:
             rank.close()
@@ -180,8 +187,7 @@ def _start_rank(
     try:
         with log.open("ab") as output:
             if imports is not None:
-                server = fork_server(child_environment(imports, os.environ))
-                process = server.start(run, attempt, environment, descriptors, output.fileno())
+                process = fork_rank(imports, run, attempt, environment, descriptors, output.fileno())
             else:
                 process = subprocess.Popen(
                     worker_command(run, attempt),
