@@ -9,6 +9,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 from harness.cli.verb import Verb
+from harness.config.adapter import environment
 from harness.config.errors import refuse
 from harness.config.schema import Dtype
 from harness.store.rundir import Store
@@ -77,7 +78,8 @@ def _convert(verb: str, source: str, arguments: Namespace) -> int:
             words += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     for each in arguments.rename:
         words += ["--rename", each]
-    return subprocess.run([sys.executable, "-m", "harness.checkpoint", *words], check=False).returncode
+    command = [sys.executable, "-P", "-m", "harness.checkpoint", *words]
+    return subprocess.run(command, env=environment(), check=False).returncode
 
 
 EXPORT = Verb("export", "a run's checkpoint in Hugging Face's or DCP's format", _export_arguments, _export)

@@ -112,10 +112,12 @@ def _describe(adapter: str, folder: str) -> Description | Violation:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, able to import this very package from another folder."""
+    """This process's environment, able to import this very package from another folder, and what lies in that folder:
+    `PYTHONSAFEPATH` keeps a person's programs from importing what lies about, and here it was asked for by name."""
     own = str(PACKAGE.parent)
     others = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != own]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([own, *others])}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+    return {**kept, "PYTHONPATH": os.pathsep.join([own, *others])}
 
 
 def _declared_here(adapter: str) -> Capabilities | None:

@@ -56,7 +56,7 @@ def choose_own_folder(path: str) -> Path:
     Raises:
         BadRequest: there is no such folder, or no file of it is an option of a group.
     """
-    folder, subject = Path(path).expanduser().absolute(), f"--config-dir {path}"
+    folder, subject = Path(os.path.abspath(os.path.expanduser(path))), f"--config-dir {path}"
     shape = "DIR/GROUP/NAME.yaml, with GROUP one of " + ", ".join(_own_groups())
     if not folder.is_dir():
         raise refuse(subject, "is no folder", choices=shape)

@@ -381,6 +381,12 @@ def test_token_ids_must_fit(tmp_path: Path) -> None:
         (["cluster=slurm", "cluster.account='a\nb'"], "cluster.account", "control character"),
         (["notes='a\nb'"], "notes", "control character"),
         (["notes='HF_TOKEN=abcdefgh1'"], "notes", "holds a secret"),
+        (["launch.root='/a:b'", "cluster=slurm", DRY], "launch.root", "ends an entry of PYTHONPATH"),
+        (
+            ["launch.root='/a,b'", "cluster=slurm", "cluster.container_image=x", "cluster.python=python3", DRY],
+            "launch.root",
+            "ends an entry of --container-mounts",
+        ),
         (["mesh.dp_outer=0"], "mesh.dp_outer", "out of range"),
         (["mesh.dp_outer=8"], "mesh.dp_outer", "does not divide"),
         (["measure.capture_steps=${train.steps}"], "measure.capture_steps", "a list of whole numbers"),

@@ -149,15 +149,15 @@ def a_container_brings_its_own_python(request: Request) -> Iterator[Violation]:
 @rule("launch.root")
 def root_survives_scripts_and_logs(request: Request) -> Iterator[Violation]:
     """The root's name goes into batch scripts and log patterns, where some characters end a line or expand."""
-    root = request.config.launch.root
-    expanding = sorted(set(root) & set("%\\\"'"))
-    if expanding and request.config.cluster.backend is Backend.slurm:
-        signs = " ".join(expanding)
-        yield Violation(
-            f"launch.root={root!r}",
-            f"holds {signs} , which sbatch expands or unquotes in log names",
-            fix="a folder without",
-        )
+    root, cluster = request.config.launch.root, request.config.cluster
+    if cluster.backend is not Backend.slurm:
+        return
+    signs = {"%\\\"'": "which sbatch expands or unquotes in log names", ":": "which ends an entry of PYTHONPATH"}
+    if cluster.container_image is not None:
+        signs |= {",": "which ends an entry of --container-mounts"}
+    for each, why in signs.items():
+        if held := sorted(set(root) & set(each)):
+            yield Violation(f"launch.root={root!r}", f"holds {' '.join(held)} , {why}", fix="a folder without")
 
 
 @rule()

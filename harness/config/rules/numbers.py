@@ -71,7 +71,7 @@ def _names(request: Request) -> dict[str, Violation]:
     name = request.config.study.name
     if _STUDY_NAME.fullmatch(name):
         return {}
-    choices = "lower-case letters, digits, and . _ - inside"
+    choices = "100 lower-case letters and digits at most, and . _ - among them"
     return {
         "study.name": Violation(
             f"study.name={name!r}", "is a folder's name", choices, f"study.name={slug(name)[:100] or 'adhoc'}"
