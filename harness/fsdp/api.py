@@ -59,13 +59,42 @@ def fully_shard_model(
     initial_value: InitialValue | None = None,
     **others: Unpack[OtherKeywords],
 ) -> MegatronModel:
-    """Shard a module over one or two dimensions of a device mesh (or over all ranks).
+    """Shard a module over one or two dimensions of a device mesh (or over all ranks), under megatron-fsdp's names.
 
-    Arguments are those of `ShardedModel` under megatron-fsdp's names; every option is a keyword too, described in
-    `harness.fsdp.options.Options`. `hybrid_fsdp_group`: all ranks of both dimensions, for which `device_mesh` may have
-    a flattened one; it is made here if it is None. `calculate_per_token_loss` sums gradients without dividing them.
-    `tp_dim`: over which a plan has cut parameters before (see [Note: Under tensor parallelism]); one of one rank asks
-    for nothing. `sync_model_each_microbatch` is what `set_model_auto_sync` sets.
+    Args:
+        module: sharded in place; its parameters become views of flat buckets. On the "meta" device only with
+            `initial_value` or `init_model_with_meta_device`.
+        device_mesh: the ranks, by axis; None: all ranks of the default group are one inner axis.
+        dp_shard_dim: name of the mesh's dimension over which shards are split, the inner axis.
+        dp_outer_dim: name of the dimension over which shards are replicated (HSDP), or optimizer state is split once
+            more (HFSDP); None: no outer axis.
+        tp_dim: name of the dimension over which a plan (`parallelize_module`) has cut parameters before (see
+            [Note: Under tensor parallelism]); one of one rank asks for nothing.
+        hybrid_fsdp_group: all ranks of both axes, for which the mesh may have a flattened dimension; None: made here.
+        expt_device_mesh: ranks of parameters with `allreduce = False`, those of experts; None: as the others.
+        hybrid_fsdp_expt_group: all ranks of both axes of experts.
+        fsdp_group_ag: communicator of the inner ranks for gathers alone; None: the one that also reduces.
+        expt_fsdp_group_ag: the same of experts.
+        fsdp_unit_modules: classes, or dotted paths of them, whose outermost instances are gathered, reduced and
+            released together, such as transformer blocks; None: the whole module is one unit.
+        zero_dp_strategy: what the inner axis splits: 0 `no_shard`, 1 `optim`, 2 `optim_grads`, 3 `optim_grads_params`.
+        outer_dp_sharding_strategy: what the outer axis splits: 0 `no_shard`, 1 `optim`.
+        device: where buckets live; None: where the parameters are, or of meta ones the group's.
+        init_model_with_meta_device: parameters on the meta device get values from each module's `reset_parameters()`.
+        mixed_precision_policy: dtypes of main weights, main gradients, wire and sum; None: `MixedPrecisionPolicy()`,
+            which keeps main weights in fp32.
+        sync_model_each_microbatch: whether a backward outside `no_sync()` and `sync()` ends the step's accumulation.
+        calculate_per_token_loss: gradients are summed and divided by nothing.
+        grad_divisor: what summed gradients are divided by, once a step; None: the number of data-parallel ranks, so
+            that a loop over k microbatches scales its loss by 1/k.
+        fsdp_double_buffer, maxpool_double_buffer: other names of the option `double_buffer`.
+        initial_value: gives each parameter's full value by its name, the same on all ranks; None: what the first rank
+            holds, as under DDP.
+        others: options by name, each described in `harness.fsdp.options.Options` and docs/engine_knobs.md; and
+            arguments of megatron-fsdp that are not built, with the one value that asks for nothing.
+
+    Returns:
+        The model that the loop calls in the module's place. Optimizers are given to `fully_shard_optimizer`.
 
     Raises:
         NotImplementedError: an argument of megatron-fsdp that is not built asks for something.
@@ -169,7 +198,16 @@ def _without_model(
 
 
 def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Unpack[ShardKeywords]) -> tuple[MegatronModel, Opt]:
-    """Shard a module and its optimizer for a plain loop; see `fully_shard_model` for the arguments.
+    """Shard a module and its optimizer for a plain loop.
+
+    Args:
+        module: sharded in place, over all ranks unless a mesh is given.
+        optimizer: over the module's parameters; it goes on with its groups, and updates this rank's shards.
+        arguments: those of `fully_shard_model`, such as `fsdp_unit_modules=[Block]` and `zero_dp_strategy=3`.
+
+    Returns:
+        The model, which the loop calls in the module's place and whose `no_sync()` and `clip_grad_norm_()` it uses; and
+        the same optimizer.
 
     Raises:
         As `fully_shard_model` and `fully_shard_optimizer`.

@@ -84,6 +84,17 @@ def test_rows_of_arguments_stand_alone(table: tuple[Argument, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("file", "entry", "keyword"), [("api", "fully_shard_model", "plain"), ("model", "ShardedModel", "direct")]
+)
+def test_an_entry_tells_what_each_of_its_arguments_does(file: str, entry: str, keyword: str) -> None:
+    source = (PACKAGE / "fsdp" / f"{file}.py").read_text(encoding="utf-8")
+    (text,) = (each.text or "" for each in documented(ast.parse(source)) if each.name == entry)
+    names = {getattr(each, keyword) for each in ARGUMENTS} - {""}
+    assert len(names) > 10
+    assert not [name for name in names if not re.search(rf"^    (\w+, )?{name}(, \w+)?: ", text, re.M)]
+
+
+@pytest.mark.parametrize(
     ("source", "told"),
     [
         ('def f():\n    """Of these, in the same order."""', "f leans"),
