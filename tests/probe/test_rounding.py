@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.engines.protocol import Microbatch
 from harness.models.registry import workload_for
@@ -80,3 +80,36 @@ def test_a_scale_is_spread_far_less_than_the_distance() -> None:
     found = moves(workload.loss, model, batches, ["bf16"], 4, 0)["bf16"]
     assert found[""]["scale"] < found[""]["distance"]
     assert 0 < found[""]["loss"] < 2.0**-8
+
+
+class Summing(nn.Module):
+    """Weights that get their gradients as sums over all rows, each in another way of torch's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.table, self.bag = (nn.Parameter(torch.rand(4, 32).to(dtype)) for _ in range(2))
+        self.embedding = nn.Embedding(4, 32, dtype=dtype)
+        self.norm = nn.LayerNorm(32, dtype=dtype)
+        self.bias = nn.Parameter(torch.rand(32).to(dtype))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        bags = nn.functional.embedding_bag(rows[:, None], self.bag, mode="sum")
+        seen = torch.randn(len(rows), 32, generator=torch.Generator().manual_seed(3)).to(self.bias.dtype)
+        return self.norm(seen) + self.embedding(rows) + self.table[rows] + bags + self.bias
+
+
+def test_sums_that_are_made_in_16_bits_move_as_far_as_they_do() -> None:
+    """Of 2,000 rows: an index, bags, an embedding and a LayerNorm; a bias, whose sum is made in fp32, is near by."""
+
+    def loss(model: nn.Module, rows: Tensor) -> Tensor:
+        left = torch.randn(len(rows), 32, generator=torch.Generator().manual_seed(1))
+        return (model(rows).float() * left.to(next(model.parameters()).dtype)).mean()
+
+    rows = [torch.randint(0, 4, (2_000,), generator=torch.Generator().manual_seed(2))]
+    exact, _ = _gradients(loss, Summing(torch.float64), rows)
+    narrow, _ = _gradients(loss, Summing(torch.bfloat16), rows)
+    found = moves(loss, Summing(torch.float64), rows, ["bf16"], 4, 0)["bf16"]
+    off = {name: float((narrow[name].double() - grad).norm() / grad.norm()) for name, grad in exact.items()}
+    assert min(value for name, value in off.items() if name != "bias") > 1e-2 > 2 * off["bias"]
+    assert all(0.3 < value / found[name]["distance"] < 3 for name, value in off.items()), (off, found)
