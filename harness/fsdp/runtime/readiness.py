@@ -80,6 +80,8 @@ class Readiness:
         self.was_called = False
         """Whether the unit was called since the last backward ended."""
         self._is_reached = False
+        self.is_due_once = True
+        """Whether this backward is known to come to one call of the unit at most."""
 
     def note_call(self, *, hidden: bool) -> None:
         """The unit's forward runs; hidden: without gradients, in a forward of the model that has them."""
@@ -120,6 +122,7 @@ class Readiness:
         self._num_trained = len(trained)
         self._due_params = {id(param) for param in due_among(trained)}
         self._is_reached = bool(self._due_calls or self._due_params)
+        self.is_due_once = len(self._due_calls) + len(self._unseen) <= 1
 
     def post_backward(self) -> None:
         """A backward has ended, or was given up: forget it, and the unit's calls before it."""

@@ -109,8 +109,9 @@ class ReducePipeline:
 
     def expect(self, unit: Unit) -> None:
         """A unit's backward begins: its gradients will come, in the dtype they are sent in."""
+        waits = self.runtime.has_streams and not unit.is_root and unit.readiness.is_due_once
         for gradients in unit.gradients:
-            gradients.expect(waits=self.runtime.has_streams and not unit.is_root)
+            gradients.expect(waits=waits)
 
     def prepare(self, unit: Unit) -> None:
         """Give a unit's parameters flat gradient storage, waiting while too many units have theirs."""

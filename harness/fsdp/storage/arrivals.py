@@ -1,10 +1,12 @@
 """A gradient's way from where autograd left it to its place in a bucket.
 
 [Note: Waiting for one another] A gradient that autograd makes is copied into its bucket: cast, and moved, two kernels a
-parameter. Where work is queued, the first gradients of a unit (the root apart, whose first and last are a whole
-backward apart) stay as autograd made them until the unit's backward ends; then one kernel casts and moves them all. For
-that long they exist twice, in the dtype of the unit's weights, as FSDP2's do. `.grad` is empty meanwhile, so that a
-second gradient of a parameter comes apart from the first, and is added to it in the bucket's dtype.
+parameter. Where work is queued, the first gradients of a unit stay as autograd made them until the unit's backward
+ends; then one kernel casts and moves them all. For that long they exist twice, in the dtype of the unit's weights, as
+FSDP2's do. `.grad` is empty meanwhile, so that a second gradient of a parameter comes apart from the first, and is
+added to it in the bucket's dtype. Two kinds of unit do not wait: the root, whose first gradient and last are a whole
+backward apart, and one that was called several times, whose gradients autograd adds up before it brings them: in the
+dtype it is told to bring. Within one call it adds those of a weight that is used twice in the weight's dtype.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp.fp8.formats import is_8_bit
 from harness.fsdp.storage.parameter_access import grad_of, put_grad
 from harness.fsdp.tensor_parallel.parameters import gradient_here
 
@@ -21,8 +24,9 @@ and what autograd gets of it is a stand-in without meaning."""
 
 
 def may_wait(param: nn.Parameter) -> bool:
-    """Whether a parameter's gradient may wait where autograd made it; the others have a meaning of their own."""
-    return not isinstance(param, DTensor) and not getattr(param, ADDED, False)
+    """Whether a parameter's gradient may wait where autograd made it. The others have a meaning of their own; those of
+    weights held in 8 bits have the dtype of what these multiply, and would be nothing in the weight's."""
+    return not (isinstance(param, DTensor) or is_8_bit(param.dtype) or getattr(param, ADDED, False))
 
 
 def adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:

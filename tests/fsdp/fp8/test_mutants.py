@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest import mock
 
@@ -12,10 +13,11 @@ from harness.fsdp.fp8.delayed import History
 from harness.fsdp.fp8.quantize import spread
 from harness.fsdp.runtime import weight_scales
 from harness.fsdp.runtime.installation import WeightInstaller
-from harness.fsdp.storage import eight_bit
+from harness.fsdp.storage import arrivals, eight_bit
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.fp8.sharded import Case, follow
 from tests.fsdp.fp8.test_sharded import ZERO_3, going_on
+from tests.streams.recorder import Recorder, believing_in
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
@@ -44,6 +46,13 @@ def _never_a_step(self: Any, *, step_ended: bool = False) -> None:
     INSTALL(self)
 
 
+@contextmanager
+def _not_told_apart() -> Iterator[None]:
+    """Where work is queued: elsewhere gradients come in the bucket's dtype."""
+    with believing_in(Recorder().cuda), mock.patch.object(arrivals, "is_8_bit", return_value=False):
+        yield
+
+
 MUTANTS: dict[str, tuple[str, Case, Any]] = {
     "amax-of-own-rows": (
         "Each rank makes scales of the rows it has",
@@ -59,6 +68,11 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
         "Weights are quantized under the scales they began with",
         Case(Fp8.block, "optim_grads"),
         lambda: mock.patch.object(eight_bit.EightBitWeight, "rescale", _stale),
+    ),
+    "gradients-of-8-bits": (
+        "Gradients are cast to the dtype of the weight, as they are of weights that are not held in 8 bits",
+        Case(Fp8.current, "optim_grads"),
+        _not_told_apart,
     ),
     "history-stands": (
         "No step of delayed scaling ever ends",

@@ -28,6 +28,7 @@ from tests.fsdp.fp8.sharded import (
     same,
     shard,
 )
+from tests.streams.recorder import Recorder, believing_in
 from tests.support.spawn import run_ranks
 
 HELD = (Fp8.current, Fp8.delayed, Fp8.block)
@@ -70,6 +71,17 @@ def _follow_all(rank: int, cases: tuple[Case, ...]) -> dict[Case, list[str]]:
 def test_training_follows_plain_torch_under_every_strategy(cases: tuple[Case, ...]) -> None:
     """Losses to the bit, gradients to rounding, payloads and scales to the bit, after each of two steps."""
     for told in run_ranks(_follow_all, 4, cases):
+        assert {case: wrong for case, wrong in told.items() if wrong} == {}
+
+
+def _follow_on_streams(rank: int, cases: tuple[Case, ...]) -> dict[Case, list[str]]:
+    with believing_in(Recorder().cuda):
+        return _follow_all(rank, cases)
+
+
+def test_training_follows_plain_torch_where_work_is_queued() -> None:
+    """There gradients wait for one another as autograd makes them: not in the dtype of a weight of 8 bits."""
+    for told in run_ranks(_follow_on_streams, 4, FOLLOWED[:4]):
         assert {case: wrong for case, wrong in told.items() if wrong} == {}
 
 
