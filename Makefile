@@ -10,22 +10,28 @@ WORKERS ?= 3
 # Hundreds of processes import the same sources: what they are compiled to is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all gpu lint types imports install peers models clean
+.PHONY: run test test-all gpu checks lint types imports install peers models clean
 
 run: install
 	$(BIN)/python run.py -m study=$(STUDY)
 	$(BIN)/python -m harness verdict $(STUDY)
 
-test: install peers lint types imports
+test: install
+	$(MAKE) --no-print-directory -j 2 peers checks
 	$(BIN)/python -m pytest -n $(WORKERS)
 
 # Every product of which `make test` runs a covering part; docs/suite.md has its record.
-test-all: install peers models lint types imports
+test-all: install
+	$(MAKE) --no-print-directory -j 2 peers checks
+	$(MAKE) --no-print-directory models
 	$(BIN)/python -m pytest -n $(WORKERS) -m 'full or not full'
 
 # What only a GPU can show, offline and on the image's own torch: nothing is installed here. docs/records/gpu.md has the results.
 gpu:
 	python3 benchmarks/gpu/acceptance.py; found=$$?; python3 benchmarks/pages/gpu.py && exit $$found
+
+# Beside the engines to compare with, which come over the network.
+checks: lint types imports
 
 lint: install
 	$(BIN)/ruff check .
