@@ -309,6 +309,22 @@ def guards() -> list[str]:
     return lines
 
 
+def peaks() -> list[str]:
+    """Measured peaks beside FSDP2's, from the committed record."""
+    rows = json.loads((ROOT / "benchmarks" / "data" / "peak_bytes.json").read_text())["rows"]
+    lines = [
+        "| dtype | between steps | at the peak | FSDP2 between steps | FSDP2 at the peak |",
+        "|---|---|---|---|---|",
+    ]
+    for dtype, engines in rows.items():
+        cells = [f"`{dtype}`"]
+        for name in ("native", "fsdp2"):
+            kept, peak, least, most = (engines[name][key] / 2**20 for key in ("kept", "peak", "least", "most"))
+            cells += [f"{kept:.1f}", f"{peak:.1f} ({least:.1f} to {most:.1f})"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 def unbuilt() -> list[str]:
     """Arguments of megatron-fsdp that are refused."""
     lines = ["| argument | accepted value, which asks for nothing |", "|---|---|"]
@@ -341,7 +357,8 @@ def render(page: str, run: Callable[..., list[Any]] = run_ranks) -> tuple[str, s
         raise RuntimeError("the ranks saw different lives of a gradient")
     made = {
         "life": life_table(found), "padding": padding(), "example": example(), "fixed_point": fixed_point(),
-        "guards": guards(), "unbuilt": unbuilt(), "placements": placements(), "operations": operations(),
+        "guards": guards(), "peaks": peaks(), "unbuilt": unbuilt(), "placements": placements(),
+        "operations": operations(),
         "routes": routes(), "sent": sent_table(), "kept": kept_table(),
     }  # fmt: skip
     for name, lines in made.items():

@@ -33,6 +33,7 @@ MODULES = (
     "tests.fsdp.test_mutants",
     "tests.fsdp.test_optimizer_choices",
     "tests.fsdp.test_optimizers",
+    "tests.fsdp.test_peer_memory",
     "tests.fsdp.test_rank_dependent",
     "tests.fsdp.test_released",
     "tests.fsdp.test_requires_grad",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.reduction import Exchange, make_reduction
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import WAYS
+from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 CPU = torch.device("cpu")
+ROOM = "The engine, by the copies it gives others to read"
 LENGTHS = (0, 1, 3, 65_536 * 3 + 5)
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -198,3 +201,42 @@ def test_no_rank_waits_for_one_that_waits_for_it(way: int) -> None:
     one, other = run_ranks(use_few_of_many, 2, way)
     assert one[1] == other[1] == one[3] == other[3]
     assert one[0] != other[0]
+
+
+def copies_alive(rank: int, *, is_asked: bool = True) -> list[int]:
+    """Copies of its weights that this rank holds for others, at the forward of each of eight units and at the end of
+    the backward; every rank has the weights of a unit before any goes on to the next."""
+    torch.manual_seed(3)
+    if not is_asked:
+        peer_memory.PeerMemory.is_read = lambda *_: False
+    with WAYS[1].taken():
+        model = fully_shard_model(
+            Chain().bfloat16(),
+            fsdp_unit_modules=[Block],
+            zero_dp_strategy=3,
+            mixed_precision_policy=MixedPrecisionPolicy(torch.float32, torch.float32),
+            prefetch=0,
+            eager_limit_bytes=0,
+        )
+    gather, found = model._parts.gather, []
+
+    def note(*_: object) -> None:
+        dist.barrier()
+        found.append(sum(bool(each._pending.keeps) for each in gather._copies))
+
+    for block in model.module.blocks:
+        block.register_forward_pre_hook(note)
+    model(torch.full((2, 8), rank + 1.0, dtype=torch.bfloat16), 8).square().mean().backward()
+    found.append(len(gather._copies))
+    model.close()
+    return found
+
+
+def test_copies_for_others_go_as_soon_as_these_have_read_them() -> None:
+    """One unit's part, and not that of every unit so far."""
+    assert run_ranks(copies_alive, 2) == [[1] * 8 + [0]] * 2
+
+
+@pytest.mark.parametrize("mutant", each(ROOM, [("copies stay", "They stay until the backward ends")]))
+def test_a_mutant_is_found(mutant: str) -> None:
+    assert run_ranks(partial(copies_alive, is_asked=False), 2) == [[*range(1, 9), 0]] * 2

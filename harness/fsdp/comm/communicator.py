@@ -146,9 +146,20 @@ class Communicator:
             return self._lay_out(own, self.tag(label))
 
     def _lay_out(self, own: Sequence[Tensor], tag: int) -> tuple[Pending, list[Laid]]:
-        receipts = [work for peer in self.others for work in lay_out(self.group, own, peer, tag)]
+        offers = self.offer([(peer, own) for peer in self.others], tag)
         laid = [self.laid_by(peer, len(own), tag) for peer in self.others]
-        return Pending([], own, outgoing=receipts), laid
+        return offers, laid
+
+    def offer(self, wanted: Sequence[tuple[int, Sequence[Tensor]]], tag: int) -> Pending:
+        """Lay out tensors for peers, each with its own, to be read under a tag."""
+        memory = self.peer_memory
+        offers = [lay_out(self.group, memory, tensors, peer, tag) for peer, tensors in wanted]
+        return Pending(
+            [],
+            keeps=[tensors for _, tensors in wanted],
+            outgoing=[work for offer in offers for work in offer.works],
+            is_taken=lambda: all(memory.is_read(offer.peer, offer.number) for offer in offers),
+        )
 
     @property
     def others(self) -> list[int]:
@@ -170,9 +181,18 @@ class Communicator:
 
     def laid_by(self, peer: int, num_tensors: int, tag: int) -> Laid:
         """What a peer lays out for this rank under a tag."""
+        return Laid(self.group, self.peer_memory, peer, num_tensors, tag)
+
+    @property
+    def peer_memory(self) -> PeerMemory:
+        """What the ranks of this group hold.
+
+        Raises:
+            RuntimeError: they cannot read each other.
+        """
         if self.memory is None:
             raise RuntimeError("the ranks of this group cannot read each other")
-        return Laid(self.group, self.memory, peer, num_tensors, tag)
+        return self.memory
 
     def close(self) -> None:
         """End the reading thread."""
@@ -247,6 +267,15 @@ class Pending:
     finish: Callable[[], None] | None = None
     """Called once, when everything has come in."""
     outgoing: list[Any] = field(default_factory=list)
+    is_taken: Callable[[], bool] = lambda: False
+    """Whether the others are known to have theirs, asked without waiting."""
+
+    def let_go(self) -> bool:
+        """Drop what was given, if the others are known to have it, though who waits for that has not; whether it is
+        gone."""
+        if self.outgoing and self.is_taken():
+            self.keeps = ()
+        return not self.keeps
 
     def receive(self) -> None:
         """Block the host (gloo) or the current stream (NCCL) until this rank has what it is to get. Repeatable."""

@@ -7,6 +7,10 @@ fetches it to where it is wanted: a gather into its place, a contribution into a
 summed. The sender is told when it may have its memory back. What says so are small messages, so that a rank that dies
 or never comes is noticed as in any collective. What is summed, and in which order, is the same.
 
+[Note: Taken] Some of what is laid out are copies, made to be read. A receipt does not tell when they may go: of gloo's
+messages one cannot ask whether they are here, only wait. So each rank counts on a board what it has read of each other
+one, and these look at it. They need not see the last count, and do not fail where a board is gone.
+
 A system may forbid it: another user, another PID namespace, seccomp, Yama. All ranks of a group try once, with the
 memory they will read from, and agree; where one fails, all use messages. Yama's restriction to descendants is met by
 naming the launcher (the parent process), whose descendants may then read this process.
@@ -18,10 +22,11 @@ import ctypes
 import errno
 import os
 import socket
+import threading
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -44,12 +49,47 @@ class PeerMemory:
     """The ranks of one group, all on this host and all readable.
 
     Args:
+        rank: this one's.
         pids: process id of each group rank.
+        board: int64, shape [ranks]: of each rank's layings, how many were read here with none before them unread.
+        boards: address of each rank's board.
     """
 
-    def __init__(self, pids: list[int]) -> None:
+    def __init__(self, rank: int, pids: list[int], board: Tensor, boards: list[int]) -> None:
+        self.rank = rank
         self.pids = pids
         self.bytes_read = 0
+        self._board = board
+        self._boards = boards
+        self._laid = [0] * len(pids)
+        self._read: list[set[int]] = [set() for _ in pids]
+        """Numbers, by rank that laid out, of what was read here while something earlier was not."""
+        self._guard = threading.Lock()
+
+    def next_number(self, peer: int) -> int:
+        """Number of what is laid out next for a peer."""
+        with self._guard:
+            self._laid[peer] += 1
+            return self._laid[peer] - 1
+
+    def note_read(self, peer: int, number: int) -> None:
+        """All of what a peer laid out under a number is read."""
+        with self._guard:
+            read, count = self._read[peer], int(self._board[peer])
+            read.add(number)
+            while count in read:
+                read.remove(count)
+                count += 1
+            self._board[peer] = count
+
+    def is_read(self, peer: int, number: int) -> bool:
+        """Whether a peer is known to have read all that was laid out for it under a number; see [Note: Taken]."""
+        count = torch.zeros(1, dtype=torch.int64)
+        try:
+            _read(self.pids[peer], self._boards[peer] + self.rank * count.itemsize, count, peer)
+        except _ReadFailed:
+            return False
+        return int(count) > number
 
     def read(self, rank: int, address: int, into: Tensor) -> None:
         """Copy `into.nbytes` bytes at `address` of a group rank's memory over a contiguous CPU tensor.
@@ -66,8 +106,8 @@ def meet(group: dist.ProcessGroup, rank: int, size: int) -> tuple[PeerMemory | N
 
     Returns the group's memory and "", or None and the reason, the same on all ranks.
     """
-    canary = torch.tensor([CANARY + rank])
-    mine = torch.tensor([_host(), os.getpid(), canary.data_ptr(), int(_READV is not None)])
+    canary, board = torch.tensor([CANARY + rank]), torch.zeros(size, dtype=torch.int64)
+    mine = torch.tensor([_host(), os.getpid(), canary.data_ptr(), int(_READV is not None), board.data_ptr()])
     everyone = torch.empty(size, mine.numel(), dtype=torch.int64)
     with events.begin(Label("all_gather", "peer memory")):
         group.allgather([list(everyone)], [mine]).wait()
@@ -83,23 +123,33 @@ def meet(group: dist.ProcessGroup, rank: int, size: int) -> tuple[PeerMemory | N
         group.allreduce([failed], dist.ReduceOp.MAX).wait()
     if reason := int(failed[0]):
         return None, _reason(reason)
-    return PeerMemory([int(pid) for pid in everyone[:, 1]]), ""
+    return PeerMemory(rank, everyone[:, 1].tolist(), board, everyone[:, 4].tolist()), ""
 
 
 RECEIPT = 1 << 30
 """Added to the tag of a message for the one that answers it."""
 
 
-def lay_out(group: dist.ProcessGroup, tensors: Sequence[Tensor], peer: int, tag: int) -> list[Any]:
-    """Tell a peer where contiguous tensors lie that are meant for it; the works are done when it has read them.
+class Offer(NamedTuple):
+    """What is laid out for a peer. works: done when it has read all of it. number: under which it is laid out."""
 
-    The tensors belong to the works until then. Their bytes count as sent, the messages about them do not.
+    peer: int
+    number: int
+    works: list[Any]
+
+
+def lay_out(group: dist.ProcessGroup, memory: PeerMemory, tensors: Sequence[Tensor], peer: int, tag: int) -> Offer:
+    """Tell a peer where contiguous tensors lie that are meant for it.
+
+    The tensors stay where they are until it has read them. Their bytes count as sent, the messages about them do not.
     """
     events.offer(sum(tensor.nbytes for tensor in tensors))
-    addresses = torch.tensor([tensor.data_ptr() for tensor in tensors])
+    number = memory.next_number(peer)
+    told = torch.tensor([number, *(tensor.data_ptr() for tensor in tensors)])
     receipt = torch.empty(1, dtype=torch.uint8)
     with events.resume(events.CONTROL):
-        return [group.send([addresses], peer, tag), group.recv([receipt], peer, tag + RECEIPT)]
+        works = [group.send([told], peer, tag), group.recv([receipt], peer, tag + RECEIPT)]
+    return Offer(peer, number, works)
 
 
 class Laid:
@@ -114,22 +164,27 @@ class Laid:
         self.memory = memory
         self.peer = peer
         self._tag = tag
-        self._told = torch.empty(num_tensors, dtype=torch.int64)
+        self._told = torch.empty(1 + num_tensors, dtype=torch.int64)
         self._work: Any = group.recv([self._told], peer, tag)
+        self._number = 0
         self._addresses: list[int] = []
+
+    def _listen(self) -> None:
+        """Wait for the peer to tell, unless it has."""
+        if self._work is not None:
+            events.wait_for(self._work)
+            (self._number, *self._addresses), self._work = self._told.tolist(), None
 
     def read(self, index: int, into: Tensor, offset: int = 0) -> None:
         """Copy from `offset` bytes on of the tensor at `index` over a contiguous tensor; waits for the peer to tell."""
-        if self._work is not None:
-            events.wait_for(self._work)
-            self._addresses, self._work = self._told.tolist(), None
+        self._listen()
         if into.numel():
             self.memory.read(self.peer, self._addresses[index] + offset, into)
 
     def finish(self) -> None:
         """Tell the peer that all is read."""
-        if self._work is not None:  # nothing was to be read
-            events.wait_for(self._work)
+        self._listen()
+        self.memory.note_read(self.peer, self._number)
         with events.resume(events.CONTROL):
             events.wait_for(self.group.send([torch.zeros(1, dtype=torch.uint8)], self.peer, self._tag + RECEIPT))
 
@@ -148,7 +203,7 @@ def _reason(code: int) -> str:
 
 def _first_failure(everyone: Tensor, rank: int) -> int:
     """0 if this rank can read the canaries of all others, else an errno or `_DIFFERS`."""
-    for peer, (_, pid, address, _) in enumerate(everyone.tolist()):
+    for peer, (_, pid, address, *_) in enumerate(everyone.tolist()):
         seen = torch.zeros(1, dtype=torch.int64)
         if peer != rank:
             try:

@@ -32,7 +32,7 @@ from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.gradient_format import Floating, Numbers
 from harness.fsdp.comm.parts import Part, evenly_covered, packed, worth_packing
-from harness.fsdp.comm.peer_memory import Laid, lay_out
+from harness.fsdp.comm.peer_memory import Laid
 from harness.fsdp.comm.together import add_together, copy_together, scale_together
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.vocabulary import Numerics
@@ -123,12 +123,9 @@ class PeerReduction(Reduction):
 
     def _lay_out(self, exchange: Exchange) -> None:
         comm, parts = self.comm, exchange.parts
-        exchange.pending = Pending([], parts)
         with events.begin(exchange.label, exchange.parts):
             tag = comm.tag(exchange.label)
-            for peer in comm.others:
-                chunks = [part.chunk(peer) for part in parts]
-                exchange.pending.outgoing += lay_out(comm.group, chunks, peer, tag)
+            exchange.pending = comm.offer([(peer, [part.chunk(peer) for part in parts]) for peer in comm.others], tag)
             exchange.laid = [comm.laid_by(peer, len(parts), tag) for peer in comm.others]
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:

@@ -35,6 +35,8 @@ class GatherPipeline:
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
         self._weights = {unit.name: UnitWeights(unit, runtime) for unit in self.order}
         self._outgoing: list[LateGather] = []
+        self._copies: list[LateGather] = []
+        """Gathers that this rank gives copies to, which some others may not have read yet."""
         self._ahead: dict[Unit, None] = {}
         """Units on their way, not the root, that have memory for that already, in the order they were begun."""
         self._whole: set[Unit] = set()
@@ -190,6 +192,7 @@ class GatherPipeline:
         with events.waiting(*(each.label for each in self._outgoing)):
             while self._outgoing:
                 self._outgoing.pop().wait()
+        self._copies = [each for each in self._copies if not each.let_go()]
 
     @property
     def is_under_way(self) -> bool:
@@ -303,7 +306,9 @@ class GatherPipeline:
         weights = self._weights[unit.name]
         if weights.state is not WeightState.SHARDED:
             return
+        self._copies = [each for each in self._copies if not each.let_go()]
         weights.unshard()
+        self._copies += weights.copies
         if weights.take_storage and not unit.is_root:
             self._ahead[unit] = None
         self.num_alive_peak = max(self.num_alive_peak, self._num_alive())

@@ -24,9 +24,8 @@ class LateGather:
 
     def __init__(self, bucket: Bucket, comm: Communicator, label: Label) -> None:
         self._bucket, self.label = bucket, label
-        self._own = bucket.given()
         self.has_copies = bucket.gives_copies
-        self._pending, self._laid = comm.lay_out(self._own, label)
+        self._pending, self._laid = comm.lay_out(bucket.given(), label)
 
     def receive(self) -> None:
         """Take storage for the whole bucket and fill it. Once."""
@@ -35,10 +34,13 @@ class LateGather:
         self._bucket.fill_own()
         read_parts(self._laid, parts)
 
+    def let_go(self) -> bool:
+        """Drop copies that this rank gives, if the others are known to have them; whether they are gone."""
+        return self._pending.let_go()
+
     def wait(self) -> None:
         """Block until the other ranks have this one's part. Repeatable."""
         self._pending.wait()
-        self._own = []
 
 
 class WeightState(Enum):
@@ -89,6 +91,11 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
         """Whether weights on their way have memory already."""
         on_way = self._gathers if self.state is WeightState.UNSHARDING else ()
         return any(not isinstance(each, LateGather) or each.has_copies for each, _ in on_way)
+
+    @property
+    def copies(self) -> list[LateGather]:
+        """Gathers under way that others read copies for."""
+        return [each for each, _ in self._gathers if isinstance(each, LateGather) and each.has_copies]
 
     def unshard(self) -> None:
         """Start gathering them, which are sharded. *Collective.*"""
