@@ -90,11 +90,12 @@ def read_text(path: Path) -> str | None:
     if file is None:
         return None
     with file:
+        fits = os.fstat(file.fileno()).st_size <= MAX_BYTES
         try:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read() if fits else b""  # `read(n)` takes n bytes of memory, however short the file
         except OSError as error:
             _refuse(path, error)
-    if len(data) > MAX_BYTES:
+    if not fits:
         raise StoreError(f"{path} has more than {MAX_BYTES} bytes, as no file of a run has; remove it")
     try:
         return data.decode("utf-8")
