@@ -43,7 +43,8 @@ class LocalWatch:
 
     def __enter__(self) -> LocalWatch:
         names = {id(param): name for name, param in self.module.named_parameters()}
-        self._quantized = {names[id(layer.weight)] for layer in layers_of(self.module)}
+        layers = [dict(layer.named_parameters(recurse=False)) for layer in layers_of(self.module)]
+        self._quantized = {names[id(own["weight"])] for own in layers}  # `layer.weight` may be a copy that was cast
         self._hooks.enter_context(ParameterHooks(self.module, self._gradient, self._forward))
         return self
 
