@@ -100,9 +100,10 @@ class Rule:
             return ("momentum_buffer",) if self.momentum else ()
         return ("exp_avg", "exp_avg_sq") if self.name in KNOWN else ()
 
-    def update(self, state: UpdateState, gradient: Any, step: int, lr: float) -> Any:
-        """What the step adds to the weights; moves the state's moments on. `gradient` is clipped."""
-        decay = self.decay if state.weights.ndim > 1 else 0.0  # matrices decay, vectors do not
+    def update(self, state: UpdateState, gradient: Any, step: int, lr: float, *, decays: bool) -> Any:
+        """What the step adds to the weights, which decay or do not; moves the state's moments on. `gradient` is
+        clipped."""
+        decay = self.decay if decays else 0.0
         return self._update(state, gradient, step, lr, decay)
 
     def _update(self, state: UpdateState, gradient: Any, step: int, lr: float, decay: Any) -> Any:
@@ -158,13 +159,13 @@ class Rule:
         off = abs(gradient) * (4 * units.gradients + COEFFICIENT)
         return off if self.name == "adamw" else off + 4 * units.weights * decay * abs(state.weights)
 
-    def cancelling(self, state: UpdateState, gradient: Any, step: int, lr: float, units: Units) -> Any:
+    def cancelling(self, state: UpdateState, gradient: Any, step: int, lr: float, units: Units, *, decays: bool) -> Any:
         """How far roundings of the gradient alone may move each element of the change; 0 where no decay is in it.
 
         A gradient and its decay may cancel, and Adam divides by what is left of them: a first change turns its sign
         where that is less than what they were rounded by. `state` is that before the step, and stays as it is.
         """
-        decay = self.decay if state.weights.ndim > 1 else 0.0
+        decay = self.decay if decays else 0.0
         if self.name != "adam" or not decay:
             return 0.0
         off = self._gradient_error(state, gradient, decay, units)

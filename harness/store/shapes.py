@@ -168,6 +168,7 @@ SUMMARY: Shape = {
     "tensor_bytes?": Maybe({"persistent": Each(list, int), "peak": Each(list, int), "growth": Each(list, int)}),
     "other_replicas?": Maybe(Each(list, int)),
     "restored?": Maybe(_RESTORED),
+    "decayed?": Maybe(Each(list, str)),
     "structure?": Maybe(_STRUCTURE),
 }
 

@@ -71,6 +71,14 @@ class Captures:
         others = [f"rank {rank}" for rank, row in enumerate(rows) if any(row) and rank != self.session.ranks.rank]
         return {"aliases": [list(pair) for pair in aliases], "untied": untied, "elsewhere": others}
 
+    def decayed(self) -> list[str] | None:
+        """Parameters whose weights decay, as the workload says; None where no update is captured."""
+        if not self.update_steps:
+            return None
+        workload = workload_for(self.config)
+        params = workload.build("meta", torch.float32).named_parameters()
+        return [name for name, param in params if workload.decays(name, param.shape)]
+
     def witness(self, step: int) -> Witness | None:
         """Who watches this step; None where nobody does."""
         seen = self.session.engine.seen() if step in self.steps else None

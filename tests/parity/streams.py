@@ -125,7 +125,7 @@ class Voucher(Silent):
             adam = self.arm.optimizer != "sgd"
             state = UpdateState(w, m if adam else 0.0, v if adam else 0.0)
             gradient = self._clipped[name].astype(np.float64)
-            update = self.rule.update(state, gradient, self._step, self._lr)
+            update = self.rule.update(state, gradient, self._step, self._lr, decays=w.ndim > 1)
             room = 16 * unit * (abs(w) + abs(update) + self._lr * (adam or abs(gradient))) + 1e-300
             found = float((abs(weights[name] - (w + update)) / room).max())
             if adam:

@@ -94,7 +94,7 @@ def test_a_decay_that_cancels_with_its_gradient_is_no_fault(bench: Bench, hooks:
     "Adam's change of an element whose gradient and decay cancel is held to the norm of its tensor",
 )
 def test_what_cancels_without_room_is_noticed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Rule, "cancelling", lambda *_: 0.0)
+    monkeypatch.setattr(Rule, "cancelling", lambda *_, **__: 0.0)
     assert wrong(judged(bench.run(broken(DECAYED, reduced=cancels))))
 
 
@@ -187,7 +187,7 @@ def test_the_rule_is_torchs(name: str) -> None:
         weight.grad = gradient
         stepper.step()
         update = (weight.detach() - before).numpy()
-        predicted = rule.update(state, gradient.numpy(), step, 0.01)
+        predicted = rule.update(state, gradient.numpy(), step, 0.01, decays=True)
         state.weights = state.weights + update
         torch.testing.assert_close(torch.from_numpy(predicted), torch.from_numpy(update), rtol=1e-10, atol=1e-16)
 

@@ -12,6 +12,7 @@ import pytest
 
 from harness.config.captured import Captured
 from harness.config.schema import Config
+from harness.models.workload import TokenWorkload
 from harness.parity.alone import ending as own
 from harness.parity.alone import optimizer
 from harness.parity.outcome import Finding, Grade
@@ -138,6 +139,20 @@ def test_adam_moves_no_weight_farther_than_its_reach() -> None:
             worst = max(worst, abs(first / (1 - beta1**step)) / np.sqrt(second / (1 - beta2**step)))
     assert 0.99 * bound < worst <= bound
     assert ending.steepest(0.99, 0.9) == np.inf
+
+
+def test_weights_decay_where_the_workload_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of one's own may leave a matrix alone; by the matrices it has, its update would be wrong."""
+    own_rule = lambda self, name, shape: len(shape) > 1 and "embedding" not in name  # noqa: E731
+    monkeypatch.setattr(TokenWorkload, "decays", own_rule)
+    config = configured(optimizer__weight_decay=0.1)
+    train(config, tmp_path)
+    freeze(config, tmp_path)
+    run = load(tmp_path)
+    assert {finding.grade for finding in optimizer.check(run)} == {Grade.ok}
+    silent = replace(run, summary={key: value for key, value in run.summary.items() if key != "decayed"})
+    wrong = {finding.tensor for finding in optimizer.check(silent) if finding.grade is not Grade.ok}
+    assert wrong == {"embedding.weight"}
 
 
 def test_a_plan_that_is_gone_is_damage(runs: tuple[Path, Path]) -> None:

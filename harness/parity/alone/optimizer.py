@@ -83,8 +83,9 @@ def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]
             found += _frozen(run, step, name, update)
             continue
         gradient = run.captures[step].values(name) * coefficient
-        free = rule.cancelling(held[name], gradient, step, _rate(run, step), _units(run))
-        predicted = rule.update(held[name], gradient, step, _rate(run, step))
+        rate, decays = _rate(run, step), _decays(run, name, held[name])
+        free = rule.cancelling(held[name], gradient, step, rate, _units(run), decays=decays)
+        predicted = rule.update(held[name], gradient, step, rate, decays=decays)
         pair = compare_values(name, _beyond(update, predicted, free), predicted)
         if pair.norm == 0.0:
             found += _frozen(run, step, name, update)
@@ -95,6 +96,12 @@ def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]
         held[name].weights = held[name].weights + update
     clipped = rule.name == "sgd" and coefficient < 1.0 and _common_factor(judged)
     return [replace(f, stage=Stage.clipping) if clipped else f for f in found]
+
+
+def _decays(run: Record, name: str, state: UpdateState) -> bool:
+    """Whether a tensor's weights decay, as the run says; matrices do where it does not say."""
+    known = run.summary.get("decayed")
+    return state.weights.ndim > 1 if known is None else name in known
 
 
 def _units(run: Record) -> Units:
