@@ -32,7 +32,7 @@ from harness.parity.tiers.trajectory import Kick, Span
 @lru_cache(maxsize=64)
 def _alone(run: Record, arithmetic: Arithmetic, factors: tuple[tuple[float, str], ...]) -> tuple[Finding, ...]:
     """What one run says of itself; kept, because a study holds many arms against one control."""
-    seen = sorted(run.witnesses.keys() & run.captures.keys())
+    seen = sorted((run.witnesses.keys() & run.captures.keys()) - run.skipped)
     return (
         *witness.restored(run),
         *structure.check(run),
@@ -65,8 +65,9 @@ class Judgement:
 
     @cached_property
     def steps(self) -> list[int]:
-        """Steps that both runs captured."""
-        return sorted(self.arm.captures.keys() & self.control.captures.keys())
+        """Steps that both runs captured, and whose gradients are numbers by right."""
+        left_out = self.arm.skipped | self.control.skipped
+        return sorted((self.arm.captures.keys() & self.control.captures.keys()) - left_out)
 
     @cached_property
     def pairs(self) -> Mapping[int, list[TensorPair]]:

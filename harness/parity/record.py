@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from harness.store.vouching import Stream
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 """Fields of a step that must be numbers; `param_norm` may be null."""
 
-FIELDS = ("step", *NUMBERS, "param_norm", "data_digest")
+FIELDS = ("step", *NUMBERS, "param_norm", "data_digest", "skipped")
 """All that a verdict reads of a step."""
 
 WEIGHTS = ("initial_weights", "final_weights")
@@ -127,6 +128,15 @@ class Record:
     def series(self, key: str) -> Sequence[float | None]:
         """One field over the steps; None where a step has none."""
         return self.columns[key]
+
+    @cached_property
+    def skipped(self) -> frozenset[int]:
+        """Steps whose update a dynamic loss scale left out: their gradients overflowed, and are no numbers by right."""
+        return frozenset(step for step, left_out in enumerate(self.columns["skipped"], start=1) if left_out)
+
+    def updates_until(self, step: int) -> int:
+        """How many updates were made up to and with a step: what an optimizer has counted."""
+        return step - sum(each <= step for each in self.skipped)
 
 
 def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] | None = None) -> Record:

@@ -38,9 +38,24 @@ from harness.probe.vouching.sketch import SKETCHES, Signs, Sketch
 from harness.probe.vouching.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
 from harness.store import vouching as stream
 from harness.store.forward import write as write_forward
+from harness.store.metrics import read_columns
 from harness.store.vouching import StreamWriter, VouchedTensor
 from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
+
+EXACT = 1e-9
+"""Relative: beyond it, what a step that was left out has changed is a change."""
+
+
+def _skipped_before(session: Session, control: Control, done: int) -> int:
+    """How many of the steps that a resumed run has done left their update out; the first rank has the record.
+    *Collective.*"""
+    if not done or session.config.dtype.loss_scale == "none":
+        return 0
+    left_out = []
+    if session.ranks.rank == 0:
+        left_out = read_columns(session.run_dir / "metrics.jsonl", ("skipped",))["skipped"]
+    return control.gather([sum(map(bool, left_out))])[0][0]
 
 
 class Vouching:
@@ -65,6 +80,8 @@ class Vouching:
         self.whole: Table | None = None
         """On the first rank, sketches of the whole weights that the step before left; None where nobody knows."""
         self.done = done
+        self.skipped = _skipped_before(session, control, done)
+        """Steps so far whose updates a dynamic loss scale left out, which an optimizer does not count."""
         self.writer: StreamWriter | None = None
         if self.is_first_rank:
             self.whole = None if not done else stream.last_weights(session.run_dir, done, self.names)
@@ -156,9 +173,8 @@ class Vouching:
         sketches, values = self._sketches(), self.sample.look()
         self.summed.put("after", sketches, self.counted)
         self.summed.put("dissent", sketches, self.among)
-        scaled = self.session.engine.scaled() is not None
         looked = Looked(self.watching is not None, self.gradient_sample is not None, False)
-        if self.gradient_sample is not None and not scaled and self.sample.rule.name in KNOWN:
+        if self.gradient_sample is not None and self.sample.rule.name in KNOWN:
             looked = looked._replace(rule=True)
             self._hold_to_rule(step, lr, norm, values)
         if self.watching is not None:
@@ -185,9 +201,14 @@ class Vouching:
 
     def _hold_to_rule(self, step: int, lr: float, norm: float, values: Values) -> None:
         assert self.gradient_sample is not None
-        clipping = optim.clip_coefficient(norm, self.session.config.optimizer.clip_norm)
         self.summed.part("followed")[:, 0] = self.sample.elements(len(self.pieces))
-        made = Made(step, lr, self.gradient_unit)
+        scaled = self.session.engine.scaled()
+        if scaled is not None and scaled.skipped:
+            self.skipped += 1
+            self.largest.rule[:] = self.sample.largest(self.sample.moved(self.values, values), len(self.pieces)) / EXACT
+            return
+        clipping = optim.clip_coefficient(norm, self.session.config.optimizer.clip_norm)
+        made = Made(step - self.skipped, lr, self.gradient_unit)
         held = self.sample.held_to_rule(self.values, values, self.gradient_sample, clipping, made)
         self.largest.rule[:] = self.sample.largest(held.ratios, len(self.pieces))
         self.largest.clipping[:] = held.clipping

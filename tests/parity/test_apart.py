@@ -130,6 +130,10 @@ CLAIMS: dict[str, tuple[Callable[[], dict[int, str]], dict[int, str]]] = {
         lambda: jumps(twins(first=1e-3, off=0.25), envelope=ENVELOPE_BF16),
         {9: NAMES[1]},
     ),
+    "the same, where gradients of step 1 overflowed": (
+        lambda: jumps(twins(first=np.nan), envelope=ENVELOPE_BF16),
+        {},
+    ),
     "the same, where weights are not all shown": (lambda: jumps(twins(shown=np.nan), envelope=ENVELOPE_BF16), {}),
     "the same, where weights do not agree": (lambda: jumps(twins(shown=1e-9), envelope=ENVELOPE_BF16), {}),
     "steps between kept ones": (
@@ -258,7 +262,10 @@ MUTANTS: dict[str, Slip] = {
         "Gradients of equal weights by equal kernels are allowed what rounding explains",
     ),
     "twins whatever step 1 said": Slip(
-        apart, "gradient_jumps", "& (known[:1] == 0.0)", "", "Kernels are taken to be the same where weights are"
+        apart, "gradient_jumps", "& (first == 0.0)", "", "Kernels are taken to be the same where weights are"
+    ),
+    "twins by what overflowed": Slip(
+        apart, "gradient_jumps", "& (first == 0.0)", "& (known[:1] == 0.0)", "Gradients that overflowed count as equal"
     ),
     "twins by what is not shown": Slip(
         apart,
@@ -290,8 +297,8 @@ MUTANTS: dict[str, Slip] = {
     "K above the bound": Slip(
         apart,
         "gradient_jumps",
-        "rounding = 4 * known[:1] if",
-        "rounding = np.maximum(4 * known[:1], floors) if",
+        "whole, 4 * first)",
+        "whole, np.maximum(4 * first, floors))",
         "Curvature counts only where it lies above what step 1 would be allowed",
     ),
     "weights after the step": Slip(
@@ -320,8 +327,8 @@ MUTANTS: dict[str, Slip] = {
     "sketches are added": Slip(
         apart._Squares,
         "add",
-        "(values**2).mean(-1)",
-        "(values**2).sum(-1)",
+        "((left - right) ** 2).mean(-1)",
+        "((left - right) ** 2).sum(-1)",
         "Squares of sketches are added where their mean is the distance",
     ),
     "reduced against local": Slip(

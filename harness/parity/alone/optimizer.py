@@ -72,7 +72,7 @@ def _states(run: Record, step: int, rule: Rule) -> dict[str, UpdateState]:
 
 def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]) -> list[Finding]:
     """Every tensor's update at one step; moves the states on."""
-    coefficient = _clipping(run, step)
+    coefficient, counted = _clipping(run, step), run.updates_until(step)
     found: list[Finding] = []
     judged: list[tuple[TensorPair, float]] = []
     for name in run.updates[step].tensors:
@@ -84,8 +84,8 @@ def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]
             continue
         gradient = run.captures[step].values(name) * coefficient
         rate, decays = _rate(run, step), _decays(run, name, held[name])
-        free = rule.cancelling(held[name], gradient, step, rate, _units(run), decays=decays)
-        predicted = rule.update(held[name], gradient, step, rate, decays=decays)
+        free = rule.cancelling(held[name], gradient, counted, rate, _units(run), decays=decays)
+        predicted = rule.update(held[name], gradient, counted, rate, decays=decays)
         pair = compare_values(name, _beyond(update, predicted, free), predicted)
         if pair.norm == 0.0:
             found += _frozen(run, step, name, update)
@@ -165,7 +165,7 @@ def _rate(run: Record, step: int) -> float:
 def _held_against(run: Record, step: int, pair: TensorPair, whole: float, rule: Rule) -> list[Finding]:
     name, block = pair.name, pair.block
     piece = math.sqrt(2) * whole * math.sqrt(1 + SIGMAS * math.sqrt(2 / max(1, block.stop - block.start)))
-    note = explain(pair, step, whole, rule)
+    note = explain(pair, run.updates_until(step), whole, rule)
     where = f"elements {block.start} to {block.stop} of {pair.numel}"
     return [
         _finding(run, "update by the rule", pair.distance, whole, step, name, note),

@@ -58,6 +58,8 @@ CHECKS = {
     "copies of every step": "ranks that hold copies of one piece hold the same",
     "update by the rule, sampled": "a sample of elements against the rule; 1 is the most that rounding explains",
     "logged norm of every step": "the logged norm against that of the gradient",
+    "update is made": "under a dynamic loss scale, whether both runs left an update out, or one alone",
+    "update left out": "an update is left out where gradients overflow, and nowhere else",
     "local gradient given the weights": "a gradient that jumps away while the weights do not: a forward or backward",
     "gradient given the weights": "the same of the reduced gradient",
     "weights given those before": "weights that jump apart from one step to the next",

@@ -21,7 +21,8 @@ near 1) nothing is a jump any more, and nothing is said. Where the control is no
 jump is one only while the weights are that much closer together.
 
 Where weights still agree in every sketch, and gradients did so at step 1, the kernels are the same and so is what they
-give out: floor is then that of reductions alone. So a fault of a forward in 8 bits shows against a twin.
+give out: floor is then that of reductions alone. So a fault of a forward in 8 bits shows against a twin. Gradients that
+overflowed at step 1 agreed in nothing: weights that an update left out has kept alike say nothing of kernels.
 
 K is taken over all tensors, of what lies above the rounding at step 1: a batch that bends the loss bends it for one
 tensor more than for others, and not always for the same. Gradients are held against the largest of their last `WINDOW`
@@ -152,20 +153,22 @@ class _Squares:
         """The next steps of both runs, [steps, tensors, columns]."""
         import numpy as np
 
-        def squared(values: Float64) -> Float64:
-            found: Float64 = (values**2).mean(-1)
-            return found
+        def squared(left: Float64, right: Float64 | float = 0.0) -> Float64:
+            with np.errstate(invalid="ignore", over="ignore"):
+                found: Float64 = ((left - right) ** 2).mean(-1)
+            return np.where(np.isfinite(found), found, np.nan)  # of gradients that overflowed nothing is known
 
         after = control[..., self._of["after"]]
         before = np.full_like(after[:1], np.nan) if self._last is None else self._last
         reduced = control[..., self._norms["reduced"]]
+        reduced = np.where(np.isposinf(reduced), np.nan, reduced)
         self._last = after[-1:]
         self._parts.append(
             {
-                "weights apart": squared(arm[..., self._of["after"]] - after),
+                "weights apart": squared(arm[..., self._of["after"]], after),
                 "weights": control[..., self._norms["after"]],
-                "local apart": squared(arm[..., self._of["local"]] - control[..., self._of["local"]]),
-                "reduced apart": squared(arm[..., self._of["reduced"]] - control[..., self._of["reduced"]]),
+                "local apart": squared(arm[..., self._of["local"]], control[..., self._of["local"]]),
+                "reduced apart": squared(arm[..., self._of["reduced"]], control[..., self._of["reduced"]]),
                 "gradient": np.where(np.isnan(reduced), squared(control[..., self._of["local"]]), reduced),
                 "moved": squared(np.diff(after, axis=0, prepend=before)),
             }
@@ -217,9 +220,10 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady:
     burst = np.where(found.steps <= steady, 1.0, BURST)[:, None]
     before = found.before[:, None]
     known = np.nan_to_num(distances, nan=0.0)
-    alike = (before == 0.0) & (known[:1] == 0.0) & (found.steps[0] == 1) & bool(np.isfinite(found.weights).all())
+    first = distances[:1] if found.steps[0] == 1 else np.full_like(distances[:1], np.nan)
+    alike = (before == 0.0) & (first == 0.0) & bool(np.isfinite(found.weights).all())
     floors = np.where(alike, np.minimum(sums, floors), floors)
-    rounding = 4 * known[:1] if found.steps[0] == 1 else whole
+    rounding = np.where(np.isnan(first), whole, 4 * first)
     above = np.sqrt(np.maximum(0.0, known**2 - rounding**2))
     with np.errstate(divide="ignore", invalid="ignore"):
         curvature = np.where(before > 0, above / before, 0.0)

@@ -3,6 +3,11 @@
 In one run only it is a difference, unless the control had left stability by then: what overflows in the one may stay
 just below it in the other. In both at the same place the evidence from there on is void: no verdict can call the runs
 the same, so the answer is UNDECIDED.
+
+[Note: Left out] A dynamic loss scale tries larger factors until gradients overflow, and leaves that update out: the
+step has no norm by design. In both runs at the same step nothing is wrong. In one of them, whose largest gradient lay
+just above what the format holds, or whose microbatches are smaller, the two have not made the same updates: both are
+right, and nothing is known of what comes after.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ def check(
     found = [finding for step in sorted(pairs) for finding in _captured(step, pairs[step])]
     for key, stage in LOGGED:
         found += _logged(key, stage, arm, control)
+    found += _left_out(arm, control)
     placed = [_after_stability(each) if steady is not None and (each.step or 0) > steady else each for each in found]
     return sorted(placed, key=lambda finding: finding.step or 0)
 
@@ -60,11 +66,23 @@ def _captured(step: int, pairs: Sequence[TensorPair]) -> list[Finding]:
 def _logged(key: str, stage: Stage, arm: Record, control: Record) -> list[Finding]:
     if not _any(arm.series(key)) and not _any(control.series(key)):
         return []
+    excused = arm.skipped | control.skipped if key == "grad_norm" else frozenset()
     for step, (left, right) in enumerate(zip(arm.series(key), control.series(key), strict=True), start=1):
         fine, control_fine = (value is None or math.isfinite(value) for value in (left, right))
-        if not (fine and control_fine):
+        if not (fine and control_fine) and step not in excused:
             return [_finding(key, stage, step, fine, control_fine)]
     return []
+
+
+def _left_out(arm: Record, control: Record) -> list[Finding]:
+    """The first update that one run alone left out; see [Note: Left out]."""
+    step = min(arm.skipped ^ control.skipped, default=None)
+    if step is None:
+        return []
+    said = {True: "left out", False: "made"}
+    observed, allowed = (said[step in run.skipped] for run in (arm, control))
+    note = "under a dynamic loss scale, in one run only: nothing after it can be compared"
+    return [Finding("T1", "update is made", Stage.gradient, Grade.doubt, observed, allowed, step=step, note=note)]
 
 
 def _any(series: Sequence[float | None]) -> bool:

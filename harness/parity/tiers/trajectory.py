@@ -129,12 +129,12 @@ def check(
 
 
 def _pairs(key: str, arm: Record, control: Record, last: int) -> tuple[Int64, Float64, Float64]:
-    """Steps up to the last at which both have a number, and the numbers."""
+    """Steps up to the last at which both have a number, and the numbers; a step that was left out has no norm."""
     import numpy as np
 
     left, right = (np.array(run.series(key)[:last], dtype=np.float64) for run in (arm, control))
     there = [a is not None and c is not None for a, c in zip(arm.series(key), control.series(key), strict=True)]
-    places = np.flatnonzero(np.array(there[:last], dtype=bool))
+    places = np.flatnonzero(np.array(there[:last], dtype=bool) & (np.isfinite(left) | np.isfinite(right)))
     return places + 1, left[places], right[places]
 
 
@@ -210,7 +210,8 @@ def path_lengths(run: Record, parameters: int) -> Float64:
         lengths: Float64 = np.cumsum(rates) * math.sqrt(parameters)
         return lengths
     clip = run.config["optimizer.clip_norm"] or math.inf
-    norms = np.array([min(value or 0.0, clip) for value in run.series("grad_norm")])
+    known = [value if value is not None and math.isfinite(value) else 0.0 for value in run.series("grad_norm")]
+    norms = np.array([min(value, clip) for value in known])  # a step that was left out has none, and moves nothing
     lengths = np.cumsum(rates * norms) / (1 - float(run.config["optimizer.momentum"]))
     return lengths
 

@@ -1,0 +1,165 @@
+"""Updates that a dynamic loss scale leaves out: no numbers by right, which nobody counts and no verdict takes for a
+fault; but they are left out for an overflow alone, and in both runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.schema import CkptPolicy, Config, Dtype, EngineName
+from harness.parity.alone import optimizer, vouched
+from harness.parity.judgement import Judgement
+from harness.parity.outcome import Grade, Outcome
+from harness.parity.record import Record, load
+from harness.parity.tiers import finite
+from harness.parity.tiers.arithmetic import Arithmetic
+from tests.support.factory import freeze, small_config, stopping, train
+from tests.support.mutants import Slip, each
+from tests.support.spawn import run_ranks
+
+STEPS = 13
+CAPTURED = [1, 3, 7, 10, 13]
+"""From 6 or so on every second update is left out: some of these are, and some are made after that."""
+AT = 3
+"""A step at which nothing overflows."""
+
+
+def configured(**changes: Any) -> Config:
+    """In fp16, under a factor that doubles in every step until gradients overflow."""
+    config = small_config(
+        engine__name=EngineName.native,
+        train__steps=STEPS,
+        measure__vouch=True,
+        measure__capture_steps=CAPTURED,
+        measure__update_steps=CAPTURED,
+        dtype__compute=Dtype.fp16,
+        dtype__loss_scale="dynamic",
+        dtype__loss_scale_growth_steps=1,
+        **changes,
+    )
+    return config
+
+
+def overflows(engine: Any) -> Any:
+    """Have the engine leave an update out whose gradients did not overflow."""
+    engine.steps = 0
+    ask, step = engine.loss_scale._overflowed, engine.step
+
+    def counted(lr: float) -> float:
+        norm: float = step(lr)
+        engine.steps += 1
+        return norm
+
+    engine.loss_scale._overflowed = lambda shards: ask(shards) or engine.steps + 1 == AT
+    engine.step = counted
+    return engine
+
+
+def trains(rank: int, folder: str) -> None:
+    root = Path(folder)
+    for name, wrap in (("clean", lambda engine: engine), ("wrong", overflows)):
+        train(configured(), root / name, rank, wrap_engine=wrap)
+        freeze(configured(), root / name)
+    resumed = configured(ckpt__policy=CkptPolicy.last)
+    train(resumed, root / "resumed", rank, should_stop=stopping(STEPS - 1))
+    train(resumed, root / "resumed", rank)
+    freeze(resumed, root / "resumed")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Record]:
+    root = tmp_path_factory.mktemp("left_out")
+    run_ranks(trains, 1, str(root))
+    return {name: load(root / name) for name in ("clean", "wrong", "resumed")}
+
+
+def own(run: Record) -> list[tuple[str, int | None, Grade]]:
+    """What does not pass of what a run says of itself."""
+    told = [*vouched.check(run, Arithmetic.of(run.config)), *optimizer.check(run)]
+    return [(finding.check, finding.step, finding.grade) for finding in told if finding.grade is not Grade.ok]
+
+
+def test_some_updates_are_left_out(runs: Mapping[str, Record]) -> None:
+    assert 2 <= len(runs["clean"].skipped) <= STEPS // 2
+    assert runs["clean"].skipped & {*range(1, STEPS - 1)}, "before the resume"
+    assert AT not in runs["clean"].skipped
+    assert min(runs["wrong"].skipped) == AT
+    assert runs["clean"].skipped & {*CAPTURED}
+    assert any(step > min(runs["clean"].skipped) for step in {*CAPTURED} - runs["clean"].skipped)
+
+
+# -- what is claimed ---------------------------------------------------------------------------------------------------
+
+
+def wrong_own(runs: Mapping[str, Record]) -> Iterator[str]:
+    """A run that left updates out is right at every step, resumed or not; one that had no reason to is not."""
+    for name in ("clean", "resumed"):
+        if told := own(runs[name]):
+            yield f"{name}: {told}"
+        until = vouched.vouched_until(runs[name], Arithmetic.of(runs[name].config))
+        if until != STEPS:
+            yield f"{name} is vouched for until {until}"
+    if own(runs["wrong"])[:1] != [("update left out", AT, Grade.bad)]:
+        yield f"an update that was left out for nothing: {own(runs['wrong'])[:1]}"
+
+
+def wrong_pairs(runs: Mapping[str, Record]) -> Iterator[str]:
+    """Left out in both, an update is no difference; in one alone, nothing is known of what comes after."""
+    clean = runs["clean"]
+    first = min(clean.skipped)
+    if found := finite.check(clean, runs["resumed"], {}):
+        yield f"left out in both: {found}"
+    verdict = Judgement(clean, runs["resumed"], []).verdict()
+    if verdict.outcome not in (Outcome.EQUAL, Outcome.EQUIVALENT):
+        yield f"a resumed run: {verdict.sentence}"
+    made = replace(clean, columns={**clean.columns, "skipped": [False] * STEPS})
+    told = [(f.check, f.step, f.grade) for f in finite.check(made, clean, {})]
+    if ("update is made", first, Grade.doubt) not in told or any(grade is Grade.bad for *_, grade in told):
+        yield f"left out in one: {told}"
+    losses = [float("nan") if step == first else 1.0 for step in range(1, STEPS + 1)]
+    odd = replace(clean, columns={**clean.columns, "loss": losses})
+    if [(f.check, f.step) for f in finite.check(odd, odd, {})] != [("loss is finite", first)]:
+        yield "a loss that is no number passes where an update was left out"
+
+
+Claim = Callable[[Mapping[str, Record]], Iterator[str]]
+MUTANTS: dict[str, tuple[Claim, Slip]] = {
+    "every step is counted": (
+        wrong_own,
+        Slip(Record, "updates_until", "step - sum", "step - 0 * sum", "An update that was left out is counted"),
+    ),
+    "a step without a sum is not right": (
+        wrong_own,
+        Slip(vouched, "OF_GRADIENTS", "", lambda _: (), "A run is vouched for until it leaves an update out"),
+    ),
+    "left out for nothing": (
+        wrong_own,
+        Slip(vouched, "_left_out", "known[step - 1]", "False", "Any update may be left out"),
+    ),
+    "one alone": (
+        wrong_pairs,
+        Slip(finite, "_left_out", "arm.skipped ^ control.skipped", "()", "One run alone may leave an update out"),
+    ),
+    "no loss": (
+        wrong_pairs,
+        Slip(finite, "_logged", 'if key == "grad_norm" else frozenset()', "", "Losses may be no numbers then"),
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", [wrong_own, wrong_pairs])
+def test_what_is_claimed(runs: Mapping[str, Record], claim: Claim) -> None:
+    assert list(claim(runs)) == []
+
+
+@pytest.mark.parametrize(
+    "name", each("The comparator: updates left out", ((name, slip.breaks) for name, (_, slip) in MUTANTS.items()))
+)
+def test_a_mutant_is_noticed(runs: Mapping[str, Record], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    claim, slip = MUTANTS[name]
+    slip.put(monkeypatch)
+    assert any(claim(runs)), f"{name} survives"
