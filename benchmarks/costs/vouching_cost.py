@@ -108,6 +108,9 @@ class EveryOther:
         if self.looks:
             self._timed(self.vouching.before)
 
+    def work_out_again(self, step: int) -> None:
+        """Once in a run, and no part of a step's cost."""
+
     def watch(self, step: int) -> Any:
         return self.vouching.watch(step) if self.looks else nullcontext()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import psutil
@@ -39,6 +40,8 @@ class MemoryMeter:
         self.resident = ResidentSet()
         self._persistent: list[int] = []
         self._peak = self._reserved = 0
+        self._before = (0, 0)
+        """Peaks of allocated and reserved bytes of the part of this step that `apart` broke off."""
 
     def begin(self) -> None:
         """Forget the steps so far: timed ones follow."""
@@ -51,6 +54,24 @@ class MemoryMeter:
         first, last = self._persistent[0], self._persistent[-1]
         outside = outside_allocator(self.device) - _BEFORE.get(self.device, 0)
         return Timed(last, self._peak, last - first, self._reserved, max(0, outside))
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Leave out what the body holds for as long as it lasts, and give it back: the harness's own."""
+        if self.on_device:
+            self._before = self._peaks()
+        try:
+            yield
+        finally:
+            if self.on_device:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats(self.device)
+
+    def _peaks(self) -> tuple[int, int]:
+        """Most bytes allocated and reserved in this step."""
+        stats = torch.cuda.memory_stats(self.device)
+        allocated, reserved = (stats.get(f"{kind}_bytes.all.peak", 0) for kind in ("allocated", "reserved"))
+        return max(allocated, self._before[0]), max(reserved, self._before[1])
 
     def take(self, accounted: int, followed: StepBytes | None = None) -> dict[str, int | None]:
         """A step's `memory`, in bytes: peaks of allocated and reserved since the last call, retries since the start.
@@ -71,8 +92,9 @@ class MemoryMeter:
                 "rss": rss,
             }
         stats = torch.cuda.memory_stats(self.device)
+        peak, reserved = self._peaks()
         torch.cuda.reset_peak_memory_stats(self.device)
-        peak, reserved = stats.get("allocated_bytes.all.peak", 0), stats.get("reserved_bytes.all.peak", 0)
+        self._before = (0, 0)
         self._persistent = [*self._persistent[:1], stats.get("allocated_bytes.all.current", 0)]
         self._peak, self._reserved = max(self._peak, peak), max(self._reserved, reserved)
         return {
@@ -94,6 +116,14 @@ def outside_allocator(device: torch.device) -> int:
     """Bytes of a CUDA device that are in use and not the caching allocator's, by whatever process."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
+
+
+def free_bytes(device: torch.device, sharing: int) -> int:
+    """Bytes that this rank may still take: of its own CUDA device; of the host, where so many ranks share it."""
+    if device.type != "cuda":
+        return int(psutil.virtual_memory().available) // sharing
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def note_before_meeting(device: torch.device) -> None:

@@ -32,13 +32,18 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FOLDER = "vouch"
-VERSION = 1
+VERSION = 2
 DENSE = 512
 """Steps from the first on of which every tensor's sketches are kept."""
 BYTES = 8
 
-CHECKS = ("sum", "gather", "kept", "replicas", "rule")
-"""What is looked at in every step, each the largest over all tensors, beside the index of that tensor."""
+CHECKS = ("sum", "gather", "kept", "replicas", "rule", "again")
+"""What is looked at in every step, each the largest over all tensors, beside the index of that tensor; `again` in the
+last captured step alone."""
+
+MOMENTS = ("first", "second")
+"""Of an optimizer's two moments, in its order: the signed sum of all elements that ranks follow, copies too; so it can
+be held against that of the same run alone, as what a resumed one begins with."""
 
 
 class VouchedTensor(NamedTuple):

@@ -201,7 +201,7 @@ class Loop:
         witness = self.captures.witness(step)
         vouching = self.vouching
         if vouching is not None:
-            aside = self._outside(vouching.before)
+            aside = self._outside(vouching.before) + self._outside(lambda: vouching.work_out_again(step))
         watch = nullcontext() if vouching is None else vouching.watch(step)
         with meters.timers.span("forward_backward"), witness or nullcontext(), watch:
             losses = [

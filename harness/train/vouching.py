@@ -4,6 +4,7 @@
 sample, which cost a few passes over what a rank holds and nothing on the wire but a small sum. From step to step:
 
     before      weights and a sample of moments against what the step before left; weights as forwards should see them
+    again       in the last captured step, local gradients by the plain model (`harness.train.again`)
     forward     weights as modules look them up; local gradients as autograd hands them over (`LocalWatch`)
     reduced     the engine's averaged gradients, in the places of its weights, before clipping
     after       weights after the update; of the sample, what the optimizer's rule makes of what was there before
@@ -40,6 +41,7 @@ from harness.store import vouching as stream
 from harness.store.forward import write as write_forward
 from harness.store.metrics import read_columns
 from harness.store.vouching import StreamWriter, VouchedTensor
+from harness.train.again import off_by, step_of, worked_out
 from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
 
@@ -61,7 +63,8 @@ def _skipped_before(session: Session, control: Control, done: int) -> int:
 class Vouching:
     """Looks at every step of one run. `open` it after the first weights are there; *collective*.
 
-    The order in a step: `before`, `watch` around the forwards and backwards, `reduced`, `after`; `close` at the end.
+    The order in a step: `before`, `work_out_again`, `watch` around the forwards and backwards, `reduced`, `after`;
+    `close` at the end.
     """
 
     def __init__(self, session: Session, control: Control, pieces: list[Piece], sample: Sample, done: int) -> None:
@@ -80,6 +83,7 @@ class Vouching:
         self.whole: Table | None = None
         """On the first rank, sketches of the whole weights that the step before left; None where nobody knows."""
         self.done = done
+        self.again_at = step_of(config)
         self.skipped = _skipped_before(session, control, done)
         """Steps so far whose updates a dynamic loss scale left out, which an optimizer does not count."""
         self.writer: StreamWriter | None = None
@@ -120,6 +124,7 @@ class Vouching:
         self.largest = LargestTable(len(self.pieces), SKETCHES)
         self.watching: LocalWatch | None = None
         self.forward: ForwardWatch | None = None
+        self.again: Sketch | None = None
         self.gradient_sample: Tensor | None = None
         self.gradient_unit = 0.0
 
@@ -135,6 +140,13 @@ class Vouching:
         self.values = self.sample.look()
         if self.left is not None:
             self.largest.kept[:] = self._kept(sketches, self.values)
+
+    def work_out_again(self, step: int) -> None:
+        """In the last captured step: this rank's local gradients, by the plain model; *collective*, before `watch`."""
+        if step == self.again_at and self.session.engine.seen() is not None:
+            with self.session.meters.memory.apart():
+                self.again = worked_out(self.session, self.control, self.names, self.signs, step)
+            self.summed.part("blind")[:] = float(self.again is None)
 
     def watch(self, step: int) -> AbstractContextManager[Any]:
         """Surrounds the step's forwards and backwards."""
@@ -173,7 +185,7 @@ class Vouching:
         sketches, values = self._sketches(), self.sample.look()
         self.summed.put("after", sketches, self.counted)
         self.summed.put("dissent", sketches, self.among)
-        looked = Looked(self.watching is not None, self.gradient_sample is not None, False)
+        looked = Looked(self.watching is not None, self.gradient_sample is not None, False, self.again is not None)
         if self.gradient_sample is not None and self.sample.rule.name in KNOWN:
             looked = looked._replace(rule=True)
             self._hold_to_rule(step, lr, norm, values)
@@ -235,6 +247,8 @@ class Vouching:
         self.summed.part("saw")[:] = float(watching.saw_gradients)
         self.summed.part("hidden")[list(watching.hidden)] = 1.0
         self.largest.used[:] = torch.cat([largest, -least], dim=1)
+        if self.again is not None:
+            self.largest.again[:] = off_by(gradients, self.again, [piece.shape for piece in self.pieces])
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

@@ -76,7 +76,8 @@ class Voucher(Silent):
 
     def before(self, weights: Params, optimizer: Optimizer, used: list[Params], compute: Params) -> None:
         """Before a step: against what the last one left, and what each rank computes with against `compute`."""
-        self._row = {"replicas": 0.0, "replicas_tensor": 0.0}
+        unseen = dict.fromkeys(("again", "again_tensor"), float("nan"))
+        self._row = {"replicas": 0.0, "replicas_tensor": 0.0, **unseen}
         self._kept(weights, optimizer)
         size = {name: float(np.linalg.norm(compute[name].astype(np.float64))) for name in self.names}
         gathered = {

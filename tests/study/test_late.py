@@ -98,11 +98,15 @@ def test_its_twin_passes(runs: Mapping[Overrides, Path], overrides: Overrides, a
     assert verdict.outcome is Outcome.EQUIVALENT, verdict.sentence
 
 
-def test_a_late_forward_is_in_doubt_and_not_called_the_optimizers(runs: Mapping[Overrides, Path]) -> None:
-    """No witness knows what a model computes; but what follows the gradient was seen to be right."""
+def test_a_late_forward_is_found_and_not_called_the_optimizers(runs: Mapping[Overrides, Path]) -> None:
+    """The plain model refutes the last captured step; where it began is where the pair jumped. What follows the
+    gradient was seen to be right."""
     verdict = compare(runs[FORWARD], runs[twin("wrong_targets")])
-    assert verdict.outcome is Outcome.UNDECIDED, verdict.sentence
-    assert (first(verdict).step, first(verdict).place) == (LATE, "between forward and gradient"), verdict.sentence
+    assert verdict.outcome is Outcome.DIFFERENT, verdict.sentence
+    graded = (Grade.bad, STEPS), (Grade.doubt, LATE)
+    for grade, step in graded:
+        found = next(finding for finding in verdict.findings if finding.grade is grade)
+        assert (found.step, found.place) == (step, "between forward and gradient"), verdict.sentence
 
 
 def silent(run: Path, control: Path) -> Verdict:

@@ -65,7 +65,7 @@ UNEVEN = {"model__vocab_size": 65, "model__ffn_dim": 47, "optimizer__weight_deca
 def test_every_step_of_every_engine_vouches_for_itself(
     tmp_path: Path, optimizer: OptimizerName, changes: dict[str, Any]
 ) -> None:
-    changes = {"optimizer__name": optimizer, "optimizer__clip_norm": 0.5, **changes}
+    changes = {"optimizer__name": optimizer, "optimizer__clip_norm": 0.5, "measure__capture_steps": [4], **changes}
     run_ranks(trains, 2, str(tmp_path), list(SEEN), changes)
     for run in tmp_path.iterdir():
         stream = read(run)
@@ -77,6 +77,8 @@ def test_every_step_of_every_engine_vouches_for_itself(
         assert (stream.column("rule")[:5] <= 1).all(), (run.name, stream.column("rule"))
         assert (stream.column("rule")[:5] > 0).all(), run.name
         assert (stream.column("norm")[:5] <= 1e-6).all(), run.name
+        assert np.flatnonzero(~np.isnan(stream.column("again"))).tolist() == [3], "the last captured step"
+        assert stream.column("again")[3] <= (1e-9 if run.name.endswith("bf16") else ROUNDED), run.name
 
 
 def looks_or_not(rank: int, folder: str) -> None:

@@ -1,6 +1,7 @@
 """What one run says of itself at every step, without another run (its stream, `harness.store.vouching`).
 
-Five things are looked at in each step, each the worst over all tensors, and a sixth about the step as a whole:
+Five things are looked at in each step, each the worst over all tensors, and a sixth about the step as a whole; a
+seventh once:
 
     sum        the engine's gradient against the sum of what autograd handed out           reduction
     gather     the weights that the forward used against the main weights                  gather
@@ -8,6 +9,8 @@ Five things are looked at in each step, each the worst over all tensors, and a s
     replicas   what ranks hold after it that keep copies of one piece       from gradient to optimizer
     rule       what the optimizer did to a sample of elements against its rule             optimizer
     norm       the norm that is logged and clipped by against that of the gradient         clipping
+    again      in the last captured step, a rank's gradients against those of the plain    forward and gradient
+               model with the same weights and tokens (`harness.train.again`)
 
 [Note: Bounds of the stream] `gather`, `kept` and `replicas` compare numbers that were copied or cast, and a cast has
 one result: all that may be left is the fp64 sum of a sketch, `EXACT` (sqrt(n) roundings of 2^-53 of n terms, 1e-11 for
@@ -22,10 +25,22 @@ z(1 - p / 2n) deviations with probability p, so
     allowed = SAFETY e z(1 - RARE / (2 m T steps)),     refuted = twice that
 
 which for 65 tensors and 1,000 steps is 5.5 deviations, for 100,000 steps 6.2.
+
+`again` is the largest of m sketches of T tensors on N ranks, of two gradients that the same modules made of the same
+bits in the same shapes. Where kernels are the same too, as on CPUs (see [Note: Same kernels] in `tiers.forward`), all
+bits are; where a library may choose by more than shapes, each of the two errs by e = `Arithmetic.local`, so
+
+    refuted = 2 SAFETY sqrt(2) e z(1 - RARE / (2 m T N))
+
+Half of that is allowed. In 16 bits and less, where e is some per cent, nothing is on a CPU: what differs at all is in
+doubt. A parameter that a forward uses twice may have its two gradients added in the compute dtype or in fp32, and lie
+one rounding off. Where routers choose, one choice that rounding turned changes an expert's gradient by anything, and
+nothing is refuted.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -33,7 +48,7 @@ from typing import TYPE_CHECKING
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED, SAFETY, Arithmetic
+from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.graded import Series
 
 if TYPE_CHECKING:
@@ -80,6 +95,12 @@ LOOKS = {
     ),
     "rule": Look("update by the rule, sampled", Stage.optimizer, "not what the optimizer's rule makes of the gradient"),
     "norm": Look("logged norm of every step", Stage.clipping, "not the norm of the gradient that was reduced"),
+    "again": Look(
+        "gradient worked out again",
+        Stage.gradient,
+        "not what the plain model gives for the same weights and tokens",
+        since=Stage.forward,
+    ),
 }
 """What is looked at, by the stream's column."""
 
@@ -112,7 +133,8 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     look, values = LOOKS[name], stream.column(name)
     rows = np.flatnonzero(~np.isnan(values))
     steps, beyond = np.minimum(rows + 1, run.length), rows >= run.length
-    allowed = np.full(len(rows), bound(name, stream, arithmetic))
+    limit, most = bounds(name, run, stream, arithmetic)
+    allowed, refuted = np.full(len(rows), limit), np.full(len(rows), most)
     found = []
     for part, check, wrong in (
         (~beyond, look.check, look.wrong),
@@ -125,7 +147,7 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
             steps[part],
             values[rows][part],
             allowed[part],
-            REFUTED * allowed[part],
+            refuted[part],
             look.since,
             note,
         )
@@ -146,16 +168,35 @@ def _named(stream: Stream, name: str, rows: NDArray[np.int64]):  # type: ignore[
     return tensor
 
 
+def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tuple[float, float]:
+    """The largest value of a column that is allowed, and the largest that is not refuted."""
+    allowed = bound(name, stream, arithmetic)
+    refuted = REFUTED * allowed
+    if name == "again" and arithmetic.num_experts > 1:
+        refuted = math.inf
+    if name == "again" and arithmetic.compute in SIXTEEN_BITS and run.config.get("cluster.device") == "cpu":
+        allowed = SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute] if arithmetic.reused else EXACT
+    return allowed, refuted
+
+
 def bound(name: str, stream: Stream, arithmetic: Arithmetic) -> float:
     """Largest value of a column that rounding explains; see [Note: Bounds of the stream]."""
     if name == "rule":
         return 1.0
     if name == "norm":
         return arithmetic.logged_norm
+    if name == "again":
+        draws = stream.sketches * len(stream.tensors) * arithmetic.ranks
+        return math.sqrt(2) * SAFETY * arithmetic.local * _deviations(draws)
     if name != "sum":
         return EXACT
-    draws = max(1, stream.sketches * len(stream.tensors) * len(stream.column("sum")))
-    return SAFETY * arithmetic.reduction * NormalDist().inv_cdf(1 - RARE / (2 * draws)) + arithmetic.stagnation + EXACT
+    deviations = _deviations(stream.sketches * len(stream.tensors) * len(stream.column("sum")))
+    return SAFETY * arithmetic.reduction * deviations + arithmetic.stagnation + EXACT
+
+
+def _deviations(draws: int) -> float:
+    """How many standard deviations the largest of so many normal draws exceeds with probability `RARE`."""
+    return NormalDist().inv_cdf(1 - RARE / (2 * max(1, draws)))
 
 
 def vouched_until(run: Record, arithmetic: Arithmetic) -> int:

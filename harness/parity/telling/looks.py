@@ -98,6 +98,9 @@ OF_SERIES = {
 }
 """What a script measures of two series, by name, in the words of `scripts/series.txt`."""
 
+AGAIN = "again"
+"""Column of what is looked at in the last captured step alone."""
+
 STREAMED = (
     ("sum at every step", "sum", 0),
     ("weights of every forward", "gather", 0),
@@ -106,13 +109,15 @@ STREAMED = (
     ("copies of every step", "replicas", 0),
     ("update by the rule, sampled", "rule", 0),
     ("logged norm of every step", "norm", 0),
+    ("gradient worked out again", AGAIN, 0),
 )
 """Checks of a run's stream: their column, and whether they are of the row after the step."""
 
 
 def _stream(column: str, after: int) -> Look:
     again = "Makes one run again and reads what it says of its own step."
-    return Look("stream", "", ("COLUMN", "ROW"), (), again, True, whole=bool(after), key=column, row=after)
+    captured = column == AGAIN
+    return Look("stream", "", ("COLUMN", "ROW"), (), again, True, captured, bool(after), key=column, row=after)
 
 
 NORM_AGAIN = "Makes one run again: the norm it logs against that of the gradients it captures."

@@ -152,7 +152,12 @@ class Arithmetic:
     @cached_property
     def gradient(self) -> float:
         """Relative rounding error of one averaged gradient, reduction included."""
-        return math.hypot(self._compute(GRADIENT_FACTOR), self.quantized(GRADIENT_FACTOR), self.reduction)
+        return math.hypot(self.local, self.reduction)
+
+    @property
+    def local(self) -> float:
+        """Relative rounding error of one rank's gradient, as its backward hands it over."""
+        return math.hypot(self._compute(GRADIENT_FACTOR), self.quantized(GRADIENT_FACTOR))
 
     def quantized(self, passes: int = GRADIENT_FACTOR) -> float:
         """Relative error of 8-bit operands: two roundings a product, of the forward alone, or of the forward, of its

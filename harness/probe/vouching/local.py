@@ -26,10 +26,12 @@ class LocalWatch:
         module: whose own parameters autograd hands local gradients to.
         names: of its parameters, in model order.
         signs: of all sketches.
+        weights: whether the weights of forwards are looked at too.
     """
 
-    def __init__(self, module: nn.Module, names: list[str], signs: Signs) -> None:
+    def __init__(self, module: nn.Module, names: list[str], signs: Signs, *, weights: bool = True) -> None:
         self.module = module
+        self._looks_at_weights = weights
         self.signs = signs
         self._places = {name: place for place, name in enumerate(names)}
         self._gradients: list[tuple[int, Sketch]] = []
@@ -55,6 +57,8 @@ class LocalWatch:
         self._look(self._gradients, name, gradient)
 
     def _forward(self, name: str, weight: Tensor) -> None:
+        if not self._looks_at_weights:
+            return
         if name in self._quantized:  # used in 8 bits, not cast: no sketch of the main weight is its own
             self.hidden.add(self._places[name])
         else:

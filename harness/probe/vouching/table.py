@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from harness.probe.vouching.sketch import Sketch
+from harness.store.vouching import MOMENTS
 
 Table = NDArray[np.float64]
 
@@ -35,13 +36,17 @@ class SummedTable:
         for name in SUMMED:
             self._places[name] = slice(width, width + sketches)
             width += sketches
-        for name in ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed"):
+        for name in ("moments_before", "moments_after"):
+            self._places[name] = slice(width, width + len(MOMENTS))
+            width += len(MOMENTS)
+        for name in ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed", "blind"):
             self._places[name] = slice(width, width + 1)
             width += 1
         self.values = torch.zeros(tensors, width, dtype=torch.float64)
 
     def part(self, name: str) -> Tensor:
-        """[tensors, sketches], or [tensors, 1] of squares, `terms`, `saw`, `hidden`, `followed`; a view."""
+        """[tensors, sketches], [tensors, 2] of moments, or [tensors, 1] of squares, `terms`, `saw`, `hidden`,
+        `followed`, `blind`; a view."""
         return self.values[:, self._places[name]]
 
     def put(self, name: str, found: Sketch, shares: Tensor) -> None:
@@ -61,7 +66,7 @@ class LargestTable:
 
     def __init__(self, tensors: int, sketches: int) -> None:
         self.sketches = sketches
-        self.values = torch.zeros(tensors, 2 * sketches + 3, dtype=torch.float64)
+        self.values = torch.zeros(tensors, 2 * sketches + 4, dtype=torch.float64)
         self.used[:] = -torch.inf
 
     @property
@@ -73,6 +78,11 @@ class LargestTable:
     def kept(self) -> Tensor:
         """[tensors]"""
         return self.values[:, -2]
+
+    @property
+    def again(self) -> Tensor:
+        """[tensors]"""
+        return self.values[:, -4]
 
     @property
     def clipping(self) -> Tensor:
@@ -100,6 +110,8 @@ class Looked(NamedTuple):
     """The engine's averaged gradients."""
     rule: bool
     """The optimizer's rule: the reduced gradients and all moments, of a step that was not scaled."""
+    again: bool
+    """Local gradients, worked out a second time."""
 
 
 def step_numbers(
@@ -127,7 +139,8 @@ def step_numbers(
     gathered = np.where(summed.read("hidden") > 0, np.nan, gathered)
     dissent = _relative(np.abs(summed.read("dissent")).max(1), after)
     rule = np.where(summed.read("followed") > 0, largest.rule.numpy(), np.nan) if seen.rule else nothing
-    checks = [sums, gathered, largest.kept.numpy(), dissent, rule]
+    again = largest.again.numpy() if seen.again and saw and not summed.read("blind").any() else nothing
+    checks = [sums, gathered, largest.kept.numpy(), dissent, rule, again]
     row = [number for check in checks for number in _worst(check)]
     whole = math.sqrt(float(squares.sum()))
     clipping = max(largest.clipping.tolist(), default=0.0)

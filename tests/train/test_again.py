@@ -1,0 +1,282 @@
+"""The last captured step is worked out a second time beside the engine: a forward or backward that is not the model's
+is found in the run itself, whatever it is held against."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from harness.config.schema import Config, Dtype, Fp8, ModelFamily
+from harness.engines.plain import plain_model
+from harness.engines.protocol import Engine, Microbatch, Seen
+from harness.models.registry import workload_for
+from harness.parity.alone import vouched
+from harness.parity.outcome import Grade, Stage
+from harness.parity.record import Record, load
+from harness.parity.tiers.arithmetic import Arithmetic
+from harness.probe.vouching.sketch import Sketch
+from harness.train import again
+from tests.support.factory import freeze, small_config, train, with_dtypes
+from tests.support.mutants import Slip, each
+
+STEPS, BEGINS = 4, 3
+CHECK = vouched.LOOKS["again"].check
+
+
+class Spoiled:
+    """Stands before an engine, and does something to it from a step on."""
+
+    def __init__(self, engine: Engine, fault: Callable[[Spoiled, Any], Any]) -> None:
+        self.engine, self.fault, self.number = engine, fault, 1
+        self.last: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
+        given = self.fault(self, batch) if self.number >= BEGINS else batch
+        self.last = batch
+        return self.engine.forward_backward(given, last=last)
+
+    def step(self, lr: float) -> float:
+        self.number += 1
+        return self.engine.step(lr)
+
+
+def stale_tokens(engine: Spoiled, batch: Any) -> Any:
+    """What was fed before is fed again, as by a copy that did not wait."""
+    return engine.last
+
+
+def rounded_table(engine: Spoiled, batch: Any) -> Any:
+    """The rotary table in bf16, as by an engine that casts buffers."""
+    table = engine.engine.model.cos_SE  # type: ignore[attr-defined] # of this engine
+    table.copy_(table.bfloat16())
+    return batch
+
+
+def another_loss(engine: Spoiled, batch: Any) -> Any:
+    """A tenth of the loss is that of a uniform target."""
+
+    def smoothed(model: Any, batch: Any) -> Tensor:
+        logits = model(batch.tokens).float().flatten(0, 1)
+        return functional.cross_entropy(logits, batch.targets.flatten(), label_smoothing=0.1)
+
+    engine.engine.workload.loss = smoothed  # type: ignore[attr-defined] # of this engine
+    return batch
+
+
+FAULTS = {"tokens": stale_tokens, "table": rounded_table, "loss": another_loss}
+FORMATS = {"fp32": (Dtype.fp32, Dtype.fp32), "bf16": (Dtype.bf16, Dtype.fp32), "fp64": (Dtype.fp64, Dtype.fp64)}
+
+
+def configured(kind: str, **changes: Any) -> Config:
+    usual = {"train__steps": STEPS, "measure__vouch": True, "measure__capture_steps": [1, STEPS]}
+    return with_dtypes(small_config(**{**usual, **changes}), *FORMATS[kind])
+
+
+def trained(path: Path, kind: str, fault: str = "", **changes: Any) -> Record:
+    config = configured(kind, **changes)
+    spoiled = (lambda engine: Spoiled(engine, FAULTS[fault])) if fault else (lambda engine: engine)
+    train(config, path, wrap_engine=spoiled)
+    freeze(config, path)
+    return load(path)
+
+
+def found(run: Record) -> list[tuple[int | None, Grade]]:
+    """What does not pass of the step that was worked out again."""
+    told = vouched.check(run, Arithmetic.of(run.config))
+    assert all(finding.grade is Grade.ok for finding in told if finding.check != CHECK), told
+    return [
+        (finding.step, finding.grade) for finding in told if finding.check == CHECK and finding.grade is not Grade.ok
+    ]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_clean_run_is_the_model(tmp_path: Path, kind: str) -> None:
+    run = trained(tmp_path, kind)
+    assert found(run) == []
+    assert run.stream is not None
+    assert run.stream.column("again")[STEPS - 1] == 0
+
+
+@pytest.mark.parametrize("recipe", [Fp8.delayed, Fp8.mx])
+def test_a_clean_run_of_8_bits_is_the_model(tmp_path: Path, recipe: Fp8) -> None:
+    """Whose weights are ones of its own in the main dtype, or a copy that was cast, which is no parameter."""
+    sizes = {"model__dim": 64, "model__ffn_dim": 64, "model__vocab_size": 64}
+    run = trained(tmp_path, "bf16", dtype__fp8=recipe, **sizes)
+    assert found(run) == []
+    assert run.stream is not None
+    assert run.stream.column("again")[STEPS - 1] == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_what_began_late_is_found_in_the_run_itself(tmp_path: Path, kind: str, fault: str) -> None:
+    """In 16 bits what rounding could explain is in doubt: that a CPU's kernels are the same is no promise of theirs."""
+    run = trained(tmp_path, kind, fault)
+    if (kind, fault) != ("bf16", "tokens"):  # which are farther off than any rounding
+        assert found(run) == [(STEPS, Grade.bad if kind == "fp32" else Grade.doubt)]
+    (finding,) = [f for f in vouched.check(run, Arithmetic.of(run.config)) if f.check == CHECK]
+    assert finding.place == "between forward and gradient"
+    assert Stage.forward in finding.stages
+
+
+def test_nobody_works_out_what_may_come_to_something_else() -> None:
+    assert again.step_of(configured("fp32")) == STEPS
+    assert again.step_of(configured("fp32", measure__capture_steps=[])) == 0
+    assert again.step_of(configured("fp32", mesh__tp=2)) == 0
+    assert again.step_of(configured("fp32", model__family=ModelFamily.ext)) == 0
+
+
+def test_nobody_looks_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "free_bytes", lambda device, sharing: 0)
+    run = trained(tmp_path, "fp32", "loss")
+    assert found(run) == []
+    assert run.stream is not None
+    assert bool(np.isnan(run.stream.column("again")).all())
+
+
+def test_the_plain_model_is_gone_when_it_was_asked() -> None:
+    """At once: the step that follows needs its memory. A model with weights of its own, not of its modules, and the
+    hook that casts them hold each other."""
+    config = configured("bf16", model__family=ModelFamily.odd)
+    workload = workload_for(config)
+    gc.disable()
+    try:
+        with plain_model(workload, config, torch.device("cpu")) as model:
+            for param in model.parameters():
+                param.detach().zero_()
+            tokens = torch.zeros(1, 4, dtype=torch.int64)
+            workload.loss(model, Microbatch(tokens, tokens)).backward()
+            gone = weakref.ref(model)
+        del model, param
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def wrong_runs(root: Path) -> Iterator[str]:
+    """A clean run and a faulty one, by one rank each."""
+    for fault, wanted in (("", []), ("loss", [(STEPS, Grade.bad)])):
+        path = root / f"run{fault}"
+        if found(trained(path, "fp32", fault)) != wanted:
+            yield f"a run with {fault or 'no fault'}"
+
+
+def wrong_bounds(root: Path) -> Iterator[str]:
+    """What is allowed and what is refuted."""
+    run = trained(root / "bounds", "bf16", model__tie_embeddings=False)
+    assert run.stream is not None
+    of = Arithmetic.of(run.config)
+    tied, routed = replace(of, reused="x"), replace(of, num_experts=8)
+    allowed, refuted = vouched.bounds("again", run, run.stream, of)
+    if not allowed <= vouched.EXACT or not 0.1 < refuted < 10:
+        yield f"in bf16: {allowed}, {refuted}"
+    if not 1e-3 < vouched.bounds("again", run, run.stream, tied)[0] < 1e-1:
+        yield "gradients of a weight that is used twice"
+    if vouched.bounds("again", run, run.stream, routed)[1] != float("inf"):
+        yield "a route that rounding turned is refuted"
+    elsewhere = replace(run, config={**run.config, "cluster.device": "cuda"})
+    if not 0.05 < vouched.bounds("again", elsewhere, run.stream, of)[0] < 5:
+        yield "another device"
+
+
+def wrong_numbers(root: Path) -> Iterator[str]:
+    """How losses are scaled, and what two sketches differ by."""
+    config = configured("fp32")  # four microbatches of two
+    loss = torch.tensor(12.0)
+    for divisor, wanted in ((4, 12.0), (2, 6.0), (1, 3.0), (32, 96.0)):
+        seen = Seen(torch.nn.Linear(1, 1), divisor, torch.float32)
+        if float(again._scaled(loss, seen, config)) != wanted:
+            yield f"a divisor of {divisor}"
+    values = torch.ones(4, 4, dtype=torch.float64)
+    other = values.clone()
+    other[1, 2] += 0.5
+    other[2, 0] = torch.nan
+    other[3] += 1.0
+    first, second = Sketch(other, torch.ones(4)), Sketch(values, torch.full((4,), 4.0, dtype=torch.float64))
+    if again.off_by(first, second, [(8, 8)] * 3 + [(31,)]).tolist() != [0.0, 0.25, float("inf"), 0.0]:
+        yield f"off by {again.off_by(first, second, [(8, 8)] * 3 + [(31,)])}"
+
+
+Claim = Callable[[Path], Iterator[str]]
+CLAIMS: tuple[Claim, ...] = (wrong_runs, wrong_bounds, wrong_numbers)
+MUTANTS: dict[str, tuple[Claim, Slip]] = {
+    "the first captured step": (
+        wrong_runs,
+        Slip(again, "step_of", "max(captured", "min(captured", "The first captured step is worked out again"),
+    ),
+    "the batch before": (
+        wrong_runs,
+        Slip(
+            again, "worked_out", "batch(step)", "batch(max(1, step - 1))", "The second time has another step's tokens"
+        ),
+    ),
+    "half of the batch": (
+        wrong_runs,
+        Slip(again, "worked_out", ".microbatches:", ".microbatches[:1]:", "One microbatch is worked out again"),
+    ),
+    "weights of nobody": (
+        wrong_runs,
+        Slip(again, "_fill", "weights[name].copy_(weight)", "weights[name].zero_()", "Weights are not the engine's"),
+    ),
+    "nothing is told": (
+        wrong_runs,
+        Slip(vouched, "LOOKS", "", lambda looks: {k: v for k, v in looks.items() if k != "again"}, "Nobody asks"),
+    ),
+    "a quotient for a product": (
+        wrong_numbers,
+        Slip(again, "_scaled", "loss / (count // seen.divisor)", "loss", "The loss is not scaled as the engine's"),
+    ),
+    "the nearest sketch": (
+        wrong_numbers,
+        Slip(again, "off_by", "amax(1)", "amin(1)", "Of four sketches the one that is least off counts"),
+    ),
+    "no number is right": (
+        wrong_numbers,
+        Slip(again, "off_by", "nan=torch.inf", "nan=0.0", "What is no number is taken for right"),
+    ),
+    "bits are owed twice": (
+        wrong_bounds,
+        Slip(
+            vouched, "bounds", "if arithmetic.reused else EXACT", "if True else EXACT", "A rounding is allowed to all"
+        ),
+    ),
+    "bits are owed anywhere": (
+        wrong_bounds,
+        Slip(vouched, "bounds", 'run.config.get("cluster.device") == "cpu"', "True", "Kernels of any device are one"),
+    ),
+    "routes are refuted": (
+        wrong_bounds,
+        Slip(vouched, "bounds", "arithmetic.num_experts > 1", "False", "A token that took another route is a fault"),
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_what_is_claimed(tmp_path: Path, claim: Claim) -> None:
+    assert list(claim(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    each("The comparator: a step worked out again", ((name, slip.breaks) for name, (_, slip) in MUTANTS.items())),
+)
+def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    claim, slip = MUTANTS[name]
+    slip.put(monkeypatch)
+    assert any(claim(tmp_path)), f"{name} survives"
