@@ -17,7 +17,7 @@ the element's place alone (`harness.probe.vouching.sketch`).
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -42,8 +42,8 @@ CHECKS = ("sum", "gather", "kept", "replicas", "rule", "again")
 last captured step alone."""
 
 MOMENTS = ("first", "second")
-"""Of an optimizer's two moments, in its order: the signed sum of all elements that ranks follow, copies too; so it can
-be held against that of the same run alone, as what a resumed one begins with."""
+"""Columns of an optimizer's two moments, in its order: the signed sum of all elements that ranks follow, copies too; so
+they can be held against those of the same run alone, as what a resumed one begins with."""
 
 
 class VouchedTensor(NamedTuple):
@@ -76,7 +76,7 @@ def tensor_columns(sketches: int) -> tuple[str, ...]:
     return (
         *_numbered("local", sketches), "terms_squares",
         *_numbered("reduced", sketches), "reduced_squares",
-        *_numbered("after", sketches), "after_squares",
+        *_numbered("after", sketches), "after_squares", *MOMENTS,
     )  # fmt: skip
 
 
@@ -216,15 +216,27 @@ class Stream:
 
 def last_weights(run_dir: Path, step: int, names: Sequence[str]) -> NDArray[np.float64] | None:
     """Sketches [tensors, m] of the weights after a step; None where they were not kept, or are of other tensors."""
+    return _last(run_dir, step, names, lambda sketches: list(_numbered("after", sketches)))
+
+
+def last_moments(run_dir: Path, step: int, names: Sequence[str]) -> NDArray[np.float64] | None:
+    """Signed sums of the moments after a step, `MOMENTS` [tensors, 2]; None where they were not kept."""
+    return _last(run_dir, step, names, lambda sketches: list(MOMENTS))
+
+
+def _last(
+    run_dir: Path, step: int, names: Sequence[str], columns: Callable[[int], list[str]]
+) -> NDArray[np.float64] | None:
+    """Columns [tensors, columns] of a kept step; None where one of them is no number, or they are of other tensors."""
     found = read(run_dir)
     if found is None or [each.name for each in found.tensors] != list(names) or not is_kept(step, found.every):
         return None
     steps, rows = found.kept()
     if len(steps) < kept_until(step, found.every) or steps[kept_until(step, found.every) - 1] != step:
         return None
-    begin = tensor_columns(found.sketches).index("after_0")
-    sketches: NDArray[np.float64] = rows[kept_until(step, found.every) - 1, :, begin : begin + found.sketches].copy()
-    return None if bool((sketches != sketches).any()) else sketches
+    places = [tensor_columns(found.sketches).index(name) for name in columns(found.sketches)]
+    wanted: NDArray[np.float64] = rows[kept_until(step, found.every) - 1][:, places].copy()
+    return None if bool((wanted != wanted).any()) else wanted
 
 
 def _table(path: Path, columns: int) -> NDArray[np.float64]:

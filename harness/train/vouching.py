@@ -82,6 +82,8 @@ class Vouching:
         """What the step before left: sketches by piece, and the sample."""
         self.whole: Table | None = None
         """On the first rank, sketches of the whole weights that the step before left; None where nobody knows."""
+        self.moments: Table | None = None
+        """On the first rank, what the last step before a resume left of the moments; None in any other step."""
         self.done = done
         self.again_at = step_of(config)
         self.skipped = _skipped_before(session, control, done)
@@ -89,6 +91,7 @@ class Vouching:
         self.writer: StreamWriter | None = None
         if self.is_first_rank:
             self.whole = None if not done else stream.last_weights(session.run_dir, done, self.names)
+            self.moments = None if not done else stream.last_moments(session.run_dir, done, self.names)
             shapes = [VouchedTensor(piece.name, piece.shape) for piece in pieces]
             limit = config.measure.vouch_limit_mib << 20
             every = stream.cadence(config.train.steps, len(pieces), SKETCHES, limit)
@@ -138,6 +141,7 @@ class Vouching:
         cast = sketches if self.cast is None else self._sketches(lambda piece: piece.local.to(self.cast))
         self.summed.put("cast", cast, self.counted)
         self.values = self.sample.look()
+        self.summed.part("moments_before")[:] = self.sample.of_moments(self.values, len(self.pieces))
         if self.left is not None:
             self.largest.kept[:] = self._kept(sketches, self.values)
 
@@ -183,6 +187,7 @@ class Vouching:
         if self.forward is not None:
             self._tell_forward(self.forward)
         sketches, values = self._sketches(), self.sample.look()
+        self.summed.part("moments_after")[:] = self.sample.of_moments(values, len(self.pieces))
         self.summed.put("after", sketches, self.counted)
         self.summed.put("dissent", sketches, self.among)
         looked = Looked(self.watching is not None, self.gradient_sample is not None, False, self.again is not None)
@@ -204,11 +209,15 @@ class Vouching:
         return write
 
     def _follow(self, step: int, summed: SummedTable, largest: LargestTable) -> None:
-        """The whole weights, too, must be those that the step before left: of a resumed run, those in its stream."""
+        """The whole weights, too, must be those that the step before left: of a resumed run, those in its stream, and
+        so must its moments, which no rank remembers."""
         if self.whole is not None:
             largest.differ_from(summed, self.whole)
         elif step > 1:
             largest.kept[:] = torch.nan
+        if self.moments is not None:
+            largest.moments_differ_from(summed, self.moments)
+            self.moments = None
         self.whole = summed.read("after").copy()
 
     def _hold_to_rule(self, step: int, lr: float, norm: float, values: Values) -> None:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule, UpdateState
 from harness.store.rundir import flatten
-from harness.store.vouching import StreamWriter, VouchedTensor, step_columns, tensor_columns
+from harness.store.vouching import MOMENTS, StreamWriter, VouchedTensor, step_columns, tensor_columns
 
 if TYPE_CHECKING:
     from tests.parity.arms import Arm, Params
@@ -146,6 +146,7 @@ class Voucher(Silent):
                     *(*self._local[n], self._terms[n]),
                     *(*self.sketch(n, self._mean[n]), squares(self._mean[n])),
                     *(*self.sketch(n, weights[n]), squares(weights[n])),
+                    *(0.0 for _ in MOMENTS),
                 ]
                 for n in self.names
             ]

@@ -105,6 +105,10 @@ def wrong_looks(it: Witnessed) -> Iterator[str]:
     after = it.found(it.saying("kept", STEPS + 1, OFF["kept"]))
     if after != [("weights after the last step", STEPS, third, Grade.bad)]:
         yield "weights that change after the last step are not found"
+    for step, stage in ((4, Stage.checkpoint), (5, Stage.weights)):
+        resumed = replace(it.saying("kept", 5, OFF["kept"]), summary={**it.clean.summary, "restored": {"step": step}})
+        if [f.stage for f in vouched.check(resumed, it.arithmetic) if f.grade is Grade.bad] != [stage]:
+            yield f"resumed after step {step}, what step 5 does not begin with is not the {stage.value}'s"
 
 
 def wrong_vouching(it: Witnessed) -> Iterator[str]:

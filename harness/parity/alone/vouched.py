@@ -41,7 +41,7 @@ nothing is refuted.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
@@ -84,12 +84,12 @@ class Look:
     """The first stage at which it may have arisen, where that is not `stage`."""
 
 
+BETWEEN = "weights between steps"
+
 LOOKS = {
     "sum": Look("sum at every step", Stage.reduction, "not the sum of what its ranks computed"),
     "gather": Look("weights of every forward", Stage.gather, "a forward used other weights than the main ones"),
-    "kept": Look(
-        "weights between steps", Stage.weights, "changed between two steps, by something else than the optimizer"
-    ),
+    "kept": Look(BETWEEN, Stage.weights, "changed between two steps, by something else than the optimizer"),
     "replicas": Look(
         "copies of every step", Stage.optimizer, "ranks left with different copies of one piece", since=Stage.gradient
     ),
@@ -110,7 +110,14 @@ def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
     if run.stream is None:
         return []
     found = [finding for name in LOOKS for finding in _column(run, run.stream, name, arithmetic)]
-    return [*found, *_left_out(run, run.stream)]
+    return [*(_of_checkpoint(run, finding) for finding in found), *_left_out(run, run.stream)]
+
+
+def _of_checkpoint(run: Record, finding: Finding) -> Finding:
+    """What the first step after a resume does not begin with was lost on its way through a checkpoint."""
+    resumed = run.summary.get("restored")
+    lost = resumed and finding.check == BETWEEN and finding.step == int(resumed["step"]) + 1
+    return replace(finding, stage=Stage.checkpoint) if lost and finding.grade is not Grade.ok else finding
 
 
 def _left_out(run: Record, stream: Stream) -> list[Finding]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness.config.update_rule import Rule, Units, UpdateState
 from harness.probe.vouching.pieces import Piece
+from harness.store.vouching import MOMENTS
 
 PER_TENSOR = 32
 """Elements followed of each tensor, over all ranks. A fault in a share p of a tensor's elements is among them with
@@ -110,6 +111,8 @@ class Sample:
         owners = [torch.full((len(each.indices),), each.tensor) for each in self.followed]
         self.tensor_of = torch.cat([torch.empty(0, dtype=torch.int64), *owners])
         """Index of the tensor that each followed element is of; int64."""
+        signs = [_signs(each.weight.name, len(each.indices)) for each in self.followed]
+        self._signs = torch.cat([torch.empty(0, dtype=torch.float64), *signs])
         self._decays = self._spread([each.decay for each in self.followed])
         self._trained = self._spread([float(each.weight.name in trained) for each in self.followed])
         self.units = Units(
@@ -151,13 +154,21 @@ class Sample:
         return torch.cat(parts or [torch.empty(0, dtype=torch.float64)])
 
     def moved(self, left: Values, found: Values) -> Tensor:
-        """By element: how far weights and moments are from those that were left, relative to the largest of each kind
-        on this rank; 0 where none moved. fp64 [elements]."""
+        """By element: how far weights and moments are from those that were left, relative to themselves; 0 where none
+        moved. What is kept has one value: a moment that is small beside others is held to its own. fp64 [elements]."""
         off = torch.zeros_like(found.weights)
         pairs = ((left.weights, found.weights), *zip(left.moments, found.moments, strict=True))
-        for before, now in pairs if len(off) else ():
-            off = torch.maximum(off, (now - before).abs() / before.abs().max().clamp(min=1e-300))
+        for before, now in pairs:
+            apart = (now - before).abs()
+            off = torch.maximum(off, torch.where(apart == 0, 0.0, apart / before.abs()))
         return off
+
+    def of_moments(self, values: Values, tensors: int) -> Tensor:
+        """The signed sum of each moment's followed elements, by tensor; 0 of one there is not. fp64 [tensors, 2]."""
+        found = torch.zeros(tensors, len(MOMENTS), dtype=torch.float64)
+        for number, moment in enumerate(values.moments):
+            found[:, number].index_add_(0, self.tensor_of, self._signs * moment)
+        return found
 
     def held_to_rule(self, before: Values, after: Values, gradients: Tensor, clipping: float, made: Made) -> Held:
         """How far the step is from what the rule makes of it, and from gradients that were clipped as they should.
@@ -214,6 +225,12 @@ class Sample:
     def elements(self, tensors: int) -> Tensor:
         """How many of each tensor's elements this rank follows; fp64 [tensors]."""
         return torch.bincount(self.tensor_of, minlength=tensors).to(torch.float64)
+
+
+def _signs(name: str, count: int) -> Tensor:
+    """As many signs, drawn once for a tensor; fp64 [count]."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"moments of {name}".encode()))
+    return torch.randint(0, 2, (count,), generator=generator).mul_(2).sub_(1).to(torch.float64)
 
 
 def _ratio(value: Tensor, wanted: Tensor, allowed: Tensor) -> Tensor:

@@ -92,7 +92,14 @@ class LargestTable:
     def differ_from(self, summed: SummedTable, left: Table) -> None:
         """Let `kept` be no less than how far the weights before the step are from the sketches [tensors, sketches] of
         those that were left."""
-        off = _relative(np.abs(summed.read("before") - left).max(1), np.sqrt(summed.read("before_squares")))
+        self._keep(_relative(np.abs(summed.read("before") - left).max(1), np.sqrt(summed.read("before_squares"))))
+
+    def moments_differ_from(self, summed: SummedTable, left: Table) -> None:
+        """Let `kept` be no less than how far the moments before the step are from those that were left, of which
+        [tensors, 2] is known (`MOMENTS`)."""
+        self._keep(_relative(np.abs(summed.read("moments_before") - left), np.abs(left)).max(1))
+
+    def _keep(self, off: Table) -> None:
         self.kept[:] = torch.maximum(self.kept, torch.from_numpy(np.where(off > ORDER, off, 0.0)))
 
     @property
@@ -149,9 +156,9 @@ def step_numbers(
     if not seen.reduced:
         reduced, squares = np.full_like(reduced, np.nan), nothing
     row += [*local.sum(0), *reduced.sum(0), squares.sum(), *summed.read("after").sum(0), float((after**2).sum())]
-    table = np.concatenate(
-        [local, terms[:, None], reduced, squares[:, None], summed.read("after"), (after**2)[:, None]], axis=1
-    )
+    weights = [summed.read("after"), (after**2)[:, None]]
+    columns = [local, terms[:, None], reduced, squares[:, None], *weights, summed.read("moments_after")]
+    table = np.concatenate(columns, axis=1)
     return [float(value) for value in row], table
 
 
