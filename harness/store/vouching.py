@@ -57,10 +57,10 @@ class VouchedTensor(NamedTuple):
 def step_columns(sketches: int) -> tuple[str, ...]:
     """Names of a step's numbers, in order.
 
-    `sum` is relative to the norm of the local gradients that were added, `gather`, `kept` and `replicas` to the norm of
-    the weight, `rule` to the most that rounding explains of an element; `norm` is relative. The others are sketches and
-    squared norms of all tensors added up: of the averaged sum of local gradients, of the reduced gradient, of the
-    weights after the update.
+    `sum` is relative to the norm of the local gradients that were added, or of their sum if that is longer, `gather`,
+    `kept` and `replicas` to the norm of the weight, `rule` to the most that rounding explains of an element, `again` to
+    the norm of one rank's local gradients; `norm` is relative. The others are sketches and squared norms of all tensors
+    added up: of the averaged sum of local gradients, of the reduced gradient, of the weights after the update.
     """
     checks = tuple(name for check in CHECKS for name in (check, f"{check}_tensor"))
     return (

@@ -112,7 +112,8 @@ class Voucher(Silent):
             self._terms[name] = float(sum((one**2).sum() for one in wide)) / len(each) ** 2
             self._local[name] = self.sketch(name, total)
             gap = abs(self.sketch(name, mean[name]) - self._local[name]).max()
-            off[name] = float(gap / np.sqrt(self._terms[name])) if self._terms[name] else float(gap)
+            added = np.sqrt(max(self._terms[name], float((mean[name].astype(np.float64) ** 2).sum())))
+            off[name] = float(gap / added) if added else float(gap)
         self._worst("sum", off)
         self._mean = mean
         true = float(np.sqrt(sum(float((mean[name].astype(np.float64) ** 2).sum()) for name in self.names)))

@@ -18,7 +18,8 @@ one result: all that may be left is the fp64 sum of a sketch, `EXACT` (sqrt(n) r
 the main gradients' dtype (`Arithmetic.logged_norm`).
 
 `sum` is the largest of m sketches of T tensors. A reduction errs by e = `Arithmetic.reduction` of the norm of its
-terms, in the mean square, and no more than SAFETY e of any tensor (docs/verdicts.md, Witnesses). A sketch of an error
+terms or of their sum, whichever is longer, in the mean square, and no more than SAFETY e of any tensor
+(docs/verdicts.md, Witnesses). A sketch of an error
 is a signed sum of it: normal, with the error's norm as its deviation. The largest of n = m T steps draws exceeds
 z(1 - p / 2n) deviations with probability p, so
 

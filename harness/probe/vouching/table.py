@@ -139,10 +139,13 @@ def step_numbers(
     reduced, squares = summed.read("reduced"), summed.read("reduced_squares")
     before, after = np.sqrt(summed.read("before_squares")), np.sqrt(summed.read("after_squares"))
     nothing = np.full(len(terms), np.nan)
-    sums = _relative(np.abs(reduced - local).max(1), np.sqrt(terms)) if saw and seen.reduced else nothing
+    added = np.sqrt(np.fmax(terms, squares))  # M equal terms have a sum that is sqrt(M) times as long as all of them
+    with np.errstate(invalid="ignore"):  # of gradients that overflowed
+        off = np.abs(reduced - local).max(1)
+    sums = _relative(off, added) if saw and seen.reduced else nothing
     used = largest.values.numpy()[:, : 2 * m]
-    off = np.abs(used * np.repeat([1.0, -1.0], m) - np.tile(summed.read("cast"), 2)).max(1)
-    gathered = np.where(np.isinf(used).any(1), 0.0, _relative(off, before)) if saw else nothing
+    apart = np.abs(used * np.repeat([1.0, -1.0], m) - np.tile(summed.read("cast"), 2)).max(1)
+    gathered = np.where(np.isinf(used).any(1), 0.0, _relative(apart, before)) if saw else nothing
     gathered = np.where(summed.read("hidden") > 0, np.nan, gathered)
     dissent = _relative(np.abs(summed.read("dissent")).max(1), after)
     rule = np.where(summed.read("followed") > 0, largest.rule.numpy(), np.nan) if seen.rule else nothing

@@ -1,0 +1,45 @@
+"""The numbers of a step, from what ranks have added up."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from harness.probe.vouching.sketch import Sketch
+from harness.probe.vouching.table import LargestTable, Looked, SummedTable, step_numbers
+from harness.store.vouching import step_columns
+
+M = 4
+
+
+def sum_of(microbatches: int, alike: float, factor: float) -> float:
+    """The column `sum` where so many local gradients of norm 1 were added, whose sum is so much of what equal ones
+    would have, and the engine's is times a factor off it."""
+    summed, largest = SummedTable(1, M), LargestTable(1, M)
+    total = alike * microbatches
+    values = torch.full((1, M), total, dtype=torch.float64)
+    summed.part("local")[:] = values
+    summed.part("terms")[:] = float(microbatches)
+    summed.part("saw")[:] = 1.0
+    mean = values * factor / microbatches
+    summed.put("reduced", Sketch(mean, mean[:, 0] ** 2), torch.ones(1, dtype=torch.float64))
+    row, _ = step_numbers(summed, largest, Looked(True, True, False, False), microbatches, alike)
+    return row[step_columns(M).index("sum")]
+
+
+@pytest.mark.parametrize("microbatches", [1, 16, 1024])
+def test_a_sum_of_equal_gradients_is_held_to_its_own_norm(microbatches: int) -> None:
+    """Rounding errs by a share of the sum. Held to the norm of its terms, which is sqrt(M) times shorter, a clean sum
+    of 1,024 microbatches would be off by 32 times that share."""
+    assert sum_of(microbatches, 1.0, 1 + 1e-6) == pytest.approx(1e-6, rel=1e-3)
+
+
+def test_what_cancels_is_held_to_its_terms() -> None:
+    assert sum_of(1024, 1e-3, 2.0) == pytest.approx(1e-3 * math.sqrt(1024), rel=1e-6)
+
+
+def test_a_sum_that_is_lost_or_far_too_long_is_no_sum() -> None:
+    assert sum_of(1024, 1.0, 0.0) == pytest.approx(math.sqrt(1024))
+    assert sum_of(1024, 1.0, 1e6) == pytest.approx(1.0, rel=1e-5)
