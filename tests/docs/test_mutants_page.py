@@ -56,8 +56,10 @@ MODULES = (
     "tests.streams.test_faults",
     "tests.mirror.test_mirror",
     "tests.store.test_screen",
+    "tests.train.test_again",
     "tests.train.test_default_captures",
     "tests.train.test_forward",
+    "tests.train.test_left_out",
     "tests.train.test_resume",
 )
 """All that declare mutants; in a run of the whole suite, one that is missing here is noticed."""
