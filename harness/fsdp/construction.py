@@ -13,7 +13,7 @@ from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.communicator import Communicator
@@ -223,19 +223,25 @@ def _units(request: Request, ground: Ground) -> list[Unit]:
 
 
 def _check_same_module(module: nn.Module, meshes: Meshes) -> None:
-    """Raise RanksDisagree where ranks are about to shard other parameters, but for experts. *Collective.*"""
+    """Raise RanksDisagree where ranks are about to shard other parameters, but for experts, or have other buffers.
+    *Collective.*"""
     told = [
-        (name, f"{str(p.dtype).removeprefix('torch.')} {list(p.shape)} {WORDS[p.requires_grad]}")
+        (f"parameter {name}", f"{_kind(p)} {WORDS[p.requires_grad]}")
         for name, p in module.named_parameters()
         if not is_expert(p)
     ]
+    told += [(f"buffer {name}", _kind(buffer)) for name, buffer in module.named_buffers()]
     check_agreed(
         told,
         meshes.dense.everyone,
-        "parameters of the module",
+        "parameters and buffers of the module",
         "ranks shard modules that are not alike",
         "All ranks must build the same module, with the same requires_grad, before it is sharded",
     )
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:

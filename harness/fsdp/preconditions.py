@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from harness.fsdp.wrapper import is_sharded, part_of
 
@@ -35,6 +38,8 @@ def check_request(module: nn.Module, unit_classes: Sequence[type[nn.Module]], gr
     for name, param in params:
         _check_param(name, param)
     _check_apart(params)
+    _check_views(module, params)
+    _check_names(module, params)
     _check_units(module, unit_classes)
 
 
@@ -63,24 +68,80 @@ def _check_part(path: str, part: nn.Module) -> None:
 
 
 def _check_param(name: str, param: nn.Parameter) -> None:
+    kind = type(param).__name__
     if is_lazy(param):
         raise ValueError(
-            f"parameter {name} has no shape yet ({type(param).__name__} of a lazy module): run one forward before"
-            " sharding, or build the module with its sizes"
+            f"parameter {name} has no shape yet ({kind} of a lazy module): run one forward before sharding, or build"
+            " the module with its sizes"
         )
+    if is_traceable_wrapper_subclass(param) and not isinstance(param, DTensor):
+        raise ValueError(
+            f"parameter {name} is a {kind}, a tensor around others, and flat buffers hold plain numbers: shard the"
+            " model before its weights are converted; for 8 bits there is harness.fsdp.convert_linears"
+        )
+    if not param.dtype.is_floating_point:
+        raise ValueError(
+            f"parameter {name} has dtype {param.dtype}; only floating-point parameters can be sharded: make one that is"
+            " not trained a buffer (register_buffer), and of a complex one its real view"
+            " (nn.Parameter(torch.view_as_real(w)), and torch.view_as_complex of that in the forward)"
+        )
+
+
+def _check_names(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Names are paths to what they name: by them units are found, and state is saved and loaded."""
+    paths = {id(param): path for path, param in nn.Module.named_parameters(module)}
+    for name, param in params:
+        if paths.get(id(param), name) != name:
+            raise ValueError(
+                f"{type(module).__name__}.named_parameters() calls {name} what lies at {paths[id(param)]}: shard the"
+                " module that it wraps, or one that holds it. Checkpointing of a whole model (checkpoint_wrapper) gains"
+                " nothing: wrap its blocks"
+            )
 
 
 def _check_apart(params: Sequence[tuple[str, nn.Parameter]]) -> None:
     """Each parameter gets a place of its own: what was a view of another one would follow it no more."""
-    plain = [(name, p) for name, p in params if p.layout is torch.strided and not p.is_meta and type(p.data) is Tensor]
-    reach = [(p.data_ptr(), p.data_ptr() + _reach(p) * p.itemsize, name) for name, p in plain if p.numel()]
-    for (_, end, name), (begin, _, other) in pairwise(sorted(reach)):
+    for (_, end, name), (begin, _, other) in pairwise(sorted(_spans(params))):
         if begin < end:
             raise ValueError(
                 f"parameters {name} and {other} share memory, and are not the same parameter: an update of one would"
                 " not reach the other any more. Tie them (b.weight = a.weight), use a part of one in the forward"
                 " (a.weight[:n]), or make one a copy (clone())"
             )
+
+
+def _check_views(module: nn.Module, params: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """What a module keeps of a parameter, as a buffer or an attribute, stays behind where that moves."""
+    spans = sorted(_spans(params))  # which lie apart
+    begins = [begin for begin, _, _ in spans]
+    for begin, end, kept in _spans(_kept(module)):
+        before = bisect_left(begins, end) - 1
+        if before >= 0 and begin < spans[before][1]:
+            raise ValueError(
+                f"{kept} shares memory with parameter {spans[before][2]} without being it: the parameter moves when it"
+                f" is sharded, and {kept} would keep the old values. Use the parameter itself in the forward"
+                " (self.weight.t(), self.weight[:n]), or make what is kept a copy (clone())"
+            )
+
+
+def _kept(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers, and tensors among the attributes of modules or one container deep in them, that are no parameters."""
+    yield from module.named_buffers()
+    for path, part in module.named_modules():
+        for name, value in vars(part).items():
+            if f"{name}_orig" in part._parameters:  # spectral_norm and pruning make it anew before each forward
+                continue
+            held = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            for each in held:
+                if isinstance(each, Tensor) and not isinstance(each, nn.Parameter):
+                    yield f"{path}.{name}".lstrip("."), each
+
+
+def _spans(named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[int, int, str]]:
+    """Where tensors of numbers of their own begin and end in memory, with their names."""
+    for name, each in named:
+        if each.layout is torch.strided and not each.is_meta and each.numel() and type(each.data) is Tensor:
+            yield each.data_ptr(), each.data_ptr() + _reach(each) * each.itemsize, name
 
 
 def _reach(param: Tensor) -> int:

@@ -83,7 +83,8 @@ def mutated(module: str) -> list[dict[str, tuple[list[str], float]]]:
 
 def holds(module: str, strategy: str, check: str) -> None:
     """Assert that a check finds nothing wrong on any rank."""
-    assert [of_rank[strategy, check] for of_rank in checked(module)] == [[]] * world_of(module)
+    wrong = [of_rank[strategy, check] for of_rank in checked(module)]
+    assert wrong == [[]] * world_of(module), wrong
 
 
 def is_found(module: str, name: str, killed_in: Callable[[float], None]) -> None:

@@ -95,6 +95,16 @@ def test_bad_values_are_refused() -> None:
         fully_shard_model(module)
 
 
+def test_recurrent_layers_leave_the_meta_device() -> None:
+    """They look weakly at their parameters, which torch does not swap then."""
+    module = nn.LSTM(3, 4, device="meta")
+    params = list(module.parameters())
+    model = fully_shard_model(module, init_model_with_meta_device=True, device=torch.device("cpu"))
+    assert all(mine is one for mine, one in zip(module._flat_weights, params, strict=True))
+    assert not module._weights_have_changed()
+    assert bool(model(torch.ones(2, 3))[0].isfinite().all())
+
+
 def test_low_precision_gradients_must_be_asked_for() -> None:
     policy = MixedPrecisionPolicy(main_grads_dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="allow_low_precision_grads"):

@@ -14,10 +14,12 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
+from torch.testing._internal.two_tensor import TwoTensor
 
 from harness.fsdp import ReleasedWeightError, fully_shard_model, preconditions, wrapper
 from harness.fsdp.state import access
@@ -55,11 +57,28 @@ def part_of_a_sharded_one() -> nn.Module:
     return module.second
 
 
+def made_of_pairs() -> nn.Module:
+    module = nn.Linear(6, 6)
+    module.weight = nn.Parameter(TwoTensor(torch.ones(6, 6), torch.ones(6, 6)))
+    return module
+
+
+def made_complex() -> nn.Module:
+    return nn.Linear(6, 6, dtype=torch.complex64)
+
+
+def checkpointed_whole() -> nn.Module:
+    return checkpoint_wrapper(Net())
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse embedding": (made_sparse, r"0 \(Embedding\) has sparse=True.*sparse=False"),
     "DTensors": (made_of_dtensors, r"ranks \[0, 1\] are on the tensor-parallel axis and on the sharding one"),
     "no parameters": (lambda: nn.Sequential(nn.ReLU()), "Sequential has no parameters"),
     "lazy": (lambda: nn.Sequential(nn.LazyLinear(6)), r"parameter 0.weight has no shape yet .*run one forward"),
+    "tensors around others": (made_of_pairs, r"parameter weight is a TwoTensor.*before its weights are converted"),
+    "other names": (checkpointed_whole, r"CheckpointWrapper.named_parameters\(\) calls .*wrap its blocks"),
+    "complex": (made_complex, r"parameter weight has dtype torch.complex64.*view_as_real"),
     "a sharded child": (partly_sharded, r"second \(Block\) is sharded already.*outermost module once"),
     "a child of a sharded one": (part_of_a_sharded_one, r"the module \(Block\) is sharded already"),
     "twice": (lambda: fully_shard_model(Net()), r"is sharded already"),

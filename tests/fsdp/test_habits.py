@@ -312,11 +312,20 @@ def scaling_rows(rank: int, strategy: str) -> list[str]:
 
 
 def sharing_memory(rank: int, strategy: str) -> list[str]:
-    module = Net()
-    module.part = nn.Parameter(module.head.weight.detach()[:2])
-    return said(
-        lambda: sharded(module, strategy), "parameters (part and head.weight|head.weight and part) share memory"
-    )
+    """As parameters, as a buffer, or in an attribute; what is made anew before each forward is none."""
+    apart, buffered, held, normed = Net(), Net(), Net(), Net()
+    apart.part = nn.Parameter(apart.head.weight.detach()[:2])
+    buffered.first.register_buffer("seen", buffered.head.weight.detach())
+    held.second.turned = [held.head.weight.t()]
+    nn.utils.spectral_norm(normed.head)
+    words = {
+        "parameters (part and head.weight|head.weight and part) share memory": apart,
+        r"first.seen shares memory with parameter head.weight.*clone\(\)": buffered,
+        r"second.turned shares memory with parameter head.weight.*clone\(\)": held,
+    }
+    told = [each for says, module in words.items() for each in said(lambda m=module: sharded(m, strategy), says)]  # type: ignore[misc] # a default
+    sharded(normed, strategy)
+    return told
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
@@ -391,6 +400,11 @@ MUTANTS = {
     "shared memory": Mutant(
         "Parameters that overlap are sharded apart",
         lambda: mock.patch.object(preconditions, "_check_apart"),
+        "sharing_memory",
+    ),
+    "views of parameters": Mutant(
+        "What a module keeps of a parameter stays behind when that is sharded",
+        lambda: mock.patch.object(preconditions, "_check_views"),
         "sharing_memory",
     ),
 }

@@ -221,12 +221,23 @@ class Communicator:
         value = value.detach()
         if self.size == 1:
             return value
+        if value.layout is not torch.strided:
+            return self._object_from_first(value, purpose)
         shared = value.to(self.runtime.device, copy=True, memory_format=torch.contiguous_format)
         if shared.numel():
             with events.begin(Label("broadcast", purpose), [shared]), events.waiting():
                 # as bytes: not every backend knows every dtype
                 dist.broadcast(shared.reshape(-1).view(torch.uint8), group=self.group, group_src=0)
         return shared
+
+    def _object_from_first(self, value: Tensor, purpose: str) -> Tensor:
+        """As `from_first`, of a tensor that is no block of memory (a sparse one): the first rank's may have another
+        number of elements."""
+        told: list[Any] = [value.cpu()]
+        with events.begin(Label("broadcast", purpose)), events.waiting():
+            dist.broadcast_object_list(told, group=self.group, group_src=0)
+        found: Tensor = told[0].to(self.runtime.device)
+        return found
 
     def scratch(self, place: tuple[int, int], like: Tensor) -> Tensor:
         """A buffer to receive into, shaped like `like`; the same memory for every caller that names this place."""

@@ -63,7 +63,7 @@ class History:
         rolled = self.amax.roll(-1, dims=0)
         rolled[0] = 0.0
         self.amax.copy_(rolled)
-        largest = torch.tensor([each.largest for each in self.formats], device=amax.device) * 2.0**-self.margin
+        largest = amax.new_tensor([each.largest for each in self.formats]) * 2.0**-self.margin
         scale = torch.div(largest, amax).clamp(max=torch.finfo(torch.float32).max)
         self.scale.copy_(torch.where(amax.isfinite() & (amax > 0), scale, self.scale))
 

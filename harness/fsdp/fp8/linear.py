@@ -55,8 +55,8 @@ class Fp8Linear(nn.Linear):
         self.recipe, self.margin, self.weight_scale_inv = recipe, margin, None
         self.ends_with_engine = False
         if recipe.delayed:
-            self.register_buffer(HISTORY, torch.zeros(history, len(Column), device=device))
-            self.register_buffer(SCALE, torch.ones(len(Column), device=device))
+            self.register_buffer(HISTORY, torch.zeros(history, len(Column), dtype=torch.float32, device=device))
+            self.register_buffer(SCALE, torch.ones(len(Column), dtype=torch.float32, device=device))
 
     def reset_parameters(self) -> None:
         """As an ordinary layer; delayed scaling begins anew."""

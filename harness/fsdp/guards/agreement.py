@@ -13,7 +13,7 @@ from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.guards.hang_report import by_value, ranks_text
 
 Told = Sequence[tuple[str, str]]
-"""Names, and what is said of each."""
+"""Pairs of what is spoken of ("parameter blocks.0.weight"), and what is said of that."""
 
 
 class RanksDisagree(RuntimeError):
@@ -21,7 +21,7 @@ class RanksDisagree(RuntimeError):
 
 
 def check_agreed(told: Told, comm: Communicator, purpose: str, wrong: str, fix: str) -> None:
-    """Compare what the ranks of a group say of parameters. *Collective.*
+    """Compare what the ranks of a group say of parameters or buffers. *Collective.*
 
     Args:
         told: by this rank. purpose: for the label. wrong, fix: what to say around the first difference.
@@ -46,8 +46,8 @@ def difference(everyones: Sequence[Told]) -> str:
     names = dict.fromkeys(name for each in said for name in each)
     differing = [name for name in names if len({each.get(name) for each in said}) > 1]
     if not differing:
-        return "parameters come in another order"
+        return "they come in another order"
     sides = by_value({rank: each.get(differing[0], "not there") for rank, each in enumerate(said)})
     text = ", ".join(f"{what} on {ranks_text(ranks)}" for what, ranks in sides.items())
     more = f" (and {len(differing) - 1} more differ)" if len(differing) > 1 else ""
-    return f"parameter {differing[0]} is {text}{more}"
+    return f"{differing[0]} is {text}{more}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Groups
@@ -22,6 +23,8 @@ def check_plan(module: nn.Module, groups: Groups, tensor: dist.ProcessGroup | No
     """
     for name, param in module.named_parameters():
         portion_of(name, param, tensor)
+        if tensor is not None and tensor.size() > 1 and getattr(param, "sequence_parallel", False):
+            _refuse_terms(name, param)
     ranks = set() if tensor is None else set(dist.get_process_group_ranks(tensor))
     for axis, group in (("dp_shard_dim", groups.inner or dist.group.WORLD), ("dp_outer_dim", groups.outer)):
         both = set() if group is None else ranks & set(dist.get_process_group_ranks(group))
@@ -31,6 +34,17 @@ def check_plan(module: nn.Module, groups: Groups, tensor: dist.ProcessGroup | No
                 " mesh of both, init_device_mesh(device, (dp, tp), mesh_dim_names=('dp', 'tp')), cut over mesh['tp'],"
                 " and give device_mesh=mesh, dp_shard_dim='dp', tp_dim='tp'"
             )
+
+
+def _refuse_terms(name: str, param: nn.Parameter) -> None:
+    """Refuse a plain parameter whose gradient on each rank of the axis is a term of a sum, as Megatron's mark says;
+    that of a DTensor says so itself."""
+    if not isinstance(param, DTensor):
+        raise UnknownPlan(
+            f"parameter {name} has sequence_parallel=True: each tensor-parallel rank makes a term of its gradient, and"
+            " nobody adds up those of a plain tensor. Cut the module by torch's SequenceParallel(), whose parameters"
+            " are DTensors; or take the mark away where every rank sees all positions"
+        )
 
 
 def check_copies(module: nn.Module, tensor: Communicator | None) -> None:

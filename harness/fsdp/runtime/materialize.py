@@ -10,8 +10,10 @@ modules inside it: these are reset first, all of them together.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +55,7 @@ def values_of_first_rank(module: nn.Module, meshes: Meshes) -> InitialValue:
     params = dict(module.named_parameters())
     for name, buffer in module.named_buffers():
         value = meshes.everyone.from_first(buffer, f"initial {name}")
-        if not torch.equal(value, buffer.to(value.device)):
+        if buffer.layout is not torch.strided or not torch.equal(value, buffer.to(value.device)):
             buffer.copy_(value)
 
     def initial(name: str, shape: torch.Size) -> Tensor:
@@ -69,17 +71,30 @@ def leave_meta(module: nn.Module, device: torch.device, *, has_values: bool) -> 
     Raises:
         ValueError: nothing says what their values are to be.
     """
-    for name, param in list(module.named_parameters()):
-        if not param.is_meta:
-            continue
-        if device.type == "meta" or not has_values:
-            raise ValueError(
-                f"parameter {name} is on the meta device: give `device`, and `initial_value` or"
-                " init_model_with_meta_device=True"
-            )
-        made = real(param, placeholder(values_here(param).shape, param.dtype, device))
-        made.__dict__.update(param.__dict__)  # marks such as `allreduce`
-        torch.utils.swap_tensors(param, made)
+    hollow = [(name, param) for name, param in module.named_parameters() if param.is_meta]
+    if hollow and (device.type == "meta" or not has_values):
+        raise ValueError(
+            f"parameter {hollow[0][0]} is on the meta device: give `device`, and `initial_value` or"
+            " init_model_with_meta_device=True"
+        )
+    with _without_weak_references(module) if hollow else nullcontext():
+        for _, param in hollow:
+            made = real(param, placeholder(values_here(param).shape, param.dtype, device))
+            made.__dict__.update(param.__dict__)  # marks such as `allreduce`
+            torch.utils.swap_tensors(param, made)
+
+
+@contextmanager
+def _without_weak_references(module: nn.Module) -> Iterator[None]:
+    """Recurrent layers look weakly at their parameters, which torch then does not swap: in the body they do not."""
+    layers: list[Any] = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
+    for layer in layers:
+        layer._flat_weight_refs = []
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._flat_weight_refs = [None if each is None else weakref.ref(each) for each in layer._flat_weights]
 
 
 def reset_by_module(module: nn.Module, buckets: Sequence[Bucket], meshes: Meshes, device: torch.device) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from typing import Any, NoReturn
 
 import torch
+from torch.autograd import forward_ad
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -36,6 +37,16 @@ def refuse_transforms() -> None:
             "torch.func transforms (grad, vjp, jacrev, vmap) cannot go through units of a sharded model, whose weights"
             " are gathered in place and whose gradients leave by hooks of autograd: use loss.backward() or"
             " torch.autograd.grad(loss, inputs), or transform a plain copy of the module made of full_weights()"
+        )
+
+
+def refuse_forward_mode() -> None:
+    """Raise RuntimeError inside `torch.func.jvp`, `jacfwd` and `torch.autograd.forward_ad.dual_level`."""
+    if forward_ad._current_level >= 0:
+        raise RuntimeError(
+            "forward-mode differentiation (torch.func.jvp, jacfwd, torch.autograd.forward_ad) cannot go through units"
+            " of a sharded model, whose weights are gathered in place and whose hooks know backwards alone:"
+            " differentiate a plain copy of the module made of full_weights()"
         )
 
 

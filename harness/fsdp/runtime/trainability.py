@@ -118,7 +118,7 @@ class Trainability:
             return
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         check_agreed(
-            [(name, WORDS[flag]) for name, flag in told],
+            [(f"parameter {name}", WORDS[flag]) for name, flag in told],
             self.meshes.dense.everyone,
             f"requires_grad, which the program changed ({changed[0]} is {WORDS[dict(told)[changed[0]]]} now{more})",
             "requires_grad differs between ranks",

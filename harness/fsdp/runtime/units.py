@@ -130,14 +130,12 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
         min_elements: neighbours are joined until they have so many; what is left at the end joins the last one.
 
     Raises:
-        ValueError: a module holds no parameter at all, or a parameter is not floating point.
+        ValueError: a module holds no parameter at all.
     """
     plans = {id(module): UnitPlan(ROOT, [module])}
     homes: dict[nn.Parameter, tuple[str, set[int]]] = {}
     _visit(module, "", id(module), tuple(unit_classes), plans, homes, set())
     for param, (name, units) in homes.items():
-        if not param.dtype.is_floating_point:
-            raise ValueError(f"parameter {name} has dtype {param.dtype}; only floating-point parameters can be sharded")
         home = next(iter(units)) if len(units) == 1 else id(module)
         key = BucketKey(param.dtype, param.requires_grad, is_expert(param), is_marked(param))
         plans[home].buckets.setdefault(key, []).append((name, param))

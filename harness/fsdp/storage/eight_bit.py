@@ -100,8 +100,8 @@ class EightBitWeight:
         """Whether a tile has elements on other ranks of the tensor-parallel axis."""
         grid = self.tile.grid(self.shape)
         self.num_tiles = grid[0] * grid[1]
-        self.scale = torch.ones(grid, device=device)
-        self.scale_inv = torch.ones(grid, device=device)
+        self.scale = torch.ones(grid, dtype=torch.float32, device=device)
+        self.scale_inv = torch.ones(grid, dtype=torch.float32, device=device)
         self.layer.weight_scale_inv = self.scale_inv
 
     @property

@@ -14,6 +14,9 @@ from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, layers_of, updat
 from harness.fsdp.fp8.matmul import emulate, scaled_mm
 from harness.fsdp.fp8.quantize import WHOLE, Scaling, Tile, quantize
 from harness.fsdp.fp8.recipes import RECIPES
+from harness.fsdp.storage.eight_bit import EightBitWeight
+from harness.fsdp.storage.layout import ParamSpec, Slot
+from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.vocabulary import Fp8
 
 TOKENS, IN, OUT = 37, 256, 128
@@ -88,6 +91,23 @@ def test_hardware_and_emulation_agree_where_torch_has_a_product_on_cpu() -> None
         a = quantize(torch.randn(TOKENS, IN), form[0], WHOLE, Scaling.exact)
         b = quantize(torch.randn(OUT + 3, IN), form[1], WHOLE, Scaling.exact)
         torch.testing.assert_close(scaled_mm(a, b), emulate(a, b), rtol=1e-5, atol=1e-4)
+
+
+def test_scales_are_fp32_whatever_the_program_builds_models_in() -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = _layer(Fp8.delayed)
+        history, slot = layer.history, Slot(ParamSpec("weight", (OUT, IN)), 0, 0)
+        held = EightBitWeight(lambda: layer, slot, Portion((OUT, IN)), torch.device("cpu"))
+        assert history is not None
+        history.record(Column.weights, torch.tensor(3.0, dtype=torch.float32))
+        history.update()
+    finally:
+        torch.set_default_dtype(before)
+    kept = (history.amax, history.scale, held.scale, held.scale_inv)
+    assert [each.dtype for each in kept] == [torch.float32] * 4
+    assert history.scale[Column.weights] == torch.tensor(448.0) / 3.0
 
 
 def test_delayed_scales_are_those_of_past_steps() -> None:

@@ -309,7 +309,12 @@ def plans(rank: int, strategy: str) -> list[str]:
         r"0\.weight of shape \[16, 16\] is \[8, 16\] on this rank: fp8=current takes .* multiples of 16",
     )  # fmt: skip
     told += said(lambda: fully_shard_model(differing, tp_dim="tp", **names), UnknownPlan, "weight", "seed them alike")
-    return told
+    norm = nn.LayerNorm(8)
+    norm.weight.sequence_parallel = True
+    return told + said(
+        lambda: fully_shard_model(norm, tp_dim="tp", **names), UnknownPlan,
+        r"parameter weight has sequence_parallel=True.*SequenceParallel\(\)",
+    )  # fmt: skip
 
 
 CHECKS = {
