@@ -137,6 +137,7 @@ def _before(
         model._parts.step.check(Call.update)
     model.finish_grad_sync()
     model._parts.step.update(installs=installs)
+    model._parts.weights.before_update()
     if model.has_gradients:
         sharded.attach(optimizer)
         for weight in sharded.weights_of(optimizer):

@@ -109,6 +109,7 @@ class MegatronModel(ShardedModel):
             raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(optimizer) first")
         self.finish_grad_sync()
         if self.has_gradients:
+            self._parts.weights.before_update()
             self._sharded_optimizer.attach()
             for weight in self._sharded_optimizer.weights_of():
                 free(weight)
@@ -169,7 +170,7 @@ class MegatronModel(ShardedModel):
             RuntimeError: inside `gathered`.
         """
         self._parts.weights.refuse_held()
-        self._parts.weights.wait()
+        self._parts.weights.wait(writes=True)
         for comm, replicas in held_by_several(self.buckets, self._parts.meshes):
             for each in replicas:
                 each.tensor.copy_(comm.from_first(each.tensor, f"weights of {each.name}"))

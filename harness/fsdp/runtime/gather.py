@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.runtime.unit_weights import LateGather, UnitWeights, WeightState
-from harness.fsdp.runtime.units import Unit
+from harness.fsdp.runtime.units import Unit, rest
 
 
 class GatherPipeline:
@@ -51,6 +51,8 @@ class GatherPipeline:
         self._next = 0
         self._ran: list[Unit] = []
         self._late = False
+        self.is_read = False
+        """Whether a forward has begun since a backward ended last: others, or a device, may still read main weights."""
         self._held: set[str] = set()
         self._dropped_while_held: set[str] = set()
         self.num_alive_peak = 0
@@ -65,6 +67,7 @@ class GatherPipeline:
 
         A unit that the forward before kept for its backward leaves a buffer that it shares with others.
         """
+        self.is_read = True
         for unit in self.order:
             if unit.shares_buffers:
                 self.reshard(unit)
@@ -98,6 +101,7 @@ class GatherPipeline:
         """A backward ends: units that it did not reach take their turn in the sweep; all are resharded."""
         self._take_turns(len(self._sweep))
         self.reshard_all()
+        self.is_read = False
 
     def unshard(self, unit: Unit) -> None:
         """Have a unit's weights whole for what the caller does next, and prefetch the units that follow."""
@@ -193,6 +197,20 @@ class GatherPipeline:
             while self._outgoing:
                 self._outgoing.pop().wait()
         self._copies = [each for each in self._copies if not each.let_go()]
+
+    def wait_for_readers(self) -> None:
+        """Wait until nobody reads this rank's main weights any more, which are written next: also those of units that
+        stay whole here, for a backward to come. What is under way here is brought in first: others may wait for that.
+        """
+        on_way = [unit for unit in self.order if self._is(unit, WeightState.UNSHARDING)]
+        for unit in on_way:
+            self._wait_for_unshard(unit)
+        rest(on_way)
+        for unit in self.order:
+            if self._is(unit, WeightState.UNSHARDED):
+                self._weights[unit.name].wait_for_others()
+        self.wait_for_others()
+        self.is_read = False
 
     @property
     def is_under_way(self) -> bool:

@@ -109,17 +109,31 @@ class WeightInstaller:
                 " whole: call optimizer.step() and load_state_dict() outside"
             )
 
+    def wait_for_readers(self) -> None:
+        """Wait until main weights are read neither by other ranks nor by a device, and may be written."""
+        self.gather.wait_for_readers()
+        for bucket in self.buckets:
+            bucket.let_host_write()
+
+    def before_update(self) -> None:
+        """An optimizer writes main weights next.
+
+        The gradients it waited for came after all reading in their backward. A program may run a forward between that
+        and `step()`, and other ranks may still be in it.
+        """
+        if self.gather.is_read:
+            self.wait_for_readers()
+
     def wait(self, *, writes: bool = False) -> None:
         """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
         from now on.
 
         Args:
-            writes: main weights are written next, and not by an optimizer, which has waited for gradients that came
-                after all copies of them to a device.
+            writes: main weights are written next, outside a step.
         """
         BEING_TAKEN.discard(self)
-        for bucket in self.buckets if writes else ():
-            bucket.let_host_write()
+        if writes:
+            self.wait_for_readers()
         for bucket in self.buckets:
             bucket.receive()
         with events.waiting():

@@ -128,6 +128,12 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
             raise
         self.move(WeightCall.wait)
 
+    def wait_for_others(self) -> None:
+        """Wait until other ranks have this one's part of what is whole here, and stays so."""
+        with events.waiting(*self.unit.labels("all_gather")):
+            for pending, _ in self._gathers:
+                pending.wait()
+
     def reshard(self) -> list[LateGather]:
         """Drop what is whole. Returns the gathers in which others may still read this rank's main weights, which stay
         where they are; all others have been waited for."""
