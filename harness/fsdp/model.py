@@ -104,6 +104,7 @@ class ShardedModel(StatefulModule):
         mark_sharded(module, parts)
         self.register_forward_methods(*(name for name in FORWARD_METHODS if hasattr(type(module), name)))
         own(self)
+        self._built()
 
     def _interrupted(self) -> None:
         self._parts.hooks.of_forward.break_off()

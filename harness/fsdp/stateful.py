@@ -65,14 +65,36 @@ class StatefulModule(ModuleWrapper):
         """
         return self._state.local_gradients()
 
-    def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override] # torch's has overloads for destinations
+    def state_dict(  # type: ignore[override] # torch's has overloads for destinations
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
         """Main weights as DTensors over the engine's own memory, and buffers that are saved as the first rank has them,
-        by all names torch gives them. *Collective.*
+        by all names torch gives them; and what modules say in `get_extra_state`. *Collective.*
+
+        Args:
+            destination: gets the entries, and is returned: so a module has them that holds the sharded model.
+            prefix: of the names. keep_vars: what is given is detached in either case.
 
         Raises:
             NotImplementedError: ranks hold different experts under one name.
         """
-        return self._state.state_dict()
+        found = {prefix + name: value for name, value in self._state.state_dict().items()}
+        if destination is None:
+            return found
+        destination.update(found)
+        return destination
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+        """What `load_state_dict` of a module calls that holds the sharded model.
+
+        Raises:
+            NotImplementedError: its tensors are pieces.
+        """
+        raise NotImplementedError(
+            f"load_state_dict() of a module that holds a sharded model, as {prefix.removesuffix('.') or 'itself'}: take"
+            f" the entries that begin with {prefix!r}, without that, and give them to load_state_dict() of the"
+            " ShardedModel"
+        )
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

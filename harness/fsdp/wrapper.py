@@ -3,11 +3,13 @@
 [Note: One set of names] Parameters, buffers and submodules go by the module's own names through the wrapper too, in
 `named_parameters()` as in `state_dict()` and `full_weights()`: "0.weight", never "module.0.weight". Attributes and
 methods that the wrapper does not have are the module's. Setting one that the module has sets it there; a name that
-neither has becomes the wrapper's own.
+neither has becomes the wrapper's own. What the engine keeps on the wrapper while it is built is the wrapper's, whatever
+the module has under that name: a warning tells where either is.
 """
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -21,7 +23,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from harness.fsdp.state.access import refuse_state_dict
+from harness.fsdp.state.hooks import refuse_state_dict
 from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.storage.whereabouts import refuse_unknown
 
@@ -40,6 +42,8 @@ class ModuleWrapper(nn.Module):
     """
 
     module: nn.Module
+    _is_built = False
+    """Whether names may reach the module, as what is set is no longer the engine's."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -68,12 +72,23 @@ class ModuleWrapper(nn.Module):
         return getattr(self._modules["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        inner = self.__dict__.get("_modules", {}).get("module")
-        own = inner is None or name == "module" or name in self.__dict__ or hasattr(type(self), name)
-        if own or not hasattr(inner, name):
+        own = not self._is_built or name == "module" or name in self.__dict__ or hasattr(type(self), name)
+        if own or not hasattr(self._modules["module"], name):
             super().__setattr__(name, value)
         else:
-            setattr(inner, name, value)
+            setattr(self._modules["module"], name, value)
+
+    def _built(self) -> None:
+        """The engine has set what it keeps here. Warns of names that the module has, too."""
+        twice = sorted(_public_names(self) & _public_names(self.module))
+        if twice:
+            kind, name = type(self.module).__name__, twice[0]
+            warnings.warn(
+                f"{kind} and the sharded model around it both have {', '.join(twice)}: model.{name} is the engine's,"
+                f" and that of {kind} is model.module.{name}",
+                stacklevel=3,
+            )
+        self._is_built = True
 
     def __getitem__(self, key: Any) -> Any:
         """A part of a module that has parts by index or key, as nn.Sequential does."""
@@ -129,6 +144,17 @@ class ModuleWrapper(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
+
+
+def _public_names(module: nn.Module) -> set[str]:
+    """Names of what a module has beside what every module has."""
+    held = (vars(module), module._modules, module._parameters, module._buffers, *map(vars, type(module).__mro__))
+    found = {name for each in held for name in each if not name.startswith("_")}
+    return found - _OF_EVERY_MODULE
+
+
+_OF_EVERY_MODULE = {*vars(nn.Module()), *dir(nn.Module)}
+"""Names that say nothing of one module."""
 
 
 class Engine(Protocol):

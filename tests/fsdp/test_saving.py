@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import shutil
+import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +16,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed import checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
-from harness.fsdp import ShardedModel
+from harness.fsdp import RanksDisagree, ShardedModel, local_of
 from harness.fsdp.comm.communicator import Communicator
-from harness.fsdp.state import access
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.state import access, hooks
 from harness.fsdp.state.row_shard import RowShard
+from harness.fsdp.stateful import StatefulModule
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, WIDTH, Model, Pair, data, loss_of, shard
 from tests.support.mutants import each
@@ -170,8 +177,133 @@ def strictness(rank: int, strategy: str) -> list[str]:
     return told + same(whole(model), right, "in the end")
 
 
+class Telling(Normed):
+    """Says more of itself than tensors, by a method and by hooks, and is checkpointed in part."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__(seed)
+        self.seen = 0
+        self.blocks[1] = checkpoint_wrapper(self.blocks[1])
+        self.register_state_dict_post_hook(lambda _, found, prefix, __: found.update({f"{prefix}note": torch.ones(1)}))
+        self.register_load_state_dict_pre_hook(lambda _, given, prefix, *__: given.pop(f"{prefix}note"))
+        self.register_load_state_dict_post_hook(lambda part, _: setattr(part, "loads", getattr(part, "loads", 0) + 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return super().forward(x)
+
+    def get_extra_state(self) -> Any:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.seen = state["seen"]
+
+
+class Holder(nn.Module):
+    """A module of the program's around a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+
+def telling(rank: int, strategy: str) -> list[str]:
+    """What modules say by methods and hooks is saved and loaded as torch does it, also by a module around the model."""
+    (model, optimizer), plain = shard(Pair(strategy, ""), Telling()), Telling()
+    loss_of(model, data(0, rank)).backward()
+    optimizer.step()
+    held, names = Holder(model).state_dict(), list(Holder(plain).state_dict())
+    told = [] if list(held) == names else [f"a module around it saves {list(held)}"]
+    saved, (other, _) = model.state_dict(), shard(Pair(strategy, ""), Telling(seed=8))
+    told += [] if list(saved) == list(plain.state_dict()) else [f"it saves {list(saved)}"]
+    result = other.load_state_dict(saved)
+    told += [] if result == ([], []) and (other.module.seen, other.module.loads) == (1, 1) else [f"loaded: {result}"]
+    told += same(dict(other.full_weights()), dict(model.full_weights()), "weights")
+    try:
+        Holder(model).load_state_dict(held)
+        told.append("a module around it loads")
+    except NotImplementedError as error:
+        told += [] if "entries that begin with 'model.'" in str(error) else [str(error)]
+    return told
+
+
+def saving_beside(rank: int, strategy: str) -> list[str]:
+    """torch's async_save copies what is saved, and weights may change before it is on disk."""
+    model, told = trained(rank, strategy), list[str]()
+    right, held = whole(model), model.state_dict()
+    places: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(places)
+    saving = dcp.async_save({"model": held}, checkpoint_id=places[0])
+    for value in held.values():
+        local_of(value).zero_()
+    saving.result()
+    other, _ = shard(Pair(strategy, ""), Normed(seed=8))
+    loaded = other.state_dict()
+    dcp.load({"model": loaded}, checkpoint_id=places[0])
+    other.load_state_dict(loaded)
+    told += same(whole(other), right, "async_save")
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(places[0])
+    return told
+
+
+def loading_early(rank: int, strategy: str) -> list[str]:
+    """A rank that is done with a forward loads weights while another one has yet to read the last unit's old ones."""
+    module, plain = Normed(), Normed()
+    module.blocks[1].register_forward_hook(lambda *_: time.sleep(0.2 * rank))
+    model, _ = shard(Pair(strategy, ""), module, eager_limit_bytes=0)
+    model._parts.meshes.dense.inner.threads_help = False  # as on a host whose cores all compute
+    zeros = {name: torch.zeros_like(value) for name, value in plain.state_dict().items()}
+    found = model.eval()(data(0, rank))
+    model.load_state_dict(zeros)
+    return [] if torch.allclose(found, plain.eval()(data(0, rank)), atol=1e-5) else ["a forward with loaded weights"]
+
+
+class Sparse(Normed):
+    """With a buffer that is no block of memory."""
+
+    def __init__(self, seed: int = 3) -> None:
+        super().__init__(seed)
+        self.register_buffer("graph", torch.eye(3).to_sparse())
+
+
+def uneven(rank: int, strategy: str) -> list[str]:
+    """Buffers that are others on other ranks are told, at the start and where they are saved; sparse ones are saved."""
+    longer, told = Normed(), []
+    longer.register_buffer("cache", torch.zeros(2 + rank))
+    try:
+        shard(Pair(strategy, ""), longer)
+        told.append("other buffers are sharded")
+    except RanksDisagree as error:
+        told += [] if r"buffer cache is float32 [2] on rank 0, float32 [3] on rank 1" in str(error) else [str(error)]
+    module = Sparse()
+    module.graph = module.graph * (1 + rank)
+    model, _ = shard(Pair(strategy, ""), module)
+    told += [] if torch.equal(model.state_dict()["graph"].to_dense(), torch.eye(3)) else ["not the first rank's"]
+    told += [] if model.load_state_dict(model.state_dict()) == ([], []) else ["a sparse buffer is not loaded"]
+    module.norm.running_mean = torch.zeros(WIDTH + rank)
+    try:
+        model.state_dict()
+        told.append("other buffers are saved")
+    except RuntimeError as error:
+        told += [] if "norm.running_mean torch.float32" in str(error) and "persistent" in str(error) else [str(error)]
+    return told
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    check.__name__: check for check in (naming, buffering, typing, filing, strictness)
+    check.__name__: check
+    for check in (
+        naming,
+        buffering,
+        typing,
+        filing,
+        strictness,
+        telling,
+        uneven,
+        saving_beside,
+        loading_early,
+    )
 }
 
 
@@ -181,7 +313,13 @@ def test_state_is_saved_and_loaded_or_refused(strategy: str, check: str) -> None
     holds(__name__, strategy, check)
 
 
-_saved_tensors = access.saved_tensors
+_saved = hooks.saved
+
+
+def _without_hooks(module: nn.Module, own: Callable[[str, nn.Module], dict[str, Any]]) -> dict[str, Any]:
+    parts = module.named_modules(remove_duplicate=False)
+    return {name: value for path, part in parts for name, value in own(f"{path}." if path else "", part).items()}
+
 
 MUTANTS = {
     "own buffers": Mutant(
@@ -192,9 +330,7 @@ MUTANTS = {
     "names once": Mutant(
         "A tied weight is saved under its first name alone",
         lambda: mock.patch.object(
-            access,
-            "saved_tensors",
-            lambda module: {id(t): (n, t) for n, t in reversed([*_saved_tensors(module)])}.values(),
+            hooks, "saved", lambda *args: dict({id(v): (n, v) for n, v in reversed(_saved(*args).items())}.values())
         ),
         "naming",
     ),
@@ -202,6 +338,29 @@ MUTANTS = {
         "torch.save writes the rows that a rank has",
         lambda: mock.patch.object(RowShard, "_whole", lambda self, what: self._local_tensor),
         "filing",
+    ),
+    "readers": Mutant(
+        "Weights are written while other ranks read them",
+        lambda: mock.patch.object(GatherPipeline, "wait_for_readers"),
+        "loading_early",
+    ),
+    "destinations": Mutant(
+        "A module around the model saves nothing of it",
+        lambda: mock.patch.object(StatefulModule, "state_dict", lambda self, **_: self._state.state_dict()),
+        "telling",
+        "no_shard",
+    ),
+    "extra state": Mutant(
+        "What modules say by get_extra_state is not saved",
+        lambda: mock.patch.object(Telling, "get_extra_state", nn.Module.get_extra_state),
+        "telling",
+        "no_shard",
+    ),
+    "hooks of the program": Mutant(
+        "Hooks on saving are not called",
+        lambda: mock.patch.object(hooks, "saved", _without_hooks),
+        "telling",
+        "no_shard",
     ),
     "missing is missed": Mutant(
         "A name that is missing is not told",

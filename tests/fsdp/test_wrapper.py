@@ -7,6 +7,7 @@ import gc
 import io
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel, fully_shard_model
 from harness.fsdp import construction as building
@@ -164,7 +165,35 @@ def _moving(model: ShardedModel) -> list[str]:
     return told
 
 
-CHECKS: dict[str, Callable[[int, str], list[str]]] = {each.__name__: each for each in (deleting, keeping, naming)}
+class Crowded(Model):
+    """With attributes that the engine has under the same names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strategy, self.buckets = "mean", 3
+        self._state: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._state = super().forward(x)
+        out: Tensor = self._state if self.strategy == "mean" else -self._state
+        return out
+
+
+def crowding(rank: int, strategy: str) -> list[str]:
+    """Each has its own attributes under one name, and a warning says so."""
+    module, plain = Crowded(), Crowded()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model = fully_shard_model(module, fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    words = "both have buckets, strategy: model.buckets is the engine's"
+    told = [] if any(words in str(each.message) for each in warned) else [str([str(each.message) for each in warned])]
+    told += [] if torch.allclose(model(data(0, rank)), plain(data(0, rank)), atol=1e-6) else ["another output"]
+    return told + ([] if (module.strategy, module.buckets) == ("mean", 3) else ["the module was changed"])
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {
+    each.__name__: each for each in (deleting, keeping, naming, crowding)
+}
 
 
 @pytest.mark.parametrize("check", CHECKS)
@@ -203,6 +232,11 @@ MUTANTS = {
         "What is set through the wrapper does not reach the module",
         lambda: mock.patch.object(ModuleWrapper, "__setattr__", nn.Module.__setattr__),
         "naming",
+    ),
+    "names of the module": Mutant(
+        "The engine keeps what it needs in attributes of the module that have the same names",
+        lambda: mock.patch.object(ModuleWrapper, "_is_built", new=True),
+        "crowding",
     ),
     "moves": Mutant(
         "A cast of the model is accepted, and does nothing",

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _IncompatibleKeys
 
 from harness.fsdp.comm.crossed import Everyone
 from harness.fsdp.fp8.linear import delayed_state
-from harness.fsdp.state import flat
+from harness.fsdp.state import flat, hooks
 from harness.fsdp.state.named import ShardedState, ShardMap, check_fit
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.whereabouts import check_names
@@ -108,26 +110,61 @@ class StateAccess:
                 yield order[place], early.pop(order[place])
                 place += 1
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Main weights as DTensors over the engine's own memory, and saved buffers as they are on the first rank, under
-        all the names that torch gives them, in its order. *Collective* where there are buffers.
+    def state_dict(self) -> dict[str, Any]:
+        """Main weights as DTensors over the engine's own memory, saved buffers as they are on the first rank, and what
+        modules on this rank say in `get_extra_state`, under all the names that torch gives them, in its order; changed
+        by the program's hooks as torch's would be. *Collective* where there are buffers.
 
         Raises:
             NotImplementedError: ranks hold different experts under one name.
+            RuntimeError: on all ranks: a buffer has another shape or dtype on one of them.
         """
         self._settle()
         held = self._shards.weights(self.buckets)
         first = {id(param): name for name, param in self.module.named_parameters()}
         of_rank_0: dict[int, Tensor] = {}
-        found: dict[str, Tensor] = {}
-        for name, tensor in saved_tensors(self.module):
-            if id(tensor) in first:
-                found[name] = held[first[id(tensor)]]
-                continue
-            if id(tensor) not in of_rank_0:
-                of_rank_0[id(tensor)] = self.everyone.from_first(tensor, f"saved {name}").clone()
-            found[name] = of_rank_0[id(tensor)]
-        return found
+        self._refuse_uneven(first)
+
+        def value_of(name: str, entry: Tensor | nn.Module) -> Any:
+            if isinstance(entry, nn.Module):
+                return entry.get_extra_state()
+            if id(entry) in first:
+                return held[first[id(entry)]]
+            if id(entry) not in of_rank_0:
+                of_rank_0[id(entry)] = self.everyone.from_first(entry, f"saved {name}").clone()
+            return of_rank_0[id(entry)]
+
+        def own(prefix: str, part: nn.Module) -> dict[str, Any]:
+            return {prefix + name: value_of(prefix + name, entry) for name, entry in entries_of(part)}
+
+        return hooks.saved(self.module, own)
+
+    def _refuse_uneven(self, params: Container[int]) -> None:
+        """Raise RuntimeError where ranks have buffers of other kinds, of which no rank could take the first one's.
+        *Collective* where there are any."""
+        entries = saved_entries(self.module)
+        buffers = [(n, each) for n, each in entries if isinstance(each, Tensor) and id(each) not in params]
+        kinds = [f"{name} {each.dtype} {each.layout} {list(each.shape)}" for name, each in buffers]
+        if not kinds or self.everyone.size == 1:
+            return
+        together, counts = self._everyones([_hash("\t".join(kinds)), len(kinds)]).unbind(1)
+        if bool((together == together[0]).all()):
+            return
+        told = f"there are {counts.tolist()} on the ranks"
+        if bool((counts == counts[0]).all()):
+            hashes = self._everyones([_hash(kind) for kind in kinds])
+            place = int((hashes != hashes[0]).any(0).nonzero()[0])
+            told = f"{kinds[place]} on rank {self.everyone.rank} is another one elsewhere"
+        raise RuntimeError(
+            f"ranks have other buffers, and what is saved of buffers is the first rank's: {told}. Give each the same"
+            " shape and dtype on all ranks, or leave it out of what is saved: register_buffer(..., persistent=False)"
+        )
+
+    def _everyones(self, numbers: Sequence[int]) -> Tensor:
+        """What each rank says: int64, shape [ranks, numbers]. *Collective.*"""
+        table = torch.zeros(self.everyone.size, len(numbers), dtype=torch.int64, device=self.everyone.runtime.device)
+        table[self.everyone.rank] = torch.tensor(numbers, dtype=torch.int64)
+        return self.everyone.sum_scalars(table, "kinds of buffers")
 
     def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
         """Take weights and buffers by the names of `state_dict`, and forget gradients; returns names that one side
@@ -139,13 +176,15 @@ class StateAccess:
             StateMismatch: with `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded.
         """
         self._settle()
+        given = hooks.before_loading(self.module, given, strict=strict)
         first = {id(param): name for name, param in self.module.named_parameters()}
-        own = dict(saved_tensors(self.module))
+        own = dict(saved_entries(self.module))
         told = {id(own[name]) for name in given if name in own}
-        missing = [name for name, tensor in own.items() if id(tensor) not in told]
+        missing = [name for name, saved in own.items() if id(saved) not in told]
         unexpected = [name for name in given if name not in own]
         # torch's helpers hand back the model's own tensors for what they lack
-        pairs = [(n, own[n], value) for n, value in given.items() if n in own and value is not own[n]]
+        taken = [(n, own[n], value) for n, value in given.items() if n in own and value is not own[n]]
+        pairs = [(name, saved, value) for name, saved, value in taken if isinstance(saved, Tensor)]
         shards = self._shards.weights(self.buckets)
         check_fit(pairs, missing if strict else [], unexpected if strict else [])
         for _, tensor, value in pairs:
@@ -153,8 +192,11 @@ class StateAccess:
                 shards[first[id(tensor)]].fill_from(value)
             else:
                 tensor.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        for _, part, value in taken:
+            if isinstance(part, nn.Module):
+                part.set_extra_state(value)
         self._written()
-        return _IncompatibleKeys(missing, unexpected)
+        return hooks.after_loading(self.module, _IncompatibleKeys(missing, unexpected))
 
     def sharded_state(self, optimizer: ShardedOptimizer | None) -> ShardedState:
         """Weights, and the state of an optimizer, by the module's own names, over the engine's own memory."""
@@ -206,26 +248,33 @@ class StateAccess:
         self.gradients.forget(set_to_none=None)
 
 
+def _hash(text: str) -> int:
+    return zlib.crc32(text.encode())
+
+
 def _required(optimizer: ShardedOptimizer | None) -> ShardedOptimizer:
     if optimizer is None:
         raise RuntimeError("no optimizer is attached; call fully_shard_optimizer(model, optimizer) first")
     return optimizer
 
 
-def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers that a module's own `state_dict` would have, under every name, in its order."""
+EXTRA = "_extra_state"
+"""What torch calls an entry that a module makes by `get_extra_state`."""
+
+
+def saved_entries(module: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """Parameters and buffers that a module's own `state_dict` would have, and modules that have an entry of their own
+    making, under every name, in its order."""
     for path, part in module.named_modules(remove_duplicate=False):
-        prefix = f"{path}." if path else ""
-        saved = (item for item in part._buffers.items() if item[0] not in part._non_persistent_buffers_set)
-        for name, tensor in (*part._parameters.items(), *saved):
-            if tensor is not None:
-                yield prefix + name, tensor
+        for name, entry in entries_of(part):
+            yield f"{path}.{name}" if path else name, entry
 
 
-def refuse_state_dict(*_: Any) -> None:
-    """Raise NotImplementedError: a hook of modules whose tensors are pieces."""
-    raise NotImplementedError(
-        "what is sharded holds pieces, which a module inside the model cannot name: take state_dict() or"
-        " sharded_state() of the ShardedModel, DTensors by the model's own names for any layout;"
-        " full_weights() for whole tensors, or local_state() to resume on the same layout"
-    )
+def entries_of(part: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """As `saved_entries`, without those of its parts."""
+    saved = (item for item in part._buffers.items() if item[0] not in part._non_persistent_buffers_set)
+    for name, tensor in (*part._parameters.items(), *saved):
+        if tensor is not None:
+            yield name, tensor
+    if type(part).get_extra_state is not nn.Module.get_extra_state:
+        yield EXTRA, part

@@ -61,7 +61,7 @@ def load_state_dict(
     names = list(_names(optimizer, owner))
     wanted = {(name, entry): value for name, entry, value in _entries(held) if name in names}
     found = {(names[number], entry): value for number, of in given["state"].items() for entry, value in of.items()}
-    found = {key: value for key, value in found.items() if isinstance(value, Tensor)}
+    found = {key: torch.as_tensor(value) for key, value in found.items() if isinstance(value, Tensor | int | float)}
     pairs = [(_key(key), target, found[key]) for key, target in wanted.items() if key in found]
     missing = [_key(key) for key, target in wanted.items() if key not in found and _is_here(target)]
     check_fit(pairs, missing, [_key(key) for key in found if key not in wanted])

@@ -11,6 +11,7 @@ operation whose result would depend on what the placement says.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -35,11 +36,27 @@ ROW_BY_ROW = frozenset(
         aten._to_copy.default,
         aten.copy_.default,
         aten.empty_like.default,
+        aten.new_empty.default,
         aten.zeros_like.default,
         aten.zero_.default,
     }
 )
 """Operations that mean the same on a rank's rows as on the whole tensor, and keep the layout."""
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """Process groups of a shard, which its copies share.
+
+    rows: ranks whose rows make up the portion; None where this rank has all of them. portions: ranks whose portions
+    make up the tensor; None without a tensor-parallel axis.
+    """
+
+    rows: dist.ProcessGroup | None
+    portions: dist.ProcessGroup | None
+
+    def __deepcopy__(self, _: object) -> _Ranks:
+        return self
 
 
 class RowShard(DTensor):
@@ -49,10 +66,13 @@ class RowShard(DTensor):
     """
 
     _rows: tuple[tuple[int, int], ...]
-    _group: dist.ProcessGroup | None
+    _ranks: _Ranks
     _place: int
     _portion: Portion
-    _tensor_group: dist.ProcessGroup | None
+
+    @property
+    def _group(self) -> dist.ProcessGroup | None:
+        return self._ranks.rows
 
     @staticmethod
     def of(
@@ -80,7 +100,7 @@ class RowShard(DTensor):
         whole = torch.Size(portion.shape)
         meta = TensorMeta(whole, _strides(whole), local.dtype)
         spec = DTensorSpec(mesh, _placements(portion, lies, mesh.ndim), tensor_meta=meta)
-        return _wrap(local, spec, tuple(rows), group, place, portion, tensor_group)
+        return _wrap(local, spec, tuple(rows), _Ranks(group, tensor_group), place, portion)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor, a copy on the device it lies on. *Collective* among the ranks that share it.
@@ -94,7 +114,7 @@ class RowShard(DTensor):
             )
         portion = self._local_tensor.detach().clone() if self._group is None else self._whole_portion()
         if not self._portion.is_whole:
-            portion = join_portions(self._portion, portion.to(self._spec.mesh.device_type), self._tensor_group)
+            portion = join_portions(self._portion, portion.to(self._spec.mesh.device_type), self._ranks.portions)
         return portion
 
     def _whole_portion(self) -> Tensor:
@@ -160,8 +180,8 @@ class RowShard(DTensor):
         return self._whole("the memory").storage()
 
     def data_ptr(self) -> int:
-        """Address of a tensor that this rank has whole."""
-        return self._whole("the memory").data_ptr()
+        """0, as of any DTensor: torch's `async_save` then copies what is inside."""
+        return 0
 
     def fill_from(self, given: Tensor) -> None:
         """Copy this rank's rows of a whole tensor, of a DTensor (*collective*), or of a shard of the same layout."""
@@ -225,6 +245,10 @@ class RowShard(DTensor):
         if func not in ROW_BY_ROW or not shards or any(each._lies != shards[0]._lies for each in shards):
             raise RuntimeError(_refusal(str(func)))
         plain = [each._local_tensor if isinstance(each, RowShard) else each for each in args]
+        if func is aten.new_empty.default:
+            if tuple(args[1]) != tuple(shards[0].shape):
+                raise RuntimeError(_refusal(str(func)))
+            plain[1] = plain[0].shape
         if func is aten.copy_.default and len(shards) != 2:
             raise RuntimeError(_refusal(str(func)))
         result = func(*plain, **(kwargs or {}))
@@ -232,7 +256,7 @@ class RowShard(DTensor):
         if result is plain[0]:
             return first
         spec = _spec_like(first, result.dtype)
-        return _wrap(result, spec, first._rows, first._group, first._place, first._portion, first._tensor_group)
+        return _wrap(result, spec, first._rows, first._ranks, first._place, first._portion)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override] # torch leaves it untyped
         begin, end = self._rows[self._place]
@@ -244,14 +268,12 @@ def _wrap(
     local: Tensor,
     spec: DTensorSpec,
     rows: tuple[tuple[int, int], ...],
-    group: dist.ProcessGroup | None,
+    ranks: _Ranks,
     place: int,
     portion: Portion,
-    tensor_group: dist.ProcessGroup | None,
 ) -> RowShard:
     made: Any = DTensor.__new__(RowShard, local, spec, requires_grad=False)
-    made._rows, made._group, made._place = rows, group, place
-    made._portion, made._tensor_group = portion, tensor_group
+    made._rows, made._ranks, made._place, made._portion = rows, ranks, place, portion
     return cast(RowShard, made)
 
 
