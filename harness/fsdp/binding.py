@@ -138,8 +138,8 @@ def _before(
     model.finish_grad_sync()
     model._parts.step.update(installs=installs)
     model._parts.weights.before_update()
-    if model.has_gradients:
-        sharded.attach(optimizer)
+    if model.has_gradients or model._parts.gradients.are_zeros:
+        sharded.attach(optimizer, zeros_alone=not model.has_gradients)
         for weight in sharded.weights_of(optimizer):
             free(weight)
     else:  # the model has forgotten what the optimizer may still hold
@@ -187,8 +187,14 @@ def _state_dict(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.
         NotImplementedError: ranks hold different experts under one name; or a parameter was never updated, and what the
             optimizer keeps of it before that cannot be told.
     """
+    for hook in optimizer._optimizer_state_dict_pre_hooks.values():
+        hook(optimizer)
     by_parameter.have_state(optimizer, to_load=False)
-    return by_parameter.state_dict_of(optimizer, sharded, model.sharded_state(), model._parts.everyone)
+    found = by_parameter.state_dict_of(optimizer, sharded, model.sharded_state(), model._parts.everyone)
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        made = after(optimizer, found)
+        found = found if made is None else made
+    return found
 
 
 def _load_state_dict(
@@ -199,6 +205,10 @@ def _load_state_dict(
     Raises:
         StateMismatch: it does not fit; nothing was loaded.
     """
+    state_dict = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        made = hook(optimizer, state_dict)
+        state_dict = state_dict if made is None else made
     had = any(optimizer.state.values())
     by_parameter.have_state(optimizer, to_load=len(state_dict["state"]) > 0)
     held = model.sharded_state()
@@ -210,6 +220,8 @@ def _load_state_dict(
         raise
     held.adopt()
     _guard(model, sharded, optimizer)  # of stretches that were cut, see [Note: Stretches]
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
 
 
 class _State(defaultdict[Any, Any]):

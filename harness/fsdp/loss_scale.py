@@ -93,6 +93,8 @@ class LossScale:
         """Steps without overflow since the factor last changed."""
         self._finite: bool | None = None
         """Whether the step's gradients are; None before they were unscaled."""
+        self._unscaled: int | None = None
+        """Number of the step whose gradients were unscaled last."""
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss to differentiate: fp32 or wider, so that the factor itself does not overflow."""
@@ -105,15 +107,27 @@ class LossScale:
 
         Raises:
             FloatingPointError: with `report_nan_in_param_grad`, where no smaller factor can help.
+            RuntimeError: they were scaled back already, as by `step` of another optimizer of the model.
         """
         if self._finite is not None:
             return self._finite
+        self._refuse_twice()
         found = self._finish()
         shards = [shard for bucket in self.model.buckets if bucket.trainable for shard in bucket.grad_shards]
         for shard in shards:
             shard.mul_(1.0 / self.value)
         self._finite = not self.dynamic or not (found or self._overflowed(shards))
         return self._finite
+
+    def _refuse_twice(self) -> None:
+        step = self.model._parts.step
+        if step.has_gradients and step.number == self._unscaled:
+            raise RuntimeError(
+                "the gradients of this step were scaled back already: where several optimizers have parts of one model,"
+                " call unscale_() once, step each of them if it says True, and then update(); or call zero_grad()"
+                " before the next backward"
+            )
+        self._unscaled = step.number
 
     def _finish(self) -> bool:
         """Wait for the reductions; whether the guard found something that a smaller factor may cure."""

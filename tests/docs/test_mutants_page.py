@@ -30,6 +30,7 @@ MODULES = (
     "tests.fsdp.test_gradient_access",
     "tests.fsdp.test_habits",
     "tests.fsdp.test_hidden_tensors",
+    "tests.fsdp.test_loop_habits",
     "tests.fsdp.test_mutants",
     "tests.fsdp.test_optimizer_choices",
     "tests.fsdp.test_optimizers",

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -123,6 +124,9 @@ def transforms(rank: int, strategy: str) -> list[str]:
     through = torch.func.grad(lambda x: model(x).square().mean())
     found = said(lambda: through(data(rank)), RuntimeError, r"torch\.func transforms", r"torch\.autograd\.grad\(loss")
     found += said(lambda: torch.jit.trace(model, data(rank)), RuntimeError, r"torch\.jit\.trace .* cannot record")
+    with forward_ad.dual_level():
+        twofold = forward_ad.make_dual(data(rank), torch.ones_like(data(rank)))
+        found += said(lambda: model(twofold), RuntimeError, "forward-mode", r"copy of the module made of full_weights")
     trained(model, optimizer, rank, 1)
     model.close()
     return found

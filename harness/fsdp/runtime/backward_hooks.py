@@ -159,8 +159,7 @@ class BackwardHooks:
             unit.readiness.pre_backward()
         coming = ((begin, unit) for unit in self.units for begin in unit.readiness.due_numbers)
         self._coming = sorted(coming, key=lambda each: each[0])
-        is_due = any(unit.readiness.is_due for unit in self.units)
-        self.step.pre_backward(of_inputs=not is_due and (could_reach(self._params) or self._is_all_frozen))
+        self.step.pre_backward(of_inputs=self._is_of_inputs)
         self._task = torch._C._current_graph_task_id()
         end = BackwardEnd(self._root_post_backward)
         self._end = weakref.ref(end)
@@ -176,6 +175,21 @@ class BackwardHooks:
             if unit.readiness.is_unused:
                 self._post_backward(unit)
         self._unshard_next()
+
+    @property
+    def _is_of_inputs(self) -> bool:
+        """Whether the backward that begins was asked for gradients of inputs alone (`torch.autograd.grad`).
+
+        Calls without gradients do not speak against it: what reentrant checkpointing hides in them lies beyond the
+        graph, and torch lets no `autograd.grad` go through that. A parameter that is frozen since is due in none.
+        """
+        if any(unit.readiness.is_due for unit in self.units):
+            return False
+        params = self._params
+        if any(unit.readiness.has_hidden_calls for unit in self.units):
+            trained = [unit.readiness.trained for unit in self.units]
+            params = {id(param) for each in trained for param in each}
+        return could_reach(params) or self._is_all_frozen
 
     @property
     def _is_all_frozen(self) -> bool:

@@ -21,7 +21,7 @@ from harness.fsdp.runtime.forward import Forward, ForwardState
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import Passed, PassedInputs, direct_tensors, replaced, tensors_with_grad
 from harness.fsdp.runtime.handed_on import without_weights
-from harness.fsdp.runtime.refusals import refuse_dtensors, refuse_transforms
+from harness.fsdp.runtime.refusals import refuse_dtensors, refuse_forward_mode, refuse_transforms
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
@@ -54,6 +54,8 @@ class ForwardHooks:
         self._takes_dtensors = any(isinstance(param, DTensor) for param in params)
         self._passed: dict[str, list[Passed | None]] = {unit.name: [] for unit in units}
         """Inputs of calls in which the program is, by unit: a unit may call itself. None: nothing to watch."""
+        self._num_updates = 0
+        """How often weights had been installed when the model's forward began last."""
         for unit in units:
             self._install(unit)
 
@@ -88,6 +90,12 @@ class ForwardHooks:
         if with_gradients:
             refuse_transforms()
             self.before_gradients()
+        if with_gradients or self.gather.order:
+            refuse_forward_mode()
+        if self.step.num_updates != self._num_updates:
+            self._num_updates = self.step.num_updates
+            for unit in self.units:
+                unit.readiness.forget_unseen()
         for bucket in self.units[0].buckets:
             bucket.receive()
         for bucket in buckets_of(self.units):
@@ -122,6 +130,9 @@ class ForwardHooks:
         if self.forward.in_model or self.step.in_backward:
             return method(*args, **kwargs)
         root = self.units[0]
+        if torch.is_grad_enabled():
+            refuse_transforms()
+            self.before_gradients()
         self._begin_forward(with_gradients=False)  # units called right here are not hidden from autograd's graph
         try:
             self.gather.pre_forward()

@@ -100,6 +100,11 @@ class GradientSync:
         self.reduce.finish()
         self.step.finished()
 
+    @property
+    def are_zeros(self) -> bool:
+        """Whether gradients of some parameters were forgotten by making them zero, which is not none."""
+        return any(gradients.zeros for gradients in self._gradients())
+
     def drain(self) -> None:
         """Wait until all reductions that were issued have landed; one that raises fails the step."""
         try:

@@ -66,7 +66,8 @@ class Readiness:
 
     def __init__(self, params: Sequence[nn.Parameter]) -> None:
         self.params = params
-        self._num_trained = len(params)
+        self.trained = params
+        """Parameters of the unit that were not frozen as the last backward began."""
         # identities on the inputs, as long as their graphs live, and the numbers at which their calls began
         self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._due_params: set[int] = set()
@@ -109,6 +110,10 @@ class Readiness:
         """No hook stands on the outputs or the inputs of the call that runs, and a backward may come to it."""
         self._unseen.add(self.call.begin)
 
+    def forget_unseen(self) -> None:
+        """Weights have changed: no backward may come any more to the calls that had no hook."""
+        self._unseen.clear()
+
     @property
     def call(self) -> Call:
         """The call that runs."""
@@ -118,9 +123,8 @@ class Readiness:
     def pre_backward(self) -> None:
         """A backward begins: ask autograd what of this unit it will reach. Only inside a hook of that backward."""
         self._due_calls = {node for node in self._calls if _will_run(node)}
-        trained = [param for param in self.params if param.requires_grad]
-        self._num_trained = len(trained)
-        self._due_params = {id(param) for param in due_among(trained)}
+        self.trained = [param for param in self.params if param.requires_grad]
+        self._due_params = {id(param) for param in due_among(self.trained)}
         self._is_reached = bool(self._due_calls or self._due_params)
         self.is_due_once = len(self._due_calls) + len(self._unseen) <= 1
 
@@ -190,8 +194,13 @@ class Readiness:
 
     @property
     def is_due(self) -> bool:
-        """Whether this backward brings a gradient to a parameter, as far as can be known when it begins."""
-        return bool(self._due_params) or self._hidden_calls > 0
+        """Whether autograd knows, as this backward begins, of a parameter to which it brings a gradient."""
+        return bool(self._due_params)
+
+    @property
+    def has_hidden_calls(self) -> bool:
+        """Whether the unit was called without gradients in a forward of the model that has them."""
+        return self._hidden_calls > 0
 
     @property
     def is_unused(self) -> bool:
@@ -205,7 +214,7 @@ class Readiness:
             return False
         if self._is_reached:
             return not self._due_params and not self._due_calls
-        return len(self._arrived) == self._num_trained
+        return len(self._arrived) == len(self.trained)
 
 
 def due_among(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:

@@ -269,6 +269,8 @@ class Step(StateMachine[StepState, Call]):
         """Whether the backward that begins next ends the step's accumulation: False inside `no_sync`."""
         self.num_backwards = 0
         """Backwards begun since gradients were last forgotten."""
+        self.number = 0
+        """How often gradients were forgotten: tells one step from another."""
         self.plan = shape.plan(sync=True, adds=False)
         """What the backward that runs, or ran last, does with its gradients."""
         self.installed = Installed()
@@ -370,6 +372,7 @@ class Step(StateMachine[StepState, Call]):
     def zero_grad(self) -> None:
         """Gradients are forgotten: the next step begins."""
         self.move(Call.zero_grad)
+        self.number += 1
         self.num_backwards = 0
         self.dropped = set()
         self.has_sums = False

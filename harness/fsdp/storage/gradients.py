@@ -111,7 +111,7 @@ class Gradients:
         self.unused: frozenset[int] = frozenset()
         """Parameters without a gradient on any rank, once a step's gradients are finished, as far as this rank has rows
         of them; by their place in the bucket."""
-        self._zeros: frozenset[int] = frozenset()
+        self.zeros: frozenset[int] = frozenset()
         """Parameters whose last gradient was forgotten by making it zero, which is not none."""
         self._arrived: set[int] = set()
         """Parameters that this rank had a gradient of since the bucket was last handed over."""
@@ -351,7 +351,7 @@ class Gradients:
     def note_unused(self, unused: set[int]) -> None:
         """Keep in mind which parameters got a gradient on no rank, and have none of zeros from before; what this
         rank holds of the sums of either becomes +0."""
-        self.unused = frozenset(unused) - self._zeros
+        self.unused = frozenset(unused) - self.zeros
         for index in unused:
             local = self.layout.local_slice(self.layout.slots[index], self.cuts.layout_rank)
             self.own_shards[local.segment][local.offset : local.offset + local.numel].zero_()
@@ -390,7 +390,7 @@ class Gradients:
     def keep_zeros(self, *, kept: bool) -> None:
         """Whether gradients of the finished step become zeros when they are forgotten, as `set_to_none=False` has it: a
         parameter that gets none in a later step is then updated as torch updates one whose gradient is zero."""
-        self._zeros = self._zeros | (frozenset(range(len(self.params))) - self.unused) if kept else frozenset()
+        self.zeros = self.zeros | (frozenset(range(len(self.params))) - self.unused) if kept else frozenset()
 
     def forget(self) -> None:
         """Forget all gradients; a shard of them gives its memory back."""

@@ -6,7 +6,7 @@ rank's main weights. State starts untouched: no step is ever taken to create it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -80,10 +80,16 @@ class ShardedOptimizer:
         Raises:
             ValueError: a parameter is not the module's, or an optimizer updates it already.
         """
-        params = group["params"]
-        names = self.groups.names_of([{"params": [params] if isinstance(params, Tensor) else list(params)}])
-        type(optimizer).add_param_group(optimizer, group | {"params": list(_params(self.buckets, names))})
+        params = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        labels = [each[0] for each in params if isinstance(each, tuple)]  # as named_parameters() gives them
+        names = self.groups.names_of([{"params": [each[1] if isinstance(each, tuple) else each for each in params]}])
+        own = [self._param(name) for name in names]
+        given: list[Any] = list(zip(labels, own, strict=True)) if labels else own
+        type(optimizer).add_param_group(optimizer, group | {"params": given})
         self._take(optimizer, len(optimizer.param_groups) - 1, list(names))
+
+    def _param(self, name: str) -> Tensor:
+        return next(param for bucket in self.buckets for each, param in bucket.params if each == name)
 
     def _take(self, optimizer: torch.optim.Optimizer, index: int, names: Sequence[str]) -> None:
         """Let a group of an optimizer step stretches in place of parameters; of frozen ones, once they are trained."""
@@ -152,15 +158,18 @@ class ShardedOptimizer:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
-    def attach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+    def attach(self, optimizer: torch.optim.Optimizer | None = None, *, zeros_alone: bool = False) -> None:
         """Give the stretches of an optimizer (None: of all) their main gradients as `.grad`, in the main weights'
         dtype, or as `.decoupled_grad`, in their own.
 
         A stretch of parameters that got a gradient on no rank has None, as in plain torch: the optimizer leaves it be.
+
+        Args:
+            zeros_alone: no backward has run, and gradients are what `zero_grad(set_to_none=False)` has left of others.
         """
         self.has_updated = True
         for flat in self._stretches_of(optimizer):
-            left = self._left_alone(flat)
+            left = flat.without_zeros if zeros_alone else self._left_alone(flat)
             for piece in self.split(flat, partial(_is_in, left)) if left else (flat,):
                 self._attach_to(piece, None if piece.lies_in(left) else piece.grad)
 
@@ -247,10 +256,6 @@ class ShardedOptimizer:
 
 def _is_in(places: frozenset[int], place: int, _: Slot) -> bool:
     return place in places
-
-
-def _params(buckets: Sequence[Bucket], names: Container[str]) -> Iterator[Tensor]:
-    return (param for bucket in buckets for name, param in bucket.params if name in names)
 
 
 def _flat_stretches(bucket: Bucket, groups: Mapping[str, int]) -> list[FlatStretch]:

@@ -74,6 +74,12 @@ class FlatStretch:
             index in gradients.came and index not in gradients.unused for index, _, _ in self.members
         )
 
+    @property
+    def without_zeros(self) -> frozenset[int]:
+        """Parameters of its bucket that have no gradient of zeros from before; see `Gradients.keep_zeros`."""
+        gradients = self.bucket.gradients
+        return frozenset[int]() if gradients is None else frozenset(range(len(gradients.params))) - gradients.zeros
+
     def cut_between(self, kind: Callable[[int, Slot], Hashable]) -> list[FlatStretch]:
         """The stretch cut wherever neighbouring parameters are of different kinds; padding stays with what it follows.
 

@@ -110,8 +110,8 @@ def groups_survive(lab: Lab) -> str:
 _attach = ShardedOptimizer.attach
 
 
-def _last_is_left_out(self: ShardedOptimizer, *args: Any) -> None:
-    _attach(self, *args)
+def _last_is_left_out(self: ShardedOptimizer, *args: Any, **named: Any) -> None:
+    _attach(self, *args, **named)
     self.stretches[-1].weight.grad = None
     self.stretches[-1].weight.decoupled_grad = None  # type: ignore[attr-defined]
 
