@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,22 +45,29 @@ def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: C
         How many were sent.
 
     Raises:
-        StoreError: some cannot be read; all others were sent.
+        StoreError: some cannot be read, or written to offline; all others were sent.
     """
-    sent, verdicts, damaged = 0, _Verdicts(), []
+    sent, verdicts, left_out = 0, _Verdicts(), []
     for run in runs:
         try:
             why = _held_back(run, jobs)
             if not why:
+                _check_place(run, mode)
                 send(run, mode, verdicts.of(run))
                 sent += 1
         except StoreError as error:
-            why = "left out, it is damaged"
-            damaged.append(str(error))
+            why = "left out"
+            left_out.append(str(error))
         tell(f"{run.name}: {why or DONE[mode]}")
-    if damaged:
-        raise StoreError("\n  ".join(damaged))
+    if left_out:
+        raise StoreError("\n  ".join(left_out))
     return sent
+
+
+def _check_place(run: RunDir, mode: WandbMode) -> None:
+    """wandb would write elsewhere without a word, and what is printed next would not find it."""
+    if mode is WandbMode.offline and not os.access(run.path, os.W_OK):
+        raise StoreError(f"{run.path} is not writable, and what wandb keeps offline lies there; copy the store")
 
 
 def send(run: RunDir, mode: WandbMode, distance: Distance) -> None:

@@ -7,7 +7,7 @@ import re
 import shutil
 import stat
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,11 +58,6 @@ def garbage(store: Store, jobs: JobProbe | None = None, *, checkpoints: bool = F
     return found
 
 
-def remove(items: Iterable[Item]) -> int:
-    """Remove them; returns the bytes set free. What cannot be removed stays, and is not counted."""
-    return sum(item.size for item in items if _removed(item.path))
-
-
 def _removed(path: Path) -> bool:
     try:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
@@ -83,9 +78,11 @@ def gc(
     items = garbage(store, jobs, checkpoints=checkpoints)
     for item in items:
         say(f"{item.size / 2**20:9.1f} MiB  {item.path}  ({item.why})")
-    total = remove(items) if apply else sum(item.size for item in items)
+    gone = [item for item in items if _removed(item.path)] if apply else items
     verb = "removed" if apply else "could go; run again with --yes to remove"
-    say(f"{len(items)} items, {total / 2**20:.1f} MiB {verb}")
+    say(f"{len(gone)} items, {sum(item.size for item in gone) / 2**20:.1f} MiB {verb}")
+    if len(gone) < len(items):
+        say(f"{len(items) - len(gone)} cannot be removed")
 
 
 def _old(path: Path) -> bool:

@@ -328,11 +328,19 @@ class Store:
         return sorted({run.path.parent.name for run in self.runs()})
 
     def runs(self, study: str | None = None) -> list[RunDir]:
-        """Runs in a stable order, of one study or of all."""
+        """Runs in a stable order, of one study or of all.
+
+        Raises:
+            StoreError: none is seen, because another person's folder is closed.
+        """
         if study is not None and Path(study).name != study:
             return []
         pattern = f"{glob.escape(study) if study else '*'}/*/{CONFIG}"
-        return [RunDir(path.parent) for path in sorted(self.root.glob(pattern)) if not path.parent.name.startswith(".")]
+        found = [path.parent for path in sorted(self.root.glob(pattern)) if not path.parent.name.startswith(".")]
+        for folder in () if found else (self.root, *self.root.glob(glob.escape(study) if study else "[!.]*")):
+            if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK):
+                raise StoreError(f"{folder} cannot be read: Permission denied")
+        return [RunDir(path) for path in found]
 
     def find(self, ref: str) -> RunDir:
         """The run that `ref` names: a path, `study/name`, a prefix of its signature (4 digits or more) or `@last`.

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from harness.store import identity, provenance, screen, status
+from harness.store.errors import StoreError
 from harness.store.failure import REPORT
 from harness.store.fields import with_unit
 from harness.store.metrics import last_record
 from harness.store.reading import read_text
 from harness.store.rundir import RunDir, flatten, read_summary
-from harness.store.status import JobProbe
+from harness.store.status import JobProbe, State
 
 
 def show(run: RunDir, jobs: JobProbe | None = None) -> str:
@@ -30,9 +31,18 @@ def show(run: RunDir, jobs: JobProbe | None = None) -> str:
         *_origin(run),
         *_progress(run),
     ]
-    if found is not None and (report := read_text(run.attempt_dir(found.attempt) / REPORT)) is not None:
-        lines += ["", report.rstrip()]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_report(run, found)])
+
+
+def _report(run: RunDir, found: status.Status | None) -> list[str]:
+    """Why it failed, whole. Attempts are their owner's alone: of another person's run the reason has to do."""
+    if found is None or found.state is State.done:
+        return []
+    try:
+        report = read_text(run.attempt_dir(found.attempt) / REPORT)
+    except StoreError as error:
+        return [_field("report", error)]
+    return [] if report is None else ["", report.rstrip()]
 
 
 def _job(run: RunDir, found: status.Status | None) -> list[str]:
@@ -77,7 +87,7 @@ def _progress(run: RunDir) -> list[str]:
         lines += _counters(last.get("counters", {}))
     if summary is not None:
         kept = ("final_weights", "wall_s", "step_time_s")
-        lines += [_field(key, _plain(summary[key])) for key in kept if key in summary]
+        lines += [_field(key, _plain(summary[key])) for key in kept if summary.get(key)]
         lines += _cost(summary) if summary.get("accounted_bytes") else []
     return lines
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -197,6 +199,37 @@ def test_what_an_encoding_lacks_is_written_as_an_escape(tmp_path: Path, monkeypa
 def test_a_folder_for_temporary_files_is_no_working_directory() -> None:
     missing = FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
     assert explained(missing) == "bad request:\n  No usable temporary directory found in ['/tmp']"
+
+
+AS_ANOTHER = """
+import json, os, sys
+from harness.cli.main import main
+root, run = sys.argv[1:]
+print(main(["show", run, "--root", root]), flush=True)
+print(main(["gc", "--yes", "--root", root]), flush=True)
+os.chmod(root, 0o700)
+print(main(["watch", "--root", root]), flush=True)
+"""
+
+
+def test_another_persons_runs_are_told_as_far_as_they_are_open(root: Path) -> None:
+    """Attempts are their owner's alone; and a closed store is no empty one."""
+    (run, *_) = [run for run in Store(root).runs() if run.status() is not None]
+    (leftover := run.path / ".metrics.jsonl.0123456789ab.tmp").touch()
+    os.utime(leftover, (0, 0))
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only the superuser can be somebody else")
+    for path in (root, *root.rglob("*")):
+        os.chown(path, 65534, 65534)
+    powers = "-dac_override,-dac_read_search"
+    command = ["setpriv", f"--bounding-set={powers}", f"--inh-caps={powers}", sys.executable, "-c", AS_ANOTHER]
+    done = subprocess.run([*command, str(root), str(run.path)], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    shown, tidied, *codes = re.split(r"^(?=\d+$)", done.stdout, flags=re.MULTILINE)
+    assert "error.txt cannot be read: Permission denied" in " ".join(shown.split())
+    assert "next: python -m harness retry" in shown
+    assert "0 items, 0.0 MiB removed\n1 cannot be removed\n" in tidied
+    assert [code.strip() for code in codes] == ["0", "2"]
+    assert done.stderr == f"bad request:\n  {root} cannot be read: Permission denied\n"
 
 
 def test_a_home_is_meant_where_a_shell_leaves_its_sign_alone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config, edit_json
 from tests.parity.lab import as_study, write
 from tests.support import wandb_file
+from tests.support.disk import small_disk
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +46,22 @@ def test_a_damaged_run_is_named_and_hides_no_other(
     shutil.rmtree(other.parent)
     assert main(["sync", "lab", "--offline", "--root", str(tmp_path / "runs")]) == 2
     out, err = capsys.readouterr()
-    assert "left out, it is damaged" in out
+    assert ": left out\n" in out
     assert "left alone, it is running" in out
     assert f"{damaged} is not valid JSON" in err
+
+
+def test_nothing_is_written_offline_beside_an_archive(
+    store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """wandb would write into the folder for temporary files, and say nothing that we could pass on."""
+    with small_disk(tmp_path, 4) as disk:
+        shutil.copytree(store, disk, dirs_exist_ok=True)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        assert main(["sync", "lab", "--offline", "--root", str(disk)]) == 2
+        out, err = capsys.readouterr()
+    assert out.count(": left out\n") == 2
+    assert "is not writable, and what wandb keeps offline lies there" in err
 
 
 def test_a_study_is_sent_with_its_verdicts(
