@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,9 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from harness.config.roundoff import UNIT
 from harness.parity import Grade, Outcome, Verdict, compare
 from harness.parity.alone import witness
 from harness.parity.outcome import Stage
+from harness.parity.tiers import gradients
 from harness.parity.tiers.arithmetic import Arithmetic
 from tests.parity.arms import Arm, Array, broken
 from tests.parity.conftest import Bench
@@ -157,3 +160,34 @@ def test_a_scale_ten_times_as_wide_is_noticed(bench: Bench, monkeypatch: pytest.
     monkeypatch.setattr(Arithmetic, "scaling", 1e-4)
     scales = [row for row in held(bench, arm, CONTROL_BF16).evidence if row.check == "scale of the sum"]
     assert scales[0].grade is Grade.ok
+
+
+def farthest_scale(heavy: float) -> float:
+    """The largest scale error of 3,000 gains of 32 elements, one of them so many times the others, that were rounded to
+    bf16: as a multiple of its standard error."""
+    draws = np.random.default_rng(1)
+    unit, found = UNIT["bf16"], 0.0
+    for _ in range(3000):
+        gain = draws.normal(size=32)
+        gain[7] = heavy
+        off = gain * draws.uniform(-unit, unit, 32)
+        pair = gradients._fit("gain", off, gain, gain**2, 1.0)
+        found = max(found, abs(pair.b) / witness.scale_error(pair, unit / math.sqrt(3)))
+    return found
+
+
+@pytest.mark.parametrize("heavy", [1.0, 9.0, 50.0])
+def test_a_scale_that_few_elements_carry_is_as_sure_as_these(heavy: float) -> None:
+    assert farthest_scale(heavy) < witness.TENSOR_SIGMAS
+
+
+@kills("The comparator: a run's own witnesses", "few speak for all", "A scale fitted to one element has its residual")
+def test_a_scale_that_is_fitted_to_one_element_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(witness, "scale_error", lambda pair, _: pair.standard_error)
+    assert farthest_scale(9.0) > witness.TENSOR_SIGMAS
+
+
+def test_a_wrong_scale_of_one_element_is_no_rounding() -> None:
+    gain = np.array([9.0, *np.ones(31)])
+    pair = gradients._fit("gain", 0.05 * gain, gain, gain**2, 1.0)
+    assert pair.b / witness.scale_error(pair, UNIT["bf16"]) > 2 * witness.TENSOR_SIGMAS

@@ -64,6 +64,10 @@ class TensorPair:
     residual: float
     """Norm of r over the control's norm."""
     block: Block
+    carried_by: float = math.inf
+    """How many elements of one size would carry b as the control's do: (sum of squares)^2 over the sum of fourth
+    powers. Where that is few, the residual of those is small because b was fitted to them, and so is the standard
+    error."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,7 @@ def _fit(name: str, difference: Float64, c: Float64, squares: Float64, arm_norm:
         standard_error=_standard_error(rest, c, square),
         residual=length(rest) / norm,
         block=_worst_block(apart.ravel(), squares.ravel(), norm),
+        carried_by=square**2 / fourth if (fourth := dot(squares, squares)) else 1.0,
     )
 
 
