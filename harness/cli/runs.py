@@ -67,6 +67,9 @@ def _run_argument(parser: ArgumentParser) -> None:
 def _show(arguments: Namespace) -> int:
     store = Store(arguments.root)
     run, jobs = store.find(arguments.run), probe()
+    if run.path.parent.parent != store.root:
+        store = Store(run.path.parent.parent)
+        arguments.root = str(store.root)
     print(show(run, jobs))
     found = status.effective(run.path, jobs)
     name, study = shlex.quote(store.short(run)), run.path.parent.name

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from harness.config.compose import Cell
+from harness.config.errors import refuse
 from harness.config.schema import Rerun
 from harness.launch.order import in_blocks
 from harness.launch.room import check_room
@@ -40,19 +41,30 @@ def retry(store: Store, ref: str) -> int:
     A new attempt goes on from the newest checkpoint. Runs that are done, or in somebody's hands, are left alone.
 
     Raises:
-        BadRequest: the disk has no room for what they will keep; nothing was started.
+        BadRequest: the disk has no room for what they will keep, or one is not where an attempt of it would be made;
+            nothing was started.
     """
-    cells = in_blocks([frozen(store, run) for run in runs_of(store, ref)])
-    gc = commands.verb(f"gc --checkpoints --root {shlex.quote(str(store.root))}")
-    check_room(cells, subject=f"--root {store.root}", fix=f"make room there: `{gc}` says what could go")
+    cells = in_blocks([frozen(run) for run in runs_of(store, ref)])
+    root = cells[0].config["launch"]["root"]
+    gc = commands.verb(f"gc --checkpoints --root {shlex.quote(root)}")
+    check_room(cells, subject=f"--root {root}", fix=f"make room there: `{gc}` says what could go")
     return submit(cells)
 
 
-def frozen(store: Store, run: RunDir) -> Cell:
-    """The cell of a run, to be run where its store lies now; what is done is never run again."""
+def frozen(run: RunDir) -> Cell:
+    """The cell of a run, to be run in the store in which it lies now; what is done is never run again.
+
+    Raises:
+        BadRequest: it is a copy under another study or name, and an attempt would be made elsewhere.
+    """
     config = run.config()
+    store = Store(run.path.parent.parent)
     launch = config["launch"] | {"root": str(store.root), "rerun": Rerun.never.name}
-    return Cell(config | {"launch": launch}, run.overrides())
+    cell = Cell(config | {"launch": launch}, run.overrides())
+    if store.path_of(cell) != run.path:
+        fix = f"{commands.request(f'--from {shlex.quote(str(run.path))}')} makes it anew"
+        raise refuse(f"retry {run.path}", f"is not where its cell is run: {store.path_of(cell)}", fix=fix)
+    return cell
 
 
 def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:

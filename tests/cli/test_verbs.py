@@ -113,7 +113,10 @@ def test_show_and_diff_end_with_what_is_next(root: Path, capsys: pytest.CaptureF
     assert main(["show", str(failed.path), "--root", str(root)]) == 0
     out = capsys.readouterr().out
     assert "ValueError: no luck" in out
-    assert f"next: python -m harness retry {failed.signature()[:8]}" in out
+    again = f"next: python -m harness retry {failed.signature()[:8]} --root {root}\n"
+    assert again in out
+    assert main(["show", str(failed.path)]) == 0
+    assert again in capsys.readouterr().out, "in the store in which it lies"
 
 
 def test_cancel_and_gc_with_nothing_to_do(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import time
 
 import pytest
 
 from harness.cli.main import main
+from harness.config.errors import BadRequest
 from harness.launch import control
 from harness.launch.terminal import RunDisplay, Terminal, duration, quantity
 from harness.launch.watch import render, rows, watch
@@ -132,6 +134,12 @@ def test_retry_asks_again_for_the_frozen_cells(store, monkeypatch):
     store, runs = Store(moved), Store(moved).runs()
     control.retry(store, str(runs[1].path))
     assert [store.path_of(cell) for cell in asked] == [runs[1].path]
+    asked.clear()
+    control.retry(Store(moved / "another"), str(runs[1].path))
+    assert [store.path_of(cell) for cell in asked] == [runs[1].path], "not from its beginning, in another store"
+    shutil.copytree(runs[1].path.parent, moved / "kept")
+    with pytest.raises(BadRequest, match=f"is not where its cell is run: {runs[0].path}"):
+        control.retry(store, "kept")
 
 
 def test_show_is_one_screen(store):
