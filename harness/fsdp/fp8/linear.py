@@ -116,7 +116,8 @@ class Fp8Linear(nn.Linear):
     def _product(self, x: Tensor) -> Tensor:
         """x w^T + bias, of what this rank has of both."""
         rows = x.reshape(-1, x.shape[-1])
-        result: Tensor = _Product.apply(rows, self.weight, self.bias, self)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        trains = torch.is_grad_enabled()
+        result: Tensor = _Product.apply(rows, self.weight, self.bias, self, trains)  # type: ignore[no-untyped-call] # torch leaves it unannotated
         return result.view(*x.shape[:-1], result.shape[-1])
 
     def extra_repr(self) -> str:
@@ -150,19 +151,22 @@ class Fp8Linear(nn.Linear):
         scale = None if history is None else history.scale[Column.weights].clone().view(1, 1)
         return quantize(weight, operand.format, operand.tile, self.recipe.scaling, scale)
 
-    def quantized(self, column: Column, values: Tensor) -> tuple[Quantized, Quantized]:
+    def quantized(self, column: Column, values: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
         """Activations or gradients [rows, columns], and their transpose, each quantized for a product over its last
-        dimension."""
+        dimension. trains: the step's amax is to know of them."""
         operand = self.recipe.activations if column is Column.activations else self.recipe.gradients
-        first = self._quantize(column, values, operand, turned=False)
+        first = self._quantize(column, values, operand, turned=False, trains=trains)
         if operand.is_one_for_both:
             return first, first.t
-        return first, self._quantize(column, values, operand, turned=True)
+        return first, self._quantize(column, values, operand, turned=True, trains=trains)
 
-    def _quantize(self, column: Column, values: Tensor, operand: Operand, *, turned: bool) -> Quantized:
+    def _quantize(
+        self, column: Column, values: Tensor, operand: Operand, *, turned: bool, trains: bool = True
+    ) -> Quantized:
         history, scale = self.history, None
         if history is not None:
-            history.record(column, amax_grid(values, operand.tile))
+            if trains:
+                history.record(column, amax_grid(values, operand.tile))
             scale = history.scale[column].clone().view(1, 1)
         elif column is Column.weights and operand.tile == WHOLE:
             scale, _ = scales_of(
@@ -177,9 +181,10 @@ class _Product(torch.autograd.Function):
     """See [Note: Three products]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear) -> Tensor:
-        """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x."""
-        for_y, for_dw = layer.quantized(Column.activations, x)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Fp8Linear, trains: bool) -> Tensor:
+        """x [tokens, in], weight [out, in], bias [out]; y [tokens, out] in the dtype of x. trains: gradients are on; an
+        evaluation leaves no trace in the scales of later steps."""
+        for_y, for_dw = layer.quantized(Column.activations, x, trains=trains)
         y = multiply(for_y, layer.weight_for(turned=False))
         if bias is not None and adds_bias(weight):
             y = y + portion_here(bias).float()
@@ -189,7 +194,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         """grad [tokens, out]; gradients of x and weight in the dtype of x, of bias in its own."""
         layer: Fp8Linear = ctx.layer
         payload, scale_inv, weight = ctx.saved_tensors  # unpacking the weight tells where it changed since
@@ -201,7 +206,7 @@ class _Product(torch.autograd.Function):
             dw = gradient_of(weight, multiply(for_dw, Quantized(payload, scale_inv, ctx.tile)).to(ctx.dtype))
         if ctx.needs_input_grad[2]:
             db = gradient_of(ctx.bias, grad.float().sum(dim=0).to(ctx.bias.dtype))
-        return dx, dw, db, None
+        return dx, dw, db, None, None
 
 
 def layers_of(module: nn.Module) -> list[Fp8Linear]:

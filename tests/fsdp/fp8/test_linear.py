@@ -136,6 +136,16 @@ def test_delayed_scales_are_those_of_past_steps() -> None:
             layer.weight.mul_(1.1)
 
 
+def test_an_evaluation_leaves_no_trace_in_scales() -> None:
+    layer, x = _layer(Fp8.delayed), torch.ones(2, IN)
+    assert layer.history is not None
+    layer(x)
+    before = layer.history.amax.clone()
+    with torch.no_grad():
+        layer(30.0 * x)
+    assert torch.equal(layer.history.amax, before)
+
+
 def test_a_step_of_zeros_or_infinities_keeps_the_scale() -> None:
     layer = _layer(Fp8.delayed)
     history = layer.history
