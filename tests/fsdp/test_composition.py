@@ -61,11 +61,13 @@ def step_gradients(rank: int, model: ShardedModel, step: int) -> None:
         loss_of(model, data(step, 2 * rank + index)).backward()
 
 
-def compiled(module: nn.Module) -> nn.Module:
+def compiled(module: Model) -> nn.Module:
+    """Units by their forward, and one by a wrapper around it."""
     torch._dynamo.reset()
     for block in module.modules():
-        if isinstance(block, Block):
+        if isinstance(block, Block) and block is not module.blocks[1]:
             block.forward = torch.compile(block.forward, backend="aot_eager")
+    module.blocks[1] = torch.compile(module.blocks[1], backend="aot_eager")
     return module
 
 
@@ -76,6 +78,7 @@ def compiling(rank: int, pairs: list[Pair], world: int) -> list[list[str]]:
 
 def _compiling(rank: int, pair: Pair, world: int) -> list[str]:
     plain, found = train(rank, pair, Model(), world=world), train(rank, pair, compiled(Model()), world=world)
+    found = {name.replace("_orig_mod.", ""): value for name, value in found.items()}
     frames = torch._dynamo.utils.counters["frames"]
     told = [] if frames["ok"] else ["nothing was compiled"]
     right = plain_gradients([data(0, index) for index in range(2 * world)], 1 / (2 * world))

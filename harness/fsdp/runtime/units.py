@@ -8,9 +8,11 @@ one bucket.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -123,6 +125,16 @@ def is_expert(param: Tensor) -> bool:
     return getattr(param, "allreduce", True) is False
 
 
+def compiled(module: nn.Module) -> nn.Module:
+    """What `torch.compile(module)` has wrapped, or else the module. The wrapper is the unit: its hooks run outside the
+    compiled code, where those of the module inside would be taken into it."""
+    dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")  # slow to import, and nothing is compiled without it
+    if dynamo is None or not isinstance(module, dynamo.OptimizedModule):
+        return module
+    inside: nn.Module = module._modules["_orig_mod"]
+    return inside
+
+
 def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_elements: int = 0) -> list[UnitPlan]:
     """Assign every parameter to a unit: the root first, then units in definition order; empty ones are left out.
 
@@ -175,7 +187,7 @@ def _visit(
 ) -> None:
     """Walk the module tree and note for each parameter the units it is reached through; `unit` is the enclosing one."""
     root = next(iter(plans))
-    if path and unit == root and isinstance(module, classes):
+    if path and unit == root and isinstance(compiled(module), classes):
         unit = id(module)
         plans.setdefault(unit, UnitPlan(path, [module]))
     if (id(module), unit) in seen:
