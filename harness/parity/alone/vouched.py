@@ -34,9 +34,10 @@ bits are; where a library may choose by more than shapes, each of the two errs b
     refuted = 2 SAFETY sqrt(2) e z(1 - RARE / (2 m T N))
 
 Half of that is allowed. In 16 bits and less, where e is some per cent, nothing is on a CPU: what differs at all is in
-doubt. A parameter that a forward uses twice may have its two gradients added in the compute dtype or in fp32, and lie
-one rounding off. Where routers choose, one choice that rounding turned changes an expert's gradient by anything, and
-nothing is refuted.
+doubt, and what is off by more than twice SAFETY SIGMAS roundings is refuted. A parameter that a forward uses twice may
+have its two gradients added in the compute dtype or in fp32, and lie one rounding off. An engine of one's own may have
+kernels of its own, and 8 bits may be made of weights that were cast before: these are refuted by e. Where routers
+choose, one choice that rounding turned changes an expert's gradient by anything, and nothing is refuted.
 """
 
 from __future__ import annotations
@@ -180,10 +181,15 @@ def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tu
     """The largest value of a column that is allowed, and the largest that is not refuted."""
     allowed = bound(name, stream, arithmetic)
     refuted = REFUTED * allowed
-    if name == "again" and arithmetic.num_experts > 1:
+    if name != "again":
+        return allowed, refuted
+    if arithmetic.compute in SIXTEEN_BITS and run.config.get("cluster.device") == "cpu":
+        rounded = SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute]
+        allowed = rounded if arithmetic.reused else EXACT
+        if run.config.get("engine.name") != "ext" and not arithmetic.fp8:
+            refuted = REFUTED * rounded
+    if arithmetic.num_experts > 1:
         refuted = math.inf
-    if name == "again" and arithmetic.compute in SIXTEEN_BITS and run.config.get("cluster.device") == "cpu":
-        allowed = SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute] if arithmetic.reused else EXACT
     return allowed, refuted
 
 
