@@ -54,6 +54,7 @@ MODULES = (
     "tests.parity.test_witness",
     "tests.parity.test_witnessed",
     "tests.probe.test_forward_watch",
+    "tests.streams.test_numbers",
     "tests.streams.test_faults",
     "tests.mirror.test_mirror",
     "tests.store.test_screen",

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
-from harness.fsdp import LossScale, fully_shard, fully_shard_model, fully_shard_optimizer
+from harness.fsdp import LossScale, binding, fully_shard, fully_shard_model, fully_shard_optimizer
 from harness.fsdp.runtime.forward_hooks import ForwardHooks
 from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.readiness import Readiness
+from harness.fsdp.state import by_parameter
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.test_habits import Block, Net, data, differing, mean_square, said, sharded, train, trained_alike
@@ -107,7 +108,8 @@ def training_by_a_method(rank: int, strategy: str) -> list[str]:
     model, optimizer = sharded(Thawing(), strategy)
     model.register_forward_methods("objective")
     thaw(model, optimizer, [rank])
-    return differing(model, plain)
+    through = torch.func.grad(lambda x: model.objective(x))
+    return differing(model, plain) + said(lambda: through(data([rank], 0)), r"torch\.func transforms")
 
 
 def stepping_on_zeros(rank: int, strategy: str) -> list[str]:
@@ -208,6 +210,41 @@ def naming_what_is_added(rank: int, strategy: str) -> list[str]:
     return told + differing(model, plain) + ([] if heard == [1, 2, 1, 2] else [f"hooks heard {heard}"])
 
 
+class CountingSGD(torch.optim.Optimizer):
+    """One's own, whose state counts steps by an int."""
+
+    elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in (p for p in group["params"] if p.grad is not None):
+                state = self.state[param]
+                state["step"] = state.get("step", 0) + 1
+                mean = state.setdefault("mean", torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                param.add_(mean, alpha=-group["lr"] / state["step"])
+
+
+def counting_by_an_int(rank: int, strategy: str) -> list[str]:
+    """State of a plain optimizer is loaded, and its count goes on."""
+    plain, module, other = Net(), Net(), Net()
+    before = CountingSGD(plain.parameters())
+    train(plain, before, (0, 1), mean_square, 2)
+    model, optimizer = fully_shard(
+        module, CountingSGD(module.parameters()), zero_dp_strategy=strategy, fsdp_unit_modules=module.units
+    )
+    train(model, optimizer, [rank], mean_square, 1)
+    model.load_state_dict(plain.state_dict())
+    optimizer.load_state_dict(copy.deepcopy(before.state_dict()))
+    train(plain, before, (0, 1), mean_square, 2)
+    train(model, optimizer, [rank], mean_square, 2)
+    other.load_state_dict(plain.state_dict())
+    return differing(model, other)
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
     each.__name__: each
     for each in (
@@ -218,6 +255,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
         looking_before_a_step,
         scaling_for_two_optimizers,
         naming_what_is_added,
+        counting_by_an_int,
     )
 }
 
@@ -236,7 +274,36 @@ def _does_not_follow(self: ForwardHooks, method: Any, *args: Any) -> Any:
         return _run_as_forward(self, method, *args)
 
 
+_state_dict = binding._state_dict
+
+
+def _deaf(model: Any, sharded: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    with mock.patch.object(optimizer, "_optimizer_state_dict_post_hooks", {}):
+        return _state_dict(model, sharded, optimizer)
+
+
+_load_by_parameter = by_parameter.load_state_dict
+
+
+def _tensors_alone(optimizer: Any, owner: Any, held: Any, given: Any) -> None:
+    state = {
+        number: {key: value for key, value in of.items() if isinstance(value, Tensor)}
+        for number, of in given["state"].items()
+    }
+    _load_by_parameter(optimizer, owner, held, given | {"state": state})
+
+
 MUTANTS = {
+    "deaf": Mutant(
+        "Hooks on an optimizer's state are not called",
+        lambda: mock.patch.object(binding, "_state_dict", _deaf),
+        "naming_what_is_added",
+    ),
+    "counts": Mutant(
+        "Of an optimizer's state only tensors are loaded",
+        lambda: mock.patch.object(by_parameter, "load_state_dict", _tensors_alone),
+        "counting_by_an_int",
+    ),
     "stops": Mutant(
         "A part that ran without gradients makes a backward of a gradient of an input",
         lambda: mock.patch.object(

@@ -362,6 +362,16 @@ MUTANTS = {
         "telling",
         "no_shard",
     ),
+    "one's own rows": Mutant(
+        "async_save takes a shard for memory that it knows, and keeps what changes meanwhile",
+        lambda: mock.patch.object(RowShard, "data_ptr", lambda self: self._local_tensor.data_ptr()),
+        "saving_beside",
+    ),
+    "sparse ones": Mutant(
+        "A sparse buffer is saved as each rank has it",
+        lambda: mock.patch.object(Communicator, "_object_from_first", lambda self, value, purpose: value),
+        "uneven",
+    ),
     "missing is missed": Mutant(
         "A name that is missing is not told",
         lambda: mock.patch.object(access, "check_fit"),
