@@ -5,8 +5,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
 STUDY := parity_pair
-# Workers of the tests: more than the two cores of CI, as many tests wait; of test-all's one waits for SLURM alone.
-WORKERS ?=
+# Workers of the tests: one more than the two cores of CI, as many tests wait. A fourth gained nothing.
+WORKERS ?= 3
 # Hundreds of processes import the same sources: what they are compiled to is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -18,13 +18,13 @@ run: install
 
 test: install
 	$(MAKE) --no-print-directory -j 2 peers checks
-	$(BIN)/python -m pytest -n $(or $(WORKERS),3)
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 # Every product of which `make test` runs a covering part; docs/suite.md has its record.
 test-all: install
 	$(MAKE) --no-print-directory -j 2 peers checks
 	$(MAKE) --no-print-directory models
-	$(BIN)/python -m pytest -n $(or $(WORKERS),4) -m 'full or not full'
+	$(BIN)/python -m pytest -n $(WORKERS) -m 'full or not full'
 
 # What only a GPU can show, offline and on the image's own torch: nothing is installed here. docs/records/gpu.md has the results.
 gpu:
