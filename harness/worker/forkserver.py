@@ -11,6 +11,7 @@ itself the reaper of such orphans, and is watched and buried there like a rank t
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import importlib
 import json
@@ -117,4 +118,5 @@ def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    faulthandler.register(signal.SIGUSR1)  # asked by a launcher that waits too long; a rank registers a file of its own
     serve(socket.socket(fileno=int(sys.argv[1])))

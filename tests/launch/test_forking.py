@@ -20,7 +20,7 @@ import pytest
 from benchmarks.checks.bad_requests import poison_torch
 from harness.config.errors import BadRequest
 from harness.launch.local import forking
-from harness.launch.local.forking import Adopted, NotForked, fork_rank, forks
+from harness.launch.local.forking import Adopted, NotForked, Patience, fork_rank, forks
 from harness.store import status
 from harness.store.metrics import read_metrics
 from harness.store.rundir import Store
@@ -50,8 +50,8 @@ def test_a_killed_rank_is_noticed_and_named_and_nothing_stays(tmp_path: Path) ->
     launched = Launched(tmp_path, "launch.fork=true", *ENDLESS, forked=True)
     run = launched.await_steps(2)
     everybody = launched.ranks()
-    ranks = [each for each in everybody if each.pid in _leaders(run.path)]
     assert len(everybody) == 3, "two ranks and the server that forked them"
+    _, *ranks = sorted(everybody, key=psutil.Process.create_time)  # the server, whose end ends no run, is older
     random.choice(ranks).send_signal(signal.SIGKILL)
     began = time.monotonic()
     said = launched.end()
@@ -70,19 +70,6 @@ def test_with_the_launcher_everything_goes(tmp_path: Path) -> None:
     launched.process.kill()
     launched.end()
     gone(everybody)
-
-
-def _leaders(run: Path) -> set[int]:
-    """Process ids of ranks, as their own status files and pipes would tell: those that lead a group and run torch."""
-    found = set()
-    for process in psutil.process_iter():
-        try:
-            is_rank = any(str(run) in each.path for each in process.open_files())
-        except psutil.Error:
-            continue
-        if is_rank and os.getpgid(process.pid) == process.pid:
-            found.add(process.pid)
-    return found
 
 
 def gone(processes: list[psutil.Process]) -> None:
@@ -129,8 +116,9 @@ def test_where_it_may_not_be_it_is_refused_and_not_done(overrides: tuple[str, ..
 
 
 def test_a_rank_that_no_message_can_ask_for_is_not_forked(tmp_path: Path) -> None:
+    patience = Patience(60.0, print, lambda: False)
     with (tmp_path / "log").open("wb") as log, pytest.raises(NotForked, match="Message too long"):
-        fork_rank({**os.environ, "SIZE": "large"}, tmp_path, 0, {"LARGE": "x" * 300_000}, (), log.fileno())
+        fork_rank({**os.environ, "SIZE": "large"}, tmp_path, 0, {"LARGE": "x" * 300_000}, (), log.fileno(), patience)
     assert not any(("SIZE", "large") in key for key in forking._SERVERS)
 
 
@@ -157,6 +145,54 @@ def test_a_server_that_dies_leaves_ranks_that_tell_why(
     assert found is not None
     assert found.state is State.failed
     assert "torch on the desk" in (run.attempt_dir(0) / "rank0.log").read_text()
+
+
+def hanging(folder: Path, *words: str) -> subprocess.Popen[str]:
+    """A request whose ranks' `torch` waits for ever, as one on a file system that is gone."""
+    (folder / "stuck" / "torch").mkdir(parents=True)
+    reached = folder / "stuck" / "reached"
+    text = f"import time\nopen({str(reached)!r}, 'w').close()\ntime.sleep(600)\n"
+    (folder / "stuck" / "torch" / "__init__.py").write_text(text)
+    process = subprocess.Popen(
+        [sys.executable, "run.py", *SHORT, f"launch.root={folder}/runs", *words],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": f"{folder}/stuck"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while not reached.exists():
+        assert time.monotonic() < deadline, "the fork server imports nothing"
+        time.sleep(0.05)
+    return process
+
+
+def test_a_server_that_hangs_in_its_imports_is_waited_for_as_long_as_a_step(tmp_path: Path) -> None:
+    process = hanging(tmp_path, "launch.hang_timeout_s=1")
+    servers = psutil.Process(process.pid).children(recursive=True)
+    said, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 1
+    assert "failed, hang: no rank within launch.hang_timeout_s=1" in said
+    assert "imports of the fork server" in said
+    assert f'"{tmp_path}/stuck/torch/__init__.py", line 3' in said, "where it hangs"
+    (run,) = Store(tmp_path / "runs").runs()
+    found = status.read(run.path)
+    assert found is not None
+    assert (found.state, found.reason) == (State.failed, "hang: no rank within launch.hang_timeout_s=1")
+    gone(servers)
+
+
+def test_a_server_that_hangs_in_its_imports_keeps_nobody_from_interrupting(tmp_path: Path) -> None:
+    process = hanging(tmp_path)
+    process.send_signal(signal.SIGINT)
+    said, _ = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 130, said
+    (run,) = Store(tmp_path / "runs").runs()
+    found = status.read(run.path)
+    assert found is not None
+    assert (found.state, found.reason) == (State.cancelled, "interrupted by Ctrl-C")
 
 
 def test_where_orphans_cannot_be_adopted_ranks_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,14 @@ import contextlib
 import ctypes
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.derived import against_forks
@@ -26,6 +29,14 @@ PR_SET_CHILD_SUBREAPER = 36
 """prctl(2): descendants whose parents ended become this process's children."""
 
 REPLY_BYTES = 1 << 12
+
+TICK_S = 0.1
+
+QUIET_S = 20.0
+"""How long a server may import without a word of it."""
+
+STACK_S = 1.0
+"""How long a server that hangs may take to write where."""
 
 
 def forks(config: Config) -> bool:
@@ -52,6 +63,22 @@ def adopts_orphans() -> bool:
 
 class NotForked(OSError):
     """A fork server forked no rank: it is gone, cannot, or cannot be told what."""
+
+
+class ServerHangs(OSError):
+    """A fork server does not come to an end of its imports, which ranks of their own would make too."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a fork server is waited for, and who is told meanwhile."""
+
+    limit_s: float
+    """launch.hang_timeout_s."""
+    say: Callable[[str], None]
+    """Told once, when it takes long."""
+    is_over: Callable[[], bool]
+    """Whether somebody has asked to end: Ctrl-C, or a request to stop."""
 
 
 class Adopted:
@@ -99,7 +126,13 @@ class ForkServer:
             )
 
     def start(
-        self, run: Path, attempt: int, environment: Mapping[str, str], descriptors: Sequence[int], log: int
+        self,
+        run: Path,
+        attempt: int,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        log: int,
+        patience: Patience,
     ) -> Adopted:
         """Fork a rank.
 
@@ -108,24 +141,43 @@ class ForkServer:
             environment: all its variables, but those of `FORK_FDS`.
             descriptors: given to it, in the order of `FORK_FDS`.
             log: where it writes what it prints.
+            patience: with the server, whose imports come before the first rank.
 
         Raises:
-            NotForked: it did not become one.
+            NotForked: it did not become one, or nobody wants it any more.
+            ServerHangs: the server did not answer in time.
         """
         request = {"run": str(run.resolve()), "attempt": attempt, "environment": environment, "folder": os.getcwd()}
         try:
             socket.send_fds(self._connection, [json.dumps(request).encode()], [*descriptors, log])
+            self._await_reply(patience)
             reply = json.loads(self._connection.recv(REPLY_BYTES) or b"{}")
+        except ServerHangs:
+            raise
         except OSError as error:  # gone, or an environment that is larger than a message
             reply = {"error": f"no rank can be asked of the fork server: {error.strerror}"}
         if "pid" not in reply:
             raise NotForked(reply.get("error", "the fork server is gone"))
         return Adopted(reply["pid"])
 
+    def _await_reply(self, patience: Patience) -> None:
+        began, said = time.monotonic(), False
+        while not select.select([self._connection], [], [], TICK_S)[0]:
+            waited = time.monotonic() - began
+            if patience.is_over():
+                raise NotForked("the request was ended while the fork server was importing")
+            if waited > patience.limit_s:
+                self._process.send_signal(signal.SIGUSR1)
+                time.sleep(STACK_S)
+                raise ServerHangs("the imports of the fork server (launch.fork), torch among them, do not end")
+            if waited > QUIET_S and not said:
+                said = True
+                patience.say(f"the fork server (launch.fork) has been importing torch for {waited:.0f} s")
+
     def close(self) -> None:
         """End the server; ranks go on."""
         self._connection.close()
-        self._process.send_signal(signal.SIGTERM)
+        self._process.kill()  # it has nothing to lose, and one that is stopped takes no other signal
         self._process.wait()
 
 
@@ -139,6 +191,7 @@ def fork_rank(
     environment: Mapping[str, str],
     descriptors: Sequence[int],
     log: int,
+    patience: Patience,
 ) -> Adopted:
     """A rank of the server of these imports and of the sources as they are now, which is made where there is none.
 
@@ -147,14 +200,15 @@ def fork_rank(
 
     Raises:
         NotForked: it did not become one. That server is ended: the next rank is asked of a new one.
+        ServerHangs: the server did not answer in time, and is ended too.
         OSError: no server can be started.
     """
     key = (sources_digest(), *sorted(imports.items()))
     if key not in _SERVERS:
         _SERVERS[key] = ForkServer(imports, log)
     try:
-        return _SERVERS[key].start(run, attempt, environment, descriptors, log)
-    except NotForked:
+        return _SERVERS[key].start(run, attempt, environment, descriptors, log, patience)
+    except (NotForked, ServerHangs):
         _SERVERS.pop(key).close()
         raise
 

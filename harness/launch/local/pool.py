@@ -93,6 +93,7 @@ class Pool:
         self._timing: Lock | None = None
         self._told_to_wait = False
         self._failed = False
+        self._asked = Asked()
 
     def run(self, cells: Sequence[Cell]) -> list[int]:
         """Run what must be run; returns an exit code for each cell that was started or is not done."""
@@ -104,7 +105,7 @@ class Pool:
 
     def _run(self, waiting: list[Cell]) -> list[int]:
         with listening() as asked:
-            heard = 0
+            self._asked, heard = asked, 0
             while waiting or self._running:
                 while waiting and self._fits(waiting[0]):
                     self._start(waiting.pop(0))
@@ -158,7 +159,11 @@ class Pool:
             if opened.action is Action.leave:
                 self._codes.append(EXIT_BUSY)
             return
-        self._running.append(LocalRun(*opened, self._on_start(opened[0]), self._devices(cell)))
+        devices = self._devices(cell)
+        self._running.append(LocalRun(*opened, self._on_start(opened[0]), devices, self._asked_to_end))
+
+    def _asked_to_end(self) -> bool:
+        return self._asked.interrupted or bool(self._asked.stops)
 
     def _devices(self, cell: Cell) -> list[str]:
         """CUDA devices no other run of ours uses, as many as its ranks need, or fewer where there are fewer."""

@@ -18,7 +18,7 @@ import psutil
 from harness.config.rank_environment import run_environment
 from harness.config.schema import Config
 from harness.launch.environment import child_environment, rank_environment
-from harness.launch.local.forking import Adopted, NotForked, fork_rank, forks
+from harness.launch.local.forking import Adopted, NotForked, Patience, ServerHangs, fork_rank, forks
 from harness.store import failure
 from harness.store.failure import Failure
 from harness.store.rank_place import LEASH, PROGRESS
@@ -141,7 +141,14 @@ def log_tail(path: Path, size: int = TAIL_BYTES) -> str:
 
 
 def start_ranks(
-    run: Path, attempt: int, config: Config, *, start: str, lock: int, devices: Sequence[str] = ()
+    run: Path,
+    attempt: int,
+    config: Config,
+    *,
+    start: str,
+    lock: int,
+    patience: Patience,
+    devices: Sequence[str] = (),
 ) -> list[Rank]:
     """Start every rank of a run, each on a leash of its own: when our end closes, also by our death, it dies.
 
@@ -151,6 +158,11 @@ def start_ranks(
         config: the cell.
         start: token of this start.
         lock: descriptor of the run's lock; ranks keep it, so the run counts as taken until the last of them is gone.
+        patience: with a fork server.
+
+    Raises:
+        ServerHangs: its imports do not end; the message has its stack.
+        OSError: a rank cannot be started.
         devices: CUDA devices, one a rank; empty on CPU.
     """
     ranks: list[Rank] = []
@@ -160,13 +172,15 @@ def start_ranks(
             folder = run / "attempts" / str(attempt)
             variables = rank_environment(config, number, start=start, devices=tuple(devices), attempt=folder)
             try:
-                ranks.append(_start_rank(run, attempt, number, variables, lock, imports))
+                ranks.append(_start_rank(run, attempt, number, variables, lock, patience, imports))
+            except ServerHangs as error:
+                raise ServerHangs(f"{error}\n{log_tail(folder / f'rank{number}.log')}") from error
             except NotForked as error:
-                if config.launch.fork:
+                if config.launch.fork and not patience.is_over():
                     log = folder / f"rank{number}.log"
                     raise OSError(f"launch.fork=true: {error}; leave it out ({log} has what it said)") from error
                 imports = None  # processes of their own need no server, and tell why where imports are what failed
-                ranks.append(_start_rank(run, attempt, number, variables, lock, imports))
+                ranks.append(_start_rank(run, attempt, number, variables, lock, patience))
     except BaseException:
         for rank in ranks:
             rank.close()
@@ -175,7 +189,13 @@ def start_ranks(
 
 
 def _start_rank(
-    run: Path, attempt: int, number: int, variables: dict[str, str], lock: int, imports: dict[str, str] | None
+    run: Path,
+    attempt: int,
+    number: int,
+    variables: dict[str, str],
+    lock: int,
+    patience: Patience,
+    imports: dict[str, str] | None = None,
 ) -> Rank:
     """`imports`: variables under which a fork server imports; None starts a process of its own."""
     log = run / "attempts" / str(attempt) / f"rank{number}.log"
@@ -187,7 +207,7 @@ def _start_rank(
     try:
         with log.open("ab") as output:
             if imports is not None:
-                process = fork_rank(imports, run, attempt, environment, descriptors, output.fileno())
+                process = fork_rank(imports, run, attempt, environment, descriptors, output.fileno(), patience)
             else:
                 process = subprocess.Popen(
                     worker_command(run, attempt),

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.schema import Config
+from harness.launch.local.forking import Patience, ServerHangs
 from harness.launch.local.ranks import Rank, failures_of, start_ranks
 from harness.launch.opening import Opened
 from harness.store import failure, status
@@ -56,9 +57,19 @@ class LocalRun:
     """The ranks of one opened attempt. Call `poll` often; it never blocks for long, and says when the run has ended."""
 
     def __init__(
-        self, opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], None], devices: Sequence[str] = ()
+        self,
+        opened: Opened,
+        lock: Lock,
+        listener: Callable[[dict[str, Any]], None],
+        devices: Sequence[str] = (),
+        is_over: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Start the ranks. Owns `lock` from here on. `listener` is given every message of every rank."""
+        """Start the ranks. Owns `lock` from here on.
+
+        Args:
+            listener: given every message of every rank.
+            is_over: whether the request has been asked to end while ranks are being started.
+        """
         self.opened = opened
         self.config: Config = opened.cell.typed
         self.devices = tuple(devices)
@@ -67,7 +78,6 @@ class LocalRun:
         self._lock = lock
         self._verdict: tuple[State, str] | None = None
         self._deadline: float | None = None
-        self._last_step = time.monotonic()
         self._stacks = ""
         self._steps: dict[int, int] = {}
         try:
@@ -77,12 +87,21 @@ class LocalRun:
                 self.config,
                 start=secrets.token_hex(8),
                 lock=lock.fileno(),
+                patience=Patience(
+                    self.config.launch.hang_timeout_s, self._warn, lambda: is_over() or self._is_cancelled()
+                ),
                 devices=devices,
+            )
+        except ServerHangs as error:
+            self.ranks, self._stacks = [], str(error)
+            self._decide(
+                State.failed, f"no rank within launch.hang_timeout_s={self.config.launch.hang_timeout_s:g}", 0.0
             )
         except BaseException as error:
             status.move(opened.run.path, opened.attempt, State.failed, f"ranks could not be started: {error}")
             lock.release()
             raise
+        self._last_step = time.monotonic()
 
     def poll(self) -> Ended | None:
         """Listen to the ranks and act; the end once all of them are gone."""
@@ -95,11 +114,14 @@ class LocalRun:
         now = time.monotonic()
         if self._deadline is not None and now >= self._deadline:
             self._kill()
-        elif self._verdict is None and cancel_requested(self.opened.run.path, self.opened.attempt):
+        elif self._verdict is None and self._is_cancelled():
             self.cancel("cancelled on request")
         elif now - self._last_step > self.config.launch.hang_timeout_s and self._verdict is None:
             self._on_hang()
         return None
+
+    def _is_cancelled(self) -> bool:
+        return cancel_requested(self.opened.run.path, self.opened.attempt)
 
     def stop(self, reason: str) -> None:
         """Ask the ranks to save and end; asked a second time, end them now."""
@@ -208,8 +230,10 @@ class LocalRun:
         try:
             write()
         except (OSError, StoreError) as error:
-            text = f"the end of {self.opened.run.path} could not be written: {error}"
-            self._listener({"kind": "warning", "text": text})
+            self._warn(f"the end of {self.opened.run.path} could not be written: {error}")
+
+    def _warn(self, text: str) -> None:
+        self._listener({"kind": "warning", "text": text})
 
 
 def _stacks(attempt: Path) -> str:
