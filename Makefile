@@ -4,6 +4,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP_ARGS ?=
+# What is never imported need not be compiled; what is, Python compiles once, at its first import.
+PIP_INSTALL = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile $(PIP_ARGS)
 STUDY := parity_pair
 # Workers of the tests: one more than the two cores of CI, as many tests wait. A fourth gained nothing.
 WORKERS ?= 3
@@ -49,8 +51,8 @@ install: $(VENV)/.installed
 peers: $(VENV)/.peers
 
 $(VENV)/.peers: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[peers]' wheel setuptools
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps --no-build-isolation deepspeed==0.19.8
+	$(PIP_INSTALL) -c constraints.txt -e '.[peers]' wheel setuptools
+	$(PIP_INSTALL) --no-deps --no-build-isolation deepspeed==0.19.8
 	touch $@
 
 # Models of other libraries, for tests of `test-all`, which skip what cannot be imported. A torchvision of another build
@@ -58,15 +60,15 @@ $(VENV)/.peers: $(VENV)/.installed
 models: $(VENV)/.models
 
 $(VENV)/.models: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[models]'
+	$(PIP_INSTALL) -c constraints.txt -e '.[models]'
 	$(BIN)/python -c 'import torchvision' 2>/dev/null || $(BIN)/python -m pip uninstall --quiet --yes torchvision
 	touch $@
 
 # torch first and pinned: a looser request would bring the CUDA build and its gigabytes.
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt torch==2.13.0 numpy
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[wandb,analysis,dev]'
+	$(PIP_INSTALL) -c constraints.txt torch==2.13.0 numpy
+	$(PIP_INSTALL) -c constraints.txt -e '.[wandb,analysis,dev]'
 	touch $@
 
 clean:

@@ -18,6 +18,7 @@ from hypothesis import settings
 from harness.config.adapter import describe
 from harness.config.errors import Violation
 from harness.config.schema import EngineName
+from tests.support.forking import SELDOM
 from tests.support.limits import GRACE_S, LONGEST_WAIT_S, arm, ended_after, tell_on_stderr
 from tests.support.scheduling import WholeUnits, admitted, place_of
 
@@ -26,6 +27,8 @@ from tests.support.scheduling import WholeUnits, admitted, place_of
 settings.register_profile("ci", derandomize=True, deadline=None)
 settings.register_profile("people", deadline=None)
 settings.load_profile("ci" if os.environ.get("CI") else "people")
+
+gc.set_threshold(*SELDOM)
 
 # What is printed is what one types here (`harness.store.commands`): as after `source .venv/bin/activate`.
 os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))

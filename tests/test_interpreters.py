@@ -54,7 +54,7 @@ def environment(python: Path, folder: Path, wheel: Path, wanted: list[str]) -> P
     """A new environment over an interpreter with our wheel, and packages from the registry; returns its interpreter."""
     ran(python, "-m", "venv", "--without-pip", folder, cwd=folder.parent)
     made = folder / "bin" / "python"
-    install = (sys.executable, "-m", "pip", "--python", str(made), "install", "--quiet")
+    install = (sys.executable, "-m", "pip", "--python", str(made), "install", "--quiet", "--no-compile")
     ran(*install, "--no-deps", "--no-index", wheel, cwd=folder.parent)
     if wanted:
         done = subprocess.run([*install, *wanted], capture_output=True, text=True, check=False)

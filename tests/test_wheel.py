@@ -42,7 +42,7 @@ def test_a_wheel_trains_what_is_ones_own(tmp_path: Path) -> None:
         sys.executable, "-c", "import torch, os; print(os.path.dirname(os.path.dirname(torch.__file__)))", cwd=tmp_path
     )
     Path(home, "dependencies.pth").write_text(f"import sys; sys.path.append({there.strip()!r})\n")
-    install = ("install", "--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
+    install = ("install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check")
     ran(sys.executable, "-m", "pip", "--python", python, *install, wheel, cwd=tmp_path)
     folder = written(tmp_path / "mine")
     assert ran(python, "-c", "import harness; print(harness.__file__)", cwd=folder).startswith(home)

@@ -4,15 +4,18 @@ wrong; the page has a row for everything, measured or not."""
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.gpu import acceptance
+from benchmarks.gpu import acceptance, lab
 from benchmarks.gpu.acceptance import CUT_OFF, is_current, main
 from benchmarks.gpu.lab import Lab, OutOfTime, Setting
 from benchmarks.gpu.pieces import PIECES, Piece, files
 from benchmarks.pages import gpu as page
+from tests.support.programs import run_command
 
 REHEARSED = ["imports", "hang"]
 """Pieces that `make test` runs: the cheapest ones that start, judge and end ranks."""
@@ -106,6 +109,9 @@ def test_what_was_not_measured_says_so_and_what_was_is_shown() -> None:
 
 @pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_every_piece_is_rehearsed(tmp_path: Path) -> None:
+def test_every_piece_is_rehearsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its fifty commands as forks of what has imported torch; the test of two pieces above starts them for real."""
+    forked = SimpleNamespace(run=run_command, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(lab, "subprocess", forked)
     assert rehearse(tmp_path, "--limit", "1200") == 0
     assert all(told(tmp_path, piece.name)["wrong"] == [] for piece in PIECES)

@@ -1,7 +1,7 @@
 """The power study in short: every fault at full strength must be found where it is, and every clean twin must pass.
 
-A hundred runs on a few ranks that stay. The verb, which starts ranks for each run, is put to one fault here and to all
-of them by `make test-all`; the whole study is docs/records/power.md.
+A hundred runs on a few ranks that stay. The verb, which starts ranks for each run, is put to one fault here and to
+sixteen by `make test-all`; the whole study is docs/records/power.md.
 """
 
 from __future__ import annotations
@@ -64,7 +64,14 @@ def test_the_duplicated_gradient_is_different_at_step_1_and_two_published_rules_
     assert found.published["Megatron-LM, approximate"]
 
 
-@pytest.mark.parametrize("only", ["F01_duplicated_gradient", pytest.param("", marks=pytest.mark.full)])
+THROUGH_THE_VERB = ("F01_duplicated_gradient", "F2", "_weights", "logged_loss", "grown_at_the_end")
+"""Parts of names: sixteen faults of every stage, with and without a resume, hybrids and FP8 among them. `make test`
+takes the first."""
+
+
+@pytest.mark.parametrize(
+    "only", [THROUGH_THE_VERB[0], *(pytest.param(each, marks=pytest.mark.full) for each in THROUGH_THE_VERB[1:])]
+)
 def test_the_verb_runs_judges_and_writes_what_it_found(only: str, tmp_path: Path) -> None:
     out = tmp_path / "power.json"
     words = ["power", "--short", "--root", str(tmp_path / "runs"), "--out", str(out)]
@@ -77,6 +84,12 @@ def test_the_verb_runs_judges_and_writes_what_it_found(only: str, tmp_path: Path
         if name in corpus() and (found[name].named != ELSEWHERE[name] if name in ELSEWHERE else not found[name].placed)
     ]
     assert not wrong
+
+
+def test_every_stage_goes_through_the_verb() -> None:
+    taken = [name for name in FAULTY if any(only in name for only in THROUGH_THE_VERB)]
+    assert {corpus()[name].stage for name in taken} == {fault.stage for fault in corpus().values()}
+    assert len(taken) == 16
 
 
 def test_the_study_is_as_large_as_it_says() -> None:
