@@ -59,11 +59,12 @@ def _check_part(path: str, part: nn.Module) -> None:
         raise ValueError(
             f"{path} ({kind}) has sparse=True, and flat buffers hold dense gradients alone: build it with sparse=False"
         )
-    if isinstance(part, TABLES) and part.max_norm is not None and part.weight.requires_grad:
+    if isinstance(part, TABLES) and part.max_norm is not None:
         raise ValueError(
             f"{path} ({kind}) has max_norm={part.max_norm}: each forward scales the rows that this rank's data uses, so"
             " that ranks would have other weights. Build it with max_norm=None, and scale what it gives; or all rows,"
-            " between steps, inside `with model.gathered():`"
+            " between steps, inside `with model.gathered():`; of a frozen table once, before sharding, by"
+            f" torch.renorm(weight, {part.norm_type:g}, 0, {part.max_norm:g})"
         )
 
 

@@ -78,11 +78,7 @@ class StatefulModule(ModuleWrapper):
         Raises:
             NotImplementedError: ranks hold different experts under one name.
         """
-        found = {prefix + name: value for name, value in self._state.state_dict().items()}
-        if destination is None:
-            return found
-        destination.update(found)
-        return destination
+        return self._state.state_dict(destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
         """What `load_state_dict` of a module calls that holds the sharded model.

@@ -12,12 +12,11 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import cache, wraps
 from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -49,10 +48,11 @@ class ModuleWrapper(nn.Module):
         super().__init__()
         self.module = module
         self.__dict__["_non_persistent_buffers_set"] = module._non_persistent_buffers_set
+        kind: Any = type(self)
+        self.__class__ = _holding(kind, *(name for name in _OF_CONTAINERS if hasattr(type(module), name)))
 
-    @_disable_dynamo  # torch.compiler.disable, which would import the compiler here and now
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module. `torch.compile` leaves it alone; parts compiled by themselves stay compiled."""
+        """Run the module."""
         try:
             return self.module(*args, **kwargs)
         except Exception:
@@ -89,10 +89,6 @@ class ModuleWrapper(nn.Module):
                 stacklevel=3,
             )
         self._is_built = True
-
-    def __getitem__(self, key: Any) -> Any:
-        """A part of a module that has parts by index or key, as nn.Sequential does."""
-        return self.module[key]  # type: ignore[index] # whether it has is the module's affair
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -144,6 +140,39 @@ class ModuleWrapper(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
+
+
+def _hung_on_module(name: str) -> Callable[..., Any]:
+    def hang(self: ModuleWrapper, hook: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.module, name)(hook, *args, **kwargs)
+
+    return hang
+
+
+for _name in (
+    *("register_state_dict_pre_hook", "register_state_dict_post_hook", "_register_state_dict_hook"),
+    *("register_load_state_dict_pre_hook", "_register_load_state_dict_pre_hook", "register_load_state_dict_post_hook"),
+):
+    setattr(ModuleWrapper, _name, _hung_on_module(_name))  # state is the module's, and so are hooks on it
+
+
+_OF_CONTAINERS = ("__len__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__delitem__", "__reversed__")
+"""What Python looks for in classes alone, and nn.Sequential and its like have: their parts by index or key."""
+
+
+@cache
+def _holding(kind: type, *names: str) -> Any:
+    """A wrapper's class with methods of the module's, by names; the class itself where there are none: a wrapper of
+    what has no length must have none, as it would be asked for by `if model:`."""
+    methods = {name: _of_module(name) for name in names}
+    return type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__} | methods) if names else kind
+
+
+def _of_module(name: str) -> Callable[..., Any]:
+    def call(self: ModuleWrapper, *args: Any) -> Any:
+        return getattr(self.module, name)(*args)
+
+    return call
 
 
 def _public_names(module: nn.Module) -> set[str]:

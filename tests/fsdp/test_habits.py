@@ -304,11 +304,16 @@ def evaluating_under_one_autocast(rank: int, strategy: str) -> list[str]:
 
 
 def scaling_rows(rank: int, strategy: str) -> list[str]:
-    module = nn.Sequential(nn.Embedding(9, 6, max_norm=1.0), nn.Linear(6, 6))
-    return said(
-        lambda: fully_shard(module, torch.optim.SGD(module.parameters()), zero_dp_strategy=strategy),
-        r"0 \(Embedding\) has max_norm=1.0.*max_norm=None",
-    )
+    told = []
+    for trained in (True, False):
+        module = nn.Sequential(nn.Embedding(9, 6, max_norm=1.0), nn.Linear(6, 6))
+        module[0].weight.requires_grad_(trained)
+        optimizer = torch.optim.SGD(module[1].parameters())
+        told += said(
+            lambda module=module, optimizer=optimizer: fully_shard(module, optimizer, zero_dp_strategy=strategy),  # type: ignore[misc] # defaults
+            r"0 \(Embedding\) has max_norm=1.0.*max_norm=None.*renorm\(weight, 2, 0, 1\)",
+        )
+    return told
 
 
 def sharing_memory(rank: int, strategy: str) -> list[str]:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 from harness.fsdp import RanksDisagree, ShardedModel, local_of
@@ -26,23 +25,13 @@ from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.state import access, hooks
 from harness.fsdp.state.row_shard import RowShard
 from harness.fsdp.stateful import StatefulModule
+from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import RANKS, Mutant, holds, is_found
-from tests.fsdp.pairs import STRATEGIES, WIDTH, Model, Pair, data, loss_of, shard
+from tests.fsdp.pairs import STRATEGIES, WIDTH, Pair, data, loss_of, shard
+from tests.fsdp.saved_models import Aged, Holder, Normed, Piecewise, Telling
 from tests.support.mutants import each
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-class Normed(Model):
-    """With buffers that follow each rank's own data, one that is not saved, and tied weights."""
-
-    def __init__(self, seed: int = 3) -> None:
-        super().__init__(seed)
-        self.norm = nn.BatchNorm1d(WIDTH)
-        self.register_buffer("scratch", torch.zeros(2), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(self.norm(x))
 
 
 def trained(rank: int, strategy: str) -> ShardedModel:
@@ -177,36 +166,6 @@ def strictness(rank: int, strategy: str) -> list[str]:
     return told + same(whole(model), right, "in the end")
 
 
-class Telling(Normed):
-    """Says more of itself than tensors, by a method and by hooks, and is checkpointed in part."""
-
-    def __init__(self, seed: int = 3) -> None:
-        super().__init__(seed)
-        self.seen = 0
-        self.blocks[1] = checkpoint_wrapper(self.blocks[1])
-        self.register_state_dict_post_hook(lambda _, found, prefix, __: found.update({f"{prefix}note": torch.ones(1)}))
-        self.register_load_state_dict_pre_hook(lambda _, given, prefix, *__: given.pop(f"{prefix}note"))
-        self.register_load_state_dict_post_hook(lambda part, _: setattr(part, "loads", getattr(part, "loads", 0) + 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen += 1
-        return super().forward(x)
-
-    def get_extra_state(self) -> Any:
-        return {"seen": self.seen}
-
-    def set_extra_state(self, state: Any) -> None:
-        self.seen = state["seen"]
-
-
-class Holder(nn.Module):
-    """A module of the program's around a model."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-
 def telling(rank: int, strategy: str) -> list[str]:
     """What modules say by methods and hooks is saved and loaded as torch does it, also by a module around the model."""
     (model, optimizer), plain = shard(Pair(strategy, ""), Telling()), Telling()
@@ -224,6 +183,36 @@ def telling(rank: int, strategy: str) -> list[str]:
         told.append("a module around it loads")
     except NotImplementedError as error:
         told += [] if "entries that begin with 'model.'" in str(error) else [str(error)]
+    return told
+
+
+def having_ones_own_ways(rank: int, strategy: str) -> list[str]:
+    """What modules do in place of torch's saving and loading counts here too."""
+    (model, _), plain, other = shard(Pair(strategy, ""), Aged()), Aged(seed=8), Aged(seed=8)
+    seen: list[Any] = []
+    model.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    model.register_load_state_dict_post_hook(lambda part, names: seen.append(names))
+    saved = model.state_dict()
+    told = [] if list(saved) == list(plain.state_dict()) and "old.format" in saved else [f"it saves {list(saved)}"]
+    told += [] if seen == ["saved"] else [f"hooks hung on the model heard {seen}"]
+    given = {f"module.{n}": v for n, v in plain.state_dict().items() if "old" not in n and "tracked" not in n}
+    given |= {"module.old.both": torch.randn(2, WIDTH + 1, generator=torch.Generator().manual_seed(5))}
+    given |= {"module.packed.packed": torch.ones(2, WIDTH)}
+    for held in (model, other):
+        missing, unexpected = held.load_state_dict(given)
+        told += [] if (missing, unexpected) == ([], []) else [f"{missing}, {unexpected}"]
+    told += same(dict(model.full_weights()), {n: p.detach() for n, p in other.named_parameters()}, "loaded")
+    try:
+        model.load_state_dict(given | {"old.who": torch.ones(1)})
+        told.append("an unexpected name is loaded")
+    except RuntimeError as error:
+        told += [] if "old.who" in str(error) else [str(error)]
+    (piecewise, _) = shard(Pair(strategy, ""), Piecewise())
+    try:
+        piecewise.load_state_dict({n.removeprefix("module.old."): v for n, v in given.items() if ".old." in n})
+        told.append("parts are loaded one by one")
+    except NotImplementedError as error:
+        told += [] if "one dictionary for the whole model" in str(error) else [str(error)]
     return told
 
 
@@ -300,6 +289,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
         filing,
         strictness,
         telling,
+        having_ones_own_ways,
         uneven,
         saving_beside,
         loading_early,
@@ -316,9 +306,10 @@ def test_state_is_saved_and_loaded_or_refused(strategy: str, check: str) -> None
 _saved = hooks.saved
 
 
-def _without_hooks(module: nn.Module, own: Callable[[str, nn.Module], dict[str, Any]]) -> dict[str, Any]:
-    parts = module.named_modules(remove_duplicate=False)
-    return {name: value for path, part in parts for name, value in own(f"{path}." if path else "", part).items()}
+def _without_hooks(module: nn.Module, *args: Any) -> dict[str, Any]:
+    for part in module.modules():
+        part._state_dict_hooks.clear()
+    return _saved(module, *args)
 
 
 MUTANTS = {
@@ -354,6 +345,26 @@ MUTANTS = {
         "What modules say by get_extra_state is not saved",
         lambda: mock.patch.object(Telling, "get_extra_state", nn.Module.get_extra_state),
         "telling",
+        "no_shard",
+    ),
+    "own names": Mutant(
+        "Modules' own _load_from_state_dict is not called",
+        lambda: mock.patch.object(hooks, "_own_loading", return_value=set[str]()),
+        "having_ones_own_ways",
+        "no_shard",
+    ),
+    "own dictionaries": Mutant(
+        "A model's own load_state_dict is not called",
+        lambda: mock.patch.object(hooks, "through_own", lambda module, given, strict, take: take(given)),
+        "having_ones_own_ways",
+        "no_shard",
+    ),
+    "hooks on the wrapper": Mutant(
+        "Hooks on state that are hung on the sharded model are never called",
+        lambda: mock.patch.object(
+            ModuleWrapper, "register_state_dict_post_hook", nn.Module.register_state_dict_post_hook
+        ),
+        "having_ones_own_ways",
         "no_shard",
     ),
     "hooks of the program": Mutant(

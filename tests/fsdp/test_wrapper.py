@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp import ShardedModel, fully_shard_model
+from harness.fsdp import ShardedModel, fully_shard_model, wrapper
 from harness.fsdp import construction as building
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime import abandoned, backward_hooks
@@ -191,8 +191,34 @@ def crowding(rank: int, strategy: str) -> list[str]:
     return told + ([] if (module.strategy, module.buckets) == ("mean", 3) else ["the module was changed"])
 
 
+class Row(nn.Sequential):
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+
+def holding(rank: int, strategy: str) -> list[str]:
+    """Parts by index, one after another, counted and looked for; a model without such has no length."""
+    model, plain = fully_shard_model(Row(), fsdp_unit_modules=[nn.Linear], zero_dp_strategy=strategy), Row()
+    if not hasattr(model, "__len__"):
+        return ["it has no length"]
+    told = [] if len(model) == 3 and model and model[1] in model else ["what it holds"]
+    told += [] if [*model] == [*model.module] and model[-1] is [*model][-1] else ["parts"]
+    x = y = torch.ones(2, 6)
+    for part, other in zip(model, plain, strict=True):
+        x, y = part(x), other(y)
+    told += [] if torch.allclose(x, y) else ["another output"]
+    try:
+        model[1] = nn.Linear(6, 6)
+        told.append("a part is replaced")
+    except RuntimeError as error:
+        told += [] if "1 is replaced" in str(error) or "1" in str(error) else [str(error)]
+    other_model = fully_shard_model(Model(), fsdp_unit_modules=[Block], zero_dp_strategy=strategy)
+    return told + (["it has a length"] if hasattr(other_model, "__len__") or not other_model else [])
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    each.__name__: each for each in (deleting, keeping, naming, crowding)
+    each.__name__: each for each in (deleting, keeping, naming, crowding, holding)
 }
 
 
@@ -237,6 +263,11 @@ MUTANTS = {
         "The engine keeps what it needs in attributes of the module that have the same names",
         lambda: mock.patch.object(ModuleWrapper, "_is_built", new=True),
         "crowding",
+    ),
+    "no length": Mutant(
+        "A sharded nn.Sequential has neither length nor parts one after another",
+        lambda: mock.patch.object(wrapper, "_OF_CONTAINERS", ("__getitem__",)),
+        "holding",
     ),
     "moves": Mutant(
         "A cast of the model is accepted, and does nothing",

@@ -4,6 +4,11 @@
 The engine keeps units and parameters, and looks at the module itself through a weak reference; hooks, which torch keeps
 with modules, parameters and graphs, look so at the engine. Nothing of it is a cycle: when the program drops the
 `ShardedModel` and the module, every bucket is freed at once, without the garbage collector and without `close()`.
+
+[Note: Hooks and the compiler] `unit.compile()`, `torch.compile(unit)` and the like take in what a module's call does,
+its hooks too; collectives cannot be traced. torch.compiler.disable would say so, at the price of a call more for each
+hook, and of importing the compiler. What it rests on is set here at once, on the function that all hooks go through: an
+attribute, which ends a graph where the hook is called, and the rule for its code, by which nothing below is compiled.
 """
 
 from __future__ import annotations
@@ -12,6 +17,8 @@ import weakref
 from collections.abc import Callable
 from types import MethodType
 from typing import Any, cast
+
+from torch._C._dynamo import eval_frame
 
 
 class WeakHook:
@@ -52,3 +59,13 @@ class WeakHook:
 
 class _Weak(weakref.ref[Any]):
     """A weak reference among arguments."""
+
+
+def _leave_to_python(function: Any) -> None:
+    """Let torch.compile run a function, and all that it calls, as it is; see [Note: Hooks and the compiler]."""
+    function._torchdynamo_disable = True
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(function.__code__, eval_frame._FrameExecStrategy(skip, skip))
+
+
+_leave_to_python(WeakHook.__call__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,15 @@ class StepGradients(Protocol):
 
     def forget(self, *, set_to_none: bool | None = True) -> None:
         """Forget all gradients of the step. set_to_none=None: what is zero and not none stays so."""
+
+
+class _Plan(NamedTuple):
+    """What is loaded: names, tensors of the model and what is given for them; modules and what they are told; and names
+    that one side lacks."""
+
+    tensors: list[tuple[str, Tensor, Tensor]]
+    more: list[tuple[nn.Module, Any]]
+    names: _IncompatibleKeys
 
 
 class StateAccess:
@@ -110,10 +119,10 @@ class StateAccess:
                 yield order[place], early.pop(order[place])
                 place += 1
 
-    def state_dict(self) -> dict[str, Any]:
-        """Main weights as DTensors over the engine's own memory, saved buffers as they are on the first rank, and what
-        modules on this rank say in `get_extra_state`, under all the names that torch gives them, in its order; changed
-        by the program's hooks as torch's would be. *Collective* where there are buffers.
+    def state_dict(self, destination: dict[str, Any] | None = None, prefix: str = "") -> dict[str, Any]:
+        """What the module's own `state_dict` gives, with main weights as DTensors over the engine's own memory and
+        saved buffers as they are on the first rank; what modules say besides is this rank's. *Collective* where there
+        are buffers.
 
         Raises:
             NotImplementedError: ranks hold different experts under one name.
@@ -122,22 +131,20 @@ class StateAccess:
         self._settle()
         held = self._shards.weights(self.buckets)
         first = {id(param): name for name, param in self.module.named_parameters()}
+        buffers = {id(each) for each in self.module.buffers()}
         of_rank_0: dict[int, Tensor] = {}
         self._refuse_uneven(first)
 
-        def value_of(name: str, entry: Tensor | nn.Module) -> Any:
-            if isinstance(entry, nn.Module):
-                return entry.get_extra_state()
+        def value_of(name: str, entry: Any) -> Any:
             if id(entry) in first:
                 return held[first[id(entry)]]
+            if id(entry) not in buffers:
+                return entry.detach() if isinstance(entry, Tensor) else entry
             if id(entry) not in of_rank_0:
                 of_rank_0[id(entry)] = self.everyone.from_first(entry, f"saved {name}").clone()
             return of_rank_0[id(entry)]
 
-        def own(prefix: str, part: nn.Module) -> dict[str, Any]:
-            return {prefix + name: value_of(prefix + name, entry) for name, entry in entries_of(part)}
-
-        return hooks.saved(self.module, own)
+        return hooks.saved(self.module, value_of, destination, prefix)
 
     def _refuse_uneven(self, params: Container[int]) -> None:
         """Raise RuntimeError where ranks have buffers of other kinds, of which no rank could take the first one's.
@@ -176,27 +183,52 @@ class StateAccess:
             StateMismatch: with `strict` a name is missing or unexpected; or a shape differs. Nothing was loaded.
         """
         self._settle()
-        given = hooks.before_loading(self.module, given, strict=strict)
-        first = {id(param): name for name, param in self.module.named_parameters()}
+        plans = list[_Plan]()
+
+        def take(state: Mapping[str, Any], strict: bool = False) -> _IncompatibleKeys:
+            plans.append(self._plan(state, strict=strict))
+            return plans[-1].names
+
+        if type(self.module).load_state_dict is nn.Module.load_state_dict:
+            names: Any = take(given, strict)
+        else:
+            names = hooks.through_own(self.module, given, strict, take)
+        for plan in plans:
+            self._fill(plan)
+        self._written()
+        hooks.after_loading(self.module, plans[-1].names)
+        return plans[-1].names if names is None else names
+
+    def _plan(self, given: Mapping[str, Any], *, strict: bool) -> _Plan:
+        """What of a dictionary goes where; nothing is loaded.
+
+        Raises:
+            StateMismatch: as `load_state_dict`.
+        """
+        given, spared = hooks.before_loading(self.module, given)
         own = dict(saved_entries(self.module))
-        told = {id(own[name]) for name in given if name in own}
+        told = {id(own[name]) for name in (*given, *spared) if name in own}
         missing = [name for name, saved in own.items() if id(saved) not in told]
         unexpected = [name for name in given if name not in own]
         # torch's helpers hand back the model's own tensors for what they lack
         taken = [(n, own[n], value) for n, value in given.items() if n in own and value is not own[n]]
         pairs = [(name, saved, value) for name, saved, value in taken if isinstance(saved, Tensor)]
-        shards = self._shards.weights(self.buckets)
         check_fit(pairs, missing if strict else [], unexpected if strict else [])
-        for _, tensor, value in pairs:
+        return _Plan(
+            pairs, [(p, v) for _, p, v in taken if isinstance(p, nn.Module)], _IncompatibleKeys(missing, unexpected)
+        )
+
+    def _fill(self, plan: _Plan) -> None:
+        """Copy what was given to where it belongs."""
+        first = {id(param): name for name, param in self.module.named_parameters()}
+        shards = self._shards.weights(self.buckets)
+        for _, tensor, value in plan.tensors:
             if id(tensor) in first:
                 shards[first[id(tensor)]].fill_from(value)
             else:
                 tensor.copy_(value.full_tensor() if isinstance(value, DTensor) else value)
-        for _, part, value in taken:
-            if isinstance(part, nn.Module):
-                part.set_extra_state(value)
-        self._written()
-        return hooks.after_loading(self.module, _IncompatibleKeys(missing, unexpected))
+        for part, value in plan.more:
+            part.set_extra_state(value)
 
     def sharded_state(self, optimizer: ShardedOptimizer | None) -> ShardedState:
         """Weights, and the state of an optimizer, by the module's own names, over the engine's own memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 from unittest import mock
 
@@ -14,8 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from harness.fsdp import MegatronModel, construction, fully_shard, fully_shard_optimizer
 from harness.fsdp import binding as binding_module
 from harness.fsdp.megatron import ELSEWHERE
+from harness.fsdp.runtime import weak_hooks
+from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.tensor_parallel.parameters import UnknownPlan
-from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.megatron.models import LR, differs, plainly, said, sgd, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, Model, data, loss_of
@@ -73,13 +75,19 @@ def calling(rank: int, strategy: str) -> list[str]:
 
 
 def compiling(rank: int, strategy: str) -> list[str]:
-    """A whole model that was given to torch.compile runs as it is."""
+    """A whole model, the module inside it and units are compiled, without the engine's hooks on them."""
     model, optimizer = with_optimizer(strategy)
     compiled: Any = torch.compile(model, backend="eager")
     compiled.set_model_auto_sync(True)
+    model.module.blocks[0].compile(backend="eager")
     compiled(data(0, rank)).square().mean().backward()
     optimizer.step()
-    return differs(model, plainly(1))
+    told = differs(model, plainly(1))
+    model.module.compile(backend="eager")
+    optimizer.zero_grad()
+    compiled(data(1, rank)).square().mean().backward()
+    optimizer.step()
+    return told + differs(model, plainly(2))
 
 
 def refusing(rank: int, strategy: str) -> list[str]:
@@ -134,6 +142,9 @@ def test_the_entries_return_the_model_with_its_names() -> None:
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
 
+_code = WeakHook.__call__.__code__.replace(co_name="another")
+"""Code of which the compiler was told nothing."""
+
 MUTANTS = {
     "one axis is two": Mutant(
         "Ranks may be on the tensor-parallel axis and on the sharding one at once",
@@ -142,7 +153,7 @@ MUTANTS = {
     ),
     "the compiler sees hooks": Mutant(
         "torch.compile traces the engine's hooks",
-        lambda: mock.patch.object(ModuleWrapper, "forward", ModuleWrapper.forward.__wrapped__),
+        lambda: mock.patch.object(WeakHook, "__call__", FunctionType(_code, vars(weak_hooks))),
         "compiling",
     ),
     "helpers are not known": Mutant(
