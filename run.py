@@ -24,7 +24,7 @@ import hydra
 from omegaconf import DictConfig
 
 from harness.cli.arguments import Arguments, read_arguments
-from harness.cli.failure import REQUEST_ERRORS, exit_code, explained, listen_to_interrupts
+from harness.cli.failure import REQUEST_ERRORS, exit_code, listen_to_interrupts, tell
 from harness.cli.help import request_help
 from harness.cli.streams import standard_streams
 from harness.config.catalog import ROOT
@@ -50,9 +50,7 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # `run.py launch.dry_run=true | head`: the reader has seen enough
         return 0
     except REQUEST_ERRORS as error:
-        if place is None or place.rank == 0:
-            print(explained(error), file=sys.stderr)
-        return exit_code(error)
+        return tell(error) if place is None or place.rank == 0 else exit_code(error)
     except KeyboardInterrupt:
         return 130
 

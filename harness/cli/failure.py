@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 
 from hydra.errors import HydraException
@@ -27,6 +28,15 @@ def explained(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"bad request:\n  {_of_the_machine(error)}"
     return str(explain(error))
+
+
+def tell(error: Exception) -> int:
+    """Print the message of one of REQUEST_ERRORS, where it can be printed; returns the exit code."""
+    try:
+        print(explained(error), file=sys.stderr, flush=True)
+    except OSError:  # a log on a full disk
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what is left would be tried again at the end
+    return exit_code(error)
 
 
 def exit_code(error: Exception) -> int:
@@ -56,4 +66,4 @@ def _is_nowhere() -> bool:
     return False
 
 
-__all__ = ["EXIT_BAD_REQUEST", "REQUEST_ERRORS", "exit_code", "explained", "listen_to_interrupts"]
+__all__ = ["EXIT_BAD_REQUEST", "REQUEST_ERRORS", "exit_code", "explained", "listen_to_interrupts", "tell"]

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from harness.cli.failure import REQUEST_ERRORS, exit_code, explained, listen_to_interrupts
+from harness.cli.failure import REQUEST_ERRORS, listen_to_interrupts, tell
 from harness.cli.help import verbs_help
 from harness.cli.streams import standard_streams
 from harness.cli.verb import Verb, parser_of
@@ -27,8 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `harness watch | head`: the reader has seen enough
         return 0
     except REQUEST_ERRORS as error:
-        print(explained(error), file=sys.stderr)
-        return exit_code(error)
+        return tell(error)
     except KeyboardInterrupt:
         return 130
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -29,6 +32,12 @@ def standard_streams(*, needed: bool = True) -> Iterator[None]:
             stream.reconfigure(errors="backslashreplace")
     try:
         yield
+    except OSError as error:
+        # One without a file may come of an output that keeps nothing back (python -u): another line tells.
+        lost = _write_out("\n" if error.errno in NO_ROOM and error.filename is None else "")
+        if lost and needed:
+            raise lost from error
+        raise
     except BaseException:
         _write_out()
         raise
@@ -55,9 +64,10 @@ def _writes_anything(stream: io.TextIOWrapper) -> bool:
     return stream.errors in ("backslashreplace", "replace", "ignore", "namereplace", "xmlcharrefreplace")
 
 
-def _write_out() -> OSError | None:
-    """What keeps the output from being written; None also where its reader has left."""
+def _write_out(more: str = "") -> OSError | None:
+    """What keeps the output, and `more`, from being written; None also where its reader has left."""
     try:
+        sys.stdout.write(more)
         sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes nowhere

@@ -26,6 +26,9 @@ STUDIES = "study"
 STUDY_FILE = "from_file"
 """What Hydra calls the study whose file is the user's own."""
 
+STUDY_FILES: dict[str, str] = {}
+"""What Hydra calls a study of a user's own file (`study/from_file`) -> the path it was typed by."""
+
 NULLABLE = ("study", "experiment", "debug")
 """Groups that need no option."""
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from harness.config.catalog import Catalog, load_catalog
+from harness.config.catalog import STUDY_FILES, Catalog, load_catalog
 from harness.config.doc import as_typed, settings
 from harness.config.errors import BadRequest, Violation
 
@@ -234,7 +234,7 @@ def explain(error: Exception) -> BadRequest:
 def _in_file(option: str, text: str) -> Violation:
     """What to say of a mistake in the file behind an option, of which Hydra keeps only the text."""
     folder = "sweeps" if option.startswith("study/") else "conf"
-    file = f"{folder}/{option.removeprefix('study/')}.yaml"
+    file = STUDY_FILES.get(option) or f"{folder}/{option.removeprefix('study/')}.yaml"
     named = re.search(r"full_key: (\S+)", text)
     first = text.splitlines()[0]
     if named is None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
+from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra.core.config_store import ConfigStore
 
-from harness.config.catalog import STUDY_FILE, study_path
+from harness.config.catalog import STUDIES, STUDY_FILE, STUDY_FILES, study_path
 from harness.config.doc import as_typed
-from harness.config.errors import refuse
-from harness.store.reading import read_yaml
+from harness.config.errors import BadRequest, Violation, refuse
+from harness.store.reading import Loader, read_text, read_yaml
 from harness.store.shapes import Shape
 
 CONTENT: Shape = {}
@@ -51,7 +54,7 @@ def register(overrides: Sequence[str]) -> None:
 
     Raises:
         StoreError: the file is no YAML mapping, or cannot be read.
-        BadRequest: it is empty.
+        BadRequest: it is empty, says a key twice, or has a date for a value.
     """
     for text in overrides:
         key, _, value = text.partition("=")
@@ -60,9 +63,41 @@ def register(overrides: Sequence[str]) -> None:
             raw = read_yaml(path, CONTENT)
             if not raw:
                 raise refuse(text, "the file says nothing", fix="sweeps/parity_pair.yaml shows a whole one")
+            if found := [*_said_twice(path), *_dates(raw, str(path))]:
+                raise BadRequest(found)
             node = normalise(raw, path.stem)
+            STUDY_FILES[f"{STUDIES}/{STUDY_FILE}"] = str(path)
             _typed[f"study={STUDY_FILE}"] = text
             ConfigStore.instance().store(group="study", name=STUDY_FILE, node=node, provider="harness")
+
+
+def _said_twice(path: Path) -> Iterator[Violation]:
+    """Keys that stand in one table of the file twice, of which YAML would take the last."""
+    nodes = [yaml.compose(read_text(path) or "", Loader)]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+        elif isinstance(node, yaml.MappingNode):
+            nodes += [value for _, value in node.value]
+            keys = [str(key.value) for key, _ in node.value]
+            for key in dict.fromkeys(key for key in keys if keys.count(key) > 1):
+                lines = [str(each.start_mark.line + 1) for each, _ in node.value if each.value == key]
+                where = f"stands in one table {len(lines)} times: lines {', '.join(lines)}"
+                yield Violation(f"{path}: {key}", where, fix="keep one; an axis of several values is a list")
+
+
+def _dates(value: Any, where: str) -> Iterator[Violation]:
+    """What YAML reads as a date, which no setting is."""
+    if isinstance(value, date):
+        yield Violation(f"{where}: {value}", "YAML reads this as a date", fix=f'"{value}"')
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _dates(each, where)
+            yield from _dates(key, where)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _dates(each, where)
 
 
 def _listed(values: Any) -> list[Any]:

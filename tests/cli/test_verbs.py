@@ -180,15 +180,26 @@ def test_closed_streams_are_no_error_and_no_file_takes_their_number(root: Path) 
     assert in_a_fork(act) == 1
 
 
-def test_an_output_that_cannot_be_written_is_told(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("through", [False, True])
+def test_an_output_that_cannot_be_written_is_told(root: Path, tmp_path: Path, through: bool) -> None:
     def act() -> int:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
         os.dup2(os.open(tmp_path / "told", os.O_WRONLY | os.O_CREAT), 2)
         sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+        sys.stdout.reconfigure(write_through=through)  # as PYTHONUNBUFFERED=1 does
         return main(["gc", "--root", str(root)])
 
     assert in_a_fork(act) == 2
     assert (tmp_path / "told").read_text() == "bad request:\n  standard output: No space left on device\n"
+
+
+def test_a_message_that_cannot_be_written_changes_no_exit_code() -> None:
+    def act() -> int:
+        os.dup2(os.open("/dev/full", os.O_WRONLY), 2)
+        sys.stderr = open(2, "w", buffering=1)  # noqa: SIM115
+        return main(["wach"])
+
+    assert in_a_fork(act) == 2
 
 
 def test_what_an_encoding_lacks_is_written_as_an_escape(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -97,7 +97,9 @@ def test_a_study_of_ones_own_is_named_by_its_path_or_in_conf(
         (None, "there is no file"),
         ("- a list\n", "is a list, not a table"),
         ("{}\n", "the file says nothing"),
-        ("gird: {train.seed: [1]}\n", "gird"),
+        ("gird: {train.seed: [1]}\n", "mine.yaml: study.gird"),
+        ("grid: {train.seed: [1]}\nbase:\n  a: 1\n  a: 2\n", "a: stands in one table 2 times: lines 3, 4"),
+        ("question: 2026-01-01\n", "reads this as a date"),
     ],
 )
 def test_a_study_file_that_is_none_is_refused(
