@@ -1,4 +1,8 @@
-"""What happens to jobs on a real cluster: nodes die, are drained and taken away; people cancel, requeue and edit."""
+"""What happens to jobs on a real cluster: nodes die, are drained and taken away; people cancel, requeue and edit.
+
+A run that is to be disturbed passes a gate (`GATE`): from its fifth step on it waits, in steps, until the test has done
+what it wants. So it is never over too soon, however slow or fast the machine, and waiting costs no processor.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,10 +28,10 @@ from harness.store.metrics import read_metrics
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from tests.house.places import Copy
-from tests.slurm import accounting
+from tests.slurm import accounting, test_study
 from tests.slurm.cluster import Cluster, missing, running
 from tests.slurm.conftest import named
-from tests.slurm.test_study import REPOSITORY, REQUEST, final_weights, job, numbers, state, until
+from tests.slurm.test_study import REPOSITORY, REQUEST, final_weights, job, numbers, state
 
 pytestmark = [pytest.mark.slurm, pytest.mark.full, pytest.mark.timeout(1800)]
 
@@ -38,20 +43,39 @@ PartitionName=low Nodes=ALL Default=NO MaxTime=30 State=UP PriorityTier=1 Preemp
 PartitionName=high Nodes=ALL Default=NO MaxTime=30 State=UP PriorityTier=10 PreemptMode=OFF
 """
 PATIENCE_S = 600.0
-STEPS = 150
-WORDS = [word for word in REQUEST[2:] if not word.startswith(("cluster.nodes", "train.steps"))]
+STEPS = 60
+WORDS = [word for word in REQUEST[2:] if not word.startswith(("cluster.nodes", "train.steps", "data.seq_len"))]
+WORDS += ["data.seq_len=32", "measure.vouch=false", "measure.capture_steps=[1]"]
+until = partial(test_study.until, pause_s=0.5)  # to ask SLURM takes a process, and most of what is waited for is long
+STANDARD = (f"train.steps={STEPS}", "measure.callbacks=[gate:Gate]")
+"""Of every request that says nothing else."""
+
+GATE = """
+import os, time
+from harness.train.callbacks import Callback
+
+class Gate(Callback):
+    def step(self, step, record, engine):
+        if step >= 5 and not os.path.exists({opened!r}):
+            time.sleep(0.5)
+"""
+
+ACCOUNTING = pytest.mark.parametrize("cluster", ["with accounting"], indirect=True)
+EITHER = pytest.mark.parametrize("cluster", ["with accounting", "without accounting"], indirect=True)
+"""sacct is asked of jobs that have ended while `status.json` says otherwise: tests of such ends run on both clusters.
+How a job waits, runs and is put back is asked of squeue on either."""
 
 
-@pytest.fixture(scope="module", params=["without accounting", "with accounting"])
+@pytest.fixture(scope="module")
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    """Three nodes of four processors, and partitions that take nodes from one another."""
+    """Three nodes of six processors, and partitions that take nodes from one another."""
     with_accounting = request.param == "with accounting"
     lacking = missing() + (accounting.missing() if with_accounting else [])
     if lacking:
         pytest.skip(f"not installed: {', '.join(lacking)} (apt packages: .ci/apt.txt)")
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
-        with running(folder, nodes=3, cpus=4, more=MORE, with_accounting=with_accounting) as made, named(made):
+        with running(folder, nodes=3, cpus=6, more=MORE, with_accounting=with_accounting) as made, named(made):
             yield made
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -66,10 +90,37 @@ def clear(cluster: Cluster) -> Iterator[None]:
         cluster.ask("scontrol", "update", f"nodename={name}", "state=resume", check=False)
 
 
+class Gate:
+    """Whether runs of a test go on beyond their fifth step without a pause."""
+
+    def __init__(self, folder: Path) -> None:
+        self._opened = folder / "opened"
+        (folder / "gate.py").write_text(GATE.format(opened=str(self._opened)))
+
+    def open(self) -> None:
+        """Let them go on."""
+        self._opened.touch()
+
+
+@pytest.fixture(autouse=True)
+def gate(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """Closed at first."""
+    folder = tmp_path_factory.mktemp("gate")
+    monkeypatch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+    return Gate(folder)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[RunDir]:
+    """Room for the run with which all others are compared, made by the first test that needs it."""
+    return []
+
+
 def request(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
     """Ask run.py for something on the cluster."""
-    steps = [] if any(word.startswith("train.steps") for word in words) else [f"train.steps={STEPS}"]
-    command = [*REQUEST[:2], *WORDS, *steps, f"launch.root={root}", *words]
+    asked = {word.partition("=")[0] for word in words}
+    standard = [word for word in STANDARD if word.partition("=")[0] not in asked]
+    command = [*REQUEST[:2], *WORDS, *standard, f"launch.root={root}", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=REPOSITORY)
 
 
@@ -102,22 +153,31 @@ def node_of(cluster: Cluster, number: str) -> str:
     return cluster.ask("squeue", "--noheader", f"--job={number}", "--format=%N").strip()
 
 
-def go_on(cluster: Cluster, run: RunDir) -> None:
+def go_on(cluster: Cluster, run: RunDir, gate: Gate) -> None:
     """Wait until a run is in the queue again, start it without SLURM's two minutes, and wait for its end."""
     until(cluster, lambda: cluster.job_states().get(job(run)) == "PENDING", PATIENCE_S)
+    assert step_of(run) < STEPS
+    gate.open()
     cluster.start_now(job(run))
     until(cluster, lambda: effective(run) not in (State.queued, State.running, State.preempted), PATIENCE_S)
 
 
-def same_as_undisturbed(cluster: Cluster, root: Path, run: RunDir) -> None:
-    """Its numbers are those of the same cell under another replicate, which nothing has happened to."""
-    twin = one(root, "train.replicate=9")
-    until(cluster, lambda: effective(twin) is State.done, PATIENCE_S)
+def same_as_undisturbed(cluster: Cluster, root: Path, run: RunDir, twins: list[RunDir]) -> None:
+    """Its numbers are those of the same cell under another replicate, to which nothing has happened.
+
+    The gate is open by now.
+    """
+    if not twins:
+        twin = one(root, "train.replicate=9")
+        until(cluster, lambda: effective(twin) is State.done, PATIENCE_S)
+        twins.append(twin)
+    (twin,) = twins
     assert [line["step"] for line in read_metrics(run.metrics)] == list(range(1, STEPS + 1))
     assert numbers(run) == numbers(twin)
     assert final_weights(run) == final_weights(twin)
 
 
+@EITHER
 def test_edits_while_it_waits_change_nothing(cluster: Cluster, tmp_path: Path) -> None:
     """Broken code and a broken conf/, saved between sbatch and the job's start."""
     (tmp_path / "checkout").mkdir()
@@ -134,45 +194,52 @@ def test_edits_while_it_waits_change_nothing(cluster: Cluster, tmp_path: Path) -
     assert effective(run) is State.done, reason(run)
 
 
-def test_a_node_dies_under_a_run_which_goes_on_elsewhere(cluster: Cluster, tmp_path: Path) -> None:
+@ACCOUNTING
+def test_a_node_dies_under_a_run_which_goes_on_elsewhere(
+    cluster: Cluster, tmp_path: Path, gate: Gate, undisturbed: list[RunDir]
+) -> None:
     """Power is gone: no daemon and no rank can say anything. The node is remembered."""
     run = one(tmp_path, "ckpt.every=5")
-    until(cluster, lambda: step_of(run) >= 12, PATIENCE_S)
+    until(cluster, lambda: step_of(run) >= 7, PATIENCE_S)
     name = node_of(cluster, job(run))
     cluster.kill_node(name)
     until(cluster, lambda: effective(run) is State.queued, PATIENCE_S)
-    go_on(cluster, run)
+    go_on(cluster, run, gate)
     assert effective(run) is State.done, reason(run)
     told = [json.loads(line) for line in (tmp_path / nodes.FILE).read_text().splitlines()]
     assert [(each["node"], each["run"]) for each in told] == [(name, run.name)]
     cluster.start_node(name)
-    same_as_undisturbed(cluster, tmp_path, run)
+    same_as_undisturbed(cluster, tmp_path, run, undisturbed)
     nodes.blame(tmp_path, name, run.name, "another start", "again")
     asked = request(tmp_path, "train.replicate=8")
     assert f"not on {name}" in asked.stdout
     assert f"#SBATCH --exclude={name}" in next(tmp_path.glob("adhoc/*-r8-*/attempts/0/submit.sh")).read_text()
 
 
-def test_a_drained_node_lets_its_run_end_and_takes_no_other(cluster: Cluster, tmp_path: Path) -> None:
+@ACCOUNTING
+def test_a_drained_node_lets_its_run_end_and_takes_no_other(cluster: Cluster, tmp_path: Path, gate: Gate) -> None:
     run = one(tmp_path)
     until(cluster, lambda: step_of(run) >= 2, PATIENCE_S)
     name = node_of(cluster, job(run))
     cluster.ask("scontrol", "update", f"nodename={name}", "state=drain", "reason=test")
     other = one(tmp_path, "train.replicate=1")
+    gate.open()
     until(cluster, lambda: {effective(run), effective(other)} == {State.done}, PATIENCE_S)
     assert name not in json.loads(other.provenance.read_text())["environment"]["SLURM_JOB_NODELIST"]
 
 
-def test_put_back_by_hand(cluster: Cluster, tmp_path: Path) -> None:
+@ACCOUNTING
+def test_put_back_by_hand(cluster: Cluster, tmp_path: Path, gate: Gate, undisturbed: list[RunDir]) -> None:
     run = one(tmp_path)
     until(cluster, lambda: step_of(run) >= 5, PATIENCE_S)
     cluster.ask("scontrol", "requeue", job(run))
     until(cluster, lambda: state(run) is State.preempted, PATIENCE_S)
     assert "saved at step" in (run.status() or pytest.fail("no status")).reason
-    go_on(cluster, run)
-    same_as_undisturbed(cluster, tmp_path, run)
+    go_on(cluster, run, gate)
+    same_as_undisturbed(cluster, tmp_path, run, undisturbed)
 
 
+@EITHER
 def test_held_says_how_to_release(cluster: Cluster, tmp_path: Path) -> None:
     cluster.hold()
     run = one(tmp_path)
@@ -180,7 +247,10 @@ def test_held_says_how_to_release(cluster: Cluster, tmp_path: Path) -> None:
     assert f"held; scontrol release {job(run)}" in reason(run)
 
 
-def test_a_higher_partition_takes_its_node(cluster: Cluster, tmp_path: Path) -> None:
+@ACCOUNTING
+def test_a_higher_partition_takes_its_node(
+    cluster: Cluster, tmp_path: Path, gate: Gate, undisturbed: list[RunDir]
+) -> None:
     run = one(tmp_path, "cluster.partition=low", "cluster.time_min=20")
     until(cluster, lambda: step_of(run) >= 5, PATIENCE_S)
     node = node_of(cluster, job(run))
@@ -195,24 +265,29 @@ def test_a_higher_partition_takes_its_node(cluster: Cluster, tmp_path: Path) -> 
     ]
     cluster.ask(*taker, f"--output={tmp_path / 'taker.log'}")
     until(cluster, lambda: state(run) is State.preempted, PATIENCE_S)
-    go_on(cluster, run)
-    same_as_undisturbed(cluster, tmp_path, run)
+    go_on(cluster, run, gate)
+    same_as_undisturbed(cluster, tmp_path, run, undisturbed)
 
 
-@pytest.mark.parametrize("cells", [1, 2, 5])
-def test_the_time_limit_comes(cluster: Cluster, tmp_path: Path, cells: int) -> None:
-    """Every element saves, is put back and waits, the last one too; SLURM's shortest limit is a minute."""
-    words = [
-        "-m",
-        f"train.replicate=range(0,{cells})",
-        "train.steps=100000",
-        "cluster.time_min=1",
-        "cluster.grace_s=50",
-    ]
-    asked = request(tmp_path, *words)
-    assert asked.returncode == 0, asked.stderr
-    runs = Store(tmp_path).runs()
-    until(cluster, lambda: all(state(run) is State.preempted for run in runs), PATIENCE_S)
+@ACCOUNTING
+def test_the_time_limit_comes(cluster: Cluster, tmp_path: Path) -> None:
+    """Every element saves, is put back and waits, the last one too; SLURM's shortest limit is a minute.
+
+    Arrays of one, two and five side by side, as they wait most of the time.
+    """
+    runs = []
+    for cells in (1, 2, 5):
+        words = [
+            f"study.name=of{cells}",
+            f"train.replicate=range(0,{cells})",
+            f"mesh.world_size={1 if cells == 5 else 2}",
+        ]
+        limits = ["train.steps=100000", "cluster.time_min=1", "cluster.grace_s=50"]
+        asked = request(tmp_path, "-m", *words, *limits)
+        assert asked.returncode == 0, asked.stderr
+        runs += Store(tmp_path).runs(f"of{cells}")
+    assert len(runs) == 8
+    until(cluster, lambda: all(state(run) is State.preempted for run in runs), PATIENCE_S, pause_s=1.0)
     until(cluster, lambda: all(cluster.job_states().get(job(run)) == "PENDING" for run in runs), PATIENCE_S)
     assert all("SIGUSR2 received; saved at step" in (run.status() or pytest.fail("no")).reason for run in runs)
     assert {effective(run) for run in runs} == {State.preempted}
@@ -229,6 +304,7 @@ class Hang(Callback):
 """
 
 
+@EITHER
 def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,13 +316,14 @@ def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(
     (tmp_path / "hangs.py").write_text(HANGS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     run = one(tmp_path / "runs", "measure.callbacks=[hangs:Hang]", "cluster.time_min=1", "cluster.grace_s=10")
-    until(cluster, lambda: effective(run) is State.failed, PATIENCE_S)
+    until(cluster, lambda: effective(run) is State.failed, PATIENCE_S, pause_s=1.0)
     assert "is TIMEOUT" in reason(run)
     assert "cluster.time_min" in reason(run)
     assert step_of(run) <= 2
 
 
-def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: Path) -> None:
+@EITHER
+def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: Path, gate: Gate) -> None:
     asked = request(tmp_path, "-m", "train.replicate=0,1")
     assert asked.returncode == 0, asked.stderr
     killed, other = Store(tmp_path).runs()
@@ -254,9 +331,12 @@ def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: 
     next(process for process in ranks_of(killed) if process.environ()["SLURM_PROCID"] == "1").kill()
     until(cluster, lambda: effective(killed) is State.failed, PATIENCE_S)
     assert "left no traceback" in reason(killed) or "is FAILED" in reason(killed)
+    assert state(other) is not State.done
+    gate.open()
     until(cluster, lambda: effective(other) is State.done, PATIENCE_S)
 
 
+@ACCOUNTING
 def test_fail_fast_starts_nothing_more(cluster: Cluster, tmp_path: Path) -> None:
     cluster.hold()
     words = ["-m", "train.replicate=0,1,2", "launch.fail_fast=true", "cluster.array_parallelism=1"]
@@ -270,6 +350,7 @@ def test_fail_fast_starts_nothing_more(cluster: Cluster, tmp_path: Path) -> None
     assert [step_of(run) for run in others] == [0, 0]
 
 
+@ACCOUNTING
 def test_a_submitter_killed_at_any_moment_loses_and_doubles_nothing(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,8 +362,17 @@ def test_a_submitter_killed_at_any_moment_loses_and_doubles_nothing(
         "import sys; from harness.launch.slurm import scheduler; scheduler.SUBMISSION_GRACE_S = 2.0; "
         "import run; sys.exit(run.main(sys.argv[1:]))"
     )
-    words = [*REQUEST[2:], "-m", "train.replicate=range(0,6)", f"launch.root={tmp_path}"]
-    command = [sys.executable, "-c", code, *[word for word in words if word != "cluster.nodes=2"]]
+    small = ["train.steps=3", "mesh.world_size=1"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        *WORDS,
+        *small,
+        "-m",
+        "train.replicate=range(0,6)",
+        f"launch.root={tmp_path}",
+    ]
     began = time.monotonic()
     whole = subprocess.run([*command, "launch.dry_run=true"], cwd=REPOSITORY, capture_output=True, check=False)
     assert whole.returncode == 0, whole.stderr
@@ -303,6 +393,7 @@ def test_a_submitter_killed_at_any_moment_loses_and_doubles_nothing(
     until(cluster, lambda: Counter(effective(run) for run in runs) == {State.done: 6}, PATIENCE_S)
 
 
+@EITHER
 def test_whichever_command_exists_tells_how_it_ended(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -324,6 +415,7 @@ def test_whichever_command_exists_tells_how_it_ended(
                 time.sleep(0.5)
 
 
+@ACCOUNTING
 def test_three_by_four_over_two_nodes_and_its_verdict(cluster: Cluster, tmp_path: Path) -> None:
     file = tmp_path / "grid.yaml"
     grid = {

@@ -58,11 +58,11 @@ def clear(cluster: Cluster) -> Iterator[None]:
     cluster.clear()
 
 
-def until(cluster: Cluster, condition: Callable[[], object], timeout_s: float = 240) -> None:
+def until(cluster: Cluster, condition: Callable[[], object], timeout_s: float = 240, pause_s: float = 0.2) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited too long\n{cluster.describe()}"
-        time.sleep(0.2)  # to ask SLURM takes a process
+        time.sleep(pause_s)  # to ask SLURM takes a process
 
 
 def state(run: RunDir) -> State:
