@@ -107,8 +107,9 @@ def recorded(facts: Facts) -> Iterator[str]:
     yield (
         "Among them are those of `make test`, which hold every pair of values of strategy, hybrid, microbatches,"
         " prefetch, plain, double or user buffers, offload, recomputation, clipping, stream of the backward and dtype"
-        f" policy; and {facts['parts']} of {facts['of']} parts of the product of all these, which has"
-        f" {facts['product']:,}."
+        " policy, and some with what is not combined with everything: weights of 8 bits under every recipe, an inner"
+        f" axis of one rank, programs that read or load weights; and {facts['parts']} of {facts['of']} parts of the"
+        f" product of all these, which has {facts['product']:,}."
     )
     yield from (f"- {race}" for race in races)
 

@@ -17,7 +17,9 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_optimizer
 from harness.fsdp.comm.mesh import Groups
+from harness.fsdp.fp8.linear import convert_linears
 from harness.fsdp.runtime import usage
+from harness.fsdp.vocabulary import Fp8
 from tests.fsdp import pairs
 from tests.streams.cuda import MAIN, Stream
 from tests.streams.group import RecordedGroup, new_group
@@ -28,6 +30,8 @@ from tests.support.covering import covering
 STEPS = 2
 SOME = 1_000
 """Cases of the product among which those are that hold all pairs."""
+TILE = 128
+"""What both sizes of a weight are multiples of, under every recipe."""
 MAX_NORM = 0.05
 """Below the norms that occur, so that clipping acts."""
 
@@ -116,6 +120,8 @@ def product() -> tuple[Case, ...]:
     return tuple(cases)
 
 
+EIGHT_BITS = {f"8 bits, {recipe.value}": recipe for recipe in Fp8}
+"""The blocks' matrices multiply 8 bits under a recipe, and are gathered so where it allows that."""
 MORE: dict[str, dict[str, Any]] = {
     "one communicator": {"separate_gather_group": False},
     "registered at once": {"nccl_ub": "auto"},
@@ -129,6 +135,7 @@ MORE: dict[str, dict[str, Any]] = {
     "borrowed": {},
     "read": {},
     "loaded": {},
+    **{recipe: {} for recipe in EIGHT_BITS},
 }
 """Options that are not combined with everything, and what programs do that few do."""
 BORROWING = "borrowed"
@@ -154,6 +161,13 @@ OTHERS = (
     Case("optim_grads", "optim", more=BORROWING),
     Case("optim_grads", more=READING, policy="bf16"),
     Case("optim", more=LOADING, offload=True, policy="bf16"),
+    Case("optim_grads_params", more="8 bits, current", k=2, clip=True),
+    Case("optim_grads_params", "optim", more="8 bits, delayed", policy="bf16"),
+    Case("optim_grads", "no_shard", more="8 bits, block", recompute="kept"),
+    Case("optim_grads_params", more="8 bits, block", buffers="user", policy="bf16_comm"),
+    Case("optim", more="8 bits, mx", offload=True),
+    Case("no_shard", "no_shard", more="8 bits, current", buffers="double", policy="bf16"),
+    Case("no_shard", more="8 bits, delayed", k=2, backward_on="other"),
 )
 """Cases with them."""
 
@@ -175,6 +189,14 @@ def values_of(case: Case) -> tuple[Any, ...]:
     return tuple(vars(case).values())
 
 
+class Wide(pairs.Block):
+    """A residual unit of 8-bit matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(TILE, 3 * TILE), nn.Linear(3 * TILE, TILE)
+
+
 class Program(pairs.Model):
     """Four units, of which the root is used first and last; blocks may be recomputed, and a weight borrowed."""
 
@@ -182,6 +204,12 @@ class Program(pairs.Model):
         super().__init__()
         self.recompute = recompute
         self.borrows = borrows
+
+    def widen(self) -> None:
+        """Give the blocks sizes that every recipe can tile, over two ranks not always at a tile's edge."""
+        self.entry = nn.Linear(pairs.WIDTH, TILE, bias=False)
+        self.blocks = nn.ModuleList(Wide() for _ in range(2))
+        self.exit = nn.Linear(TILE, pairs.WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.entry(x)
@@ -195,7 +223,11 @@ class Program(pairs.Model):
 
 def program_of(case: Case) -> Program:
     """What a case trains."""
-    return Program(case.recompute, borrows=case.more == BORROWING)
+    program = Program(case.recompute, borrows=case.more == BORROWING)
+    if case.more in EIGHT_BITS:
+        program.widen()
+        convert_linears(program, EIGHT_BITS[case.more], lambda name, _: name.startswith("blocks"))
+    return program
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------

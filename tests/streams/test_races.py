@@ -15,6 +15,7 @@ from benchmarks.pages import streams as page
 from tests.fsdp import pairs
 from tests.streams.edges import REASONS, needed
 from tests.streams.programs import (
+    EIGHT_BITS,
     FACTORS,
     MAX_NORM,
     OTHERS,
@@ -70,7 +71,7 @@ def check(case: Case, found: Found) -> None:
         for group, order in of_rank.items():
             first = found[group[1][0]].run.orders[group]
             assert order == first, f"ranks ask {group} for other things, or in another order"
-    if case.policy in ("fp32", "exact"):
+    if case.policy in ("fp32", "exact") and case.more not in EIGHT_BITS:
         right = alone(case.world, case.k, case.clip, case.more)
         for name, weight in found[0].run.weights.items():
             torch.testing.assert_close(
