@@ -26,7 +26,7 @@ CODE = ".snapshots"
 """Folder under the root: the code jobs run from, a folder for each state of it."""
 CODE_OF = "code"
 """File in a submission's folder: names of the folders under `CODE` that its jobs run from."""
-SUBMISSIONS, DRY_RUN = ".submit", ".dry_run"
+DRY_RUN = ".dry_run"
 """Folders under a study: what was submitted, a folder for each array; and batch scripts that were only asked for."""
 MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
 _ATTEMPT = re.compile(r"[0-9]{1,9}")

@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 
+from harness.store import batch_log
 from harness.store.errors import StoreError
 from harness.store.files import held, is_held, write_json
 from harness.store.reading import read_json
@@ -199,8 +200,10 @@ def effective(run: Path, jobs: JobProbe | None = None) -> Status | None:
     newest = read(run)
     if newest != status:  # it moved on while the scheduler was asked
         return newest
-    ended = answer[0] in (State.failed, State.lost)
-    return replace(status, state=answer[0], reason=answer[1] + (_if_full(run) if ended else ""))
+    more = ""
+    if answer[0] in (State.failed, State.lost):
+        more = batch_log.memory(run, status.submission, status.job) + _if_full(run)
+    return replace(status, state=answer[0], reason=answer[1] + more)
 
 
 def _of_process(run: Path, status: Status) -> Status | None:

@@ -17,7 +17,8 @@ from typing import Any
 from harness.config.compose import Cell
 from harness.launch.plan import Decision
 from harness.launch.slurm.shape import Shape, shapes
-from harness.store.rundir import DRY_RUN, SUBMISSIONS, RunDir, Store
+from harness.store.batch_log import SUBMISSIONS
+from harness.store.rundir import DRY_RUN, RunDir, Store
 
 Wanted = Sequence[tuple[Cell, Decision]]
 """Cells whose next attempt is to be started, each with why."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from harness.launch.slurm.records import Job
-from harness.store.rundir import SUBMISSIONS
+from harness.store.batch_log import SUBMISSIONS
 from harness.store.status import State, Status
 
 WAITING = frozenset(
