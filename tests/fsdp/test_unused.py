@@ -303,7 +303,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any], Trial]] = {
     ),
     "marks may vanish": (
         "A negative mark may become -0 when it is scaled",
-        lambda: mock.patch.object(marks, "tiny_of", return_value=2.0**-149),
+        lambda: mock.patch.object(marks, "tiny_of", return_value=0.0),
         Trial(Pair("optim", ""), dtype=fp32),
     ),
     "one mark a parameter": (

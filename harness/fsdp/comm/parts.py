@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, pairwise
 
 import torch
@@ -58,6 +59,7 @@ class Part:
         return self.tensor[begin:end]
 
 
+@cache
 def even_bounds(numel: int, size: int) -> tuple[int, ...]:
     """Where `size` chunks of equal length begin and end in `numel` elements; the last ones may be shorter."""
     step = -(-numel // size)

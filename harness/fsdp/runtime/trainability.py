@@ -135,6 +135,8 @@ class Trainability:
         self.weights.gather.reshard_all()
         for bucket in buckets:
             bucket.train(self.policy.resolve(bucket.key.dtype))
+        for unit in self.units:
+            unit.take_in()
         self.hooks.step.weights_installed()
         trained = [bucket for bucket in self._buckets if bucket.trainable]
         self.reduce.take_in(self.units, {bucket.name: self.reductions_of(bucket) for bucket in buckets})

@@ -21,7 +21,6 @@ from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.bucket_context import BucketKey
 from harness.fsdp.storage.eight_bit import is_marked
-from harness.fsdp.storage.gradients import Gradients
 
 ROOT = "(root)"
 """Name of the root unit; no module path looks like it."""
@@ -63,7 +62,8 @@ class Unit:
 
     def __post_init__(self, given: list[nn.Module]) -> None:
         self._modules = [weakref.ref(module) for module in given]
-        self.readiness = Readiness([param for bucket in self.trainable for _, param in bucket.params])
+        self.readiness = Readiness([])
+        self.take_in()
 
     @property
     def is_root(self) -> bool:
@@ -90,20 +90,18 @@ class Unit:
         """Whether its gathered weights lie in buffers that it takes turns in; see [Note: Double buffer]."""
         return not self.is_root and any(bucket.memory.fixed for bucket in self.buckets)
 
-    @property
-    def trainable(self) -> list[Bucket]:
+    def take_in(self) -> None:
+        """Take up which buckets get gradients; a backward asks for them once for each parameter."""
+        self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
         """Buckets that get gradients."""
-        return [bucket for bucket in self.buckets if bucket.trainable]
+        self.gradients = [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
+        """Theirs, in the same order."""
+        self.readiness.params = [param for bucket in self.trainable for _, param in bucket.params]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the unit's gathered weights, padding included."""
         return sum(bucket.compute.numel() * bucket.compute.itemsize for bucket in self.buckets)
-
-    @property
-    def gradients(self) -> list[Gradients]:
-        """Gradients of the unit's trained buckets, in the buckets' order."""
-        return [bucket.gradients for bucket in self.trainable if bucket.gradients is not None]
 
 
 def buckets_of(units: Iterable[Unit]) -> Iterator[Bucket]:

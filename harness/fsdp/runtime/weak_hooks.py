@@ -22,22 +22,25 @@ from torch._C._dynamo import eval_frame
 
 
 class WeakHook:
-    """A bound method with first arguments, like functools.partial: of its object and of arguments that are marked
-    `weak` it keeps weak references.
+    """A bound method with first arguments, like functools.partial: of its object, and of the first arguments as far as
+    they are `kept_by_engine`, it has weak references. Some are made and most are called in every step.
 
     Args:
         method: bound to what must outlive the calls.
         args: what it is called with, before what comes with a call.
     """
 
-    __slots__ = ("_args", "_function", "_has_weak", "_owner")
+    __slots__ = ("_args", "_function", "_owner", "_weak")
 
     def __init__(self, method: Callable[..., Any], *args: Any) -> None:
         bound = cast(MethodType, method)
         self._owner = weakref.ref(bound.__self__)
         self._function = bound.__func__
-        self._args = tuple(_Weak(each) if getattr(each, "kept_by_engine", False) else each for each in args)
-        self._has_weak = any(type(each) is _Weak for each in self._args)
+        kept = 0
+        while kept < len(args) and getattr(args[kept], "kept_by_engine", False):
+            kept += 1
+        self._weak = tuple(map(weakref.ref, args[:kept]))
+        self._args = args[kept:]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call it.
@@ -51,14 +54,10 @@ class WeakHook:
                 "the sharded model that this module or tensor belonged to is gone: keep the ShardedModel, or the module"
                 " that was sharded, as long as its parts and outputs are used"
             )
-        if not self._has_weak:
-            return self._function(owner, *self._args, *args, **kwargs)
-        first = [each() if type(each) is _Weak else each for each in self._args]
-        return self._function(owner, *first, *args, **kwargs)
-
-
-class _Weak(weakref.ref[Any]):
-    """A weak reference among arguments."""
+        weak = self._weak
+        if len(weak) == 1:  # as almost always: a unit
+            return self._function(owner, weak[0](), *self._args, *args, **kwargs)
+        return self._function(owner, *[each() for each in weak], *self._args, *args, **kwargs)
 
 
 def _leave_to_python(function: Any) -> None:

@@ -47,7 +47,8 @@ def adopt(param: nn.Parameter, view: Tensor, *, fresh: bool) -> None:
 
 
 def _move(early: Tensor | None, view: Tensor, *, fresh: bool) -> None:
+    """No gradient has one of its own: see [Note: Backwards inside a forward]."""
     if fresh:
-        view.zero_() if early is None else view.copy_(early.detach())
+        view.zero_() if early is None else view.copy_(early)
     elif early is not None:
-        view.add_(early.detach())
+        view.add_(early)

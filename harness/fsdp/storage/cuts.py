@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -116,12 +118,18 @@ class Cuts:
         """A whole tensor cut by inner rank."""
         size = self.place.inner_size
         if self.own.inner is SHARD:
-            bounds = range(size + 1)
-            return [Part.at(_segment(whole, s), [r * s.inner_numel for r in bounds]) for s in self.layout.segments]
+            spans = zip(self.layout.segments, self._inner_spans, strict=True)
+            return [Part(_segment(whole, segment), found) for segment, found in spans]
         if SHARD not in self.own:
             return [Part.evenly(whole, size)]
         shards = [shard for s in self.layout.segments for shard in _segment(whole, s).split(s.shard_numel)]
         return [Part.evenly(shard, size) for shard in shards]
+
+    @cached_property
+    def _inner_spans(self) -> list[tuple[tuple[int, int], ...]]:
+        """By segment: where each inner rank's shard begins and ends in it."""
+        ranks = range(self.place.inner_size + 1)
+        return [tuple(pairwise(rank * s.inner_numel for rank in ranks)) for s in self.layout.segments]
 
     def second_leg_parts(self, whole: Tensor) -> list[Part]:
         """What inner ranks that keep the same elements give each other of reduced gradients, cut by inner rank."""

@@ -218,6 +218,9 @@ class Gradients:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket.
         For functions that are marked `by_engine`."""
         self._note_arrival(index)
+        if not self._waits and not self._waiting:
+            self.bring(index)
+            return
         param = self.params[index]
         if index in self._waiting:  # it came before, and what comes now is added to that in the bucket's dtype
             self._bring_waiting(but=index)

@@ -6,7 +6,7 @@ gradient sees to it that some elements, the *marks*, are not -0.0: the first ele
 parameter. Whoever owns a part of a parameter finds its mark in its own sums, and all owners find the same.
 
 Casts and factors keep the sign, but might make -0.0 of a negative number that is too small for a format. So a rank that
-has a gradient sends +0.0 in place of a mark between -`tiny` and 0, where `tiny` (2^-100 for fp32 and bf16) is so far
+has a gradient sends +0.0 in place of a mark from -`tiny` to `tiny`, where `tiny` (2^-100 for fp32 and bf16) is so far
 above the smallest number that no later rounding makes zero of what is left. No other element is touched.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import hardshrink
 
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
@@ -60,11 +61,13 @@ class Marks:
         return torch.tensor(places, dtype=torch.int64, device=self._device)
 
     def stamp(self, bucket: Tensor, params: Collection[int]) -> None:
-        """See to it that the marks of parameters that have a gradient are not -0.0 in a whole bucket."""
+        """See to it that the marks of parameters that have a gradient are not -0.0 in a whole bucket.
+
+        In one kernel, for small positive ones, too: nothing that a format of gradients tells from zero is lost.
+        """
         index = self._all if len(params) == len(self._places) else self._index(sorted(params))
         values = bucket.index_select(0, index)
-        values.masked_fill_((values <= 0) & (values > -self.tiny), 0.0)
-        bucket.index_copy_(0, index, values)
+        bucket.index_copy_(0, index, hardshrink(values, self.tiny))
 
     def absent(self, own_shards: Sequence[Tensor], params: Collection[int]) -> set[int]:
         """Read from this rank's sums which of `params` no rank has a gradient of, as far as rows of them lie here."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from harness.fsdp.storage.memory import placeholder
 from harness.fsdp.storage.parameter_access import HOME, Access, by_engine, class_for
-from harness.fsdp.tensor_parallel.parameters import handling_of
+from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
 
 
 class ParameterViews:
@@ -24,6 +24,8 @@ class ParameterViews:
         self._params = params
         self._own = [type(param) for _, param in params]
         self._handlings = [handling_of(param) for _, param in params]
+        self._bare = [param for _, param in params] if all(each is Plain for each in self._handlings) else []
+        """The parameters, where torch itself counts the edits of all of them."""
         self._classes: dict[Access, list[type]] = {}
         self._access = Access.free
         self._views: list[Tensor] = []
@@ -85,6 +87,8 @@ class ParameterViews:
         self._versions = self._counts()
 
     def _counts(self) -> list[int]:
+        if self._bare:
+            return [param._version for param in self._bare]
         return [handling.edits(param) for (_, param), handling in zip(self._params, self._handlings, strict=True)]
 
     @by_engine

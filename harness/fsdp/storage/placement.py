@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
@@ -223,7 +223,7 @@ class Placements:
         found: On = getattr(self, buffer.name)
         return found
 
-    @property
+    @cached_property
     def resting_weights(self) -> On:
         """How compute weights lie between uses."""
         return On(self.compute_weights.inner.at_rest, self.compute_weights.outer.at_rest)
@@ -244,17 +244,22 @@ class Placements:
         """What makes the weights of a unit usable, at every use."""
         return route(self.resting_weights, WHOLE)
 
-    @property
+    @cached_property
     def install(self) -> tuple[Step, ...]:
         """What brings updated main weights into the compute weights that are kept, once a step."""
         return route(self.main_weights, self.resting_weights)
 
     def reduction(self, *, last: bool) -> tuple[Step, ...]:
         """What a backward does to the gradients; `last`: it ends the step's accumulation."""
-        steps = route(self.unreduced_grads, self.accumulated_grads)
-        return steps + (route(self.accumulated_grads, self.main_grads) if last else ())
+        return self._reductions[last]
 
-    @property
+    @cached_property
+    def _reductions(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+        """Of a backward that does not end the step's accumulation, and of one that does."""
+        each = route(self.unreduced_grads, self.accumulated_grads)
+        return each, each + route(self.accumulated_grads, self.main_grads)
+
+    @cached_property
     def reduces_once(self) -> bool:
         """Whether some reduction comes once a step only, so that one backward must be known to be the last."""
         return bool(route(self.accumulated_grads, self.main_grads))

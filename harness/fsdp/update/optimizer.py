@@ -15,6 +15,7 @@ from torch import Tensor
 
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import Slot
+from harness.fsdp.storage.parameter_access import by_engine, put_grad
 from harness.fsdp.update.accepted import check_optimizer
 from harness.fsdp.update.blank import create_state_of
 from harness.fsdp.update.flat_pieces import DECOUPLED
@@ -158,6 +159,7 @@ class ShardedOptimizer:
 
     # -- a step --------------------------------------------------------------------------------------------------
 
+    @by_engine
     def attach(self, optimizer: torch.optim.Optimizer | None = None, *, zeros_alone: bool = False) -> None:
         """Give the stretches of an optimizer (None: of all) their main gradients as `.grad`, in the main weights'
         dtype, or as `.decoupled_grad`, in their own.
@@ -177,7 +179,7 @@ class ShardedOptimizer:
         if self.decoupled:
             setattr(flat.weight, DECOUPLED, gradient)
         else:
-            flat.weight.grad = None if gradient is None else gradient.to(flat.weight.dtype)
+            put_grad(flat.weight, None if gradient is None else gradient.to(flat.weight.dtype))
 
     def _leaves_unused(self, flat: FlatStretch) -> bool:
         """Whether a stretch's optimizer leaves parameters alone that got no gradient."""
@@ -198,10 +200,11 @@ class ShardedOptimizer:
         flags = flat.bucket.views.flags()
         return frozenset(place for place in unused if not flags[place])
 
+    @by_engine
     def detach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take the gradients of an optimizer (None: of all) away again."""
         for flat in self._stretches_of(optimizer):
-            flat.weight.grad = None
+            put_grad(flat.weight, None)
             if self.decoupled:
                 setattr(flat.weight, DECOUPLED, None)
 
