@@ -8,11 +8,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from harness.fsdp import ShardedModel
+from harness.fsdp.runtime import readiness
 from harness.fsdp.runtime.gradient_answer import Answer, GradientAccessError
-from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, data, loss_of, shard
+from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, data, loss_of, plain_gradients, shard
 from tests.support.covering import once
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -114,6 +115,62 @@ def test_gradients_are_forgotten_all_or_none(strategy: str) -> None:
         assert ".grad of entry.weight was set to None, and of other parameters it was not" in refusal
 
 
+def asking(rank: int, strategy: str) -> tuple[str, float, float]:
+    """What torch.autograd.grad() of parameters says, then the step's norm; and the norm without having asked."""
+    model, _ = built(strategy)
+    found = grad_of_parameters(rank, model)
+    backward(model, rank)
+    norm = model.grad_norm()
+    model.close()
+    model, _ = built(strategy)
+    backward(model, rank)
+    right = model.grad_norm()
+    model.close()
+    return found, norm, right
+
+
+def grad_of_parameters(rank: int, model: ShardedModel) -> str:
+    try:
+        given = torch.autograd.grad(loss_of(model, data(1, rank)), list(model.parameters()))
+        return f"nothing: {len(given)} tensors"
+    except GradientAccessError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_autograd_is_not_asked_for_gradients_of_parameters(strategy: str) -> None:
+    for told, norm, right in run_ranks(asking, 2, strategy):
+        assert told.startswith("torch.autograd.grad() was asked for the gradient of ")
+        assert "model.full_gradients()" in told
+        assert norm == right
+
+
+CHOSEN = ("blocks.0.up.weight", "blocks.1.down.bias")
+
+
+def choosing(rank: int, strategy: str) -> dict[str, Tensor]:
+    """Gradients of a backward that is asked for two parameters, of units that are released between uses."""
+    model, optimizer = built(strategy)
+    params = dict(model.named_parameters())
+    loss_of(model, data(0, rank)).backward(inputs=[params[name] for name in CHOSEN])
+    found = dict(model.full_gradients())
+    before = dict(model.full_weights())
+    optimizer.step()
+    moved = {name for name, now in model.full_weights() if not torch.equal(now, before[name])}
+    assert moved == set(CHOSEN)
+    model.close()
+    return found
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_backward_may_be_asked_for_some_parameters(strategy: str) -> None:
+    plain = plain_gradients([data(0, rank) for rank in range(2)], 0.5)
+    for found in run_ranks(choosing, 2, strategy):
+        for name, gradient in found.items():
+            right = plain[name] if name in CHOSEN else torch.zeros_like(plain[name])
+            assert torch.allclose(gradient.double(), right, atol=1e-6), name
+
+
 MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     "reading": (
         "torch's clipping finds what happens to lie in `.grad`",
@@ -123,6 +180,10 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
         "A gradient that is set is not seen by the step, and nobody says so",
         lambda: mock.patch.object(Answer, "assign"),
     ),
+    "asking autograd": (
+        "torch.autograd.grad() gives what comes of this rank's data alone",
+        lambda: mock.patch.object(readiness, "_will_come", return_value=False),
+    ),
 }
 
 
@@ -131,8 +192,9 @@ def visit(rank: int) -> dict[str, dict[str, str]]:
     for name, (_, patch) in MUTANTS.items():
         with patch():
             model, _ = built("optim_grads")
+            asked = grad_of_parameters(rank, model) if name == "asking autograd" else ""
             backward(model, rank)
-            found[name] = told_by(rank, model)
+            found[name] = {"asked": asked} if asked else told_by(rank, model)
             model.finish_grad_sync()
             model.close()
     return found

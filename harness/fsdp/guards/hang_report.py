@@ -7,6 +7,12 @@ from dataclasses import dataclass
 
 from harness.fsdp.comm.events import Label
 
+SAME_WORK = (
+    "All ranks must run the same forwards, backwards and steps, and the same units in them: a rank that has no data, or"
+    " leaves a batch out, runs one with its loss times 0. Where a rank is only slow, set watchdog_timeout_s higher"
+)
+"""What to do where every rank answers, and they are not at the same collective."""
+
 
 class CollectiveError(RuntimeError):
     """A collective did not come about; the same message on every rank that could be told."""
@@ -30,7 +36,8 @@ class Position:
 
 
 def tell(positions: Mapping[int, Position], ranks: Sequence[int], timeout_s: float) -> str:
-    """What happened: the collective in which ranks first differ, who waits where, who is elsewhere, who is silent."""
+    """What happened: the collective in which ranks first differ, who waits where, who is elsewhere, who is silent; and
+    what to do."""
     told = [difference] if (difference := first_difference(positions)) else []
     told += _waiting(positions)
     told += [_elsewhere(rank, each) for rank, each in sorted(positions.items()) if each.waits is None]
@@ -43,7 +50,7 @@ def tell(positions: Mapping[int, Position], ranks: Sequence[int], timeout_s: flo
         )
     failed = any(each.failure for each in positions.values())
     cause = "a collective failed" if failed else f"a collective did not come about within {timeout_s:g} s"
-    return f"{cause}: " + "; ".join(told)
+    return f"{cause}: " + "; ".join(told) + ("" if failed or silent else f". {SAME_WORK}")
 
 
 def first_difference(positions: Mapping[int, Position]) -> str:

@@ -10,17 +10,28 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from harness.fsdp.runtime.program_hooks import Hook, watch_present, watched
 from harness.fsdp.runtime.step import Step, StepState
-from harness.fsdp.storage.parameter_access import GRADIENT
+from harness.fsdp.storage.parameter_access import GRADIENT, HOME
 
 
 class GradientAccessError(RuntimeError):
-    """Something read or set `.grad` of a sharded parameter."""
+    """Something read or set `.grad` of a sharded parameter, or asked autograd for its gradient."""
+
+
+def refuse_grad_of(param: nn.Parameter) -> NoReturn:
+    """Raise GradientAccessError: torch.autograd.grad() was asked for the gradient of a sharded parameter."""
+    name, _ = getattr(param, HOME, ("a parameter", ""))
+    raise GradientAccessError(
+        f"torch.autograd.grad() was asked for the gradient of {name}, and would give what comes of this rank's data"
+        " alone, past the reduction. Call loss.backward() and read model.full_gradients() or model.local_gradients(),"
+        " then model.zero_grad(); torch.autograd.grad() of inputs is right as it is"
+    )
 
 
 class Answer:

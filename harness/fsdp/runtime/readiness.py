@@ -29,6 +29,7 @@ import torch
 from torch import nn
 from torch._C._autograd import _get_sequence_nr
 
+from harness.fsdp.runtime.gradient_answer import refuse_grad_of
 from harness.fsdp.storage.parameter_access import by_engine
 
 
@@ -218,19 +219,29 @@ class Readiness:
 
 
 def due_among(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Parameters, of some that are not frozen, to which the backward that runs will bring a gradient."""
+    """Parameters, of some that are not frozen, to which the backward that runs will bring a gradient.
+
+    Raises:
+        GradientAccessError: torch.autograd.grad() was asked for one of them.
+    """
     with torch.enable_grad():  # as torch.autograd.graph.get_gradient_edge does for each by itself
         views = [param.view_as(param).grad_fn for param in params]
     edges = [view.next_functions[0] for view in views if view is not None]
-    return [param for param, (node, _) in zip(params, edges, strict=True) if _will_run(node)]
+    return [param for param, (node, _) in zip(params, edges, strict=True) if _will_come(param, node)]
+
+
+def _will_come(param: nn.Parameter, node: Any) -> bool:
+    """Whether the backward that runs will bring a parameter a gradient, by this node.
+
+    Raises:
+        GradientAccessError: it would go to whoever called autograd.grad, as it is on this rank.
+    """
+    try:
+        return _will_run(node)
+    except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
+        refuse_grad_of(param)
 
 
 def _will_run(node: Any) -> bool:
-    """Whether the backward that runs will run this node as a step of its own.
-
-    A leaf that autograd.grad was asked for is none: its gradient goes to the caller, not to the parameter.
-    """
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # what torch says of such a leaf
-        return False
+    """Whether the backward that runs will run this node as a step of its own."""
+    return bool(torch._C._will_engine_execute_node(node))

@@ -256,6 +256,12 @@ class Gradients:
         if gaps:
             zero_together(gaps)
 
+    def open_gaps(self) -> None:
+        """Sums were multiplied by what is no number, which leaves none of zeros either: make zeros of what lies between
+        parameters once more, before they are reduced next."""
+        if self.is_in_place:
+            self._gaps = [self.sums[begin:end] for begin, end in self.layout.gaps]
+
     def _zeros_for(self, gaps: Sequence[Tensor], like: Tensor) -> list[Tensor]:
         """Zeros for gaps, in a gradient's dtype: what is copied together has one."""
         most = max((gap.numel() for gap in gaps), default=0)
@@ -384,6 +390,7 @@ class Gradients:
     def settle_sums(self) -> None:
         """Let the gradients of a step without a backward be zeros."""
         self._fill_unwritten(0.0)
+        self._close_gaps()
         if not self.is_in_place:
             self.claim()
             self.sums.zero_()

@@ -248,6 +248,7 @@ METADATA = frozenset(
             " register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor"
         ),
         *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size),
+        *(torch.autograd.backward, torch.autograd.grad),  # which look at `inputs`, or refuse them, by themselves
         *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
     ]
 )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.together import scale_together
 from harness.fsdp.storage.bucket import Bucket
 
@@ -23,5 +25,10 @@ def clip_gradients(buckets: Sequence[Bucket], norm: Tensor, max_norm: float) -> 
 
 
 def scale_gradients(buckets: Sequence[Bucket], factor: float | Tensor) -> None:
-    """Multiply the main gradients, which are finished, by a factor."""
+    """Multiply the main gradients, which are finished, by a factor; one that is not finite is forgotten with them."""
     scale_together([shard for bucket in buckets for shard in bucket.grad_shards], factor)
+    is_unseen = isinstance(factor, Tensor) and is_queued(factor.device)  # the host does not look at it
+    if is_unseen or not math.isfinite(factor):
+        for bucket in buckets:
+            if bucket.gradients is not None:
+                bucket.gradients.open_gaps()
