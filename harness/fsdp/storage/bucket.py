@@ -25,10 +25,10 @@ from harness.fsdp.storage.awaited import Awaited
 from harness.fsdp.storage.bucket_context import BucketContext, BucketKey, InitialValue
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.eight_bit import EightBitWeights
-from harness.fsdp.storage.gradients import Gradients, view_of
+from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.parameter_access import Access
-from harness.fsdp.storage.parameter_views import ParameterViews
+from harness.fsdp.storage.parameter_views import ParameterViews, view_of
 from harness.fsdp.storage.placement import WHOLE, Axis, On, route
 from harness.fsdp.tensor_parallel.parameters import cut_portion, portion_of
 from harness.fsdp.tensor_parallel.portion import Portion

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -28,10 +27,10 @@ from harness.fsdp.comm.together import copy_together, zero_together
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.arrivals import ADDED, adopt, may_wait
 from harness.fsdp.storage.cuts import Cuts
-from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.marks import ABSENT, Marks
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
+from harness.fsdp.storage.parameter_views import view_of
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel.parameters import gradient_here
 from harness.fsdp.vocabulary import GradBuffer
@@ -435,19 +434,3 @@ class Gradients:
 
 MAIN_GRADIENT = "get_main_grad"
 """Attribute of a parameter by which a kernel of Megatron's protocol finds where to add its gradient."""
-
-
-def view_of(bucket: Tensor, begin: int, slot: Slot) -> Tensor:
-    """A parameter's place in a whole bucket, in its shape."""
-    strides = contiguous_strides(slot.spec.shape)
-    return bucket.as_strided(slot.spec.shape, strides, bucket.storage_offset() + begin)
-
-
-@cache
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))

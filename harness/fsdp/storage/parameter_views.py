@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
+from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.memory import placeholder
 from harness.fsdp.storage.parameter_access import HOME, Access, by_engine, class_for
 from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
@@ -98,3 +100,19 @@ class ParameterViews:
         if now == self._versions:
             return []
         return [name for (name, _), was, count in zip(self._params, self._versions, now, strict=True) if was != count]
+
+
+def view_of(bucket: Tensor, begin: int, slot: Slot) -> Tensor:
+    """A parameter's place in a whole bucket, in its shape."""
+    strides = contiguous_strides(slot.spec.shape)
+    return bucket.as_strided(slot.spec.shape, strides, bucket.storage_offset() + begin)
+
+
+@cache
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
