@@ -255,7 +255,7 @@ class Placements:
 
     @cached_property
     def _reductions(self) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Of a backward that does not end the step's accumulation, and of one that does."""
+        """What a backward does to the gradients: one that does not end the step's accumulation, and one that does."""
         each = route(self.unreduced_grads, self.accumulated_grads)
         return each, each + route(self.accumulated_grads, self.main_grads)
 
