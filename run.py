@@ -42,11 +42,15 @@ def main(argv: list[str]) -> int:
     """Carry out a command line; returns the exit code."""
     place: RankPlace | None = None
     try:
-        with standard_streams(needed=False):
+        with standard_streams() as output:
             listen_to_interrupts()
             place = _place()
-            is_rank = place.launcher == "torchrun" or place.world_size > 1
-            return as_rank(argv, place) if is_rank else request(read_arguments(argv), lambda cell: carry_out([cell]))
+            if place.launcher == "torchrun" or place.world_size > 1:
+                output.needed = False
+                return as_rank(argv, place)
+            arguments = read_arguments(argv)
+            output.needed = arguments.starts_nothing
+            return request(arguments, lambda cell: carry_out([cell]))
     except BrokenPipeError:  # `run.py launch.dry_run=true | head`: the reader has seen enough
         return 0
     except REQUEST_ERRORS as error:

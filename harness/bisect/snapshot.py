@@ -134,7 +134,7 @@ class Snapshot:
             while _is_running(started):
                 if (asked.interrupted or asked.stops) and not told:
                     told = True
-                    started.send_signal(signal.SIGTERM if asked.stops else signal.SIGINT)
+                    started.send_signal(asked.stops[0] if asked.stops else signal.SIGINT)
         if told:
             raise KeyboardInterrupt
         return started.returncode

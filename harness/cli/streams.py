@@ -4,24 +4,31 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+@dataclass
+class Output:
+    """What a command prints."""
+
+    needed: bool = True
+    """Whether the printed text is what the command is for: a run that is done is done, whatever became of its log."""
+
+
 @contextmanager
-def standard_streams(*, needed: bool = True) -> Iterator[None]:
+def standard_streams() -> Iterator[Output]:
     """Around all of a command.
 
     A closed stream becomes /dev/null before a file of ours can take its number, which children would be given as their
     input or output. A character that the output's encoding lacks is written as an escape. What was printed is written
     out here: left to the interpreter's end, a reader that has seen enough would be an error.
-
-    Args:
-        needed: whether the output is what the command is for. A run that is done is done, whatever became of its log.
 
     Raises:
         OSError: what was printed is needed and cannot be written, as to a full disk.
@@ -30,19 +37,23 @@ def standard_streams(*, needed: bool = True) -> Iterator[None]:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and not _writes_anything(stream):
             stream.reconfigure(errors="backslashreplace")
+    logging.raiseExceptions = False  # Hydra's --info prints by it, with a traceback a line that cannot be written
+    output = Output()
     try:
-        yield
+        yield output
     except OSError as error:
         # One without a file may come of an output that keeps nothing back (python -u): another line tells.
         lost = _write_out("\n" if error.errno in NO_ROOM and error.filename is None else "")
-        if lost and needed:
+        if lost and output.needed:
             raise lost from error
         raise
-    except BaseException:
-        _write_out()
+    except BaseException as end:
+        lost = _write_out()
+        if lost and output.needed and isinstance(end, SystemExit) and not end.code:  # as `--help` ends
+            raise lost from None
         raise
     if lost := _write_out():
-        if needed:
+        if output.needed:
             raise lost
         print(f"{lost.filename}: {lost.strerror}", file=sys.stderr)
 

@@ -7,10 +7,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from harness.config.errors import refuse
 from harness.store import commands
+
+if TYPE_CHECKING:
+    from _typeshed import SupportsWrite
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,10 @@ def parser_of(verb: Verb) -> ArgumentParser:
 
 class _Parser(ArgumentParser):
     """Words argparse does not understand are a bad request like any other."""
+
+    def print_help(self, file: SupportsWrite[str] | None = None) -> None:
+        """As argparse does, but for an output that cannot be written: that is told."""
+        print(self.format_help(), end="", file=file)
 
     def error(self, message: str) -> NoReturn:
         raise refuse(self.prog, message, fix=f"{self.prog} --help")

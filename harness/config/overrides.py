@@ -9,7 +9,7 @@ from __future__ import annotations
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +78,8 @@ def _read(text: str, multirun: bool, catalog: Catalog) -> Word | list[Violation]
         return [Violation(repr(text), "holds bytes that are not UTF-8", fix="a name in UTF-8")]
     try:
         override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        return [_malformed(text, error, catalog)]
+    except HydraException:
+        return [_malformed(text, catalog)]
     return _refused(text, override, multirun) or _understand(text, override, catalog)
 
 
@@ -94,7 +94,7 @@ def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
                 text, "Hydra's own settings are fixed: the harness decides where and how cells run", fix="leave it out"
             )
         ]
-    if override.package is not None:
+    if override.package is not None and key:
         return [Violation(text, "a group's place is fixed", fix=f"{key}={override.value()}")]
     if override.is_interval_sweep():
         return [Violation(text, "has no values to go through", fix=f"{key}=range(START,STOP,STEP) or a list of values")]
@@ -106,6 +106,8 @@ def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
 
 def _understand(text: str, override: Override, catalog: Catalog) -> Word | list[Violation]:
     key = str(override.key_or_group)
+    if not key:
+        return [Violation(text, "names no group or setting", fix="write group=option or group.key=value")]
     if key in catalog.groups:
         return _group(text, key, override, catalog)
     if not _is_setting(key):
@@ -231,7 +233,7 @@ def _duplicates(words: list[Word]) -> Iterator[Violation]:
             )
 
 
-def _malformed(text: str, error: HydraException, catalog: Catalog) -> Violation:
+def _malformed(text: str, catalog: Catalog) -> Violation:
     key, sign, value = text.partition("=")
     if not sign:
         holders = catalog.groups_with(text)
@@ -239,16 +241,22 @@ def _malformed(text: str, error: HydraException, catalog: Catalog) -> Violation:
         meant = [f"{group}={text}" for group in holders[:3]] or [f"{name}=VALUE" for name in names]
         fix = f"did you mean {' or '.join(meant)}?" if meant else "write group=option or group.key=value"
         return Violation(repr(text), "is not key=value", fix=fix)
-    if key.strip("+~") and all(c not in key for c in " '\"\n"):
-        quoted = quote(value)
-        return Violation(
-            text,
-            "cannot be read: quotes, braces, commas, line breaks and letters beyond ASCII need quoting",
-            fix=shlex.quote(f"{key}={quoted}"),
-        )
+    if not _can_be_key(key.lstrip("+~")):
+        return replace(explain_key(key, catalog), subject=repr(key))
     return Violation(
-        repr(text), f"cannot be read: {str(error).splitlines()[0]}", fix="write group=option or group.key=value"
+        text,
+        "cannot be read: quotes, braces, commas, line breaks and letters beyond ASCII need quoting",
+        fix=shlex.quote(f"{key}={quote(value)}"),
     )
+
+
+def _can_be_key(key: str) -> bool:
+    """Whether Hydra's grammar has it left of a `=`: a number, which YAML may make of a study's axis, it has not."""
+    try:
+        OverridesParser.create().parse_override(f"{key}=1")
+    except HydraException:
+        return False
+    return True
 
 
 def forbid_appending(overrides: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ LAST_S = 120
 
 def main(path: str, mode: str) -> int:
     """Follow the run at `path`; returns the exit code."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # schedulers tell them to every process of a job; the pipe ends this one
     try:
         follow(run_of(path), WandbMode[mode], _closed)

@@ -17,8 +17,8 @@ FORK_FDS = (LEASH, PROGRESS, "")
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not leak into ranks we start."""
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-"""Ask a rank to save and end: a scheduler's preemption, and its warning before the time limit."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+"""Ask a rank to save and end: a scheduler's preemption, its warning before the time limit, and a terminal's end."""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def _check_file(study: StudyConfig) -> None:
         except BadRequest as error:
             violations += [_located(study, v) for v in error.violations]
     if violations:
-        raise BadRequest(violations)
+        raise BadRequest(list(dict.fromkeys(violations)))  # a wrong key is wrong with each of its values
 
 
 def _located(study: StudyConfig, v: Violation) -> Violation:

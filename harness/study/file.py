@@ -34,6 +34,8 @@ def normalise(raw: Mapping[str, Any], name: str) -> dict[str, Any]:
     for key in PAIRS:
         if isinstance(study.get(key), Mapping):
             study[key] = {str(k): as_typed(v) for k, v in study[key].items()}
+    if isinstance(study.get("margins"), Mapping):
+        study["margins"] = {str(k): v for k, v in study["margins"].items()}
     for key in AXES:
         if isinstance(study.get(key), Mapping):
             study[key] = {str(k): [as_typed(v) for v in _listed(values)] for k, values in study[key].items()}

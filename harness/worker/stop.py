@@ -37,9 +37,13 @@ class StopFlag:
         self._rehearsed_after = steps
 
     def listen(self) -> None:
-        """Turn the stop signals into this flag, also those that came before (the starter may have blocked them)."""
+        """Turn the stop signals into this flag, also those that came before (the starter may have blocked them).
+
+        A terminal's end that whoever started us has ignored (`nohup`) stays ignored; a launcher's word does not.
+        """
         for number in STOP_SIGNALS:
-            self._before[number] = signal.signal(number, self._on_signal)
+            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._on_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def restore(self) -> None:

@@ -180,14 +180,15 @@ def test_closed_streams_are_no_error_and_no_file_takes_their_number(root: Path) 
     assert in_a_fork(act) == 1
 
 
+@pytest.mark.parametrize("words", [["gc"], ["gc", "--help"], ["--help"]])
 @pytest.mark.parametrize("through", [False, True])
-def test_an_output_that_cannot_be_written_is_told(root: Path, tmp_path: Path, through: bool) -> None:
+def test_an_output_that_cannot_be_written_is_told(root: Path, tmp_path: Path, through: bool, words: list[str]) -> None:
     def act() -> int:
         os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
         os.dup2(os.open(tmp_path / "told", os.O_WRONLY | os.O_CREAT), 2)
         sys.stdout, sys.stderr = open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
         sys.stdout.reconfigure(write_through=through)  # as PYTHONUNBUFFERED=1 does
-        return main(["gc", "--root", str(root)])
+        return main([*words, "--root", str(root)] if words == ["gc"] else words)
 
     assert in_a_fork(act) == 2
     assert (tmp_path / "told").read_text() == "bad request:\n  standard output: No space left on device\n"

@@ -23,6 +23,13 @@ def refused(*overrides: str, multirun: bool = False) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize("typed", ["=3", "@=3", "@train=3", "1=3", "a b=3", "\u00fc=3", "a\nb=3"])
+def test_what_is_no_key_is_no_fault_of_its_value(typed: str) -> None:
+    told = refused(typed)
+    assert "no such group or setting" in told or "names no group or setting" in told
+    assert "quot" not in told
+
+
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [

@@ -31,9 +31,12 @@ def step(number: int) -> None:
     )
 
 
-def wait_for_stop() -> None:
-    """Until SIGTERM."""
-    signal.sigwait({signal.SIGTERM})
+STOPS = {signal.SIGTERM, signal.SIGHUP}
+
+
+def wait_for_stop() -> str:
+    """Until asked to stop; the name of the signal."""
+    return signal.Signals(signal.sigwait(STOPS)).name
 
 
 def hold_the_interpreter() -> None:
@@ -59,8 +62,7 @@ def act(what: str) -> int:
             print("a last word in the log", flush=True)
             return 7
         case "save":
-            wait_for_stop()
-            reporter.ended(State.preempted, "saved at step 1")
+            reporter.ended(State.preempted, f"{wait_for_stop()} received; saved at step 1")
             return 75
         case "sleep":
             wait_for_stop()
@@ -87,7 +89,7 @@ run, attempt = Path(sys.argv[1]), int(sys.argv[3])
 place = rank_place(os.environ)
 # Before any thread starts, for threads inherit the mask: one that lacked it would take the signal, and die of it,
 # whenever the main thread is not inside sigwait yet.
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
 lifeline.hold_on(os.environ)
 reporter = Reporter(run, attempt, place)
 dump_on_request(reporter.folder, place.rank)

@@ -121,18 +121,21 @@ def test_children_of_a_rank_go_with_it(start):
     assert gone(child)
 
 
-def test_asked_to_stop_all_save(start):
+@pytest.mark.parametrize("asked", [signal.SIGTERM, signal.SIGHUP])
+def test_asked_to_stop_all_save(start, asked):
+    """And the record names the signal that came."""
     run = start("save|save")
     await_files(run, "pid0", "pid1")
-    run.stop("SIGTERM received")
+    run.stop(asked)
     ended = finish(run)
-    assert (ended.state, ended.exit_code, ended.reason) == (State.preempted, 75, "saved at step 1")
+    assert (ended.state, ended.exit_code) == (State.preempted, 75)
+    assert ended.reason == f"{asked.name} received; saved at step 1"
 
 
 def test_who_does_not_save_in_time_is_killed(start):
     run = start("save|sleep", "launch.stop_grace_s=1")
     await_files(run, "pid0", "pid1")
-    run.stop("SIGTERM received")
+    run.stop(signal.SIGTERM)
     ended = finish(run, 10)
     assert ended.state is State.preempted
     assert "not saved within launch.stop_grace_s=1" in ended.reason
@@ -142,8 +145,8 @@ def test_who_does_not_save_in_time_is_killed(start):
 def test_asked_twice_it_ends_at_once(start):
     run = start("sleep|sleep", "launch.stop_grace_s=600")
     await_files(run, "pid0", "pid1")
-    run.stop("SIGTERM received")
-    run.stop("SIGTERM received")
+    run.stop(signal.SIGTERM)
+    run.stop(signal.SIGTERM)
     assert finish(run, 5).exit_code == 75
 
 

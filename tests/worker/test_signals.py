@@ -30,7 +30,7 @@ def flag():
     made.restore()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])
 def test_a_signal_only_raises_the_flag(flag, number):
     assert not flag()
     os.kill(os.getpid(), number)
@@ -43,6 +43,34 @@ def test_the_first_signal_is_the_reason(flag):
     os.kill(os.getpid(), signal.SIGTERM)
     assert flag.first is signal.SIGUSR2
     assert flag.reason == "SIGUSR2 received"
+
+
+IGNORED = """
+import os, signal
+from harness.launch.local.pool import listening
+from harness.worker.stop import StopFlag
+flag, numbers = StopFlag(), (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+for number in numbers:
+    signal.signal(number, signal.SIG_IGN)
+with listening() as asked:
+    for number in numbers:
+        os.kill(os.getpid(), number)
+    assert not asked.interrupted and not asked.stops, asked
+    flag.listen()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not flag(), flag.reason
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert flag(), "a launcher's word"
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+with listening() as asked:
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert asked.stops == [signal.SIGHUP], asked
+"""
+
+
+def test_what_was_ignored_at_start_stays_ignored() -> None:
+    """As nohup ignores a terminal's end, and a shell Ctrl-C for what it starts in the background."""
+    subprocess.run([sys.executable, "-c", IGNORED], timeout=20, check=True)
 
 
 EARLY = """

@@ -39,17 +39,18 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 class Asked:
     """What signals have asked of this process."""
 
-    stops: list[str] = field(default_factory=list)
+    stops: list[signal.Signals] = field(default_factory=list)
     interrupted: bool = False
 
 
 @contextmanager
 def listening() -> Iterator[Asked]:
-    """Hear Ctrl-C and requests to stop instead of dying of them. Outside the main thread signals stay as they are."""
+    """Hear Ctrl-C and requests to stop instead of dying of them. Outside the main thread signals stay as they are, and
+    what whoever started us has ignored stays ignored (`nohup`, a shell's `&`)."""
     asked = Asked()
 
     def on_stop(number: int, _: FrameType | None) -> None:
-        asked.stops.append(f"{signal.Signals(number).name} received")
+        asked.stops.append(signal.Signals(number))
 
     def on_interrupt(_: int, __: FrameType | None) -> None:
         asked.interrupted = True
@@ -57,13 +58,17 @@ def listening() -> Iterator[Asked]:
     if threading.current_thread() is not threading.main_thread():
         yield asked
         return
-    before = {number: signal.signal(number, on_stop) for number in STOP_SIGNALS}
-    before[signal.SIGINT] = signal.signal(signal.SIGINT, on_interrupt)
+    handlers = dict.fromkeys(STOP_SIGNALS, on_stop) | {signal.SIGINT: on_interrupt}
+    before = {
+        number: signal.signal(number, handler)
+        for number, handler in handlers.items()
+        if signal.getsignal(number) is not signal.SIG_IGN
+    }
     try:
         yield asked
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
 
 
 Told = Callable[[Opened, Ended], None]
@@ -189,9 +194,9 @@ class Pool:
                 self._failed |= ended.state is State.failed and run.opened.cell.config["launch"]["fail_fast"]
                 self._on_end(run.opened, ended)
 
-    def _stop_all(self, reason: str) -> None:
+    def _stop_all(self, asked: signal.Signals) -> None:
         for run in self._running:
-            run.stop(reason)
+            run.stop(asked)
 
     def _cancel_all(self) -> None:
         for run in self._running:

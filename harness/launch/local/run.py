@@ -123,14 +123,14 @@ class LocalRun:
     def _is_cancelled(self) -> bool:
         return cancel_requested(self.opened.run.path, self.opened.attempt)
 
-    def stop(self, reason: str) -> None:
-        """Ask the ranks to save and end; asked a second time, end them now."""
+    def stop(self, asked: signal.Signals) -> None:
+        """Ask the ranks by this signal to save and end; asked a second time, end them now."""
         if self._verdict is not None:
             self._end_by(0.0)
             return
-        self._decide(State.preempted, reason, self.config.launch.stop_grace_s)
+        self._decide(State.preempted, f"{asked.name} received", self.config.launch.stop_grace_s)
         for rank in self.ranks:
-            rank.signal(signal.SIGTERM)
+            rank.signal(asked)
 
     def cancel(self, reason: str) -> None:
         """End the ranks now."""
