@@ -167,6 +167,7 @@ def test_cancel_on_request_from_anywhere(start):
 
 def test_a_hang_shows_the_stack_of_every_rank(start):
     run = start("sleep|sleep", "launch.hang_timeout_s=4")
+    await_files(run, "pid0", "pid1")
     ended = finish(run, 30)
     assert ended.state is State.failed
     assert ended.reason == "hang: no step for 4 s"
