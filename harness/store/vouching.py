@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FOLDER = "vouch"
-VERSION = 2
+VERSION = 3
 DENSE = 512
 """Steps from the first on of which every tensor's sketches are kept."""
 BYTES = 8
 
-CHECKS = ("sum", "gather", "kept", "replicas", "rule", "again")
-"""What is looked at in every step, each the largest over all tensors, beside the index of that tensor; `again` in the
-last captured step alone."""
+ONCE = ("again", "drift")
+"""What is looked at in the last captured step alone."""
+CHECKS = ("sum", "gather", "kept", "replicas", "rule", *ONCE)
+"""What is looked at in every step, each the largest over all tensors, beside the index of that tensor."""
 
 MOMENTS = ("first", "second")
 """Columns of an optimizer's two moments, in its order: the signed sum of all elements that ranks follow, copies too; so
@@ -58,9 +59,10 @@ def step_columns(sketches: int) -> tuple[str, ...]:
     """Names of a step's numbers, in order.
 
     `sum` is relative to the norm of the local gradients that were added, or of their sum if that is longer, `gather`,
-    `kept` and `replicas` to the norm of the weight, `rule` to the most that rounding explains of an element, `again` to
-    the norm of one rank's local gradients; `norm` is relative. The others are sketches and squared norms of all tensors
-    added up: of the averaged sum of local gradients, of the reduced gradient, of the weights after the update.
+    `kept` and `replicas` to the norm of the weight, `rule` to the most that rounding explains of an element, `again`
+    and `drift` to the norm of one rank's local gradients; `norm` is relative. The others are sketches and squared norms
+    of all tensors added up: of the averaged sum of local gradients, of the reduced gradient, of the weights after the
+    update.
     """
     checks = tuple(name for check in CHECKS for name in (check, f"{check}_tensor"))
     return (

@@ -16,7 +16,7 @@ with whole weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
@@ -66,19 +66,37 @@ def worked_out(session: Session, control: Control, names: list[str], signs: Sign
     """
     seen = session.engine.seen()
     assert seen is not None
-    workload, device = workload_for(session.config), session.ranks.device
-    if not all(fits for (fits,) in control.gather([int(_fits(workload, session))])):
+    if not have_room(session, control):
         return None
-    with plain_model(workload, session.config, device) as model:
+    with plain_model(workload_for(session.config), session.config, session.ranks.device) as model:
         _fill(model, session, seen)
-        with suppress(torch.OutOfMemoryError), LocalWatch(model, names, signs, weights=False) as watch:
-            for tokens, targets in session.loader.batch(step).microbatches:
-                session.alive()
-                batch = Microbatch(*(torch.from_numpy(rows).to(device) for rows in (tokens, targets)))
-                _scaled(workload.loss(model, batch), seen, session.config).backward()
-                for param in model.parameters():
-                    param.grad = None
-            return watch.gradients()
+        return local_gradients(model, session, names, signs, step, lambda loss: _scaled(loss, seen, session.config))
+
+
+def have_room(session: Session, control: Control) -> bool:
+    """Whether every rank has room for the whole model. *Collective.*"""
+    return all(fits for (fits,) in control.gather([int(_fits(workload_for(session.config), session))]))
+
+
+def local_gradients(
+    model: nn.Module,
+    session: Session,
+    names: list[str],
+    signs: Signs,
+    step: int,
+    scaled: Callable[[Tensor], Tensor],
+) -> Sketch | None:
+    """Sketches of the sum of a plain model's gradients [tensors, m] on this rank's microbatches of a step, and their
+    squared norms, added up [tensors]; None where memory ran out. scaled: makes what is differentiated of a loss."""
+    workload, device = workload_for(session.config), session.ranks.device
+    with suppress(torch.OutOfMemoryError), LocalWatch(model, names, signs, weights=False) as watch:
+        for tokens, targets in session.loader.batch(step).microbatches:
+            session.alive()
+            batch = Microbatch(*(torch.from_numpy(rows).to(device) for rows in (tokens, targets)))
+            scaled(workload.loss(model, batch)).backward()
+            for param in model.parameters():
+                param.grad = None
+        return watch.gradients()
     return None
 
 

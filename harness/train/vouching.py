@@ -4,7 +4,8 @@
 sample, which cost a few passes over what a rank holds and nothing on the wire but a small sum. From step to step:
 
     before      weights and a sample of moments against what the step before left; weights as forwards should see them
-    again       in the last captured step, local gradients by the plain model (`harness.train.again`)
+    again       in the last captured step, local gradients by the plain model (`harness.train.again`); and whether that
+                is the function it was when the run began (`harness.train.drift`)
     forward     weights as modules look them up; local gradients as autograd hands them over (`LocalWatch`)
     reduced     the engine's averaged gradients, in the places of its weights, before clipping
     after       weights after the update; of the sample, what the optimizer's rule makes of what was there before
@@ -41,6 +42,7 @@ from harness.store import vouching as stream
 from harness.store.forward import write as write_forward
 from harness.store.metrics import read_columns
 from harness.store.vouching import StreamWriter, VouchedTensor
+from harness.train import drift
 from harness.train.again import off_by, step_of, worked_out
 from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
@@ -86,6 +88,9 @@ class Vouching:
         """On the first rank, what the last step before a resume left of the moments; None in any other step."""
         self.done = done
         self.again_at = step_of(config)
+        self.looks_for_drift = drift.is_looked_for(config, done)
+        self.first: Sketch | None = None
+        """What the plain model said before the first step, where it is asked twice."""
         self.skipped = _skipped_before(session, control, done)
         """Steps so far whose updates a dynamic loss scale left out, which an optimizer does not count."""
         self.writer: StreamWriter | None = None
@@ -128,6 +133,7 @@ class Vouching:
         self.watching: LocalWatch | None = None
         self.forward: ForwardWatch | None = None
         self.again: Sketch | None = None
+        self.drift: Sketch | None = None
         self.gradient_sample: Tensor | None = None
         self.gradient_unit = 0.0
 
@@ -146,11 +152,19 @@ class Vouching:
             self.largest.kept[:] = self._kept(sketches, self.values)
 
     def work_out_again(self, step: int) -> None:
-        """In the last captured step: this rank's local gradients, by the plain model; *collective*, before `watch`."""
-        if step == self.again_at and self.session.engine.seen() is not None:
-            with self.session.meters.memory.apart():
-                self.again = worked_out(self.session, self.control, self.names, self.signs, step)
-            self.summed.part("blind")[:] = float(self.again is None)
+        """Ask the plain model, before the first step and in the last captured one: for this rank's local gradients of
+        that step, and twice for the same; *collective*, before `watch`."""
+        if step not in (self.done + 1, self.again_at) or self.session.engine.seen() is None:
+            return
+        of = self.session, self.control, self.names, self.signs
+        with self.session.meters.memory.apart():
+            if step == self.again_at:
+                self.again = worked_out(*of, step)
+                self.summed.part("blind")[:] = float(self.again is None)
+            if self.looks_for_drift:
+                now = drift.asked(*of)
+                self.first, self.drift = (self.first, now) if step == self.again_at else (now, None)
+                self.summed.part("blind_twice")[:] = float(self.first is None or now is None)
 
     def watch(self, step: int) -> AbstractContextManager[Any]:
         """Surrounds the step's forwards and backwards."""
@@ -190,7 +204,8 @@ class Vouching:
         self.summed.part("moments_after")[:] = self.sample.of_moments(values, len(self.pieces))
         self.summed.put("after", sketches, self.counted)
         self.summed.put("dissent", sketches, self.among)
-        looked = Looked(self.watching is not None, self.gradient_sample is not None, False, self.again is not None)
+        alone = self.again is not None, self.drift is not None
+        looked = Looked(self.watching is not None, self.gradient_sample is not None, False, *alone)
         if self.gradient_sample is not None and self.sample.rule.name in KNOWN:
             looked = looked._replace(rule=True)
             self._hold_to_rule(step, lr, norm, values)
@@ -256,8 +271,11 @@ class Vouching:
         self.summed.part("saw")[:] = float(watching.saw_gradients)
         self.summed.part("hidden")[list(watching.hidden)] = 1.0
         self.largest.used[:] = torch.cat([largest, -least], dim=1)
+        shapes = [piece.shape for piece in self.pieces]
         if self.again is not None:
-            self.largest.again[:] = off_by(gradients, self.again, [piece.shape for piece in self.pieces])
+            self.largest.again[:] = off_by(gradients, self.again, shapes)
+        if self.drift is not None and self.first is not None:
+            self.largest.drift[:] = off_by(self.drift, self.first, shapes)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 

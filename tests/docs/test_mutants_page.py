@@ -59,6 +59,7 @@ MODULES = (
     "tests.mirror.test_mirror",
     "tests.store.test_screen",
     "tests.train.test_again",
+    "tests.train.test_drift",
     "tests.train.test_default_captures",
     "tests.train.test_forward",
     "tests.train.test_left_out",

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from harness.config.roundoff import UNIT
 from harness.config.update_rule import Rule, UpdateState
 from harness.store.rundir import flatten
-from harness.store.vouching import MOMENTS, StreamWriter, VouchedTensor, step_columns, tensor_columns
+from harness.store.vouching import MOMENTS, ONCE, StreamWriter, VouchedTensor, step_columns, tensor_columns
 
 if TYPE_CHECKING:
     from tests.parity.arms import Arm, Params
@@ -76,7 +76,7 @@ class Voucher(Silent):
 
     def before(self, weights: Params, optimizer: Optimizer, used: list[Params], compute: Params) -> None:
         """Before a step: against what the last one left, and what each rank computes with against `compute`."""
-        unseen = dict.fromkeys(("again", "again_tensor"), float("nan"))
+        unseen = {column: float("nan") for each in ONCE for column in (each, f"{each}_tensor")}
         self._row = {"replicas": 0.0, "replicas_tensor": 0.0, **unseen}
         self._kept(weights, optimizer)
         size = {name: float(np.linalg.norm(compute[name].astype(np.float64))) for name in self.names}

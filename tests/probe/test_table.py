@@ -25,7 +25,7 @@ def sum_of(microbatches: int, alike: float, factor: float) -> float:
     summed.part("saw")[:] = 1.0
     mean = values * factor / microbatches
     summed.put("reduced", Sketch(mean, mean[:, 0] ** 2), torch.ones(1, dtype=torch.float64))
-    row, _ = step_numbers(summed, largest, Looked(True, True, False, False), microbatches, alike)
+    row, _ = step_numbers(summed, largest, Looked(True, True, False, False, False), microbatches, alike)
     return row[step_columns(M).index("sum")]
 
 

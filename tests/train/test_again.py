@@ -229,12 +229,16 @@ MUTANTS: dict[str, tuple[Claim, Slip]] = {
     "the batch before": (
         wrong_runs,
         Slip(
-            again, "worked_out", "batch(step)", "batch(max(1, step - 1))", "The second time has another step's tokens"
+            again,
+            "local_gradients",
+            "batch(step)",
+            "batch(max(1, step - 1))",
+            "The second time has another step's tokens",
         ),
     ),
     "half of the batch": (
         wrong_runs,
-        Slip(again, "worked_out", ".microbatches:", ".microbatches[:1]:", "One microbatch is worked out again"),
+        Slip(again, "local_gradients", ".microbatches:", ".microbatches[:1]:", "One microbatch is worked out again"),
     ),
     "weights of nobody": (
         wrong_runs,

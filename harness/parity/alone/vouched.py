@@ -1,7 +1,7 @@
 """What one run says of itself at every step, without another run (its stream, `harness.store.vouching`).
 
-Five things are looked at in each step, each the worst over all tensors, and a sixth about the step as a whole; a
-seventh once:
+Five things are looked at in each step, each the worst over all tensors, and a sixth about the step as a whole; two
+more once:
 
     sum        the engine's gradient against the sum of what autograd handed out           reduction
     gather     the weights that the forward used against the main weights                  gather
@@ -11,6 +11,8 @@ seventh once:
     norm       the norm that is logged and clipped by against that of the gradient         clipping
     again      in the last captured step, a rank's gradients against those of the plain    forward and gradient
                model with the same weights and tokens (`harness.train.again`)
+    drift      in that step, what the plain model makes of the seed's weights and step 1's  forward and gradient
+               tokens against what it made of them before the first (`harness.train.drift`)
 
 [Note: Bounds of the stream] `gather`, `kept` and `replicas` compare numbers that were copied or cast, and a cast has
 one result: all that may be left is the fp64 sum of a sketch, `EXACT` (sqrt(n) roundings of 2^-53 of n terms, 1e-11 for
@@ -27,9 +29,10 @@ z(1 - p / 2n) deviations with probability p, so
 
 which for 65 tensors and 1,000 steps is 5.5 deviations, for 100,000 steps 6.2.
 
-`again` is the largest of m sketches of T tensors on N ranks, of two gradients that the same modules made of the same
-bits in the same shapes. Where kernels are the same too, as on CPUs (see [Note: Same kernels] in `tiers.forward`), all
-bits are; where a library may choose by more than shapes, each of the two errs by e = `Arithmetic.local`, so
+`again` is the largest of m sketches of T tensors on N ranks, of two gradients that the same modules
+made of the same bits in the same shapes. Where kernels are the same too, as on CPUs (see [Note: Same kernels] in
+`tiers.forward`), all bits are; where a library may choose by more than shapes, each of the two errs by e =
+`Arithmetic.local`, so
 
     refuted = 2 SAFETY sqrt(2) e z(1 - RARE / (2 m T N))
 
@@ -38,6 +41,9 @@ doubt, and what is off by more than twice SAFETY SIGMAS roundings is refuted. A 
 have its two gradients added in the compute dtype or in fp32, and lie one rounding off. An engine of one's own may have
 kernels of its own, and 8 bits may be made of weights that were cast before: these are refuted by e. Where routers
 choose, one choice that rounding turned changes an expert's gradient by anything, and nothing is refuted.
+
+`drift` is held to the same. Both times it is one process and its plain model: on a CPU, what differs at all in any
+dtype is in doubt.
 """
 
 from __future__ import annotations
@@ -52,6 +58,7 @@ from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.graded import Series
+from harness.store.vouching import ONCE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -101,6 +108,12 @@ LOOKS = {
         "gradient worked out again",
         Stage.gradient,
         "not what the plain model gives for the same weights and tokens",
+        since=Stage.forward,
+    ),
+    "drift": Look(
+        "the same function",
+        Stage.gradient,
+        "the model's code is another function than when the run began: of the seed's weights and step 1's tokens",
         since=Stage.forward,
     ),
 }
@@ -181,13 +194,16 @@ def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tu
     """The largest value of a column that is allowed, and the largest that is not refuted."""
     allowed = bound(name, stream, arithmetic)
     refuted = REFUTED * allowed
-    if name != "again":
+    if name not in ONCE:
         return allowed, refuted
-    if arithmetic.compute in SIXTEEN_BITS and run.config.get("cluster.device") == "cpu":
+    on_cpu = run.config.get("cluster.device") == "cpu"
+    if arithmetic.compute in SIXTEEN_BITS and on_cpu:
         rounded = SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute]
         allowed = rounded if arithmetic.reused else EXACT
         if run.config.get("engine.name") != "ext" and not arithmetic.fp8:
             refuted = REFUTED * rounded
+    if name == "drift" and on_cpu:
+        allowed = EXACT
     if arithmetic.num_experts > 1:
         refuted = math.inf
     return allowed, refuted
@@ -199,7 +215,7 @@ def bound(name: str, stream: Stream, arithmetic: Arithmetic) -> float:
         return 1.0
     if name == "norm":
         return arithmetic.logged_norm
-    if name == "again":
+    if name in ONCE:
         draws = stream.sketches * len(stream.tensors) * arithmetic.ranks
         return math.sqrt(2) * SAFETY * arithmetic.local * _deviations(draws)
     if name != "sum":

@@ -61,6 +61,7 @@ CHECKS = {
     "update is made": "under a dynamic loss scale, whether both runs left an update out, or one alone",
     "update left out": "an update is left out where gradients overflow, and nowhere else",
     "gradient worked out again": "once in a run: a rank's gradients against the plain model's, of the same weights",
+    "the same function": "once in a run: the plain model, asked the same as the run begins and as it ends",
     "local gradient given the weights": "a gradient that jumps away while the weights do not: a forward or backward",
     "gradient given the weights": "the same of the reduced gradient",
     "weights given those before": "weights that jump apart from one step to the next",

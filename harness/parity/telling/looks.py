@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.store.vouching import ONCE
+
 PAIR = (("arm", "step"), ("control", "step"))
 UPDATES = (("arm", "update"), ("control", "update"))
 WITNESS = (("arm", "step"), ("arm", "witness"))
@@ -98,9 +100,6 @@ OF_SERIES = {
 }
 """What a script measures of two series, by name, in the words of `scripts/series.txt`."""
 
-AGAIN = "again"
-"""Column of what is looked at in the last captured step alone."""
-
 STREAMED = (
     ("sum at every step", "sum", 0),
     ("weights of every forward", "gather", 0),
@@ -109,14 +108,15 @@ STREAMED = (
     ("copies of every step", "replicas", 0),
     ("update by the rule, sampled", "rule", 0),
     ("logged norm of every step", "norm", 0),
-    ("gradient worked out again", AGAIN, 0),
+    ("gradient worked out again", "again", 0),
+    ("the same function", "drift", 0),
 )
 """Checks of a run's stream: their column, and whether they are of the row after the step."""
 
 
 def _stream(column: str, after: int) -> Look:
     again = "Makes one run again and reads what it says of its own step."
-    captured = column == AGAIN
+    captured = column in ONCE
     return Look("stream", "", ("COLUMN", "ROW"), (), again, True, captured, bool(after), key=column, row=after)
 
 

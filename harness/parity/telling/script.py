@@ -19,11 +19,12 @@ from typing import Any
 
 from harness.config.words import as_word
 from harness.parity.outcome import Finding, Grade, Outcome, Verdict
-from harness.parity.telling.looks import AGAIN, LOOKS, MEASURES, Look
+from harness.parity.telling.looks import LOOKS, MEASURES, Look
 from harness.store import commands
 from harness.store.files import write_atomic
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import RunDir, flatten, read_summary
+from harness.store.vouching import ONCE
 
 FOLDER = "verdict"
 """Folder of a run directory with scripts, one for each run that it was held against."""
@@ -168,7 +169,7 @@ def _measured(look: Look, step: int, config: Mapping[str, Any]) -> list[str]:
     """What is captured: the step and the one before; of the first step, the one after."""
     if look.history:
         window = list(range(1, step + 1))
-    elif look.key == AGAIN:
+    elif look.key in ONCE:
         window = [step]
     else:
         window = sorted({max(1, step - 1), step} if step > 1 else {1, min(2, int(config["train.steps"]))})

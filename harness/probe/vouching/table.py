@@ -21,6 +21,8 @@ WITH_SQUARES = ("reduced", "before", "after")
 SUMMED = ("local", "reduced", "before", "cast", "after", "dissent")
 """Sketches that are added up over ranks: of local gradients; of reduced ones; of weights before the step, and cast to
 the compute dtype; of weights after it; and those of copies, each times its weight (`pieces.shares`)."""
+BLIND = ("blind", "blind_twice")
+"""Above 0 where a rank could not work out local gradients again, or ask the plain model twice."""
 
 ORDER = 1e-12
 """Relative: how far sums in fp64 of the same numbers may be apart, in another order or on other ranks."""
@@ -39,14 +41,14 @@ class SummedTable:
         for name in ("moments_before", "moments_after"):
             self._places[name] = slice(width, width + len(MOMENTS))
             width += len(MOMENTS)
-        for name in ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed", "blind"):
+        for name in ("terms", *(f"{kind}_squares" for kind in WITH_SQUARES), "saw", "hidden", "followed", *BLIND):
             self._places[name] = slice(width, width + 1)
             width += 1
         self.values = torch.zeros(tensors, width, dtype=torch.float64)
 
     def part(self, name: str) -> Tensor:
         """[tensors, sketches], [tensors, 2] of moments, or [tensors, 1] of squares, `terms`, `saw`, `hidden`,
-        `followed`, `blind`; a view."""
+        `followed` and `BLIND`; a view."""
         return self.values[:, self._places[name]]
 
     def put(self, name: str, found: Sketch, shares: Tensor) -> None:
@@ -66,7 +68,7 @@ class LargestTable:
 
     def __init__(self, tensors: int, sketches: int) -> None:
         self.sketches = sketches
-        self.values = torch.zeros(tensors, 2 * sketches + 4, dtype=torch.float64)
+        self.values = torch.zeros(tensors, 2 * sketches + 5, dtype=torch.float64)
         self.used[:] = -torch.inf
 
     @property
@@ -83,6 +85,11 @@ class LargestTable:
     def again(self) -> Tensor:
         """[tensors]"""
         return self.values[:, -4]
+
+    @property
+    def drift(self) -> Tensor:
+        """[tensors]"""
+        return self.values[:, -5]
 
     @property
     def clipping(self) -> Tensor:
@@ -119,6 +126,8 @@ class Looked(NamedTuple):
     """The optimizer's rule: the reduced gradients and all moments, of a step that was not scaled."""
     again: bool
     """Local gradients, worked out a second time."""
+    drift: bool
+    """What the plain model says, asked twice."""
 
 
 def step_numbers(
@@ -149,8 +158,10 @@ def step_numbers(
     gathered = np.where(summed.read("hidden") > 0, np.nan, gathered)
     dissent = _relative(np.abs(summed.read("dissent")).max(1), after)
     rule = np.where(summed.read("followed") > 0, largest.rule.numpy(), np.nan) if seen.rule else nothing
-    again = largest.again.numpy() if seen.again and saw and not summed.read("blind").any() else nothing
-    checks = [sums, gathered, largest.kept.numpy(), dissent, rule, again]
+    blind, blind_twice = (bool(summed.read(name).any()) for name in BLIND)
+    again = largest.again.numpy() if seen.again and saw and not blind else nothing
+    drift = largest.drift.numpy() if seen.drift and not blind_twice else nothing
+    checks = [sums, gathered, largest.kept.numpy(), dissent, rule, again, drift]
     row = [number for check in checks for number in _worst(check)]
     whole = math.sqrt(float(squares.sum()))
     clipping = max(largest.clipping.tolist(), default=0.0)

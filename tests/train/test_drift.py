@@ -1,0 +1,290 @@
+"""The plain model is asked the same as a run begins and as it ends: a model whose own code begins to do something else
+is found in the run itself, whatever it is held against, and though the step that is worked out again agrees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from harness.config.schema import CkptPolicy, Config, Dtype, Fp8, ModelFamily
+from harness.models import llama
+from harness.parity.alone import vouched
+from harness.parity.outcome import Grade, Stage
+from harness.parity.record import Record, load
+from harness.parity.tiers.arithmetic import Arithmetic
+from harness.train import again, drift, vouching
+from tests.support.factory import freeze, small_config, stopping, train, with_dtypes
+from tests.support.mutants import Slip, each
+
+STEPS, BEGINS = 4, 3
+CHECK = vouched.LOOKS["drift"].check
+FORMATS = {"fp32": (Dtype.fp32, Dtype.fp32), "bf16": (Dtype.bf16, Dtype.fp32), "fp64": (Dtype.fp64, Dtype.fp64)}
+Patch = tuple[Any, str, Callable[[Any], Any]]
+"""Whose attribute is another from some step on, which, and what is made of the one that was there."""
+
+
+class Changing:
+    """Stands before an engine, and changes the code of the model from a step on: of every model there is."""
+
+    def __init__(self, engine: Any, patch: Patch, stack: ExitStack) -> None:
+        self.engine, self.patch, self.stack, self.number = engine, patch, stack, 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def seen(self) -> Any:
+        self._change()
+        return self.engine.seen()
+
+    def forward_backward(self, batch: Any, *, last: bool) -> Tensor:
+        self._change()
+        return self.engine.forward_backward(batch, last=last)
+
+    def step(self, lr: float) -> float:
+        self.number += 1
+        return self.engine.step(lr)
+
+    def _change(self) -> None:
+        owner, name, make = self.patch
+        if self.number == BEGINS and not getattr(owner, name).__name__.startswith("changed"):
+            self.stack.enter_context(mock.patch.object(owner, name, make(getattr(owner, name))))
+
+
+def capped(forward: Any, cap: float = 1.0) -> Any:
+    def changed(self: Any, x: Tensor) -> Tensor:
+        return cap * torch.tanh(forward(self, x) / cap)
+
+    return changed
+
+
+def hardly_capped(forward: Any) -> Any:
+    return capped(forward, 50.0)
+
+
+def turned(rotate: Any) -> Any:
+    def changed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotate(x, cos.bfloat16().to(cos.dtype), sin.bfloat16().to(sin.dtype))
+
+    return changed
+
+
+class Leaning(torch.autograd.Function):
+    """An identity whose gradient is a hundredth too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override] # torch's takes any number
+        return gradient * 1.01
+
+
+def leaning(forward: Any) -> Any:
+    def changed(self: Any, x: Tensor) -> Tensor:
+        found: Tensor = Leaning.apply(forward(self, x))  # type: ignore[no-untyped-call] # torch leaves it unannotated
+        return found
+
+    return changed
+
+
+FAULTS: dict[str, Patch] = {
+    "a softcap": (llama.Head, "forward", capped),
+    "a wide softcap": (llama.Head, "forward", hardly_capped),
+    "a rounded table": (llama, "rotate", turned),
+    "a custom backward": (llama.FeedForward, "forward", leaning),
+}
+
+
+def configured(kind: str, **changes: Any) -> Config:
+    usual = {"train__steps": STEPS, "measure__vouch": True, "measure__capture_steps": [1, STEPS]}
+    return with_dtypes(small_config(**{**usual, **changes}), *FORMATS[kind])
+
+
+def trained(path: Path, kind: str, fault: str = "", **changes: Any) -> Record:
+    config = configured(kind, model__tie_embeddings=False, **changes)
+    with ExitStack() as stack:
+        change = (lambda engine: Changing(engine, FAULTS[fault], stack)) if fault else (lambda engine: engine)
+        train(config, path, wrap_engine=change)
+    freeze(config, path)
+    return load(path)
+
+
+def found(run: Record) -> list[tuple[int | None, Grade]]:
+    """What does not pass of the first step, worked out once more; all else must pass."""
+    told = vouched.check(run, Arithmetic.of(run.config))
+    assert all(finding.grade is Grade.ok for finding in told if finding.check != CHECK), told
+    return [
+        (finding.step, finding.grade) for finding in told if finding.check == CHECK and finding.grade is not Grade.ok
+    ]
+
+
+def column(run: Record) -> Any:
+    assert run.stream is not None
+    return run.stream.column("drift")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_clean_run_ends_with_the_function_it_began_with(tmp_path: Path, kind: str) -> None:
+    run = trained(tmp_path, kind)
+    assert found(run) == []
+    assert column(run)[STEPS - 1] == 0
+    assert np.isnan(column(run)[: STEPS - 1]).all()
+
+
+@pytest.mark.parametrize("recipe", [Fp8.delayed, Fp8.mx])
+def test_a_clean_run_of_8_bits_does_so(tmp_path: Path, recipe: Fp8) -> None:
+    """Delayed scaling begins with an empty history, as the plain model does."""
+    sizes = {"model__dim": 64, "model__ffn_dim": 64, "model__vocab_size": 64}
+    run = trained(tmp_path, "bf16", dtype__fp8=recipe, **sizes)
+    assert found(run) == []
+    assert column(run)[STEPS - 1] == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", ["fp32", "bf16"])
+def test_what_the_models_own_code_does_otherwise_since_some_step_is_found(
+    tmp_path: Path, kind: str, fault: str
+) -> None:
+    """What roundings could explain is in doubt: that one process has the same kernels twice is no promise."""
+    run = trained(tmp_path, kind, fault)
+    is_small = kind == "bf16" or fault == "a wide softcap"
+    assert found(run) == [(STEPS, Grade.doubt if is_small else Grade.bad)]
+    (finding,) = [f for f in vouched.check(run, Arithmetic.of(run.config)) if f.check == CHECK]
+    assert Stage.forward in finding.stages
+
+
+def test_a_resumed_run_is_asked_twice_too(tmp_path: Path) -> None:
+    """From where it goes on: the code before that is another process's."""
+    config = configured("fp32", train__steps=6, measure__capture_steps=[6], ckpt__policy=CkptPolicy.last)
+    train(config, tmp_path, should_stop=stopping(2))
+    with ExitStack() as stack:
+        train(config, tmp_path, wrap_engine=lambda engine: Changing(engine, FAULTS["a softcap"], stack))
+    freeze(config, tmp_path)
+    assert found(load(tmp_path)) == [(6, Grade.bad)]
+
+
+def test_nobody_asks_where_no_step_is_worked_out_again_or_nothing_lies_between() -> None:
+    assert drift.is_looked_for(configured("fp32"), 0)
+    assert drift.is_looked_for(configured("fp32"), STEPS - 2)
+    assert not drift.is_looked_for(configured("fp32"), STEPS - 1)
+    for changes in (
+        {"measure__capture_steps": [1]},
+        {"measure__capture_steps": []},
+        {"mesh__tp": 2},
+        {"model__family": ModelFamily.ext},
+    ):
+        assert not drift.is_looked_for(configured("fp32", **changes), 0), changes
+
+
+def test_nobody_looks_where_there_is_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(again, "free_bytes", lambda device, sharing: 0)
+    run = trained(tmp_path, "fp32", "a softcap")
+    assert found(run) == []
+    assert bool(np.isnan(column(run)).all())
+
+
+# -- mutants -----------------------------------------------------------------------------------------------------------
+
+
+def wrong_runs(root: Path) -> Iterator[str]:
+    """A clean run and a faulty one, by one rank each."""
+    for fault, wanted in (("", []), ("a softcap", [(STEPS, Grade.bad)])):
+        path = root / f"run{len(fault)}"
+        try:
+            if found(trained(path, "fp32", fault)) != wanted:
+                yield f"a run with {fault or 'no fault'}"
+        except AssertionError:
+            yield f"a run with {fault or 'no fault'}: something else than the function of step 1 does not pass"
+
+
+def wrong_bounds(root: Path) -> Iterator[str]:
+    """What is allowed and what is refuted: on CPUs and elsewhere."""
+    for kind, least, most in (("fp32", 1e-5, 1e-3), ("bf16", 0.02, 0.1)):
+        run = trained(root / kind, kind)
+        assert run.stream is not None
+        of = Arithmetic.of(run.config)
+        allowed, refuted = vouched.bounds("drift", run, run.stream, of)
+        if allowed > vouched.EXACT or not least < refuted < most:
+            yield f"in {kind}: {allowed}, {refuted}"
+        elsewhere = replace(run, config={**run.config, "cluster.device": "cuda"})
+        if not vouched.bounds("drift", elsewhere, run.stream, of)[0] > 1e-5:
+            yield f"another device, {kind}"
+    if drift.is_looked_for(configured("fp32"), STEPS - 1):
+        yield "a step is held against itself"
+
+
+Claim = Callable[[Path], Iterator[str]]
+CLAIMS: tuple[Claim, ...] = (wrong_runs, wrong_bounds)
+MUTANTS: dict[str, tuple[Claim, Slip]] = {
+    "weights of nobody": (
+        wrong_runs,
+        Slip(
+            drift, "_fill", "workload.initial_weight(name, weight.shape)", "torch.rand_like(weight)", "They are drawn"
+        ),
+    ),
+    "weights that are nothing": (
+        wrong_runs,
+        Slip(drift, "_fill", "workload.initial_weight(name, weight.shape)", "torch.zeros(())", "Nothing is computed"),
+    ),
+    "asked once": (
+        wrong_runs,
+        Slip(
+            vouching.Vouching,
+            "work_out_again",
+            "step not in (self.done + 1, self.again_at)",
+            "step != self.again_at",
+            "Nobody asks before the first step",
+        ),
+    ),
+    "it is its own witness": (
+        wrong_runs,
+        Slip(vouching.Vouching, "_tell_local", "self.drift, self.first,", "self.first, self.first,", "Nothing differs"),
+    ),
+    "nobody looks": (
+        wrong_runs,
+        Slip(vouching, "step_numbers", "if seen.drift and", "if False and", "What was found is not written down"),
+    ),
+    "nothing is told": (
+        wrong_runs,
+        Slip(vouched, "LOOKS", "", lambda looks: {k: v for k, v in looks.items() if k != "drift"}, "Nobody reads it"),
+    ),
+    "roundings are allowed": (
+        wrong_bounds,
+        Slip(
+            vouched, "bounds", 'name == "drift" and on_cpu', "False", "One process may compute otherwise by roundings"
+        ),
+    ),
+    "bits are owed anywhere": (
+        wrong_bounds,
+        Slip(vouched, "bounds", 'name == "drift" and on_cpu', 'name == "drift"', "A GPU owes the same bits twice"),
+    ),
+    "a step against itself": (
+        wrong_bounds,
+        Slip(drift, "is_looked_for", "> done + 1", "> done", "The first step is asked for twice"),
+    ),
+}
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_what_is_claimed(tmp_path: Path, claim: Claim) -> None:
+    assert list(claim(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    each("The comparator: the same function", ((name, slip.breaks) for name, (_, slip) in MUTANTS.items())),
+)
+def test_a_mutant_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    claim, slip = MUTANTS[name]
+    slip.put(monkeypatch)
+    assert any(claim(tmp_path)), f"{name} survives"
