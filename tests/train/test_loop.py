@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import statistics
-import time
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -208,17 +208,29 @@ def test_divergence_is_recorded_not_crashed_on(tmp_path: Path) -> None:
     assert description["tensors"]["embedding.weight"]["norm"] == "nan"
 
 
-def test_harness_costs_less_than_a_hundredth_of_a_step(tmp_path: Path) -> None:
-    """All of the loop around the engine, data and record included, against a step of 100 ms: under 1 ms of CPU time.
+MOST_CALLS = 1_800
+"""A step's calls of Python and C functions in the loop around the engine; 1,200 when this was written."""
 
-    The twentieth of steps that took least, because other processes on the machine only ever add.
-    """
+
+def test_harness_makes_few_calls_a_step(tmp_path: Path) -> None:
+    """All of the loop around the engine, data and record included. What it takes is in
+    benchmarks/data/harness_cost.json: time depends on what else the machine does, calls do not."""
     config = small_config(
-        train__steps=300, train__global_batch_size=16, train__microbatch_size=4, measure__capture_steps=[]
+        train__steps=20, train__global_batch_size=16, train__microbatch_size=4, measure__capture_steps=[]
     )
     config.train.param_norm_every = 0
     config.ckpt.policy = CkptPolicy.none
-    ticks: list[float] = []
-    train(config, tmp_path, progress=lambda _: ticks.append(time.process_time()), wrap_engine=Idle)
-    steps = [after - before for before, after in itertools.pairwise(ticks)]
-    assert statistics.quantiles(steps, n=20)[0] < 1e-3
+    seen: Counter[str] = Counter()
+    counts: list[int] = []
+
+    def done(_: Progress) -> None:
+        sys.setprofile(None)
+        counts.append(seen.total())
+        seen.clear()
+        sys.setprofile(lambda frame, event, _: seen.update([event]) if event in ("call", "c_call") else None)
+
+    try:
+        train(config, tmp_path, progress=done, wrap_engine=Idle)
+    finally:
+        sys.setprofile(None)
+    assert statistics.median(counts[1:]) < MOST_CALLS
