@@ -103,7 +103,8 @@ def _engines(module: Any) -> str:
 
 def nearest(module: Any, attribute: str, setting: str = "engine.adapter") -> str:
     """What to type for a name that a module does not have, if it has one like it."""
-    near = difflib.get_close_matches(attribute, [n for n in vars(module) if not n.startswith("_")], n=1)
+    names = [n for n in vars(module) if not n.startswith("_") and n != attribute]
+    near = difflib.get_close_matches(attribute, names, n=1)
     return f"{setting}={module.__name__}:{near[0]}" if near else ""
 
 

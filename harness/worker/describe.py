@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 from harness.config.compose import load_config
 from harness.config.schema import Config
@@ -31,6 +32,8 @@ MOST_TRIED = 20_000_000
 
 SAMPLE = 16
 """Sequences of a source that are looked at."""
+
+ZEROS = "its entries set to zeros of the weight's shape, as a checkpoint has them before the first step"
 
 WORKLOAD = ("build", "initial_weight", "materialise_buffers", "loss", "decays")
 """What a model's class does; `harness.engines.protocol.Workload` says each."""
@@ -78,7 +81,8 @@ def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) ->
         ]
         fix = nearest(module, attribute, setting)
         raise Unusable(f"{module.__name__} {what} {attribute}", choices=", ".join(classes), fix=fix)
-    told = TRIALS[kind](found, load_config(shaping))
+    with trying("trying it"):
+        told = TRIALS[kind](found, load_config(shaping))
     root, files = sources(module)
     return {"told": told, "root": str(root), "files": files}
 
@@ -112,12 +116,15 @@ def try_model(kind: type, config: Config) -> dict[str, Any]:
             raise Unusable(f"has no attribute {name}", fix=f"self.{name} = ... in its __init__")
     with trying("build('meta', torch.float32)"):
         model = workload.build("meta", torch.float32)
+    if not isinstance(model, nn.Module):
+        raise Unusable(f"build gives {type(model).__name__}", choices="a torch.nn.Module", fix="return the model")
     parameters = dict(model.named_parameters())
     _check_built(model, parameters, workload.unit_classes)
     _check_initial(workload, parameters)
     count = sum(param.numel() for param in parameters.values())
     if count <= MOST_TRIED:
         _check_loss(workload, config)
+        _check_buffers(workload, model)
     return {"parameters": count}
 
 
@@ -131,6 +138,9 @@ def _check_built(model: nn.Module, parameters: Mapping[str, Tensor], units: tupl
     wide = [name for name, param in parameters.items() if param.dtype is not torch.float32]
     if wide:
         raise Unusable(f"build(..., torch.float32) makes {wide[0]} {parameters[wide[0]].dtype}", fix="dtype=dtype")
+    names = [unit for unit in units if not inspect.isclass(unit)]
+    if names:
+        raise Unusable(f"unit_classes holds {names[0]!r}", choices="classes of modules", fix="unit_classes = (Block,)")
     absent = [unit.__name__ for unit in units if not any(isinstance(each, unit) for each in model.modules())]
     if absent:
         found = ", ".join(sorted({type(each).__name__ for each in model.modules()}))
@@ -165,13 +175,33 @@ def _check_loss(workload: Any, config: Config) -> None:
         raise Unusable("loss gives a number without a graph", fix="leave .detach(), .item() and no_grad() out of it")
 
 
+def _check_buffers(workload: Any, model: nn.Module) -> None:
+    """Some engines build on meta and materialise, others build on their device: both must train one model."""
+    with trying("materialise_buffers"):
+        workload.materialise_buffers(model, torch.device("cpu"))
+    direct = dict(workload.build("cpu", torch.float32).named_buffers())
+    for name, buffer in model.named_buffers():
+        if buffer.device.type == "meta":
+            raise Unusable(f"materialise_buffers leaves {name} without a value", fix="give it one on the device")
+        other = direct[name]
+        if buffer.dtype != other.dtype or not torch.equal(buffer.nan_to_num(), other.nan_to_num()):
+            fix = "make both the same: some engines build on meta and call it, others build on their device"
+            raise Unusable(f"materialise_buffers gives {name} another value than build('cpu', ...) does", fix=fix)
+
+
 def try_data(kind: type, config: Config) -> dict[str, Any]:
     """Open it, and look at a few sequences."""
+    if getattr(kind, "__getitem__", None) in (None, Dataset.__getitem__):
+        fix = "def __getitem__(self, index): resuming and several ranks need any sequence by its index"
+        raise Unusable("lacks __getitem__, so it can only be read in order", fix=fix)
     with trying("opening it"):
         source = kind(config.data)
-        count = source.num_sequences
+    if not hasattr(source, "num_sequences"):
+        raise Unusable("has no attribute num_sequences", fix="self.num_sequences = ... in its __init__")
+    count = source.num_sequences
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise Unusable(f"has num_sequences={count!r}", choices="a whole number of at least 1")
+        fix = f"int({count})" if isinstance(count, np.integer) and count > 0 else ""
+        raise Unusable(f"has num_sequences={count!r}", choices="a Python int of at least 1", fix=fix)
     largest = 0
     for index in sorted({(count - 1) * each // (SAMPLE - 1) for each in range(SAMPLE)}):
         with trying(f"sequence {index}"):
@@ -201,7 +231,7 @@ def try_optimizer(kind: type, config: Config) -> dict[str, Any]:
             create_state(optimizer)
         for weight in weights:
             weight.grad = torch.full_like(weight, 0.5)
-        with trying("its step"):
+        with trying("its step" + prepared * f", with {ZEROS},"):
             optimizer.step()
         kept.append({str(name) for weight in weights for name in optimizer.state.get(weight, {})})
     declared = {entry for group in optimizer.param_groups for entry in entries_of(optimizer, group)}

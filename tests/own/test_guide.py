@@ -83,6 +83,19 @@ def test_the_guides_commands_do_what_it_says(tmp_path: Path) -> None:
     assert typed(folder, "-m", "harness", "compare", str(arm), str(control)).returncode == 0
 
 
+BUILT = """\
+        return Model(self.model_config, device=device, dtype=dtype)  # "meta" must allocate nothing
+
+    def materialise_buffers(self, model, device) -> None:
+        \"""This model has no buffers.\"""
+"""
+BUFFERED = """\
+        model = Model(self.model_config, device=device, dtype=dtype)
+        model.register_buffer("shift", nn.Embedding(1, 3, device=device).weight.detach().zero_())
+        return model
+
+    def materialise_buffers(self, model, device) -> None:
+        """
 WRONG = {
     "build('meta', ...) puts head.weight on the cpu": (
         "model",
@@ -93,6 +106,22 @@ WRONG = {
     "lacks materialise_buffers": ("model", "    def materialise_buffers", "    def materialize_buffers"),
     "the loss of one sequence failed: AttributeError": ("model", "self.norm(x", "self.morm(x"),
     "is int64 (16,)": ("data", "+ self.seq_len + 1]", "+ self.seq_len]"),
+    "unit_classes holds 'Block'": ("model", "(Block,)", "('Block',)"),
+    "build gives NoneType": ("model", "return Model(", "Model("),
+    "materialise_buffers leaves shift without a value": ("model", BUILT, BUFFERED + "pass"),
+    "materialise_buffers gives shift another value than build('cpu', ...) does": (
+        "model",
+        BUILT,
+        BUFFERED + "model.shift = nn.Embedding(1, 3, device=device).weight.detach().fill_(1.0)",
+    ),
+    "lacks __getitem__, so it can only be read in order": ("data", "def __getitem__", "def __iter__"),
+    "has no attribute num_sequences": ("data", "self.num_sequences", "self.number"),
+    "has num_sequences=np.int64(": ("data", "(len(self.ids) - 1) // data.seq_len", "np.int64(len(self.ids) // 99)"),
+    "with its entries set to zeros of the weight's shape": (
+        "optimizer",
+        "torch.zeros_like(weight))",
+        "torch.zeros_like(weight).flatten()).unflatten(0, weight.shape)",
+    ),
     "has num_sequences=0": ("data", "(len(self.ids) - 1) // data.seq_len", "0"),
     "keeps 'exp_avg' of a weight, and declares nothing": ("optimizer", '("exp_avg",)', "()"),
     "is no torch.optim.Optimizer": ("optimizer", "Lion(torch.optim.Optimizer)", "Lion(list)"),
