@@ -1,8 +1,8 @@
-"""The entry for plain loops (see [Note: Two entries]).
+"""The entry point for plain loops (see [Note: Two entries]).
 
-`fully_shard` takes a module and an optimizer, returns both, and from then on `loss.backward(); optimizer.step();
-optimizer.zero_grad()` is a sharded step. Argument names follow NVIDIA's megatron-fsdp; what is not built raises
-NotImplementedError by name.
+`fully_shard` takes a module and an optimizer and returns both. After that, `loss.backward(); optimizer.step();
+optimizer.zero_grad()` is a sharded step. Arguments have the names of NVIDIA's megatron-fsdp. An argument that is not
+implemented raises NotImplementedError, which names it.
 """
 
 from __future__ import annotations
@@ -68,36 +68,36 @@ def fully_shard_model(
         dp_shard_dim: name of the mesh's dimension over which shards are split, the inner axis.
         dp_outer_dim: name of the dimension over which shards are replicated (HSDP), or optimizer state is split once
             more (HFSDP); None: no outer axis.
-        tp_dim: name of the dimension over which a plan (`parallelize_module`) has cut parameters before (see
-            [Note: Under tensor parallelism]); one of one rank asks for nothing.
-        hybrid_fsdp_group: all ranks of both axes, for which the mesh may have a flattened dimension; None: made here.
-        expt_device_mesh: ranks of parameters with `allreduce = False`, those of experts; None: as the others.
+        tp_dim: name of the dimension over which a tensor-parallel plan (`parallelize_module`) has already split
+            parameters (see [Note: Under tensor parallelism]); a dimension of one rank has no effect.
+        hybrid_fsdp_group: all ranks of both axes (the mesh may have a flattened dimension for them); None: made here.
+        expt_device_mesh: ranks of parameters with `allreduce = False` (experts); None: the same as for the others.
         hybrid_fsdp_expt_group: all ranks of both axes of experts.
-        fsdp_group_ag: communicator of the inner ranks for gathers alone; None: the one that also reduces.
-        expt_fsdp_group_ag: the same of experts.
+        fsdp_group_ag: a separate communicator of the inner ranks for gathers; None: gathers and reductions share one.
+        expt_fsdp_group_ag: the same for experts.
         fsdp_unit_modules: classes, or dotted paths of them, whose outermost instances are gathered, reduced and
             released together, such as transformer blocks; None: the whole module is one unit.
         zero_dp_strategy: what the inner axis splits: 0 `no_shard`, 1 `optim`, 2 `optim_grads`, 3 `optim_grads_params`.
         outer_dp_sharding_strategy: what the outer axis splits: 0 `no_shard`, 1 `optim`.
-        device: where buckets live; None: where the parameters are, or of meta ones the group's.
+        device: device of the buckets; None: that of the parameters, or the group's if they are on meta.
         init_model_with_meta_device: parameters on the meta device get values from each module's `reset_parameters()`.
-        mixed_precision_policy: dtypes of main weights, main gradients, wire and sum; None: `MixedPrecisionPolicy()`,
-            which keeps main weights in fp32.
+        mixed_precision_policy: dtypes of main weights, main gradients, gradients in collectives, and sums; None:
+            `MixedPrecisionPolicy()`, which keeps main weights in fp32.
         sync_model_each_microbatch: whether a backward outside `no_sync()` and `sync()` ends the step's accumulation.
-        calculate_per_token_loss: gradients are summed and divided by nothing.
+        calculate_per_token_loss: gradients are summed and not divided.
         grad_divisor: what summed gradients are divided by, once a step; None: the number of data-parallel ranks, so
             that a loop over k microbatches scales its loss by 1/k.
         fsdp_double_buffer, maxpool_double_buffer: other names of the option `double_buffer`.
-        initial_value: gives each parameter's full value by its name, the same on all ranks; None: what the first rank
-            holds, as under DDP.
-        others: options by name, each described in `harness.fsdp.options.Options` and docs/engine_knobs.md; and
-            arguments of megatron-fsdp that are not built, with the one value that asks for nothing.
+        initial_value: returns each parameter's full value by its name, the same on all ranks; None: the values of the
+            first rank, as with DDP.
+        others: options by name, described in `harness.fsdp.options.Options` and docs/engine_knobs.md. Arguments of
+            megatron-fsdp that are not implemented are accepted with the one value that has no effect.
 
     Returns:
-        The model that the loop calls in the module's place. Optimizers are given to `fully_shard_optimizer`.
+        The model, which the loop calls instead of the module. Pass its optimizers to `fully_shard_optimizer`.
 
     Raises:
-        NotImplementedError: an argument of megatron-fsdp that is not built asks for something.
+        NotImplementedError: an argument of megatron-fsdp that is not implemented has another value.
         TypeError: an argument neither engine knows; the message has the nearest names.
         ValueError: a value is wrong.
     """
@@ -148,28 +148,28 @@ def fully_shard_optimizer(
 
 
 def fully_shard_optimizer(*given: Any, steps_unused: bool = False, **named: Any) -> Any:
-    """Let an optimizer built over the module's parameters, before or after sharding, update this rank's shards; returns
-    the same object.
+    """Make an optimizer over the module's parameters, built before or after sharding, update this rank's shards.
+    Returns the same object.
 
-    Its parameter groups keep their settings and their number. `step` first finishes the gradients and afterwards
-    refreshes the compute weights; `zero_grad` forgets the main gradients. A model may have several optimizers over
-    disjoint parameters, each given here. Without this call the first `step` of an optimizer makes it (see [Note: Bound
-    at the first step]).
+    The parameter groups keep their settings and their number. `step` first finishes the gradients and then refreshes
+    the compute weights; `zero_grad` drops the main gradients. A model may have several optimizers over disjoint
+    parameters; pass each of them here. If you do not, the first `step` of an optimizer does it (see [Note: Bound at the
+    first step]).
 
     `optimizer.step` takes `sync_grad_before_optimizer_step` and `install_optimized_model_weights`, and
     `optimizer.zero_grad` takes `zero_grad_buffer`: True, or False where the loop calls the model's method itself.
     `optimizer.state_dict` and `load_state_dict` are described in `harness.fsdp.state.by_parameter`.
 
     Args:
-        model: may be left out, where the optimizer was built over the parameters of a sharded model.
-        preproc_state_dict_for_dcp_ckpt: True: state is always made for torch's distributed checkpoint.
-        steps_unused: update a parameter that got a gradient on no rank in a step as if it had been zero: decay and
-            momentum move it then, as under engines whose gradients are one buffer. Else it is left alone, as one whose
-            `.grad` is None is by torch's optimizers.
+        model: may be omitted if the optimizer was built over the parameters of a sharded model.
+        preproc_state_dict_for_dcp_ckpt: only True is accepted; state always suits torch's distributed checkpoint.
+        steps_unused: update a parameter without a gradient on any rank as if its gradient were zero. Weight decay and
+            momentum then change it, as in engines with one gradient buffer. By default it is skipped, as torch's
+            optimizers skip a parameter whose `.grad` is None.
 
     Raises:
         TypeError, ValueError: see `harness.fsdp.update.optimizer.ShardedOptimizer`.
-        ValueError: no model is given, and the parameters are of none, or of several.
+        ValueError: no model is given, and the parameters belong to no sharded model or to several.
     """
     model, optimizer = _model_and_optimizer(*given, **named)
     bind(model_of(optimizer) if model is None else model, optimizer, steps_unused=steps_unused)
@@ -202,11 +202,11 @@ def fully_shard(module: nn.Module, optimizer: Opt, **arguments: Unpack[ShardKeyw
 
     Args:
         module: sharded in place, over all ranks unless a mesh is given.
-        optimizer: over the module's parameters; it goes on with its groups, and updates this rank's shards.
+        optimizer: built over the module's parameters; it keeps its groups and updates this rank's shards.
         arguments: those of `fully_shard_model`, such as `fsdp_unit_modules=[Block]` and `zero_dp_strategy=3`.
 
     Returns:
-        The model, which the loop calls in the module's place and whose `no_sync()` and `clip_grad_norm_()` it uses; and
+        The model, which the loop calls instead of the module and whose `no_sync()` and `clip_grad_norm_()` it uses; and
         the same optimizer.
 
     Raises:

@@ -1,8 +1,7 @@
-"""A sharded module: the face of its components, which `harness.fsdp.construction` builds.
+"""The public class of a sharded module. `harness.fsdp.construction` builds its components.
 
 [Note: Two entries] `harness.fsdp.api.fully_shard` is for plain loops. `ShardedModel`, constructed directly, is for
-frameworks that own the optimizer's calls: they call `finish_grad_sync`, `clip_grad_norm_`, `install_weights`
-themselves.
+frameworks that control the optimizer: they call `finish_grad_sync`, `clip_grad_norm_` and `install_weights` themselves.
 """
 
 from __future__ import annotations
@@ -44,21 +43,21 @@ class ShardedModel(StatefulModule):
 
     Args:
         module: sharded in place; on the "meta" device if `initial_value` or `init_on_meta` is given.
-        group: process group of the data-parallel ranks; None is the default group. `groups` gives more of them.
+        group: process group of the data-parallel ranks; None is the default group. Use `groups` for two axes.
         groups: process groups of both axes; see `harness.fsdp.comm.mesh.Groups`.
-        expert_groups: the same for parameters with `allreduce = False`, those of experts; None: as the others.
-        unit_modules: classes (or dotted paths) whose outermost instances are gathered and reduced together; none makes
-            the whole module one unit.
+        expert_groups: the same for parameters with `allreduce = False` (experts); None: the same as for the others.
+        unit_modules: classes (or dotted paths) whose outermost instances are gathered and reduced together; without
+            any, the whole module is one unit.
         strategy: ZeRO stage along the inner axis: a `Strategy`, its name, or 0-3.
         outer_strategy: what the outer axis splits: an `OuterStrategy`, its name, or 0-1.
-        mixed_precision_policy: dtypes of main weights, main gradients, wire and sum.
-        device: where buckets live; None is the device of the parameters, or of meta ones the group's.
-        grad_divisor: what the summed gradients are divided by, once a step; of experts too. None is the number of ranks
-            (of both axes, experts or not), so that a loss averaged on each rank gives the averaged gradient; a loop
-            over k microbatches then scales its loss by 1/k. Given the number of global microbatches (or tokens), no
-            loss is ever scaled.
-        initial_value: gives each parameter's full value by name, the same on all ranks; None takes what parameters and
-            buffers hold on the group's first rank, as DDP does.
+        mixed_precision_policy: dtypes of main weights, main gradients, gradients in collectives, and sums.
+        device: device of the buckets; None is that of the parameters, or the group's if they are on meta.
+        grad_divisor: summed gradients, those of experts too, are divided by it once per step. None is the number of
+            ranks (of both axes, experts or not), so that a loss averaged on each rank gives the averaged gradient; a
+            loop over k microbatches then scales its loss by 1/k. If it is the number of global microbatches (or
+            tokens), the loop does not scale the loss.
+        initial_value: returns each parameter's full value by name, the same on all ranks; None takes the parameters and
+            buffers of the group's first rank, as DDP does.
         init_on_meta: parameters on the meta device get their values from `reset_parameters()` of each module.
         chosen: options by name, each described in `harness.fsdp.options.Options`.
 
@@ -113,17 +112,18 @@ class ShardedModel(StatefulModule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside accumulate; the first one outside ends the step's accumulation.
+        """Backwards inside it accumulate gradients; the first backward outside ends the step's accumulation.
 
-        `no_shard` and `optim` then communicate once a step; `optim_grads` and above reduce every microbatch over the
-        inner axis all the same, unless they accumulate unsharded, and over the outer axis once a step.
+        `no_shard` and `optim` then communicate once per step. `optim_grads` and `optim_grads_params` still reduce every
+        microbatch over the inner axis, unless `accumulate_unsharded` is on; they reduce over the outer axis once per
+        step.
         """
         with self._syncing(False):
             yield
 
     @contextmanager
     def sync(self) -> Iterator[None]:
-        """Backwards inside end the step's accumulation, whatever `set_model_auto_sync` said."""
+        """A backward inside it ends the step's accumulation, whatever `set_model_auto_sync` was set to."""
         with self._syncing(True):
             yield
 
@@ -143,11 +143,11 @@ class ShardedModel(StatefulModule):
     # -- a step --------------------------------------------------------------------------------------------------
 
     def finish_grad_sync(self) -> None:
-        """Wait for the step's reductions and scale the gradients, once. Further calls do nothing. *Collective.*
+        """Wait for the step's reductions and scale the gradients. A second call does nothing. *Collective.*
 
         Raises:
-            StepError: a RuntimeError: the step's last backward ran inside no_sync(), so gradients were never reduced;
-                or it raised, so that they are incomplete; or this is called inside a backward.
+            StepError: a RuntimeError. The step's last backward ran inside no_sync(), so gradients were never reduced;
+                or it raised, so they are incomplete; or this is called inside a backward.
             FloatingPointError: with `report_nan_in_param_grad`, a gradient of any rank is not finite.
             OverflowError: under numerics=exact, a gradient of any rank is beyond the range.
         """
@@ -155,7 +155,7 @@ class ShardedModel(StatefulModule):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether a backward ran since gradients were last forgotten; without one, a step changes nothing."""
+        """Whether a backward ran since `zero_grad`; without one, a step changes nothing."""
         return self._parts.step.has_gradients
 
     def grad_norm(self, norm_type: float = 2.0) -> float:
@@ -163,7 +163,8 @@ class ShardedModel(StatefulModule):
         *Collective.*
 
         Raises:
-            ValueError: `norm_type` is neither positive nor inf; or numerics promises bits that it does not keep.
+            ValueError: `norm_type` is neither positive nor inf; or this norm cannot keep the bits that `numerics`
+                promises.
         """
         return float(self._gradient_norm(norm_type))
 
@@ -179,13 +180,13 @@ class ShardedModel(StatefulModule):
         return float(norms.weight_norm(self.buckets, self._parts.everyone, self.numerics))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Scale gradients down to `max_norm` where their norm exceeds it; returns the norm before, as torch's function
-        does: an fp64 tensor of shape [] on the model's device. On CUDA the host waits for it when it is read, and not
-        here, unless numerics or `error_if_nonfinite` ask, or the host has the gradients. *Collective.*
+        """Scale gradients down to `max_norm` if their norm exceeds it. Returns the norm before clipping, as torch's
+        function does: an fp64 tensor of shape [] on the model's device. On CUDA the host waits when the norm is read,
+        not here, unless `numerics` or `error_if_nonfinite` require it or the gradients are on the host. *Collective.*
 
         Raises:
             ValueError: as `grad_norm`.
-            RuntimeError: `error_if_nonfinite`, and the norm is not finite; gradients are as they were.
+            RuntimeError: `error_if_nonfinite` is set and the norm is not finite; gradients are unchanged.
         """
         norm = self._gradient_norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
@@ -198,9 +199,9 @@ class ShardedModel(StatefulModule):
         return norm
 
     def install_weights(self) -> None:
-        """Bring updated main weights into the compute weights; unsharded ones are dropped. *Collective.*
+        """Copy updated main weights into the compute weights; gathered weights are dropped. *Collective.*
 
-        A backward through a forward that ran before is refused from then on.
+        After this call, a backward of an earlier forward is refused.
 
         Raises:
             RuntimeError: compute weights were edited in place, which the main weights would overwrite.
@@ -208,8 +209,8 @@ class ShardedModel(StatefulModule):
         self._parts.weights.install(step_ended=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, main and local; storage is the same whatever `set_to_none` is. With False, a parameter that
-        had a gradient in the step has one of zeros, so that decay and momentum go on moving it where it gets none.
+        """Drop main and local gradients. Storage does not depend on `set_to_none`. With False, a parameter that had a
+        gradient in the step then has a gradient of zeros, so that decay and momentum keep changing it.
 
         Raises:
             StepError: a RuntimeError: inside a backward.
@@ -219,10 +220,10 @@ class ShardedModel(StatefulModule):
             self._sharded_optimizer.lost = LostGradients()
 
     def register_forward_methods(self, *names: str) -> None:
-        """Let methods of the module besides `forward` run with weights that they find whole; "encoder.embed" is one of
-        a submodule. `generate` is registered from the start.
+        """Gather weights for methods of the module other than `forward`; "encoder.embed" names one of a submodule.
+        `generate` is registered by default.
 
-        Each call is *collective*: all ranks must call it, and run the same units in it equally often.
+        Each call is *collective*: all ranks must call it, and must run the same units in it equally often.
 
         Raises:
             ValueError: the module has no such method.
@@ -231,5 +232,5 @@ class ShardedModel(StatefulModule):
             register_forward_method(self.module, name, self._parts.hooks.of_forward.run_as_forward)
 
     def close(self) -> None:
-        """Take hooks off and end threads. The module keeps whatever weights it holds."""
+        """Remove hooks and end threads. The module keeps the weights that it holds now."""
         self._parts.close()
