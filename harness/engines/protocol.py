@@ -1,7 +1,7 @@
-"""What an engine is: the one face the training loop, the probes and the conformance suite see.
+"""The interface of an engine, as the training loop, the probes and the conformance suite use it.
 
-An engine owns the model, its gradients and its optimizer. The loop hands it microbatches and a learning rate; it hands
-back losses and the gradient norm. It never reads data, never logs, never saves: it only exposes its state by name.
+An engine owns the model, its gradients and its optimizer. The loop passes it microbatches and a learning rate, and it
+returns losses and the gradient norm. It never reads data, logs or saves; it only exposes its state by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Microbatch(NamedTuple):
 
 @dataclass(frozen=True)
 class Ranks:
-    """Where this process stands. The default process group spans all ranks and carries the engine's traffic."""
+    """This process among all ranks. The default process group spans all ranks and carries the engine's traffic."""
 
     rank: int
     world_size: int
@@ -41,67 +41,67 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those with data of their own."""
+        """This rank's index among the ranks that read different data."""
         return self.rank // self.tp
 
 
 class Seen(NamedTuple):
-    """Where an engine can be looked at from outside; see `harness.probe.witness`."""
+    """Where an engine can be observed from outside; see `harness.probe.witness`."""
 
     module: nn.Module
-    """Whose own parameters autograd hands local gradients to, and whose modules look their weights up."""
+    """The module whose parameters receive autograd's local gradients, and whose submodules use its weights."""
     divisor: int
-    """What the sum of those gradients over all microbatches and ranks must be divided by to give the step's."""
+    """The sum of these gradients over all microbatches and ranks, divided by this, is the gradient of the step."""
     compute: torch.dtype
     """Dtype of the weights in the forward."""
 
 
 class Scaled(NamedTuple):
-    """What the loss of a step was multiplied with."""
+    """The factor with which the loss of a step was multiplied."""
 
     scale: float
     skipped: bool
-    """Whether gradients overflowed and the update was left out, on all ranks."""
+    """Whether gradients overflowed and the update was skipped, on all ranks."""
 
 
 @dataclass(frozen=True)
 class State:
-    """All that an engine needs to go on: tensors to save, or to load into in place."""
+    """Everything an engine needs to resume: tensors to save, or to load into in place."""
 
     tensors: dict[str, Tensor]
     """Key -> tensor, over the engine's own memory where that is possible. Keys of a portable state are
     `weights/<parameter>` and `optimizer/<parameter>/<entry>`; a DTensor has this rank's part, any other tensor is whole
     and the same on every rank that has its key."""
     adopt: Callable[[], None]
-    """Make what was written into the tensors effective in the very next forward. *Collective.*"""
+    """Use what was written into the tensors from the next forward on. *Collective.*"""
     portable: bool = True
-    """Whether any layout of any engine understands it; else only this layout of this engine."""
+    """Whether any layout of any engine can load it; otherwise only this layout of this engine can."""
 
 
 class Workload(Protocol):
-    """What is trained, apart from how: all an engine may know of the model."""
+    """What is trained: everything that an engine may know about the model."""
 
     unit_classes: tuple[type[nn.Module], ...]
     """Modules whose parameters are gathered and released together."""
 
     may_leave_unused: bool
-    """Whether a microbatch may leave trained parameters without a gradient, not the same ones on every rank."""
+    """Whether a microbatch may leave trained parameters without a gradient, possibly different ones on each rank."""
 
     def build(self, device: torch.device | str, dtype: torch.dtype) -> nn.Module:
         """Make the module with uninitialised parameters; device "meta" allocates nothing, not even buffers."""
 
     def quantize(self, model: nn.Module, device: torch.device) -> None:
-        """Have linear layers of a module that was built multiply 8-bit numbers, in place; nothing where no recipe is
-        asked for. For engines that declare `fp8`."""
+        """Make linear layers of a built module multiply 8-bit numbers, in place; does nothing without a recipe. For
+        engines that declare `fp8`."""
 
     def cut(self, model: nn.Module, axis: DeviceMesh, *, sequence_parallel: bool) -> None:
-        """Cut a module that was built, in place, over the ranks of a tensor-parallel axis; names stay. *Collective.*"""
+        """Split a built module in place over the ranks of a tensor-parallel axis; names do not change. *Collective.*"""
 
     def initial_weight(self, name: str, shape: torch.Size) -> Tensor:
         """Full initial value of the parameter with this name: fp32, CPU, a function of name and train.seed alone."""
 
     def materialise_buffers(self, model: nn.Module, device: torch.device) -> None:
-        """Give every buffer of a module built on meta its value."""
+        """Give every buffer of a module built on meta the value that it has after `build` on a device."""
 
     def loss(self, model: nn.Module, batch: Microbatch) -> Tensor:
         """Mean loss over the tokens of one microbatch: a scalar, fp32 or wider, with a graph."""
@@ -129,9 +129,9 @@ class Engine(ABC):
     def step(self, lr: float) -> float:
         """Clip, update the weights with this learning rate and drop the gradients. *Collective.*
 
-        Returns the global gradient norm before clipping. A step with a non-finite norm is still taken, and shows; a
-        dynamic loss scale leaves it out, and `scaled` tells. Under numerics=exact all ranks raise OverflowError,
-        with every weight as it was.
+        Returns the global gradient norm before clipping. A step with a non-finite norm is still taken, so that it
+        shows; with a dynamic loss scale it is skipped, and `scaled` says so. Under numerics=exact all ranks raise
+        OverflowError, and no weight has changed.
         """
 
     @abstractmethod
@@ -148,7 +148,7 @@ class Engine(ABC):
     def weight_norm(self) -> float:
         """Euclidean norm of the main weights, squares summed in fp64. *Collective.*
 
-        Gathers every weight; an engine that owns shards sums their squares instead.
+        This version gathers every weight; an engine with shards should sum their squares instead.
         """
         squares = [torch.linalg.vector_norm(weight, dtype=torch.float64).square() for _, weight in self.named_weights()]
         return torch.stack(squares).sum().sqrt().item()
@@ -159,17 +159,17 @@ class Engine(ABC):
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` gave on the same layout, effective in the very next forward. *Collective.*
+        """Restore what `state_dict` returned on the same layout, effective in the next forward. *Collective.*
 
         Raises:
             ValueError: a key is missing, unexpected or of another shape or dtype; nothing was loaded.
         """
 
     def state(self) -> State:
-        """All state by key, to save or to load into; see `State`. *Collective* where an engine's own `state_dict` is.
+        """All state by key, to save or to load into; see `State`. *Collective* if the engine's `state_dict` is.
 
-        As it stands here: what `state_dict` gives, copied, for the same layout alone. Engines whose state has names
-        and places of its own say so.
+        This version copies what `state_dict` returns, for the same layout only. Engines whose state any layout can load
+        override it.
         """
         tensors = {key: tensor.detach().clone() for key, tensor in self.state_dict().items()}
         return State(tensors, lambda: self.load_state_dict(tensors), portable=False)
@@ -177,40 +177,40 @@ class Engine(ABC):
     @abstractmethod
     def accounted_bytes(self) -> dict[str, int]:
         """Bytes kept on this rank by role: compute_weights, main_weights, main_grads, optimizer, padding, buffers; and
-        gradient_sums, where sums lie apart from the main gradients."""
+        gradient_sums, if sums are stored apart from the main gradients."""
 
     def finish_gradients(self) -> None:  # noqa: B027 # most engines have nothing left to do
-        """Do now what is left of the step's reductions, so that looking at gradients before `step` moves none of it
-        into the harness's own time and traffic. *Collective* where an engine reduces after the last backward."""
+        """Finish the step's reductions now, so that reading gradients before `step` does not move them into the
+        harness's own time and traffic. *Collective* if an engine reduces after the last backward."""
 
     def seen(self) -> Seen | None:
-        """Where local gradients and the weights of the forward can be seen; None where they cannot."""
+        """Where local gradients and the weights of the forward can be observed; None if they cannot."""
         return None
 
     def local_gradients(self) -> Mapping[str, Tensor] | None:
-        """This rank's averaged gradients before clipping, by parameter name, of the elements that it has of
-        `state()`'s weights: plain tensors over the engine's own memory, not to be written to.
+        """This rank's averaged gradients before clipping, by parameter name, for its elements of `state()`'s weights:
+        plain tensors over the engine's own memory, which must not be written to.
 
-        Valid where `named_gradients` is; gathers nothing. None where they cannot be seen so.
+        Valid when `named_gradients` is; gathers nothing. None if the engine cannot provide them.
         """
         return None
 
     def scaled(self) -> Scaled | None:
-        """The loss scale of the step taken last; None where losses are not scaled."""
+        """The loss scale of the last step; None if losses are not scaled."""
         return None
 
     def facts(self) -> dict[str, str]:
-        """What the record should tell that no setting does: choices that depend on the machine, with their reasons."""
+        """Facts for the record that no setting has: choices that depend on the machine, with their reasons."""
         return {}
 
     def counters(self) -> dict[str, int]:
-        """What the engine counted of itself on this rank since the last call, by the name that `metrics.jsonl` gives it
-        (`harness.store.fields`); empty for engines that count nothing. Called once a step, after `step`."""
+        """The engine's own counters on this rank since the last call, by their names in `metrics.jsonl`
+        (`harness.store.fields`); empty for engines without any. Called once per step, after `step`."""
         return {}
 
     def user_buffers(self) -> dict[str, str]:
-        """What became of nccl_ub: requested, effective, reason; empty for engines that register nothing."""
+        """The outcome of nccl_ub: requested, effective, reason; empty for engines that register nothing."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most engines hold nothing
-        """Release what outlives the object (hooks, threads)."""
+        """Remove hooks and end threads."""
