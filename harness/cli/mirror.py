@@ -6,6 +6,8 @@ import importlib.util
 import os
 import shlex
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from harness.cli.runs import located, say_next
 from harness.cli.verb import Verb
@@ -50,13 +52,30 @@ def _sync_arguments(parser: ArgumentParser) -> None:
     offline_argument(parser)
 
 
+@contextmanager
+def asking(verb: str) -> Iterator[None]:
+    """What wandb raises when a run is opened becomes a sentence.
+
+    Raises:
+        BadRequest: in its place.
+    """
+    from harness.mirror.run import MirrorFailed
+
+    try:
+        yield
+    except MirrorFailed as error:
+        raise refuse(verb, f"wandb failed: {error}", fix="try again, or write files with --offline") from error
+
+
 def _sync(arguments: Namespace) -> int:
     from harness.mirror.sync import sync
 
-    mode = mode_of(arguments, f"sync {arguments.ref}", "wandb")
+    verb = f"sync {arguments.ref}"
+    mode = mode_of(arguments, verb, "wandb")
     store = Store(arguments.root)
     runs = runs_of(store, arguments.ref)
-    sync(runs, mode, probe(), lambda line: print(line, flush=True))
+    with asking(verb):
+        sync(runs, mode, probe(), lambda line: print(line, flush=True))
     if mode is WandbMode.offline:
         where = shown(runs[0].path) if len(runs) == 1 else f"{shown(runs[0].path.parent)}/*"
         print(f"next: wandb sync {where}/wandb/offline-run-*")
@@ -75,11 +94,13 @@ def _wandb_arguments(parser: ArgumentParser) -> None:
 
 
 def _push(arguments: Namespace) -> int:
-    mode = mode_of(arguments, f"wandb push {arguments.study}", "wandb", "wandb_workspaces")
+    verb = f"wandb push {arguments.study}"
+    mode = mode_of(arguments, verb, "wandb", "wandb_workspaces")
     from harness.mirror.push import FILES, push
 
     arguments.root, name = located(arguments.root, arguments.study)
-    made = push(Store(arguments.root).root, name, mode)
+    with asking(verb):
+        made = push(Store(arguments.root).root, name, mode)
     drawn = "pictures" if made.pictures else "no pictures (they need a checkout with its extra analysis)"
     print(f"{made.outcome}: verdicts, evidence, {drawn} and the dashboard in one run")
     if mode is WandbMode.offline:

@@ -38,7 +38,8 @@ COSTS = (
 )
 BARS = (
     ("Median step time", "result/step_time_s", "seconds"),
-    ("Peak memory", "result/peak_bytes", "bytes, rank 0"),
+    ("Peak tensor memory", "result/peak_bytes", "bytes"),
+    ("Peak resident set", "result/rss_bytes", "bytes, rank 0"),
     ("Sent in the last step", "result/sent_bytes", "bytes, rank 0"),
     ("Share of the bound that the worst check used", "parity/margin", "1 is the bound"),
 )

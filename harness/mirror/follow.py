@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from harness.config.schema import WandbMode
-from harness.mirror.run import MirrorRun
+from harness.mirror.run import MirrorRun, settle
 from harness.store.metrics import decode
 from harness.store.rundir import RunDir
 
@@ -28,6 +28,7 @@ def follow(run: RunDir, mode: WandbMode, ended: Ended) -> None:
             for record in _new_lines(file):
                 mirror.log(record)
     mirror.finish()
+    settle()
 
 
 def _new_lines(file: IO[str]) -> Iterator[dict[str, Any]]:

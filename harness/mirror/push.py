@@ -19,7 +19,7 @@ from harness.config.errors import refuse
 from harness.config.schema import WandbMode
 from harness.mirror.dashboard import VERDICTS, as_json, dashboard
 from harness.mirror.pictures import pictures
-from harness.mirror.run import drop_others, mirror_id, outcome, quiet_settings
+from harness.mirror.run import drop_others, mirror_id, opened, outcome, quiet_settings, settle
 from harness.mirror.sync import margin
 from harness.parity import StudyVerdict, study_text, verdict
 from harness.store import screen, shapes
@@ -62,6 +62,7 @@ def push(root: Path, study: str, mode: WandbMode) -> Pushed:
 
     Raises:
         BadRequest: there is nothing to judge; see `harness.parity.verdict`.
+        MirrorFailed: wandb did not open the run.
     """
     found = verdict(root, study)
     if not found.arms:
@@ -81,6 +82,7 @@ def push(root: Path, study: str, mode: WandbMode) -> Pushed:
     run.log_artifact(_artifact(found, folder))
     own = Path(run.dir).parent
     run.finish()
+    settle()
     if mode is WandbMode.offline:
         drop_others(root / study / "wandb", own)
     address = "" if mode is WandbMode.offline else _save(board, root / study / "wandb" / VIEW)
@@ -93,9 +95,7 @@ def summary_id(study: str) -> str:
 
 
 def _open(root: Path, found: StudyVerdict, asked: Mapping[str, Any], mode: WandbMode) -> Any:
-    import wandb
-
-    return wandb.init(
+    return opened(
         id=summary_id(found.study),
         name=f"{found.study}: verdicts",
         group=found.study,

@@ -48,6 +48,14 @@ ORIGIN = ("sources_digest", "versions", "git", "cpu_model", "device", "hosts")
 """What of provenance goes into the run's config."""
 
 
+MAX_TAG = 64
+"""Longest tag that wandb takes."""
+
+
+class MirrorFailed(Exception):
+    """wandb did not open a run; the message is its own."""
+
+
 class MirrorRun:
     """An open run of wandb. Offline, a new file takes the place of those that earlier attempts wrote."""
 
@@ -58,12 +66,13 @@ class MirrorRun:
             run: whose mirror it is.
             mode: offline or online.
             live: whether the run trains now, so that the machine's load says something about it.
-        """
-        import wandb
 
+        Raises:
+            MirrorFailed: wandb did not open it.
+        """
         self._run_dir, self._mode = run, mode
         config = checked(run.config(), SENT, str(run.path / CONFIG))
-        self._run = wandb.init(
+        self._run = opened(
             **identity(run, config),
             entity=config["wandb"]["entity"],
             project=config["wandb"]["project"],
@@ -92,6 +101,27 @@ class MirrorRun:
         self._run.finish(exit_code=int(results["result/state"] != "done"))
         if self._mode is WandbMode.offline:
             drop_others(self._run_dir.path / "wandb", own)
+
+
+def opened(**arguments: Any) -> Any:
+    """An open run of wandb.
+
+    Raises:
+        MirrorFailed: wandb raised, whatever it was: no network, a key that the server refuses, a name it does not take.
+    """
+    import wandb
+
+    try:
+        return wandb.init(**arguments)
+    except Exception as error:
+        raise MirrorFailed(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def settle() -> None:
+    """Wait until wandb's service has written and sent everything: `finish` returns before the file offline is whole."""
+    import wandb
+
+    wandb.teardown()
 
 
 def quiet_settings(*, stats: bool) -> Any:
@@ -156,7 +186,7 @@ def tags(config: Mapping[str, Any]) -> list[str]:
     ):
         if config[group][key] != rest:
             found.append(f"{group}={config[group][key]}")
-    return found
+    return list(dict.fromkeys(tag if len(tag) <= MAX_TAG else f"{tag[: MAX_TAG - 3]}..." for tag in found))
 
 
 def _origin(run: RunDir) -> dict[str, Any]:
@@ -169,19 +199,22 @@ def outcome(run: RunDir) -> dict[str, Any]:
 
     Returns:
         `result/state` is `done`, `preempted` or `unfinished`; bytes are rank 0's, `result/sent_bytes` of the last step.
-        What was not recorded is left out.
+        `result/peak_bytes` is tensor storage, as in `harness.analysis.load.runs`; the process's memory, which holds
+        Python and libraries too, is `result/rss_bytes`. What was not recorded is left out.
     """
     last: dict[str, Any] = {}
-    peak = 0
+    most = dict.fromkeys(("peak_tensor_bytes", "allocated", "rss"), 0)
     for last in iter_metrics(run.metrics):
-        memory = last.get("memory", {})
-        peak = max(peak, memory.get("allocated") or memory.get("rss") or 0)
+        memory = last.get("memory") or {}
+        most = {name: max(value, memory.get(name) or 0) for name, value in most.items()}
     summary = read_summary(run) or {}
     ended = summary.get("step") == last.get("step", 0)
+    followed = max((summary.get("tensor_bytes") or {}).get("peak") or [0])  # of every rank, under measure=bench
     found = {
         "result/state": summary.get("status", "unfinished") if ended else "unfinished",
         "result/final_loss": last.get("loss"),
-        "result/peak_bytes": peak or None,
+        "result/peak_bytes": followed or most["peak_tensor_bytes"] or most["allocated"] or None,
+        "result/rss_bytes": most["rss"] or None,
         "result/sent_bytes": sum(kind["bytes"] for kind in last.get("comm", {}).values()),
         "result/accounted_bytes": sum((summary.get("accounted_bytes") or {}).values()) or None,
         "result/step_time_s": (summary.get("step_time_s") or {}).get("median"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from harness.config.errors import BadRequest
 from harness.config.schema import WandbMode
-from harness.mirror.run import MirrorRun
+from harness.mirror.run import MirrorRun, settle
 from harness.parity import StudyVerdict, Verdict, loss_bounds, verdict
 from harness.store import status
 from harness.store.errors import StoreError
@@ -46,6 +46,7 @@ def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: C
 
     Raises:
         StoreError: some cannot be read, or written to offline; all others were sent.
+        MirrorFailed: wandb did not open a run; those before it were sent.
     """
     sent, verdicts, left_out = 0, _Verdicts(), []
     for run in runs:
@@ -59,6 +60,8 @@ def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: C
             why = "left out"
             left_out.append(str(error))
         tell(f"{run.name}: {why or DONE[mode]}")
+    if sent:
+        settle()
     if left_out:
         raise StoreError("\n  ".join(left_out))
     return sent

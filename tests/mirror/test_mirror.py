@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from harness.analysis import load
 from harness.config.mirror import has_key, mirror_mode
 from harness.config.schema import CkptPolicy, WandbMode
+from harness.mirror import run as mirror_run
 from harness.mirror.follow import follow
-from harness.mirror.run import mirror_id
+from harness.mirror.run import MirrorFailed, mirror_id, outcome
 from harness.store import status
 from harness.store.fields import METRICS, as_line, mirrored
 from harness.store.files import write_json
@@ -23,7 +25,7 @@ from harness.store.status import State, Status
 from harness.train.mirror import Mirror
 from tests.support import wandb_file
 from tests.support.factory import freeze, small_config, stopping, train
-from tests.support.mutants import kills
+from tests.support.mutants import Slip, kills
 
 KEY = "0123456789abcdef" * 5
 """Of the length of a key."""
@@ -37,6 +39,7 @@ def line(step: int, draw: random.Random) -> dict[str, Any]:
     values = {path: value for path, value in values.items() if "*" not in path}
     values |= {"step": step, "loss": HARD[step % len(HARD)], "param_norm": None, "data_digest": "ab" * 8}
     values |= {"skipped": step % 2 == 0, "tokens": 2**53 - step, "memory/allocated": None, "memory/rss": 2**40 + step}
+    values |= {"memory/peak_tensor_bytes": 2**20 + step}
     return as_line(values | {"comm": {"all_gather": {"count": step, "bytes": 8 * step}}, "own": {}})
 
 
@@ -72,13 +75,86 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
     opened, summary = wandb_file.run_of(found), wandb_file.summary(found)
     assert opened.run_id == mirror_id("adhoc", run.signature())
     assert (opened.run_group, opened.job_type, list(opened.tags)) == ("adhoc", "train", ["single", "no_shard", "fp32"])
-    assert (summary["result/state"], summary["result/peak_bytes"], summary["result/sent_bytes"]) == (
-        "done",
-        2**40 + 15,
-        120,
-    )
+    assert (summary["result/state"], summary["result/sent_bytes"]) == ("done", 120)
+    assert (summary["result/peak_bytes"], summary["result/rss_bytes"]) == (2**20 + 15, 2**40 + 15)
     stepped = [record.metric for record in found if record.WhichOneof("record_type") == "metric"]
     assert "train/*" in {each.glob_name for each in stepped}
+
+
+@kills("wandb", "a file that is not awaited", "The mirror ends while wandb's service still writes its file")
+def test_a_file_that_is_not_awaited_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.mirror.follow.settle", lambda: None)
+    with pytest.raises(AssertionError):
+        test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
+
+
+@kills("wandb", "tags of any length", "A tag is longer than wandb takes")
+def test_tags_of_any_length_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.mirror.run.MAX_TAG", 200)
+    with pytest.raises(MirrorFailed, match="must be between 1 and 64 characters"):
+        test_a_tag_is_no_longer_than_wandb_takes(tmp_path)
+
+
+@kills("wandb", "resident set as peak", "The resident set of the process is called the peak of tensor memory")
+def test_a_resident_set_that_is_called_the_peak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slip = Slip(mirror_run, "outcome", 'most["peak_tensor_bytes"] or', 'most["rss"] or')
+    monkeypatch.setattr("tests.mirror.test_mirror.outcome", slip.made())
+    with pytest.raises(AssertionError):
+        test_peak_memory_is_what_a_table_of_runs_calls_so({"peak_tensor_bytes": 7}, {}, 7, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("memory", "summary", "peak"),
+    [
+        ({"peak_tensor_bytes": 7, "allocated": 9}, {}, 7),
+        ({"peak_tensor_bytes": None, "allocated": 9}, {}, 9),
+        ({"peak_tensor_bytes": None, "allocated": None}, {}, None),
+        ({}, {"tensor_bytes": {"persistent": [3, 3], "peak": [5, 11], "growth": [0, 0]}}, 11),
+    ],
+)
+def test_peak_memory_is_what_a_table_of_runs_calls_so(
+    memory: dict[str, int | None], summary: dict[str, Any], peak: int | None, tmp_path: Path
+) -> None:
+    """On a CPU it was the resident set: Python and torch, 300 MiB, and a sixth of a MiB of weights."""
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    freeze(small_config(), run.path)
+    status.write(run.path, Status(State.done, "2 steps", 0))
+    with MetricsWriter(run.metrics) as writer:
+        record = line(1, random.Random(0))
+        writer.write(record | {"memory": {**record["memory"], "allocated": None, "peak_tensor_bytes": None, **memory}})
+    write_json(run.summary, {"status": "done", "step": 1, **summary})
+    found = outcome(run)
+    (table,) = load.runs(tmp_path).to_dict("records")
+    assert table["state"] == "done", table["reason"]
+    assert found.get("result/peak_bytes") == peak
+    assert (None if table["peak_bytes"] != table["peak_bytes"] else table["peak_bytes"]) == peak
+    assert found["result/rss_bytes"] == table["rss_bytes"] == 2**40 + 1
+
+
+def test_the_file_is_whole_when_following_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """wandb's `finish` returns while its service still writes: in four of ten runs the file had seven bytes."""
+    import wandb
+
+    asked: list[str] = []
+    monkeypatch.setattr("wandb.teardown", lambda real=wandb.teardown: (asked.append("settled"), real()))
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    freeze(small_config(wandb__mode=WandbMode.offline), run.path)
+    write(run, 1, 1, 0)
+    summarise(run, "done", 1)
+    follow(run, WandbMode.offline, lambda _: True)
+    assert asked == ["settled"]
+    assert wandb_file.summary(wandb_file.records(wandb_file.only_file(run.path)))["result/state"] == "done"
+
+
+def test_a_tag_is_no_longer_than_wandb_takes(tmp_path: Path) -> None:
+    """An own option's name: wandb refused the run, and the sync of a study ended in a traceback."""
+    run = RunDir(tmp_path / "adhoc" / "arm-01234567")
+    freeze(small_config(wandb__mode=WandbMode.offline, dtype__name="policy" * 20), run.path)
+    write(run, 1, 1, 0)
+    summarise(run, "done", 1)
+    follow(run, WandbMode.offline, lambda _: True)
+    opened = wandb_file.run_of(wandb_file.records(wandb_file.only_file(run.path)))
+    assert list(opened.tags) == ["single", "no_shard", ("policy" * 20)[:61] + "..."]
 
 
 @kills(

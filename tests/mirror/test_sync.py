@@ -103,3 +103,17 @@ def test_what_cannot_be_sent_is_refused_before_it_begins(
         monkeypatch.setenv(name, value)
     assert main(["sync", "lab", "--root", str(store)]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["sync", "lab", "--offline"], ["wandb", "push", "lab", "--offline"]])
+def test_what_wandb_raises_is_a_sentence(
+    words: list[str], store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No network, a key that the server refuses, a name it does not take: each ended in a traceback."""
+
+    def init(**_: object) -> None:
+        raise ConnectionError("no route\nto host")
+
+    monkeypatch.setattr("wandb.init", init)
+    assert main([*words, "--root", str(store)]) == 2
+    assert "lab: wandb failed: ConnectionError: no route to host" in capsys.readouterr().err

@@ -77,6 +77,19 @@ def scheduler_exists(request: Request) -> Iterator[Violation]:
 
 
 @rule()
+def project_has_a_name(request: Request) -> Iterator[Violation]:
+    """What W&B refuses would be found when the mirror starts, or at a sync after the training."""
+    project = request.config.wandb.project
+    if not 0 < len(project) <= 128 or set(project) & set(r"/\#?%:"):
+        yield Violation(
+            request.show("wandb.project"),
+            "is not a name that W&B takes",
+            r"1 to 128 characters without / \ # ? % :",
+            "wandb.project=sharded-training",
+        )
+
+
+@rule()
 def mirror_can_start(request: Request) -> Iterator[Violation]:
     """The mirror is an optional package; online it needs a key, which nobody can be asked for later."""
     subject = request.show("wandb.mode")
