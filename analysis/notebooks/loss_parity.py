@@ -54,7 +54,7 @@ print(study.runs[shown].to_string(index=False) if len(study.runs) else f"There i
 print(f"{study.verdict.outcome.value}: study {STUDY}, {len(study.verdict.arms)} comparisons" if study.verdict else "")
 table = judge.verdicts(study)
 shown = ["label", "control", "verdict", "tier", "used", "check", "resolution"]
-print(table[shown].to_string(index=False) if len(table) else "Nothing was judged.")
+print(table[shown].to_string(index=False, float_format="{:.3g}".format) if len(table) else "Nothing was judged.")
 for sentence in table.loc[~table["verdict"].isin(["EQUAL", "EQUIVALENT"]), "sentence"]:
     print(f"\n{sentence}")
 
@@ -84,7 +84,7 @@ if len(apart):
     figure, every = plot.panels(len(arms))
     plot.each_difference(apart, bounds, every, study.styles)
 else:
-    print("No run was judged, so that there is no distance to show.")
+    print("No run was judged, so there is no distance to show.")
 
 # %% [markdown]
 # ## Where the gradients lie
@@ -97,8 +97,9 @@ if len(gradients):
     styles = {run: own for run, own in study.styles.items() if run in set(gradients["run"])}
     figure, ax = plot.bars(len(styles))
     plot.gradient_distances(gradients, allowed, ax, styles)
-    farthest = gradients.nlargest(5, "distance")
-    print(farthest[["run", "tensor", "distance", "scale_error"]].to_string(index=False))
+    farthest = gradients.assign(label=gradients["run"].map(study.label_of)).nlargest(5, "distance")
+    shown = ["label", "tensor", "distance", "scale_error"]
+    print(farthest[shown].to_string(index=False, float_format="{:.3g}".format))
 else:
     print("No gradients were captured, or nothing was judged.")
 

@@ -52,9 +52,11 @@ if len(evidence):
     figure, ax = plot.bars(len(arms))
     plot.shares_of_bounds(evidence, ax, arms)
     nearest = evidence.sort_values("used", ascending=False).groupby("run", sort=False).head(1)
-    print(nearest[["run", "check", "step", "observed", "allowed", "used"]].to_string(index=False))
+    nearest = nearest.assign(label=nearest["run"].map(study.label_of))
+    shown = ["label", "check", "step", "observed", "allowed", "used"]
+    print(nearest[shown].to_string(index=False, float_format="{:.3g}".format))
 else:
-    print("No run was judged, so that no bound was used.")
+    print("No run was judged, so no bound was used.")
 
 # %% [markdown]
 # ## How small an error would have shown
@@ -69,7 +71,7 @@ if resolution:
     figure, ax = plot.bars(len(arms))
     plot.resolutions(resolution, ax, arms)
 else:
-    print("No gradients were compared, so that nothing says how small an error would have shown.")
+    print("No gradients were compared, so nothing says how small an error would have been detected.")
 for seeds in study.verdict.seeds if study.verdict else ():
     print(seeds.sentence)
 

@@ -10,7 +10,10 @@ On logarithmic axes what is exactly zero stands on a line of its own, marked 0; 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from matplotlib import pyplot as plt
@@ -23,6 +26,8 @@ MARKERS = "os^Dv"
 CONTROL = "#000000"
 GREY = "#767676"
 MIB = 2**20
+LONGEST = 30
+"""Letters of one setting of a label that a picture shows."""
 COLUMNS = 3
 """Panels beside each other, at most."""
 
@@ -37,14 +42,32 @@ class Style(NamedTuple):
 
 def style(labels: Mapping[str, str], control: str | None = None) -> dict[str, Style]:
     """A colour and a marker for each run of `labels`, in its order; the control is black."""
-    arms = [run for run in labels if run != control]
+    arms, short = [run for run in labels if run != control], shortened(labels)
     found = {
-        run: Style(COLOURS[place % len(COLOURS)], MARKERS[place // len(COLOURS) % len(MARKERS)], plain(labels[run]))
+        run: Style(COLOURS[place % len(COLOURS)], MARKERS[place // len(COLOURS) % len(MARKERS)], plain(short[run]))
         for place, run in enumerate(arms)
     }
     if control in labels:
-        found[str(control)] = Style(CONTROL, "", f"control: {plain(labels[str(control)])}")
+        found[str(control)] = Style(CONTROL, "", f"control: {plain(short[str(control)])}")
     return found
+
+
+def shortened(labels: Mapping[str, str]) -> dict[str, str]:
+    """Labels that a picture has room for: of a setting that is too long, the middle is left out; labels that then read
+    alike are numbered."""
+    cut = {
+        run: ", ".join(
+            part if len(part) <= LONGEST else f"{part[: LONGEST // 2]}…{part[1 - LONGEST // 2 :]}"
+            for part in label.split(", ")
+        )
+        for run, label in labels.items()
+    }
+    seen: Counter[str] = Counter()
+    for run, text in cut.items():
+        seen[text] += 1
+        if seen[text] > 1 and labels[run] != text:
+            cut[run] = f"{text} ({seen[text]})"
+    return cut
 
 
 def plain(text: object) -> str:
@@ -78,6 +101,14 @@ def beside(count: int) -> int:
     return max(1, math.ceil(count / max(1, math.ceil(count / COLUMNS))))
 
 
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Draw names in scripts that the font lacks as boxes, without a warning for each letter; tables have them."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing from")
+        yield
+
+
 def bars(count: int, width: float = 8.0) -> tuple[Figure, Axes]:
     """A figure for `count` arms below each other."""
     figure, ax = plt.subplots(figsize=(width, 1.5 + 0.34 * max(2, count)), layout="constrained")
@@ -89,7 +120,8 @@ def legend(ax: Axes, columns: int = 3, handles: Sequence[Any] | None = None) -> 
     figure = ax.get_figure()
     found = ax.get_legend_handles_labels() if handles is None else (handles, [each.get_label() for each in handles])
     if found[0] and figure is not None:
-        figure.legend(*found, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
+        names = [fold(str(each), 44) for each in found[1]]
+        figure.legend(found[0], names, loc="outside lower center", ncols=columns, fontsize=9, frameon=False)
 
 
 def fold(label: str, size: int = 32) -> str:
@@ -136,16 +168,30 @@ def _power(value: float) -> str:
 
 
 def name_rows(ax: Axes, names: Sequence[str]) -> None:
-    """Names on the vertical axis, the first on top."""
-    ax.set_yticks(range(len(names)), list(names), fontsize=10)
+    """Names on the vertical axis, the first on top; a figure of one panel grows where names take several lines."""
+    shown = [fold(name, 36) for name in names]
+    more = max((name.count("\n") for name in shown), default=0)
+    figure = ax.get_figure()
+    if more and isinstance(figure, Figure) and len(figure.axes) == 1:
+        figure.set_figheight(figure.get_figheight() + 0.16 * more * len(names))
+    ax.set_yticks(range(len(names)), shown, fontsize=10)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.grid(axis="x", color="#DDDDDD", linewidth=0.6)
     ax.set_axisbelow(True)
 
 
+def no_scale(ax: Axes) -> None:
+    """Take the numbers off a vertical axis on which no number stands."""
+    ax.set_yticks([])
+    ax.set_yticks([], minor=True)
+
+
 def over_steps(ax: Axes) -> None:
-    """Name the horizontal axis after steps, which are whole."""
+    """Name the horizontal axis after steps, which are whole; a single one has room beside it."""
     ax.set_xlabel("step")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    low, high = ax.dataLim.intervalx
+    if low == high:
+        ax.set_xlim(low - 1, high + 1)
     ax.grid(color="#E5E5E5", linewidth=0.6)
     ax.set_axisbelow(True)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from pathlib import Path
 
 import pandas as pd
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
 from harness.analysis import judge, load, plot, stats
+from harness.analysis.drawing import COLOURS, CONTROL, MARKERS, Style
 from harness.analysis.judge import Study
-from harness.analysis.plot import Style
+from harness.store.rundir import RunDir
 
-PANELS, ROWS = 24, 48
-"""Most arms that a picture shows: in panels of their own, in rows below each other."""
+PANELS, LINES, ROWS = 24, len(COLOURS) * len(MARKERS), 48
+"""Most runs that a picture shows: in panels of their own, as lines over each other, in rows below each other."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,14 @@ def figures(study: Study) -> Iterator[Drawn]:
 
 def _curves(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
     if len(steps):
-        styles = _some(study.styles, set(steps["run"]))
+        every, styles = _every_and_some(study, steps, LINES)
         figure, ax = plt.subplots(figsize=(8, 4 + 0.1 * len(styles)), layout="constrained")
         plot.losses(steps[steps["run"].isin(styles)], ax, styles)
         plot.legend(ax, columns=2)
-        yield Drawn("Loss", f"Every run's loss.{_cut(study.styles, styles)}", figure)
+        yield Drawn("Loss", f"The loss of each run.{_cut(every, styles)}", figure)
     apart, bounds = judge.differences(study), judge.bounds(study)
     if len(apart):
-        every = _some(study.styles, set(apart["run"]))
-        shown = _some(study.styles, set(apart["run"]), PANELS)
+        every, shown = _every_and_some(study, apart, PANELS)
         apart, bounds = (frame[frame["run"].isin(shown)] for frame in (apart, bounds))
         figure, panels = plot.panels(len(shown))
         plot.each_difference(apart, bounds, panels, study.styles)
@@ -56,8 +56,7 @@ def _curves(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
 def _gradients(study: Study) -> Iterator[Drawn]:
     gradients, allowed = judge.gradients(study)
     if len(gradients):
-        every = _some(study.styles, set(gradients["run"]), len(study.styles))
-        shown = _some(study.styles, set(gradients["run"]))
+        every, shown = _every_and_some(study, gradients, ROWS)
         figure, ax = plot.bars(len(shown))
         plot.gradient_distances(gradients, allowed, ax, shown)
         caption = f"Every parameter's gradient at step 1, before any update.{_cut(every, shown)}"
@@ -68,36 +67,46 @@ def _costs(study: Study, steps: pd.DataFrame) -> Iterator[Drawn]:
     parts = stats.parts(steps)
     if len(parts):
         warm = steps[steps["step"] > stats.WARM_UP]
-        shown = _some(study.styles, set(parts["run"]))
+        every, shown = _every_and_some(study, parts, ROWS)
         figure, ax = plot.bars(len(shown))
         plot.stacks(parts, ax, shown, part="part", value="seconds", scale=1e-3, unit="time of a step (ms)")
         exposed = (1e3 * warm.groupby("run")["exposed_comm_s"].median()).to_dict()
         plot.marks(exposed, ax, shown, "of which waiting for collectives")
         plot.legend(ax)
-        yield Drawn(
-            "Step time", "Medians over steps after the warm-up. Runs that were not interleaved rank no arms.", figure
-        )
+        caption = "Medians over steps after the warm-up. Runs that were not interleaved rank no arms."
+        yield Drawn("Step time", f"{caption}{_cut(every, shown)}", figure)
     kept = load.memory(study.runs["path"])
     if len(kept):
-        shown = _some(study.styles, set(kept["run"]))
+        every, shown = _every_and_some(study, kept, ROWS)
         figure, ax = plot.bars(len(shown))
         plot.stacks(kept, ax, shown, part="role", value="bytes", scale=plot.MIB, unit="kept by rank 0 (MiB)")
         peaks = (study.runs.set_index("run")["peak_bytes"].dropna().astype(float) / plot.MIB).to_dict()
         plot.marks(peaks, ax, shown, "most within a step")
         plot.legend(ax)
-        yield Drawn("Memory", "What rank 0's engine keeps between steps, by its own account.", figure)
+        yield Drawn(
+            "Memory", f"What rank 0's engine keeps between steps, by its own account.{_cut(every, shown)}", figure
+        )
     sent = load.traffic(study.runs["path"])
     if len(sent):
-        shown = _some(study.styles, set(steps["run"]))
+        every, shown = _every_and_some(study, steps, ROWS)
         figure, ax = plot.bars(len(shown))
         plot.stacks(sent, ax, shown, part="kind", value="bytes", scale=plot.MIB, unit="sent by rank 0 in a step (MiB)")
         plot.legend(ax)
-        yield Drawn("Traffic", "What rank 0 sends in a step, by kind of collective.", figure)
+        yield Drawn("Traffic", f"What rank 0 sends in a step, by kind of collective.{_cut(every, shown)}", figure)
 
 
-def _some(styles: Mapping[str, Style], runs: set[str], most: int = ROWS) -> dict[str, Style]:
-    return dict(islice(((run, own) for run, own in styles.items() if run in runs), most))
+def _every_and_some(study: Study, frame: pd.DataFrame, most: int) -> tuple[dict[str, Style], dict[str, Style]]:
+    """The runs that a table has, and those of them that one picture shows: the control, what did not pass, then the
+    others, each in the study's order."""
+    runs = set(frame["run"])
+    every = {run: own for run, own in study.styles.items() if run in runs}
+    arms = study.verdict.arms if study.verdict else ()
+    failed = {RunDir(Path(arm.arm)).name for arm in arms if arm.exit_code}
+    ranked = sorted(every, key=lambda run: (every[run].colour != CONTROL, run not in failed))
+    kept = set(ranked[:most])
+    return every, {run: own for run, own in every.items() if run in kept}
 
 
 def _cut(every: Mapping[str, Style], shown: Mapping[str, Style]) -> str:
-    return f" The first {len(shown)} of {len(every)}." if len(shown) < len(every) else ""
+    few = f" {len(shown)} of {len(every)} runs are shown; those that did not pass come first."
+    return few if len(shown) < len(every) else ""

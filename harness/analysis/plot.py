@@ -26,6 +26,7 @@ from harness.analysis.drawing import (
     legend,
     log_axis,
     name_rows,
+    no_scale,
     over_steps,
     panels,
     plain,
@@ -44,8 +45,13 @@ def losses(steps: pd.DataFrame, ax: Axes, styles: Mapping[str, Style] | None = N
         mark: dict[str, Any] = (
             {"marker": own.marker, "markersize": 5, "markevery": (place % few, few)} if own.marker else {}
         )
+        if len(line) == 1:
+            mark.setdefault("marker", "o")
         ax.plot(line["step"], line["loss"], color=own.colour, label=own.label, **drawn, **mark)
         _not_numbers(ax, line["step"], line["loss"], own.colour)
+    _mind_numbers(ax, steps["loss"])
+    if not np.isfinite(steps["loss"].astype(float)).all():
+        ax.plot([], [], "x", color=GREY, label="not a number")
     over_steps(ax)
     ax.set_ylabel("loss (nats a token)")
     return ax
@@ -78,13 +84,15 @@ def differences(
     for run, line in frame.groupby("run", sort=False):
         own, size = styles[str(run)], line["difference"].abs()
         bound = allowed[(allowed["run"] == run) & np.isfinite(allowed["allowed"].astype(float))]
-        ax.plot(bound["step"], bound["allowed"], "--", color=own.colour, linewidth=1.2)
+        alone = {"marker": "_", "markersize": 14} if len(bound) == 1 else {}
+        ax.plot(bound["step"], bound["allowed"], "--", color=own.colour, linewidth=1.2, **alone)
         some = size.where(size > 0)  # a step that differs by nothing ends a line
         ax.plot(line["step"], some, ".-", color=own.colour, label=own.label, linewidth=0.9, markersize=4)
         none = size == 0
         ax.plot(line["step"][none], [place] * int(none.sum()), "o", mfc="white", mec=own.colour, markersize=4)
         _not_numbers(ax, line["step"], size, own.colour)
     log_axis(ax, "y", place, top, zero=bool((frame["difference"] == 0).any()) if zero is None else zero)
+    _mind_numbers(ax, pd.concat([frame["difference"], allowed["allowed"]]))
     over_steps(ax)
     ax.set_ylabel("loss against the control\n(relative)")
     return ax
@@ -144,11 +152,12 @@ def gradient_distances(
         some, none = found[found > 0], int((found == 0).sum())
         ax.plot(some, [row] * len(some), "o", color=own.colour, markersize=5, alpha=0.45, markeredgewidth=0)
         ax.plot([place] * none, [row] * none, "o", mfc="white", mec=own.colour, markersize=5)
+        _not_numbers(ax, pd.Series([row] * len(found)), found, own.colour, upright=False)
         if run in allowed:
             ax.plot([allowed[run]] * 2, [row - 0.36, row + 0.36], color=own.colour, linewidth=2.4)
     log_axis(ax, "x", place, zero=bool((frame["distance"] == 0).any()))
     name_rows(ax, [own.label for own in styles.values()])
-    ax.set_xlabel("distance of a gradient at step 1 (relative)")
+    ax.set_xlabel("distance of a gradient at step 1 (relative)" + _crossed(frame["distance"]))
     return ax
 
 
@@ -212,13 +221,14 @@ def shares_of_bounds(frame: pd.DataFrame, ax: Axes, styles: Mapping[str, Style])
         none = int((mine["used"] == 0).sum())
         ax.plot(some["used"], [row] * len(some), "o", color=own.colour, markersize=5, alpha=0.55, markeredgewidth=0)
         ax.plot([place] * none, [row] * none, "o", mfc="white", mec=own.colour, markersize=5)
+        _not_numbers(ax, pd.Series([row] * len(mine)), mine["used"], own.colour, upright=False)
         if len(mine):
             farthest = mine.loc[mine["used"].astype(float).idxmax(), "check"]
             ax.text(1.01, row, plain(farthest), transform=ax.get_yaxis_transform(), va="center", fontsize=9)
     ax.axvline(1.0, color=CONTROL, linestyle="--", linewidth=1.2)
     log_axis(ax, "x", place, zero=bool((frame["used"] == 0).any()))
     name_rows(ax, [own.label for own in styles.values()])
-    ax.set_xlabel("observed / what rounding explains (1 is the bound)")
+    ax.set_xlabel("observed / what rounding explains (1 is the bound)" + _crossed(frame["used"]))
     return ax
 
 
@@ -259,11 +269,25 @@ def _of(frame: pd.DataFrame, run: str, names: Sequence[str], part: str, value: s
     return float(found)
 
 
-def _not_numbers(ax: Axes, at: pd.Series, values: pd.Series, colour: str) -> None:
-    """Crosses at the upper edge where a value is not finite."""
-    broken = at[~np.isfinite(values.astype(float))]
+def _not_numbers(ax: Axes, at: pd.Series, values: pd.Series, colour: str, *, upright: bool = True) -> None:
+    """Crosses where a value is not finite: at the upper edge, or at the right one where values go to the right."""
+    broken = at[~np.isfinite(values.astype(float).to_numpy())]
     if len(broken):
-        ax.plot(broken, [0.97] * len(broken), "x", color=colour, markersize=6, transform=ax.get_xaxis_transform())
+        edge = [0.97 if upright else 0.985] * len(broken)
+        where = (broken, edge) if upright else (edge, broken)
+        transform = ax.get_xaxis_transform() if upright else ax.get_yaxis_transform()
+        ax.plot(*where, "x", color=colour, markersize=6, transform=transform)
+
+
+def _crossed(values: pd.Series) -> str:
+    """What a cross is, where there is one."""
+    return "" if np.isfinite(values.astype(float)).all() else "; x: not a finite number"
+
+
+def _mind_numbers(ax: Axes, values: pd.Series) -> None:
+    """Where no value is finite, a scale would be an invention."""
+    if len(values) and not np.isfinite(values.astype(float)).any():
+        no_scale(ax)
 
 
 __all__ = [

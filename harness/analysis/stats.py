@@ -28,7 +28,7 @@ def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataF
 
     Returns:
         Columns `run`, `step`, `difference` = (arm - control) / |control|, for every run but the control and every step
-        that both have.
+        that both have; two zeros differ by 0.
 
     Raises:
         ValueError: the control is not in the table.
@@ -39,7 +39,8 @@ def against(steps: pd.DataFrame, control: str, column: str = "loss") -> pd.DataF
     arms = steps.loc[steps["run"] != control, ["run", "step", column]]
     joined = arms.merge(held, on="step", suffixes=("", "_control"))
     base = joined[f"{column}_control"]
-    return joined[["run", "step"]].assign(difference=(joined[column] - base) / base.abs())
+    found = ((joined[column] - base) / base.abs()).mask((joined[column] == 0) & (base == 0), 0.0)
+    return joined[["run", "step"]].assign(difference=found)
 
 
 def costs(steps: pd.DataFrame, warm_up: int = WARM_UP) -> pd.DataFrame:

@@ -74,7 +74,7 @@ def code(text: str) -> str:
 
 def escaped(text: str) -> str:
     """A sentence in one line, in which nothing is markup or addresses anybody."""
-    shown = re.sub(r"([\\`*_{}\[\]<>#|~])", r"\\\1", _line(text))
+    shown = re.sub(r"([\\`*_{}\[\]<>#|~&])", r"\\\1", _line(text))
     return shown.replace("@", "@\u200b")
 
 

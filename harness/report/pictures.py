@@ -9,6 +9,7 @@ import matplotlib as mpl
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 
+from harness.analysis.drawing import quietly
 from harness.analysis.figures import figures
 from harness.analysis.judge import Study
 
@@ -24,7 +25,7 @@ class Picture:
 
 def pictures(study: Study) -> list[Picture]:
     """Everything that can be drawn of a study, in the order it is read."""
-    with mpl.rc_context({"svg.hashsalt": "report", "figure.dpi": 96}):
+    with mpl.rc_context({"svg.hashsalt": "report", "figure.dpi": 96}), quietly():
         return [Picture(each.title, each.caption, _svg(each.figure)) for each in figures(study)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from harness.store import identity, provenance, screen, status
@@ -155,7 +156,7 @@ def diff(a: RunDir, b: RunDir) -> str:
     sections = {"configuration": _config_pairs(a, b), "origin": _origin_pairs(a, b)}
     room = screen.width()
     for title, pairs in sections.items():
-        told = (f"  {key}: {_short(left)} -> {_short(right)}" for key, left, right in pairs)
+        told = (f"  {key}: {' -> '.join(_short(left, right, room))}" for key, left, right in pairs)
         if pairs:
             lines += [f"{title}:", *(line for each in told for line in screen.fold(each, room, " " * 6)), ""]
     if len(lines) == 3:
@@ -197,6 +198,14 @@ def _pairs(left: dict[str, Any], right: dict[str, Any], keys: Iterable[str]) -> 
     ]
 
 
-def _short(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def _short(left: Any, right: Any, room: int) -> tuple[str, str]:
+    """Two values in a line each; long ones from a little before where they part, so that they are not shown alike."""
+    size = max(20, min(80, room - 8))
+    texts = [value if isinstance(value, str) else json.dumps(value) for value in (left, right)]
+    if max(map(len, texts)) <= size:
+        return texts[0], texts[1]
+    parts = next((at for at, pair in enumerate(zip_longest(*texts)) if pair[0] != pair[1]), 0)
+    begin = max(0, parts - size // 4) if parts > size // 2 else 0
+    cut = [f"{'...' * bool(begin)}{text[begin:]}" for text in texts]
+    shown = [text if len(text) <= size else f"{text[: size - 3]}..." for text in cut]
+    return shown[0], shown[1]

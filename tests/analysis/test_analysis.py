@@ -15,8 +15,10 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from scipy.stats import binomtest
 
-from analysis import labels, load, plot, stats
+from analysis import judge, labels, load, plot, stats
 from benchmarks.pages import readme_figure
+from harness.analysis import figures
+from harness.parity import Outcome
 from harness.store import provenance
 from harness.store.rundir import RunDir, flatten
 from harness.store.sections import flat_config
@@ -140,6 +142,101 @@ def test_names_that_look_like_mathematics_are_drawn_as_they_stand() -> None:
     assert [text.get_text() for text in legend.get_texts()] == [r"\$\frac{\$", " _hid?den"]
     assert not legend.get_window_extent().overlaps(ax.get_window_extent()), "no legend stands over data"
     plt.close(figure)
+
+
+LONG = "a_policy_with_a_name_that_nobody_would_type_" * 3
+
+
+@pytest.mark.parametrize("drawn", ["rows", "panels", "legend"])
+def test_long_names_stay_inside_and_apart(drawn: str) -> None:
+    """They pushed the axes out of the figure, and lay over each other."""
+    labels = {"a": f"optim, {LONG}1, seed 1", "b": f"optim, {LONG}2, seed 1", "c": "short"}
+    styles = plot.style(labels)
+    frame = pd.DataFrame({"run": list("abc"), "step": 1, "loss": 1.0, "difference": 1e-6, "distance": 1e-6})
+    if drawn == "rows":
+        figure, ax = plot.bars(3)
+        plot.gradient_distances(frame, {}, ax, styles)
+    elif drawn == "panels":
+        figure, every = plot.panels(3)
+        plot.each_difference(frame, pd.DataFrame(columns=["run", "step", "allowed"]), every, styles)
+    else:
+        figure, ax = plt.subplots(figsize=(8, 4), layout="constrained")
+        plot.losses(frame, ax, styles)
+        plot.legend(ax, columns=2)
+    figure.canvas.draw()
+    texts = {
+        "rows": lambda: figure.axes[0].get_yticklabels(),
+        "panels": lambda: [ax.title for ax in figure.axes],
+        "legend": lambda: figure.legends[0].get_texts(),
+    }[drawn]()
+    boxes = [text.get_window_extent() for text in texts]
+    assert len({text.get_text() for text in texts}) == 3
+    for place, box in enumerate(boxes):
+        assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1
+        assert not [other for other in boxes[place + 1 :] if box.overlaps(other)]
+    assert figure.axes[0].get_window_extent().width > 0.2 * figure.bbox.width
+    plt.close(figure)
+
+
+def test_labels_that_are_cut_alike_are_numbered_and_others_stand() -> None:
+    middle = {run: f"{'x' * 30}{run}{'y' * 30}" for run in "ab"}
+    found = plot.style({**middle, "c": "optim, bf16"})
+    assert found["a"].label != found["b"].label
+    assert found["c"].label == "optim, bf16"
+
+
+def test_one_step_stands_on_a_whole_number_with_its_bound() -> None:
+    frame = pd.DataFrame({"run": ["a", "c"], "step": [1, 1], "loss": [2.0, 2.0], "difference": [1e-6, 0.0]})
+    styles = plot.style({"a": "arm", "c": "control"}, "c")
+    figure, (above, below) = plt.subplots(2)
+    plot.losses(frame, above, styles)
+    plot.differences(frame[:1], below, styles, pd.DataFrame({"run": ["a"], "step": [1], "allowed": [1e-5]}))
+    figure.canvas.draw()
+    for ax in (above, below):
+        low, high = ax.get_xlim()
+        assert {place for place in ax.get_xticks() if low <= place <= high} <= {0, 1, 2}
+        assert [line.get_marker() for line in ax.lines if len(line.get_xdata()) == 1].count("None") == 0
+    plt.close(figure)
+
+
+def test_what_is_not_a_number_is_a_cross_that_is_explained() -> None:
+    nan, inf = float("nan"), float("inf")
+    frame = pd.DataFrame({"run": "a", "step": [1, 2], "loss": [nan, inf], "distance": [nan, 1e-3]})
+    styles = plot.style({"a": "arm"})
+    figure, (curve, dots, shares) = plt.subplots(3)
+    plot.losses(frame, curve, styles)
+    assert [text.get_text() for text in curve.legend().get_texts()] == ["arm", "not a number"]
+    assert len(curve.get_yticks()) == 0, "a scale would be an invention"
+    plot.gradient_distances(frame, {}, dots, styles)
+    plot.shares_of_bounds(pd.DataFrame({"run": "a", "check": ["x", "y"], "used": [inf, 0.5]}), shares, styles)
+    for ax in (dots, shares):
+        assert [len(line.get_xdata()) for line in ax.lines if line.get_marker() == "x"] == [1]
+        assert "x: not a finite number" in ax.get_xlabel()
+    plt.close(figure)
+
+
+def test_two_losses_of_zero_do_not_differ() -> None:
+    steps = pd.DataFrame({"run": ["c", "c", "a", "a"], "step": [1, 2, 1, 2], "loss": [0.0, 0.0, 0.0, 1.0]})
+    assert list(stats.against(steps, "c")["difference"]) == [0.0, float("inf")]
+
+
+def test_a_picture_of_some_runs_shows_the_control_and_what_failed(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first 48 of 60 were drawn: without the control, which stands last, and whatever failed after them."""
+    for name in ("PANELS", "LINES", "ROWS"):
+        monkeypatch.setattr(f"harness.analysis.figures.{name}", 2)
+    study = judge.study(store, "lab")
+    assert study.verdict is not None
+    last = study.verdict.arms[-1]
+    failed = replace(last, outcome=Outcome.DIFFERENT)
+    object.__setattr__(study.verdict, "arms", (*study.verdict.arms[:-1], failed))
+    wanted = {RunDir(Path(path)).name for path in (last.arm, last.control)}
+    for each in figures.figures(study):
+        if each.title == "Loss":
+            shown = {line.get_label() for line in each.figure.axes[0].lines}
+            assert shown == {study.styles[run].label for run in wanted}
+        few = " 2 of 3 runs are shown; those that did not pass come first."
+        assert each.caption.endswith(few) == (each.title != "Distance to the control" and each.title != "Gradients")
+        plt.close(each.figure)
 
 
 def test_runs_are_named_by_what_differs_between_arms() -> None:

@@ -15,6 +15,7 @@ from harness.report.markdown import code, escaped
 from harness.store import status
 from harness.store.rundir import RunDir
 from harness.store.status import State
+from tests.parity.edits import edit_config
 from tests.report.stores import EVIL, broken_study, whole
 
 OUTSIDE = re.compile(r"^(?!data:|#)")
@@ -79,6 +80,13 @@ def test_the_page_tells_the_answer_and_what_is_missing(page: str) -> None:
     assert "summary.json is not valid JSON" in text
 
 
+def test_names_in_any_script_are_shown_without_a_warning(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    edit_config(whole(tmp_path), "dtype", name="日本語の名前")
+    assert main(["report", "lab", "--root", str(tmp_path)]) == 0
+    assert "日本語の名前" in (tmp_path / "lab/report.html").read_text()
+    assert [str(each.message) for each in recwarn if "Glyph" in str(each.message)] == []
+
+
 def test_markdown_says_the_same_and_nothing_in_it_is_markup_of_a_run(
     store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,6 +114,7 @@ def test_code_shows_a_text_as_it_stands(text: str) -> None:
 
 def test_a_sentence_is_no_markup() -> None:
     assert escaped("a_b *c* <d> [e](f)\n# g | @h") == "a\\_b \\*c\\* \\<d\\> \\[e\\](f) \\# g \\| @\u200bh"
+    assert escaped("&lt;b&gt;") == r"\&lt;b\&gt;", "an entity would be shown as the letter that it stands for"
 
 
 @pytest.mark.parametrize("how", ["relative root", "folder", "run", "other folder"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.store.show import _cost
+from harness.store.show import _cost, _short
 
 
 def test_memory_by_role_and_traffic_by_bucket() -> None:
@@ -30,3 +30,14 @@ def test_traffic_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch
     _, *lines = _cost({"accounted_bytes": {}, "collectives": rows})
     assert [line for line in lines if len(line) > columns] == []
     assert all("123,456,789,012 bytes" in line for line in lines)
+
+
+@pytest.mark.parametrize("room", [60, 80, 10_000])
+def test_long_values_that_differ_are_not_shown_alike(room: int) -> None:
+    """A setting of 200 characters was cut after 77, wherever the other differed, and at 60 columns it was too wide."""
+    left, right = ("x" * 150 + end + "y" * 60 for end in "ab")
+    shown = _short(left, right, room)
+    assert shown[0] != shown[1]
+    assert all(len(each) <= min(80, room - 8) for each in shown)
+    assert _short([1], "b", room) == ("[1]", "b")
+    assert _short("x" * 200, "x" * 201, room)[0] != _short("x" * 200, "x" * 201, room)[1]
