@@ -60,7 +60,7 @@ given, the messages, the additions between ranks, the buffer that keeps the sum,
   is rounded once to the main gradient's dtype, also where it is added to earlier microbatches.
 - An all-reduce carries gradients in the wire's dtype and sums in the main gradient's.
 - Gradients are divided once, after the last sum: a 16-bit wire or sum must hold them undivided.
-- `fp8_*` and `mxfp8` are policies of the projections of attention and feed-forward alone; embedding, head, norms and
+- `fp8_*` and `mxfp8*` are policies of the projections of attention and feed-forward alone; embedding, head, norms and
   routers are as under `bf16`. Of what such a layer multiplies, activations and weights are e4m3, gradients e5m2 under
   `fp8_current` and `fp8_delayed` and e4m3 under the others; each product is summed in fp32 and rounded once, to bf16.
   Weights that the table has as e4m3 are kept and gathered so, one byte each; under `mxfp8` each use quantizes them.

@@ -112,6 +112,13 @@ class Fp8(Choice):
         True,
     )
     mx = "mx", "MXFP8: an 8-bit exponent for each 32 values.", 32, 4, False
+    mx_32x32 = (
+        "mx_32x32",
+        "MXFP8 with an exponent for each 32 x 32 of weights, which are the same numbers in both directions then.",
+        32,
+        4,
+        True,
+    )
 
     def __new__(cls, name: str, sentence: str, multiple: int, gradient_precision: int, held: bool) -> Self:
         """A member from its name, its sentence and its facts, which `harness.fsdp.fp8.recipes` has at length."""

@@ -29,6 +29,7 @@ NEEDS = {
     "sharding=hsdp": ["mesh=two_by_two"],
     "dtype=fp8_block": ["model=tiny_wide"],
     "dtype=mxfp8": ["model=tiny_wide"],
+    "dtype=mxfp8_32x32": ["model=tiny_wide"],
     "sharding=hfsdp": ["mesh=two_by_two"],
     "model=ext": ["model.target=tests.own.parts:Workload"],
     "data=ext": ["data.target=tests.own.parts:Counting"],

@@ -32,7 +32,13 @@ from tests.support.spawn import run_ranks
 
 ZERO_3 = Strategy.optim_grads_params
 STEPS, STOPPED = 3, 2
-SHARDED = {Fp8.current: Strategy.optim, Fp8.delayed: ZERO_3, Fp8.block: Strategy.optim_grads, Fp8.mx: ZERO_3}
+SHARDED = {
+    Fp8.current: Strategy.optim,
+    Fp8.delayed: ZERO_3,
+    Fp8.block: Strategy.optim_grads,
+    Fp8.mx: ZERO_3,
+    Fp8.mx_32x32: ZERO_3,
+}
 
 
 def config_of(recipe: Fp8, engine: EngineName, strategy: Strategy = Strategy.no_shard, **more: Any) -> Config:
@@ -41,7 +47,8 @@ def config_of(recipe: Fp8, engine: EngineName, strategy: Strategy = Strategy.no_
     world = 1 if engine is EngineName.single else 2
     given: dict[str, Any] = {"numerics__mode": mode, "mesh__world_size": world, "train__steps": STEPS} | more
     return small_config(
-        model__dim=128, model__num_heads=4, model__num_kv_heads=4, model__ffn_dim=128, model__num_layers=1,
+        model__dim=128, model__num_heads=4, model__num_kv_heads=4, model__num_layers=1,
+        model__ffn_dim=160 if recipe.multiple == 32 else 128,  # of 160 rows two ranks cut a tile of 32
         train__microbatch_size=2, ckpt__policy=CkptPolicy.last, dtype__compute=Dtype.bf16,
         dtype__fp8=recipe, dtype__fp8_history=2, engine__name=engine, sharding__strategy=strategy, **given,
     )  # fmt: skip

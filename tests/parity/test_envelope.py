@@ -93,6 +93,7 @@ QUANTIZED = {
     "current": (0.3247, 0.1510),
     "block": (0.2641, 0.1510),
     "mx": (0.2641, 0.1510),
+    "mx_32x32": (0.2641, 0.1510),
 }
 """By hand for four blocks: 16 products, u = 2^-4 and 2^-3; RMS sqrt(64 u^2 + 17 (u^2 + v^2)) and RMS sqrt(32 u^2)."""
 

@@ -10,13 +10,18 @@ which format and which tiles each of the three operands has, and where scales co
 | `delayed` | e4m3, whole      | e4m3, whole      | e5m2, whole      | the same of the largest amax of past steps   |
 | `block`   | e4m3, 1x128      | e4m3, 128x128    | e4m3, 1x128      | the same, rounded down to a power of two     |
 | `mx`      | e4m3, 1x32       | e4m3, 1x32       | e4m3, 1x32       | 8-bit exponent of amax / largest, rounded up |
+| `mx_32x32`| e4m3, 1x32       | e4m3, 32x32      | e4m3, 1x32       | the same                                     |
 
-These are TransformerEngine's `Float8CurrentScaling`, `DelayedScaling`, `Float8BlockScaling` and `MXFP8BlockScaling` in
-their defaults. A tile that is longer in one direction lies along the dimension that the product sums over; so an
-operand of two products is quantized twice, from the unquantized values (TransformerEngine's rowwise and columnwise).
+The first four are TransformerEngine's `Float8CurrentScaling`, `DelayedScaling`, `Float8BlockScaling` and
+`MXFP8BlockScaling` in their defaults. A tile that is longer in one direction lies along the dimension that the product
+sums over; so an operand of two products is quantized twice, from the unquantized values (TransformerEngine's rowwise
+and columnwise). `mx_32x32` is torchtitan's MXFP8 (its pull request 4203): each line of a 32x32 tile is an MX block of
+the tile's exponent, whichever way it is read, so that one payload serves both directions. Its weights have other bits
+than those of `mx`: a value rounds to 0 where it is small beside the largest of 1024, not of 32.
 
 [Note: Odd tiles] An amax is the largest magnitude in a tile of what is not NaN, so that it is one number whatever order
 it is found in, as TransformerEngine's kernels find it (`fmaxf`). Where that is 0 (a tile of zeros, or of NaN alone) or
-infinite, the scale is 1. A cast saturates: infinities become the format's largest number, NaN stays NaN. Under `mx` an
-infinite amax gives the largest exponent, 2^127, under which finite values vanish and infinities come back as such.
+infinite, the scale is 1. A cast saturates: infinities become the format's largest number, NaN stays NaN. Under `mx` and
+`mx_32x32` an infinite amax gives the largest exponent, 2^127, under which finite values vanish and infinities come back
+as such.
 """

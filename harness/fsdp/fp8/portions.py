@@ -10,7 +10,7 @@ along its last dimension, y a term of a sum). What is reduced where:
   multiplied with them, and each product would wait for a collective.
 
 Under `delayed`, amaxes of all three become those of all ranks at the end of a step, so that scales of the next are the
-same everywhere. Tiles of `block` and `mx` lie within a portion: both its sizes must be multiples of the tile's.
+same everywhere. Tiles of the other recipes lie within a portion: both its sizes must be multiples of the tile's.
 
 A bias of a layer whose y is a term of a sum is added by the first rank alone.
 """

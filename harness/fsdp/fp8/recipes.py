@@ -1,4 +1,4 @@
-"""The four recipes as data; see [Note: FP8]."""
+"""The recipes as data; see [Note: FP8]."""
 
 from __future__ import annotations
 
@@ -64,5 +64,6 @@ RECIPES: Mapping[Fp8, Recipe] = {
     Fp8.delayed: _hybrid(Fp8.delayed, delayed=True),
     Fp8.block: Recipe(Fp8.block, _LINE, Operand(E4M3, Tile(128, 128)), _LINE, Scaling.power_of_two),
     Fp8.mx: Recipe(Fp8.mx, _MX, _MX, _MX, Scaling.exponent),
+    Fp8.mx_32x32: Recipe(Fp8.mx_32x32, _MX, Operand(E4M3, Tile(32, 32)), _MX, Scaling.exponent),
 }
 """Every recipe by its name."""

@@ -13,11 +13,11 @@ tiles whole (`grain=block(128)`) gives the same bits, saves 4 bytes in 16384, an
 ranks are 172 and 128 then, where rows alone are 150 and 150.
 
 Where a plan of tensor parallelism has cut the weight, a bucket holds this rank's portion, and `current` and `delayed`
-take the largest over that axis too (one all-reduce more). A portion of `block` must be whole tiles: its scales are its
-own.
+take the largest over that axis too (one all-reduce more). A portion of `block` and `mx_32x32` must be whole tiles: its
+scales are its own.
 
-MXFP8 weights need two payloads, one for each direction, of other bits: they stay in the compute dtype and are quantized
-at each use, as frozen weights of every recipe are.
+Weights of `mx` need two payloads, one for each direction, of other bits: they stay in the compute dtype and are
+quantized at each use, as frozen weights of every recipe are. `mx_32x32` is MXFP8 with one payload.
 
 Under delayed scaling the scale comes from the layer's history (see [Note: Delayed]): at the end of a step the history
 is closed first, then weights are quantized under its new scale, then their own amax begins the next record. Weights

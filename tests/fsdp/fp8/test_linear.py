@@ -233,7 +233,7 @@ def test_conversion_takes_what_fits_and_refuses_by_name() -> None:
         convert_linears(model(), "current", lambda name, layer: name == "3")
     with pytest.raises(ValueError, match="found no linear layer in Sequential"):
         convert_linears(nn.Sequential(nn.Linear(15, 16)), "current")
-    with pytest.raises(ValueError, match="recipe='fp4' is not one of current, delayed, block, mx"):
+    with pytest.raises(ValueError, match="recipe='fp4' is not one of current, delayed, block, mx, mx_32x32"):
         convert_linears(model(), "fp4")
     with pytest.raises(ValueError, match="history=0"):
         convert_linears(model(), "delayed", history=0)

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from harness.fsdp.fp8.delayed import History
-from harness.fsdp.fp8.quantize import spread
+from harness.fsdp.fp8.quantize import Scaling, scales_of, spread
 from harness.fsdp.runtime import weight_scales
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.storage import arrivals, eight_bit
@@ -36,6 +36,10 @@ def _stale(self: Any, amaxes: Any) -> None:
     if not hasattr(self, "stale"):
         RESCALE(self, amaxes)
     self.stale = True
+
+
+def _exact(amax: Any, format: Any, scaling: Any) -> Any:
+    return scales_of(amax, format, Scaling.exact)
 
 
 def _always_a_step(self: Any, *, step_ended: bool = False) -> None:
@@ -68,6 +72,11 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
         "Weights are quantized under the scales they began with",
         Case(Fp8.block, "optim_grads"),
         lambda: mock.patch.object(eight_bit.EightBitWeight, "rescale", _stale),
+    ),
+    "scaling-of-others": (
+        "A tile's scale is no power of two where the recipe has an exponent of 8 bits",
+        Case(Fp8.mx_32x32, ZERO_3),
+        lambda: mock.patch.object(eight_bit, "scales_of", _exact),
     ),
     "gradients-of-8-bits": (
         "Gradients are cast to the dtype of the weight, as they are of weights that are not held in 8 bits",

@@ -29,14 +29,15 @@ from tests.support.mutants import each
 from tests.support.spawn import run_ranks
 
 ZERO_3 = "optim_grads_params"
-RECIPES = (Fp8.current, Fp8.block, Fp8.mx)
+RECIPES = tuple(recipe for recipe in Fp8 if recipe is not Fp8.delayed)
 """Scales of which are made now."""
 PAIRS = (
     (Case(Fp8.delayed, ZERO_3, tp=2), Case(Fp8.delayed, "optim")),
     (Case(Fp8.current, "no_shard", tp=4), Case(Fp8.current, ZERO_3, tp=2)),
     (Case(Fp8.block, "optim_grads", 2, "optim", tp=2), Case(Fp8.block, ZERO_3)),
+    (Case(Fp8.mx_32x32, ZERO_3, tp=2), Case(Fp8.mx_32x32, "optim", tp=4)),
 )
-"""TP 2 x DP 2 and DP 4, TP 4 and TP 2 x DP 2, HFSDP x TP 2 and DP 4."""
+"""TP 2 x DP 2 and DP 4, TP 4 and TP 2 x DP 2, HFSDP x TP 2 and DP 4, TP 2 x DP 2 and TP 4."""
 
 
 # -- on four ranks -----------------------------------------------------------------------------------------------------
@@ -103,7 +104,7 @@ MULTIPLYING: dict[str, tuple[str, Any]] = {
 def _on_four(rank: int) -> dict[str, Any]:
     told: dict[str, Any] = {
         "state": [across(rank, *pair) for pair in PAIRS],
-        "traffic": [traffic(rank, Case(recipe, ZERO_3, tp=2)) for recipe in (Fp8.current, Fp8.delayed, Fp8.block)],
+        "traffic": [traffic(rank, Case(recipe, ZERO_3, tp=2)) for recipe in Fp8 if recipe.held],
         "beside": beside_fsdp2(rank, Case(Fp8.current, ZERO_3, tp=2)),
         "meta": [meta(rank, Case(recipe, ZERO_3, tp=2)) for recipe in (Fp8.delayed, Fp8.block)],
     }
@@ -132,13 +133,13 @@ def test_a_gather_of_portions_moves_a_byte_each_and_one_more_collective_makes_sc
 ) -> None:
     weights, columns, width = 4, 3, 4
     for found in told:
-        current, delayed, block = found["traffic"]
-        for each_one in (current, delayed, block):
+        current, delayed, *tiled = found["traffic"]
+        for each_one in found["traffic"]:
             moved = each_one["elements"][0]
             assert each_one["gathers"] == (2, 2 * moved // 2), "a byte a parameter of which this rank has a half"
         assert current["scales"] == (2, 2 * weights * width), "data-parallel ranks, then tensor-parallel ones"
         assert delayed["scales"] == (2, 2 * (weights + weights * columns) * width)
-        assert block["scales"][0] == 1, "tensor-parallel ranks have no tile in common"
+        assert [each_one["scales"][0] for each_one in tiled] == [1, 1], "tensor-parallel ranks have no tile in common"
 
 
 @pytest.mark.parametrize("name", each("FP8 weights, by tensor parallelism", ((n, m[0]) for n, m in FOLLOWING.items())))
@@ -194,16 +195,18 @@ def test_fsdp2_gathers_twice_the_bytes_for_the_same_bits(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
-def test_tiles_that_are_cut_and_tiles_that_stay_whole_have_the_same_bits(num_ranks: int) -> None:
+@pytest.mark.parametrize("recipe", [Fp8.block, Fp8.mx_32x32])
+def test_tiles_that_are_cut_and_tiles_that_stay_whole_have_the_same_bits(recipe: Fp8, num_ranks: int) -> None:
     """Amaxes of rows taken together, and those that each rank finds alone where the grain keeps tiles whole."""
     torch.manual_seed(7)
     holder = nn.Sequential(nn.Linear(256, 640, bias=False))
-    convert_linears(holder, Fp8.block)
+    convert_linears(holder, recipe)
+    side = recipe.multiple
     layer: Any = holder[0]
     values = layer.weight.detach() * torch.randn(640, 1).exp()
     weights = layer.recipe.weights
     whole = quantize(values, weights.format, weights.tile, layer.recipe.scaling)
-    for grain, is_shared in ((ROW, True), (Grain(128), False)):
+    for grain, is_shared in ((ROW, True), (Grain(side), False)):
         layout = plan_bucket([ParamSpec("w", (640, 256), grain)], num_ranks, 64, 1)
         (slot,) = layout.slots
         locals_ = [layout.local_slice(slot, rank) for rank in range(num_ranks)]
@@ -217,5 +220,5 @@ def test_tiles_that_are_cut_and_tiles_that_stay_whole_have_the_same_bits(num_ran
             if local.numel:
                 payload[local.start : local.end] = weight.encode(rows, local)
         assert torch.equal(payload.view(torch.uint8), whole.payload.flatten().view(torch.uint8)), grain
-        cut = [local for local in locals_ if local.numel and local.start // 256 % 128]
+        cut = [local for local in locals_ if local.numel and local.start // 256 % side]
         assert is_shared or not cut, "no tile is cut"

@@ -15,8 +15,10 @@ from harness.fsdp.runtime.weight_scales import PURPOSE
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.fp8.sharded import (
+    HIDDEN,
     MESHES,
     STRATEGIES,
+    WIDTH,
     Case,
     Model,
     converted,
@@ -31,7 +33,7 @@ from tests.fsdp.fp8.sharded import (
 from tests.streams.recorder import Recorder, believing_in
 from tests.support.spawn import run_ranks
 
-HELD = (Fp8.current, Fp8.delayed, Fp8.block)
+HELD = tuple(each for each in Fp8 if each.held)
 ZERO_3 = "optim_grads_params"
 FOLLOWED = (
     Case(Fp8.current, "optim"),
@@ -40,6 +42,7 @@ FOLLOWED = (
     Case(Fp8.block, ZERO_3, 2),
     Case(Fp8.current, ZERO_3, 2, "optim"),
     Case(Fp8.delayed, "no_shard", 2, "optim"),
+    Case(Fp8.mx_32x32, ZERO_3, 2, "optim"),
 )
 CUT = (
     Case(Fp8.current, ZERO_3, tp=2),
@@ -48,6 +51,7 @@ CUT = (
     Case(Fp8.current, "no_shard", tp=4),
     Case(Fp8.delayed, ZERO_3, 2, tp=2),
     Case(Fp8.mx, ZERO_3, tp=2),
+    Case(Fp8.mx_32x32, "optim_grads", 2, tp=2),
 )
 """On meshes of outer x inner x tensor-parallel ranks: 1x2x2, 2x1x2 and 1x1x4."""
 PRODUCTS = [[Case(recipe, *mesh) for mesh in MESHES] for recipe in Fp8] + [
@@ -256,18 +260,23 @@ def _refused(rank: int) -> list[str]:
 
 
 def _various(rank: int) -> dict[str, Any]:
-    counted = [Case(Fp8.current, "no_shard"), Case(Fp8.current, "optim"), Case(Fp8.delayed, ZERO_3)]
+    counted = [Case(Fp8.current, "no_shard"), Case(Fp8.current, "optim")]
+    counted += [Case(recipe, ZERO_3) for recipe in (Fp8.delayed, Fp8.mx_32x32)]
     return {
         "traffic": [_traffic(rank, case) for case in counted],
-        "odd": [_odd(rank, Case(recipe, each)) for recipe, each in zip(HELD, STRATEGIES[1:], strict=True)],
+        "odd": [_odd(rank, Case(recipe, each)) for recipe, each in zip(HELD, (*STRATEGIES[1:], ZERO_3), strict=True)],
         "edits": [_edit(rank, each) for each in ("no_shard", ZERO_3)],
         "state": [
             going_on(rank, Case(Fp8.delayed, ZERO_3), Case(Fp8.delayed, "optim")),
             going_on(rank, Case(Fp8.block, "no_shard"), Case(Fp8.block, ZERO_3)),
+            going_on(rank, Case(Fp8.mx_32x32, ZERO_3), Case(Fp8.mx_32x32, "optim_grads")),
         ],
         "meta": [_meta(rank, Case(recipe, ZERO_3)) for recipe in (Fp8.delayed, Fp8.block)],
         "frozen": _frozen(rank),
-        "exact": [_exact(rank, Case(Fp8.delayed, each)) for each in ("no_shard", "optim_grads", ZERO_3)],
+        "exact": [
+            [_exact(rank, Case(recipe, each)) for each in ("no_shard", "optim_grads", ZERO_3)]
+            for recipe in (Fp8.delayed, Fp8.mx_32x32)
+        ],
         "options": [follow(rank, Case(Fp8.block, ZERO_3), 1, **each) for each in OPTIONS],
         "refused": _refused(rank),
     }
@@ -280,23 +289,24 @@ def various() -> list[dict[str, Any]]:
 
 
 def test_a_gather_moves_one_byte_a_parameter_and_one_collective_makes_scales(various: list[dict[str, Any]]) -> None:
-    whole, optim, params = various[0]["traffic"]
+    whole, optim, params, tiled = various[0]["traffic"]
     assert not any(PURPOSE in each for each in whole[0]), "weights that no rank cuts need no amax of others"
-    for (rows, moved), gathers in ((optim, 1), (params, 2)):
+    for (rows, moved), gathers in ((optim, 1), (params, 2), (tiled, 2)):
         for name, width in (("blocks.0/bfloat16/fp8", 1), ("blocks.0/bfloat16", 2)):
             assert rows["all_gather", name] == (gathers, gathers * moved[name] * width // 2), name
     layers, columns = 4, 3
     assert optim[0]["all_reduce", PURPOSE] == (1, 4 * layers), "an amax a weight"
     assert params[0]["all_reduce", PURPOSE] == (1, 4 * (layers + layers * columns)), "and what layers have seen"
+    assert tiled[0]["all_reduce", PURPOSE] == (1, 4 * layers * WIDTH * HIDDEN // 32**2), "an amax a tile"
 
 
 def test_odd_weights_are_quantized_in_shards_as_whole(various: list[dict[str, Any]]) -> None:
-    assert [each["odd"] for each in various] == [[[], [], []]] * 2
+    assert [each["odd"] for each in various] == [[[]] * len(HELD)] * 2
 
 
 def test_state_is_exact_in_the_same_layout_and_in_another(various: list[dict[str, Any]]) -> None:
     """Off by zero under delayed scaling: weights that are loaded end no step."""
-    assert [each["state"] for each in various] == [[[], []]] * 2
+    assert [each["state"] for each in various] == [[[], [], []]] * 2
 
 
 def test_models_without_memory_are_reset_before_they_are_quantized(various: list[dict[str, Any]]) -> None:
@@ -304,7 +314,8 @@ def test_models_without_memory_are_reset_before_they_are_quantized(various: list
 
 
 def test_exact_has_one_hash_under_every_strategy(various: list[dict[str, Any]]) -> None:
-    assert len({found for each in various for found in each["exact"]}) == 1
+    for of_recipe in zip(*(each["exact"] for each in various), strict=True):
+        assert len({found for of_rank in of_recipe for found in of_rank}) == 1
 
 
 def test_options_change_nothing_of_8_bits(various: list[dict[str, Any]]) -> None:
