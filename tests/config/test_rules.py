@@ -138,6 +138,12 @@ def violations(*overrides: str) -> dict[str, str]:
             "mesh.tp=1",
             "dtype=fp8_block model=tiny_wide",
         ),
+        (
+            "data=synthetic mesh.tp=4 mesh.world_size=4 model.vocab_size=6 model.num_kv_heads=4",
+            "model.vocab_size",
+            "model.vocab_size=8",
+            "data=synthetic mesh.tp=4 mesh.world_size=4 model.vocab_size=7 model.num_kv_heads=4",
+        ),
         ("dtype=fp8_current sharp=dp", "dtype.fp8", "sharp=none", "dtype=fp8_current"),
         ("dtype=fp64 dtype.fp8=current", "dtype.compute", "dtype.compute=bf16", "dtype=fp32 dtype.fp8=current"),
         ("dtype=fp8_current dtype.fp8_history=4", "dtype.fp8_history", "dtype=fp8_delayed", "dtype=fp8_delayed"),

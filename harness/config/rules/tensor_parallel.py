@@ -66,6 +66,21 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
         )
 
 
+@rule("mesh.tp", "model.vocab_size")
+def every_rank_has_tokens(request: Request) -> Iterator[Violation]:
+    """Embedding and output projection are cut as torch cuts, into parts of one size and what is left: torch's lookup
+    fails on a rank for which nothing is left."""
+    tp, vocab = request.config.mesh.tp, request.config.model.vocab_size
+    if tp == 1 or request.config.model.family not in PLANNED or -(-vocab // tp) * (tp - 1) < vocab:
+        return
+    yield Violation(
+        request.show("model.vocab_size"),
+        f"leaves the last of mesh.tp={tp} ranks no token, in parts of {-(-vocab // tp)}",
+        f"more than {tp - 1} parts",
+        f"model.vocab_size={-(-vocab // tp) * tp}, or mesh.tp=1",
+    )
+
+
 @rule("mesh.tp", "model.num_heads", "model.num_kv_heads", "model.ffn_dim", "data.seq_len")
 def parts_are_even(request: Request) -> Iterator[Violation]:
     """Every tensor-parallel rank has whole heads, as many of the hidden units, and as many positions."""
@@ -89,4 +104,9 @@ def _common(size: int, most: int) -> int:
     return max(n for n in range(1, most + 1) if size % n == 0)
 
 
-RULES: tuple[Rule, ...] = (tensor_axis_divides_the_ranks, tensor_parallelism_is_built, parts_are_even)
+RULES: tuple[Rule, ...] = (
+    tensor_axis_divides_the_ranks,
+    tensor_parallelism_is_built,
+    every_rank_has_tokens,
+    parts_are_even,
+)

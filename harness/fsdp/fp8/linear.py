@@ -189,7 +189,8 @@ class _Product(torch.autograd.Function):
         if bias is not None and adds_bias(weight):
             y = y + portion_here(bias).float()
         ctx.layer, ctx.tile, ctx.dtype, ctx.bias = layer, for_dw.tile, x.dtype, bias
-        ctx.save_for_backward(for_dw.payload, for_dw.scale_inv, weight)
+        ctx.cut = _CutWeight(weight) if isinstance(weight, DTensor) and trains else None
+        ctx.save_for_backward(for_dw.payload, for_dw.scale_inv, weight if ctx.cut is None else None)
         return y.to(x.dtype)
 
     @staticmethod
@@ -198,6 +199,8 @@ class _Product(torch.autograd.Function):
         """grad [tokens, out]; gradients of x and weight in the dtype of x, of bias in its own."""
         layer: Fp8Linear = ctx.layer
         payload, scale_inv, weight = ctx.saved_tensors  # unpacking the weight tells where it changed since
+        if ctx.cut is not None:
+            weight = ctx.cut.unedited()
         for_dx, for_dw = layer.quantized(Column.gradients, grad)
         dx = dw = db = None
         if ctx.needs_input_grad[0]:
@@ -207,6 +210,23 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             db = gradient_of(ctx.bias, grad.float().sum(dim=0).to(ctx.bias.dtype))
         return dx, dw, db, None, None
+
+
+class _CutWeight:
+    """A DTensor that a backward needs. Saved as others are it would say the dtype it came with, and its copy in a
+    recomputation that of the 8 bits in it: `torch.utils.checkpoint` takes that for another forward."""
+
+    def __init__(self, weight: DTensor) -> None:
+        self._weight, self._version = weight, weight._version
+
+    def unedited(self) -> DTensor:
+        """It, where nobody has edited it since; RuntimeError else, as torch has it of what it saves itself."""
+        if self._weight._version != self._version:
+            raise RuntimeError(
+                "the weight of an FP8 layer has been modified by an inplace operation between its forward and its"
+                " backward, which needs it as it was"
+            )
+        return self._weight
 
 
 def layers_of(module: nn.Module) -> list[Fp8Linear]:

@@ -76,6 +76,23 @@ def products(rank: int, recipe: Fp8, style: str) -> list[str]:
     return told + [f"{recipe.name}, {style}: {n} is off by {by}" for n, by in apart.items() if not by < CLOSE]
 
 
+def edited(rank: int, style: str) -> str:
+    """What a backward says of a weight that was edited since its forward; style: "" of one that is whole."""
+    holder = nn.Sequential(nn.Linear(IN, OUT))
+    convert_linears(holder, Fp8.current)
+    if style:
+        parallelize_module(holder, init_device_mesh("cpu", (dist.get_world_size(),)), {"0": STYLES[style]()})
+    x = torch.ones(2, IN)
+    y = holder(x.chunk(dist.get_world_size(), 1)[rank] if style == "columns" else x)
+    with torch.no_grad():
+        holder.get_parameter("0.weight").mul_(2)
+    try:
+        y.sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
 # -- state -------------------------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, cut_portion, fully_shard, portion_of
 from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, layers_of, update_scales
@@ -25,6 +26,8 @@ MICROBATCHES = 2
 
 
 class Block(nn.Module):
+    recompute = False
+
     def __init__(self, tp: int = 1) -> None:
         super().__init__()
         hidden = HIDDEN * tp
@@ -36,6 +39,10 @@ class Block(nn.Module):
             self.down.weight.mul_(torch.logspace(-2, 2, hidden, base=2))
 
     def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+        return found
+
+    def body(self, x: Tensor) -> Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm(x))))
 
 
@@ -57,13 +64,15 @@ class Model(nn.Module):
 
 
 class Case(NamedTuple):
-    """A recipe on a mesh: inner strategy, outer ranks (1: no such axis), what these split, tensor-parallel ranks."""
+    """A recipe on a mesh: inner strategy, outer ranks (1: no such axis), what these split, tensor-parallel ranks.
+    recompute: blocks compute their forward again in the backward."""
 
     recipe: Fp8
     inner: str
     outer: int = 1
     split: str = "no_shard"
     tp: int = 1
+    recompute: bool = False
 
     def mesh(self) -> DeviceMesh:
         """Outer, inner and tensor-parallel ranks."""
@@ -169,6 +178,8 @@ def local(tensor: Tensor) -> Tensor:
 def follow(rank: int, case: Case, steps: int = 2, **options: object) -> list[str]:
     """What is wrong with a training, step by step beside plain torch, which gets the engine's weights at each."""
     reference = converted(case.recipe, tp=case.tp)
+    for block in reference.blocks:
+        block.recompute = case.recompute
     model, optimizer = shard(case, copy.deepcopy(reference), **options)
     cut(reference, case, case.mesh())
     told: list[str] = []

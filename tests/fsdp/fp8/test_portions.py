@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Replicate
+from torch.utils.checkpoint import CheckpointError
 
 from harness.fsdp.fp8 import linear, portions
 from harness.fsdp.fp8.linear import convert_linears
@@ -23,9 +24,9 @@ from harness.fsdp.storage.grain import ROW, Grain
 from harness.fsdp.storage.layout import ParamSpec, plan_bucket
 from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.vocabulary import Fp8
-from tests.fsdp.fp8.portions import STYLES, across, beside_fsdp2, meta, products, traffic
+from tests.fsdp.fp8.portions import STYLES, across, beside_fsdp2, edited, meta, products, traffic
 from tests.fsdp.fp8.sharded import HIDDEN, WIDTH, Case, follow
-from tests.support.mutants import each
+from tests.support.mutants import each, kills
 from tests.support.spawn import run_ranks
 
 ZERO_3 = "optim_grads_params"
@@ -84,6 +85,11 @@ FOLLOWING: dict[str, tuple[str, Case, Any]] = {
         Case(Fp8.delayed, "optim", tp=2),
         _data_parallel_alone,
     ),
+    "another-dtype-again": (  # the last one: ranks stop in the middle of it
+        "A weight in 8 bits is saved for the backward as the DTensor it is in, which says another dtype",
+        Case(Fp8.current, "no_shard", tp=2, recompute=True),
+        _patched(linear, "_CutWeight", lambda weight: None),
+    ),
 }
 MULTIPLYING: dict[str, tuple[str, Any]] = {
     "bias-of-each": (
@@ -110,7 +116,10 @@ def _on_four(rank: int) -> dict[str, Any]:
     }
     for name, (_, case, mutant) in FOLLOWING.items():
         with mutant():
-            told[name] = follow(rank, case)
+            try:
+                told[name] = follow(rank, case)
+            except CheckpointError as error:
+                told[name] = [str(error)]
     return told
 
 
@@ -154,7 +163,10 @@ def _on_two(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         "products": [wrong for recipe in RECIPES for style in STYLES for wrong in products(rank, recipe, style)],
         "beside": beside_fsdp2(rank, Case(Fp8.current, ZERO_3)),
+        "edited": [edited(rank, style) for style in ("", *STYLES)],
     }
+    with mock.patch.object(linear._CutWeight, "unedited", lambda self: self._weight):
+        found["edits-unseen"] = [edited(rank, style) for style in STYLES]
     for name, (_, mutant) in MULTIPLYING.items():
         with mutant():
             found[name] = [wrong for style in STYLES for wrong in products(rank, Fp8.current, style)]
@@ -170,6 +182,16 @@ def told_by_two() -> list[dict[str, Any]]:
 def test_products_of_portions_are_those_of_the_quantized_operands(told_by_two: list[dict[str, Any]]) -> None:
     """The weight is quantized as a whole; the bias is added once, its gradient and that of x are whole."""
     assert [found["products"] for found in told_by_two] == [[], []]
+
+
+def test_a_backward_tells_of_weights_that_were_edited_since(told_by_two: list[dict[str, Any]]) -> None:
+    for found in told_by_two:
+        assert all("modified by an inplace operation" in each_one for each_one in found["edited"]), found["edited"]
+
+
+@kills("FP8 weights, by tensor parallelism", "edits-unseen", "A backward takes the weight as it is by then")
+def test_a_mutant_that_sees_no_edit_is_found(told_by_two: list[dict[str, Any]]) -> None:
+    assert all(found["edits-unseen"] == ["", ""] for found in told_by_two)
 
 
 @pytest.mark.parametrize(

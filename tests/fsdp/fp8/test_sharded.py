@@ -39,7 +39,7 @@ FOLLOWED = (
     Case(Fp8.current, "optim"),
     Case(Fp8.block, "optim_grads"),
     Case(Fp8.delayed, ZERO_3),
-    Case(Fp8.block, ZERO_3, 2),
+    Case(Fp8.block, ZERO_3, 2, recompute=True),
     Case(Fp8.current, ZERO_3, 2, "optim"),
     Case(Fp8.delayed, "no_shard", 2, "optim"),
     Case(Fp8.mx_32x32, ZERO_3, 2, "optim"),
@@ -49,9 +49,9 @@ CUT = (
     Case(Fp8.block, "optim_grads", tp=2),
     Case(Fp8.delayed, "optim", 2, "optim", tp=2),
     Case(Fp8.current, "no_shard", tp=4),
-    Case(Fp8.delayed, ZERO_3, 2, tp=2),
+    Case(Fp8.delayed, ZERO_3, 2, tp=2, recompute=True),
     Case(Fp8.mx, ZERO_3, tp=2),
-    Case(Fp8.mx_32x32, "optim_grads", 2, tp=2),
+    Case(Fp8.mx_32x32, "optim_grads", 2, tp=2, recompute=True),
 )
 """On meshes of outer x inner x tensor-parallel ranks: 1x2x2, 2x1x2 and 1x1x4."""
 PRODUCTS = [[Case(recipe, *mesh) for mesh in MESHES] for recipe in Fp8] + [
