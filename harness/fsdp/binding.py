@@ -28,7 +28,7 @@ from harness.fsdp.state.named import ShardedState, StateMismatch
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.parameter_access import HOME
 from harness.fsdp.tensor_parallel.declared import successor_of
-from harness.fsdp.update.flat_pieces import free, guard
+from harness.fsdp.update.flat_pieces import FlatPiece, free, guard
 from harness.fsdp.update.optimizer import ShardedOptimizer
 from harness.fsdp.vocabulary import Numerics
 
@@ -333,7 +333,8 @@ def _only(found: list[Model], optimizer: torch.optim.Optimizer) -> Model:
 
 def _bind_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Take in an optimizer over parameters of a sharded model. Its own hooks run after this one, in the same step."""
-    found = _owners(successor_of(param) for group in optimizer.param_groups for param in group["params"])
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    found = _owners(successor_of(param) for param in params if type(param) is not FlatPiece)
     if found:
         bind(_only(found, optimizer), optimizer)
 

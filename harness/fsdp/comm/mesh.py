@@ -114,6 +114,11 @@ class Mesh:
         return self.outer is not None and self.outer.size > 1
 
     @property
+    def threads_help(self) -> bool:
+        """Whether a thread that sums beside the backward hides anything; one rank has nothing to sum."""
+        return self.everyone.size > 1 and self.inner.threads_help
+
+    @property
     def communicators(self) -> Sequence[Communicator]:
         """Every communicator once, in the order they were made: the outer one after the inner ones."""
         return list(dict.fromkeys(filter(None, (self.inner, self.gather, self.outer, self.everyone))))

@@ -129,6 +129,10 @@ class PeerReduction(Reduction):
             exchange.laid = [comm.laid_by(peer, len(parts), tag) for peer in comm.others]
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
+        if self.comm.size == 1:
+            for part, target in zip(exchange.parts, into, strict=True):
+                _sum_in_order([part.chunk(0)], target, self.dtypes.accum, add=add, factor=exchange.factor)
+            return
         if exchange.laid:
             self._fold_reads(exchange, into, add=add)
             return
@@ -185,7 +189,10 @@ class PeerReduction(Reduction):
     def _pieces(self, chunk: Tensor) -> Sequence[Tensor]:
         """Cut a chunk as both its sender and its owner do: a function of its length and the group alone."""
         peers = max(1, self.comm.size - 1)
-        return chunk.split(max(1, PIECE_BYTES // (peers * self.dtypes.wire.itemsize))) if chunk.numel() else ()
+        longest = max(1, PIECE_BYTES // (peers * self.dtypes.wire.itemsize))
+        if chunk.numel() > longest:
+            return chunk.split(longest)
+        return (chunk,) if chunk.numel() else ()
 
 
 class ExchangeReduction(Reduction):
@@ -324,6 +331,9 @@ def _sum_in_order(
 
     One of the contributions may lie where the target does.
     """
+    if len(contributions) == 1 and torch.promote_types(contributions[0].dtype, accum) == accum:
+        _take_over(contributions[0], target, add=add, factor=factor)
+        return
     size = max(1, target.numel()) if is_queued(target.device) else FOLD_BLOCK
     for begin in range(0, target.numel(), size):
         end = min(begin + size, target.numel())
@@ -338,3 +348,13 @@ def _sum_in_order(
             (into.add_ if add else into.copy_)(total)
         if factor != 1.0:
             into.mul_(factor)
+
+
+def _take_over(contribution: Tensor, target: Tensor, *, add: bool, factor: float) -> None:
+    """As `_sum_in_order`, of one contribution: nothing is summed, and the accumulate dtype has all its values."""
+    if add:
+        target.add_(contribution)
+    elif target.data_ptr() != contribution.data_ptr():
+        target.copy_(contribution)
+    if factor != 1.0:
+        target.mul_(factor)

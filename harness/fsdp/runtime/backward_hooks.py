@@ -33,7 +33,7 @@ from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.forward import Forward
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import ABOVE_ALL, BackwardEnd, could_reach, number_of
-from harness.fsdp.runtime.readiness import Call
+from harness.fsdp.runtime.readiness import Call, begin_backward
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.refusals import (
     refuse_backward,
@@ -157,8 +157,7 @@ class BackwardHooks:
             return
         self._refuse_unsupported()
         self._number = ABOVE_ALL
-        for unit in self.units:
-            unit.readiness.pre_backward()
+        begin_backward([unit.readiness for unit in self.units])
         coming = ((begin, unit) for unit in self.units for begin in unit.readiness.due_numbers)
         self._coming = sorted(coming, key=lambda each: each[0])
         self.step.pre_backward(of_inputs=self._is_of_inputs)
@@ -194,6 +193,7 @@ class BackwardHooks:
         return could_reach(params) or self._is_all_frozen
 
     @property
+    @by_engine
     def _is_all_frozen(self) -> bool:
         """Whether no parameter is trained at all, on any rank, as ranks agree on that."""
         return not any(any(bucket.views.flags()) for bucket in buckets_of(self.units) if bucket.trainable)
@@ -222,7 +222,8 @@ class BackwardHooks:
         self.reached = unit.name
         if call is not None:
             unit.readiness.enter(call)
-            self._note_entered(unit)
+            if unit.readiness.is_entered:
+                self._entered.add(unit)
         self.gather.unshard(unit)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
@@ -235,10 +236,6 @@ class BackwardHooks:
             if not unit.readiness.is_entered:
                 self._entered.discard(unit)
                 self._call_passed(unit)
-
-    def _note_entered(self, unit: Unit) -> None:
-        if unit.readiness.is_entered:
-            self._entered.add(unit)
 
     def _call_passed(self, unit: Unit) -> None:
         self._end_if_over(unit)
@@ -288,8 +285,8 @@ class BackwardHooks:
                 if not gradients.is_prepared:  # the first of this backward
                     self.reduce.prepare(unit)
                 gradients.adopt(index)
-        unit.readiness.note_gradient(param, self._number)
-        self._note_entered(unit)
+        if unit.readiness.note_gradient(param, self._number):
+            self._entered.add(unit)
         self._end_if_over(unit)
 
     def _main_gradient(self, unit: Unit, gradients: Gradients, index: int) -> Tensor:

@@ -71,6 +71,8 @@ class Job:
         self.guard = guard
         self.plan = plan
         self.factor = factor if reductions.scales_as_it_sums(self.gradients) else 1.0
+        self.label = self._label(Axis.inner)
+        """Label of the job's collective along the inner axis."""
         self.source: Tensor = self.gradients.take()
         self.done: Event | None = None
         self.future: Future[None] | None = None
@@ -95,11 +97,6 @@ class Job:
     def accumulates_locally(self) -> bool:
         """Whether its sums over microbatches are made on this rank, so that it is the step's one reduction."""
         return self.bucket.placements.accumulates_locally
-
-    @property
-    def label(self) -> Label:
-        """Label of the job's collective along the inner axis."""
-        return self._label(Axis.inner)
 
     def _label(self, axis: Axis) -> Label:
         """Label of a collective along one axis: the operation from terms of a sum to main gradients, whole or legs."""

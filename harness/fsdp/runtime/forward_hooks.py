@@ -26,6 +26,7 @@ from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits
+from harness.fsdp.storage.parameter_access import by_engine
 
 
 class ForwardHooks:
@@ -54,6 +55,8 @@ class ForwardHooks:
         self._takes_dtensors = any(isinstance(param, DTensor) for param in params)
         self._passed: dict[str, list[Passed | None]] = {unit.name: [] for unit in units}
         """Inputs of calls in which the program is, by unit: a unit may call itself. None: nothing to watch."""
+        self._inputs_passed = {unit.name: WeakHook(backward.inputs_passed, unit) for unit in units}
+        """Told when a backward has passed the inputs of a call, by unit."""
         self._num_updates = 0
         """How often weights had been installed when the model's forward began last."""
         for unit in units:
@@ -98,15 +101,20 @@ class ForwardHooks:
                 unit.readiness.forget_unseen()
         for bucket in self.units[0].buckets:
             bucket.receive()
+        self._take_up_weights()
+        may_look = with_gradients and not self.gather.holds
+        self.lost_edits.begin(buckets_of(self.units), self.step.num_updates, may_look=may_look)
+        self.forward.pre_forward(with_gradients=with_gradients)  # last: what raises above leaves no forward begun
+
+    @by_engine
+    def _take_up_weights(self) -> None:
+        """Have weights that are whole ready to be used, with all that the program did to them since."""
         for bucket in buckets_of(self.units):
             bucket.views.check_untouched()
             if not self.gather.holds:  # which takes edits itself, from all ranks at once
                 edits.adopt(bucket)
                 edits.refuse_lost(bucket)
             bucket.use()
-        may_look = with_gradients and not self.gather.holds
-        self.lost_edits.begin(buckets_of(self.units), self.step.num_updates, may_look=may_look)
-        self.forward.pre_forward(with_gradients=with_gradients)  # last: what raises above leaves no forward begun
 
     def _root_post_forward(self, module: nn.Module | None, args: Any, output: Any) -> Any:
         if self.step.in_backward:
@@ -165,7 +173,7 @@ class ForwardHooks:
             return None
         refuse_transforms()
         passed: tuple[Tensor, ...] = PassedInputs.apply(  # type: ignore[no-untyped-call] # torch leaves it unannotated
-            WeakHook(self.backward.inputs_passed, unit), *inputs
+            self._inputs_passed[unit.name], *inputs
         )
         node = passed[0].grad_fn
         unit.readiness.begin_call(node)

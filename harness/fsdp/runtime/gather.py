@@ -123,7 +123,7 @@ class GatherPipeline:
     def rest(self, unit: Unit) -> None:
         """A backward has passed a call of a unit, and is to come to another one: its weights stay until they are in the
         way of others. So a graph of several forwards does not bring the whole model together."""
-        if self._is_gathered(unit) and unit not in self._resting:
+        if unit in self._whole and unit not in self._resting:
             self._resting.append(unit)
 
     def _wake(self, wanted: Unit) -> None:
@@ -134,10 +134,6 @@ class GatherPipeline:
 
     def _has_room(self, unit: Unit) -> bool:
         return all(bucket.has_room for bucket in unit.buckets)
-
-    def _is_gathered(self, unit: Unit) -> bool:
-        """Whether a unit other than the root has its weights from a gather."""
-        return unit in self._whole
 
     def unshard_next(self, unit: Unit | None = None) -> None:
         """Have the unit whole that is wanted next, before it is asked for; None: the one the sweep comes to, if it is
@@ -170,7 +166,7 @@ class GatherPipeline:
 
     def reshard(self, unit: Unit) -> None:
         """Drop a unit's whole weights, each rank keeping its part; the root's stay until the backward ends."""
-        if self._is_gathered(unit):
+        if unit in self._whole:
             self._reshard(unit)
 
     def reshard_all(self) -> None:

@@ -120,6 +120,8 @@ def replaced(values: tuple[Any, ...], tensors: Iterator[Tensor]) -> tuple[Any, .
 
 def tensors_with_grad(output: Any) -> list[Tensor]:
     """Tensors with gradients anywhere in an output: nested containers, and dataclasses."""
+    if isinstance(output, Tensor):  # as almost always
+        return [output] if output.requires_grad else []
     found = []
     for value in tree_flatten(output)[0]:
         if isinstance(value, Tensor):

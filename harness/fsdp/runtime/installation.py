@@ -14,7 +14,7 @@ from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.weight_scales import WeightScales
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.bucket import Bucket
-from harness.fsdp.storage.parameter_access import BEING_TAKEN
+from harness.fsdp.storage.parameter_access import BEING_TAKEN, by_engine
 
 
 def install_weights(buckets: Sequence[Bucket]) -> list[Pending]:
@@ -60,6 +60,7 @@ class WeightInstaller:
         self.pending: list[Pending] = []
         """Gathers in which other ranks may still take this rank's weights."""
 
+    @by_engine
     def install(self, *, step_ended: bool = False) -> None:
         """Bring main weights into the compute weights; unsharded ones are dropped. *Collective.*
 
@@ -124,6 +125,7 @@ class WeightInstaller:
         if self.gather.is_read:
             self.wait_for_readers()
 
+    @by_engine
     def wait(self, *, writes: bool = False) -> None:
         """Wait until other ranks have taken this rank's weights, so that these may change; edits of the program count
         from now on.

@@ -20,13 +20,13 @@ a unit waits until each was computed again and brought a gradient to every param
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr
 
 from harness.fsdp.runtime.gradient_answer import refuse_grad_of
@@ -120,12 +120,12 @@ class Readiness:
         """The call that runs."""
         return self._running[-1]
 
-    @by_engine
-    def pre_backward(self) -> None:
-        """A backward begins: ask autograd what of this unit it will reach. Only inside a hook of that backward."""
+    def pre_backward(self, trained: Sequence[nn.Parameter], due: Set[int]) -> None:
+        """A backward begins that reaches what is due: `begin_backward` tells. trained: parameters of this unit that are
+        not frozen."""
         self._due_calls = {node for node in self._calls if _will_run(node)}
-        self.trained = [param for param in self.params if param.requires_grad]
-        self._due_params = {id(param) for param in due_among(self.trained)}
+        self.trained = trained
+        self._due_params = {id(param) for param in trained} & due
         self._is_reached = bool(self._due_calls or self._due_params)
         self.is_due_once = len(self._due_calls) + len(self._unseen) <= 1
 
@@ -171,13 +171,14 @@ class Readiness:
         self._due_calls.discard(node)
         self._inside.discard(node)
 
-    def note_gradient(self, param: nn.Parameter, number: int) -> None:
+    def note_gradient(self, param: nn.Parameter, number: int) -> bool:
         """A parameter has its gradient. Nothing may have told of the call it came from: then it may be any that the
-        backward, which is at this number, has not passed."""
+        backward, which is at this number, has not passed. Returns `is_entered`."""
         self._due_params.discard(id(param))
         self._arrived.add(id(param))
         if self._unseen:
             self._entered |= {begin for begin in self._unseen if begin <= number}
+        return bool(self._entered)
 
     def note_written(self, param: nn.Parameter) -> None:
         """A kernel adds the gradient of a parameter by itself, before the backward has passed the call it is in.
@@ -218,16 +219,40 @@ class Readiness:
         return len(self._arrived) == len(self.trained)
 
 
+@by_engine
+def begin_backward(units: Sequence[Readiness]) -> None:
+    """A backward begins: ask autograd what of these units it will reach. Only inside a hook of that backward.
+
+    Raises:
+        GradientAccessError: see `due_among`.
+    """
+    trained = [[param for param in unit.params if param.requires_grad] for unit in units]
+    due = {id(param) for param in due_among([param for of_unit in trained for param in of_unit])}
+    for unit, of_unit in zip(units, trained, strict=True):
+        unit.pre_backward(of_unit, due)
+
+
+class _Above(torch.autograd.Function):
+    """A node above parameters: its edges lead to the nodes that take in their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *params: Tensor) -> Tensor:
+        return torch.empty(())
+
+
 def due_among(params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     """Parameters, of some that are not frozen, to which the backward that runs will bring a gradient.
 
     Raises:
         GradientAccessError: torch.autograd.grad() was asked for one of them.
     """
-    with torch.enable_grad():  # as torch.autograd.graph.get_gradient_edge does for each by itself
-        views = [param.view_as(param).grad_fn for param in params]
-    edges = [view.next_functions[0] for view in views if view is not None]
-    return [param for param, (node, _) in zip(params, edges, strict=True) if _will_come(param, node)]
+    if not params:
+        return []
+    with torch.enable_grad():
+        above = _Above.apply(*params)  # type: ignore[no-untyped-call] # torch leaves it unannotated
+    return [
+        param for param, (node, _) in zip(params, above.grad_fn.next_functions, strict=True) if _will_come(param, node)
+    ]
 
 
 def _will_come(param: nn.Parameter, node: Any) -> bool:

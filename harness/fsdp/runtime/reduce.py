@@ -92,7 +92,7 @@ class ReducePipeline:
         self.runtime = runtime
         self.memory = memory
         self.factor = factor
-        beside = runtime.has_streams or all(mesh.inner.threads_help for mesh in meshes)
+        beside = runtime.has_streams or all(mesh.threads_help for mesh in meshes)
         self.sums_when_wanted = not beside
         self._ready: set[str] = set()
         self._issued = 0

@@ -30,6 +30,7 @@ from harness.fsdp.runtime.units import Unit, buckets_of
 from harness.fsdp.runtime.usage import Usage
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.parameter_access import by_engine
 
 WORDS = {True: "trained", False: "frozen"}
 
@@ -95,6 +96,7 @@ class Trainability:
         self.hooks.step.frozen = frozenset(name for name, trained in named if not trained)
         self.gradients.usage.wanted |= bool(self.hooks.step.frozen)  # what is frozen nobody updates
 
+    @by_engine
     def _flags(self) -> list[list[bool]]:
         """By bucket."""
         return [bucket.views.flags() for bucket in self._buckets]

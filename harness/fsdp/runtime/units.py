@@ -61,14 +61,11 @@ class Unit:
     kept_by_engine = True
 
     def __post_init__(self, given: list[nn.Module]) -> None:
+        self.is_root = self.name == ROOT
+        """Whether this is the unit of everything that lies in no other."""
         self._modules = [weakref.ref(module) for module in given]
         self.readiness = Readiness([])
         self.take_in()
-
-    @property
-    def is_root(self) -> bool:
-        """Whether this is the unit of everything that lies in no other."""
-        return self.name == ROOT
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -78,7 +75,8 @@ class Unit:
     def receive(self) -> None:
         """Have weights that are whole between uses here, for what runs next; see [Note: Weights on their way]."""
         for bucket in self.buckets:
-            bucket.receive()
+            if bucket.awaited is not None:
+                bucket.receive()
             bucket.use()
 
     def labels(self, kind: str) -> list[Label]:

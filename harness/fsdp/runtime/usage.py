@@ -4,7 +4,7 @@
 update it, those that had none with the others' sum. How ranks know of each other's:
 
     marks    gradients themselves say so, and nothing is sent (see [Note: Negative zero]); a rank that had a gradient of
-             every parameter need not even look
+             every parameter need not even look, and one that is alone marks nothing
     counts   an int64 a parameter, summed over all ranks once a step: in the same message as the counters of
              numerics=exact, whose gradients are integers and have no negative zero; under numerics=ordered, which may
              touch no element in a place that depends on the layout; where a format has too little range (fp16), or a
@@ -78,8 +78,9 @@ class Usage:
         if self.wanted:
             for gradients in self._all():
                 missing = gradients.missing()
-                if gradients.marks is not None and missing:
-                    gradients.note_unused(gradients.marks.absent(gradients.own_shards, missing))
+                if missing:
+                    marks = gradients.marks
+                    gradients.note_unused(missing if marks is None else marks.absent(gradients.own_shards, missing))
         return 0
 
     def _all(self) -> Iterable[Gradients]:
@@ -132,7 +133,8 @@ def make_usage(
         why = "this backend's sums lose the sign of zero"
     for bucket in buckets:
         if bucket.gradients is not None:
-            bucket.gradients.marks = None if why else Marks(bucket.cuts, bucket.dtypes, bucket.memory.device)
+            marked = not why and bucket.context.mesh.everyone.size > 1
+            bucket.gradients.marks = Marks(bucket.cuts, bucket.dtypes, bucket.memory.device) if marked else None
     return Usage(groups, why)
 
 

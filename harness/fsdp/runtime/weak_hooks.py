@@ -55,8 +55,10 @@ class WeakHook:
                 " that was sharded, as long as its parts and outputs are used"
             )
         weak = self._weak
-        if len(weak) == 1:  # as almost always: a unit
+        if len(weak) == 1:  # of a module: a unit
             return self._function(owner, weak[0](), *self._args, *args, **kwargs)
+        if len(weak) == 2:  # of a parameter: a unit and its gradients
+            return self._function(owner, weak[0](), weak[1](), *self._args, *args, **kwargs)
         return self._function(owner, *[each() for each in weak], *self._args, *args, **kwargs)
 
 

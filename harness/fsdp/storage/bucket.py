@@ -28,7 +28,7 @@ from harness.fsdp.storage.eight_bit import EightBitWeights
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.parameter_access import Access
-from harness.fsdp.storage.parameter_views import ParameterViews, view_of
+from harness.fsdp.storage.parameter_views import ParameterViews, views_of
 from harness.fsdp.storage.placement import WHOLE, Axis, On, route
 from harness.fsdp.tensor_parallel.parameters import cut_portion, portion_of
 from harness.fsdp.tensor_parallel.portion import Portion
@@ -146,7 +146,7 @@ class Bucket:
         self._build_main_weights()
 
     def _views(self) -> list[Tensor]:
-        return [view for _, view in self.named_slices(self.compute)]
+        return views_of(self.compute, self.layout)
 
     def _build_main_weights(self) -> None:
         stored = self.dtypes.main if self.trainable else self.dtypes.compute
@@ -271,7 +271,7 @@ class Bucket:
 
     def use(self) -> None:
         """A forward or a backward runs: weights that are whole are in nobody's way."""
-        if self.is_whole and self.awaited is None:
+        if self.views.access is not Access.free and self.awaited is None and self.is_whole:
             self.views.give(Access.free)
 
     def hand_over(self) -> None:
@@ -280,7 +280,7 @@ class Bucket:
 
     def rest(self) -> None:
         """No forward and no backward runs: edits of weights that are whole must leave a trace."""
-        if self.is_whole:
+        if self.views.access is not Access.resting and self.is_whole:
             self.views.give(Access.resting)
 
     def release_weights(self) -> None:
@@ -354,9 +354,7 @@ class Bucket:
 
     def named_slices(self, bucket: Tensor) -> list[tuple[str, Tensor]]:
         """Every parameter's name and its view of a whole bucket."""
-        return [
-            (slot.spec.name, view_of(bucket, self.layout.bucket_range(slot)[0], slot)) for slot in self.layout.slots
-        ]
+        return list(zip((slot.spec.name for slot in self.layout.slots), views_of(bucket, self.layout), strict=True))
 
     def persistent_bytes(self) -> dict[str, int]:
         """Bytes this rank keeps until a step's gradients are forgotten, by role; padding is counted apart."""

@@ -118,18 +118,21 @@ class Cuts:
         """A whole tensor cut by inner rank."""
         size = self.place.inner_size
         if self.own.inner is SHARD:
-            spans = zip(self.layout.segments, self._inner_spans, strict=True)
-            return [Part(_segment(whole, segment), found) for segment, found in spans]
+            return [Part(whole[begin:end], spans) for begin, end, spans in self._inner_cuts]
         if SHARD not in self.own:
             return [Part.evenly(whole, size)]
-        shards = [shard for s in self.layout.segments for shard in _segment(whole, s).split(s.shard_numel)]
+        segments = [(whole[s.bucket_offset : s.bucket_offset + s.numel], s) for s in self.layout.segments]
+        shards = [shard for segment, s in segments for shard in segment.split(s.shard_numel)]
         return [Part.evenly(shard, size) for shard in shards]
 
     @cached_property
-    def _inner_spans(self) -> list[tuple[tuple[int, int], ...]]:
-        """By segment: where each inner rank's shard begins and ends in it."""
+    def _inner_cuts(self) -> list[tuple[int, int, tuple[tuple[int, int], ...]]]:
+        """By segment: where it begins and ends in a whole tensor, and each inner rank's shard in it."""
         ranks = range(self.place.inner_size + 1)
-        return [tuple(pairwise(rank * s.inner_numel for rank in ranks)) for s in self.layout.segments]
+        return [
+            (s.bucket_offset, s.bucket_offset + s.numel, tuple(pairwise(rank * s.inner_numel for rank in ranks)))
+            for s in self.layout.segments
+        ]
 
     def second_leg_parts(self, whole: Tensor) -> list[Part]:
         """What inner ranks that keep the same elements give each other of reduced gradients, cut by inner rank."""
@@ -155,7 +158,3 @@ class Cuts:
             begin, end = bounds[self.place.inner_rank], bounds[self.place.inner_rank + 1]
         starts = [rank * segment.shard_numel for rank in range(segment.outer)]
         return Part(shard, tuple((start + begin, start + end) for start in starts))
-
-
-def _segment(whole: Tensor, segment: Segment) -> Tensor:
-    return whole[segment.bucket_offset : segment.bucket_offset + segment.numel]

@@ -30,7 +30,7 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.marks import ABSENT, Marks
 from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
-from harness.fsdp.storage.parameter_views import view_of
+from harness.fsdp.storage.parameter_views import views_of
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.tensor_parallel.parameters import gradient_here
 from harness.fsdp.vocabulary import GradBuffer
@@ -210,13 +210,14 @@ class Gradients:
     def _view(self, bucket: Tensor) -> None:
         """Let `bucket` take gradients, whatever it holds now; see [Note: First gradients]."""
         self.bucket = bucket
-        self._views = [view_of(bucket, self.layout.bucket_range(slot)[0], slot) for slot in self.layout.slots]
+        self._views = views_of(bucket, self.layout)
         self._unwritten = set(range(len(self.params)))
 
     def adopt(self, index: int) -> None:
         """After autograd accumulated into parameter `index`: bring a gradient that landed elsewhere into the bucket.
         For functions that are marked `by_engine`."""
-        self._note_arrival(index)
+        self._arrived.add(index)
+        self.came.add(index)
         if not self._waits and not self._waiting:
             self.bring(index)
             return
@@ -268,10 +269,6 @@ class Gradients:
             self._blank = like.new_zeros(most)
         return [self._blank[: gap.numel()] for gap in gaps]
 
-    def _note_arrival(self, index: int) -> None:
-        self._arrived.add(index)
-        self.came.add(index)
-
     def bring(self, index: int) -> None:
         """Let the gradient of parameter `index` lie in the bucket, wherever it landed."""
         param = self.params[index]
@@ -287,7 +284,8 @@ class Gradients:
         """The place of parameter `index`, for a kernel that adds to it itself; zeros where nothing has come yet."""
         self.prepare()
         self._bring_waiting()
-        self._note_arrival(index)
+        self._arrived.add(index)
+        self.came.add(index)
         if index in self._unwritten:
             self._views[index].zero_()
             self._unwritten.discard(index)
@@ -338,10 +336,10 @@ class Gradients:
         """Gradients copied together: for as long as that takes they exist twice."""
         bucket = self.memory.take(self.layout.bucket_numel, self.arriving)
         bucket.fill_(self._absent)
-        for slot, param in zip(self.layout.slots, self.params, strict=True):
+        for view, param in zip(views_of(bucket, self.layout), self.params, strict=True):
             gradient = grad_of(param)
             if gradient is not None:
-                view_of(bucket, self.layout.bucket_range(slot)[0], slot).copy_(gradient_here(param, gradient))
+                view.copy_(gradient_here(param, gradient))
         self._mark(bucket)
         self.drop()
         return bucket

@@ -235,6 +235,13 @@ class BucketLayout:
         return base + slot.offset, base + slot.end
 
     @cached_property
+    def views(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+        """Shape, strides and start of every parameter in the gathered bucket, in the order of the slots."""
+        return tuple(
+            (slot.spec.shape, contiguous_strides(slot.spec.shape), self.bucket_range(slot)[0]) for slot in self.slots
+        )
+
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Ranges of the gathered bucket that belong to no parameter, in order."""
         edges = sorted(self.bucket_range(slot) for slot in self.slots)
@@ -276,6 +283,15 @@ class BucketLayout:
     def _in_order(self) -> list[Slot]:
         """Slots as they lie in their segments; whole parameters lie by owner."""
         return sorted(self.slots, key=lambda slot: slot.offset)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
 
 
 def _extend(stretches: list[Stretch], stretch: Stretch) -> None:

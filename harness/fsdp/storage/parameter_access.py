@@ -83,19 +83,11 @@ def class_for(own: type, access: Access) -> type:
 
 
 _GRAD: Any = Tensor.grad
-"""torch's own descriptor."""
-
-
-def grad_of(param: Tensor) -> Tensor | None:
-    """What torch has as a parameter's `.grad`, whatever its class answers. For functions that are marked `by_engine`,
-    as it is asked for every parameter and often."""
-    found: Tensor | None = _GRAD.__get__(param)
-    return found
-
-
-def put_grad(param: Tensor, value: Tensor | None) -> None:
-    """Set what torch has as a parameter's `.grad`, as `grad_of` reads it."""
-    _GRAD.__set__(param, value)
+"""torch's own descriptor. Its functions are taken as they are, for they are called for every parameter, and often."""
+grad_of: Callable[[Tensor], Tensor | None] = _GRAD.__get__
+"""What torch has as a parameter's `.grad`, whatever its class answers. For functions that are marked `by_engine`."""
+put_grad: Callable[[Tensor, Tensor | None], None] = _GRAD.__set__
+"""Set what torch has as a parameter's `.grad`, as `grad_of` reads it."""
 
 
 def by_engine(function: Callable[P, R]) -> Callable[P, R]:

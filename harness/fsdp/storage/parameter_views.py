@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.storage.layout import Slot
+from harness.fsdp.storage.layout import BucketLayout
 from harness.fsdp.storage.memory import placeholder
 from harness.fsdp.storage.parameter_access import HOME, Access, by_engine, class_for
 from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
@@ -29,10 +28,13 @@ class ParameterViews:
         self._bare = [param for _, param in params] if all(each is Plain for each in self._handlings) else []
         """The parameters, where torch itself counts the edits of all of them."""
         self._classes: dict[Access, list[type]] = {}
-        self._access = Access.free
+        self.access = Access.free
+        """What they let the program do now."""
         self._views: list[Tensor] = []
         """A view of the whole weight of each parameter, in order, with storage or without."""
         self._placeholders: list[Tensor] = []
+        self._pointed_at: list[tuple[int, torch.dtype]] = []
+        """Where the values of each lay when the parameters were last pointed at them, and their dtype."""
         self._versions: list[int] = []
         for name, param in params:
             setattr(param, HOME, (name, unit))
@@ -50,23 +52,26 @@ class ParameterViews:
     def point(self, *, is_whole: bool) -> None:
         """Let parameters be views of the whole weights; or released, and one NaN."""
         targets = self._views if is_whole else self._placeholders
+        self._pointed_at = [(each.data_ptr(), each.dtype) for each in targets]
         for (_, param), handling, target in zip(self._params, self._handlings, targets, strict=True):
             handling.point(param, target)
         self.give(Access.free if is_whole else Access.released)
 
     def give(self, access: Access) -> None:
         """Let the program do with parameters what `access` says."""
-        if access is self._access:
+        if access is self.access:
             return
         if access not in self._classes:
             self._classes[access] = [class_for(own, access) for own in self._own]
         for (_, param), wanted in zip(self._params, self._classes[access], strict=True):
             param.__class__ = wanted
-        self._access = access
+        self.access = access
 
     @by_engine
     def check_untouched(self) -> None:
         """Raise RuntimeError where somebody moved or cast a parameter after it was sharded."""
+        if self._bare and [(each.data_ptr(), each.dtype) for each in self._bare] == self._pointed_at:
+            return
         each = zip(self._params, self._handlings, self._views, self._placeholders, strict=True)
         for (name, param), handling, view, nothing in each:
             values = handling.values(param)
@@ -78,7 +83,6 @@ class ParameterViews:
                 " replaced); change it before sharding"
             )
 
-    @by_engine
     def flags(self) -> list[bool]:
         """`requires_grad` of each parameter, as the program has set it."""
         return [param.requires_grad for _, param in self._params]
@@ -93,7 +97,6 @@ class ParameterViews:
             return [param._version for param in self._bare]
         return [handling.edits(param) for (_, param), handling in zip(self._params, self._handlings, strict=True)]
 
-    @by_engine
     def edited(self) -> list[str]:
         """Parameters edited in place since, by themselves or their `data`, as far as torch's counters tell."""
         now = self._counts()
@@ -102,17 +105,7 @@ class ParameterViews:
         return [name for (name, _), was, count in zip(self._params, self._versions, now, strict=True) if was != count]
 
 
-def view_of(bucket: Tensor, begin: int, slot: Slot) -> Tensor:
-    """A parameter's place in a whole bucket, in its shape."""
-    strides = contiguous_strides(slot.spec.shape)
-    return bucket.as_strided(slot.spec.shape, strides, bucket.storage_offset() + begin)
-
-
-@cache
-def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor, in elements."""
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(1, size)
-    return tuple(reversed(strides))
+def views_of(bucket: Tensor, layout: BucketLayout) -> list[Tensor]:
+    """Every parameter's place in a whole bucket, in its shape."""
+    first = bucket.storage_offset()
+    return [bucket.as_strided(shape, strides, first + begin) for shape, strides, begin in layout.views]

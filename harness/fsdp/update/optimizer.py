@@ -179,7 +179,8 @@ class ShardedOptimizer:
         if self.decoupled:
             setattr(flat.weight, DECOUPLED, gradient)
         else:
-            put_grad(flat.weight, None if gradient is None else gradient.to(flat.weight.dtype))
+            alike = gradient is None or gradient.dtype == flat.weight.dtype
+            put_grad(flat.weight, gradient if alike else gradient.to(flat.weight.dtype))
 
     def _leaves_unused(self, flat: FlatStretch) -> bool:
         """Whether a stretch's optimizer leaves parameters alone that got no gradient."""

@@ -40,7 +40,7 @@ class FlatStretch:
         """Bucket, segment and range."""
         return name_of_stretch(self.bucket.name, self.stretch)
 
-    @property
+    @cached_property
     def grad(self) -> Tensor:
         """The stretch's main gradients, while there are any."""
         return self.bucket.grad_shards[self.stretch.segment][self.stretch.start : self.stretch.end]
