@@ -4,10 +4,12 @@ that a step takes, frees and takes again stays with the process.
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -18,12 +20,16 @@ from torch import nn
 
 from harness.fsdp import fully_shard
 from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.storage import arrivals, gradients
+from harness.fsdp.storage.parameter_access import by_engine
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each
 
 FEW, MANY = 6, 24
 """Units."""
+MOST = {"no_shard": 355, "optim": 408, "optim_grads": 430, "optim_grads_params": 712}
+"""Calls of the engine's functions, for each further unit of two parameters, on one of two ranks."""
 
 
 def calls_of_step(rank: int, strategy: str, units: int) -> int:
@@ -51,9 +57,11 @@ def calls_of_step(rank: int, strategy: str, units: int) -> int:
 
 
 def growing(rank: int, strategy: str) -> list[str]:
-    """Four times the units are at most four times the calls, and some more."""
+    """Four times the units are at most four times the calls, and some more; and a unit more is no more than it was."""
     few, many = (calls_of_step(rank, strategy, units) for units in (FEW, MANY))
-    return [] if many <= 1.1 * few * MANY / FEW else [f"{few} calls with {FEW} units, {many} with {MANY}"]
+    found = [] if many <= 1.1 * few * MANY / FEW else [f"{few} calls with {FEW} units, {many} with {MANY}"]
+    a_unit = (many - few) / (MANY - FEW)
+    return found if a_unit <= MOST[strategy] else [*found, f"{a_unit:.1f} calls a unit, above {MOST[strategy]}"]
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {"growing": growing}
@@ -68,12 +76,23 @@ def _looks_at_all(self: GatherPipeline) -> int:
     return sum(not self.is_resident(unit) and self.is_whole(unit) for unit in self.order)
 
 
+def _gradients_by_functions() -> ExitStack:
+    """`.grad` is read and set by functions of Python."""
+    patches = ExitStack()
+    for module, name in itertools.product((gradients, arrivals), ("grad_of", "put_grad")):
+        patches.enter_context(mock.patch.object(module, name, by_engine(getattr(module, name))))
+    return patches
+
+
 MUTANTS = {
     "all units are asked": Mutant(
         "Each gather of a unit looks at all others",
         lambda: mock.patch.object(GatherPipeline, "_num_alive", _looks_at_all),
         "growing",
-    )
+    ),
+    "gradients by functions": Mutant(
+        "`.grad` of each parameter is read and set by functions of Python", _gradients_by_functions, "growing"
+    ),
 }
 
 

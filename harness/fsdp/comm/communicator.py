@@ -129,10 +129,10 @@ class Communicator:
         return [self.group.allgather([each], [each[self.rank]]) for each in chunks]
 
     def reads(self, parts: Sequence[Part]) -> bool:
-        """Whether peers read what these parts hold for them; the same on all ranks, whichever chunk is theirs."""
+        """Whether peers read what these parts hold for them; the same on all ranks."""
         if self.memory is None or self.eager_limit is None:
             return False
-        return sum(max(part.sizes) * part.tensor.itemsize for part in parts) > self.eager_limit
+        return sum([part.longest for part in parts]) > self.eager_limit
 
     def reads_when_wanted(self, num_bytes: int) -> bool:
         """Whether a gather to which every rank gives so many bytes is best made in two halves, by `lay_out`."""

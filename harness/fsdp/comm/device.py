@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,6 +31,10 @@ cuda: Any = torch.cuda
 """Streams, events and memory pools; a recorder in tests."""
 QUEUED = ("cuda",)
 """Kinds of device that are given work by a host which runs ahead of it."""
+
+
+_HERE = nullcontext()
+"""Where there are no side streams."""
 
 
 def is_queued(device: torch.device) -> bool:
@@ -72,18 +77,18 @@ class DeviceRuntime:
         self.device = device
         self._streams: dict[str, Any] = {}
 
-    @property
+    @cached_property
     def has_streams(self) -> bool:
         """Whether work on side streams overlaps with compute."""
         return is_queued(self.device)
 
     def stream(self, name: str) -> AbstractContextManager[None]:
         """Issue work on the side stream of this name, behind everything the current stream holds so far."""
-        return self._on_side_stream(name) if self.has_streams else nullcontext()
+        return self._on_side_stream(name) if self.has_streams else _HERE
 
     def resuming(self, name: str) -> AbstractContextManager[None]:
         """Issue more on a side stream that has waited for what that needs: a wait is work for the host, too."""
-        return self._on_side_stream(name, waits=False) if self.has_streams else nullcontext()
+        return self._on_side_stream(name, waits=False) if self.has_streams else _HERE
 
     @contextmanager
     def _on_side_stream(self, name: str, *, waits: bool = True) -> Iterator[None]:

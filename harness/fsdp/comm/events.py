@@ -78,27 +78,7 @@ def on_check(checker: Callable[[Label, Sequence[Any]], None]) -> Callable[[], No
     return lambda: _checkers.remove(checker)
 
 
-@contextmanager
-def begin(label: Label, data: Sequence[Any] = ()) -> Iterator[None]:
-    """Announce a logical collective and label the operations it issues here.
-
-    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only checkers look at them.
-    """
-    for checker in _checkers:
-        checker(label, data)
-    for listener in _listeners:
-        listener(label)
-    with resume(label):
-        try:
-            yield
-        except Exception as error:
-            told = explained(error)
-            if told is error:
-                raise
-            raise told from error
-
-
-class resume:  # used as a function; a class is entered in a third of a generator's time
+class resume:  # used as a function, as what follows: a class is entered in a third of a generator's time
     """Label further operations of a collective announced before (another thread, a second leg)."""
 
     __slots__ = ("_before", "_label")
@@ -110,8 +90,32 @@ class resume:  # used as a function; a class is entered in a third of a generato
         self._before = current()
         _local.label = self._label
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         _local.label = self._before
+
+
+class begin(resume):
+    """Announce a logical collective and label the operations it issues here.
+
+    data: tensors, or parts of them, of the same lengths and dtypes on all ranks; only checkers look at them.
+    """
+
+    __slots__ = ("_data",)
+
+    def __init__(self, label: Label, data: Sequence[Any] = ()) -> None:
+        super().__init__(label)
+        self._data = data
+
+    def __enter__(self) -> None:
+        for checker in _checkers:
+            checker(self._label, self._data)
+        for listener in _listeners:
+            listener(self._label)
+        super().__enter__()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        super().__exit__(kind, error, trace)
+        _raise_explained(error)
 
 
 def on_offer(listener: Callable[[Label | None, int], None]) -> Callable[[], None]:
@@ -145,21 +149,38 @@ def explained(error: Exception) -> Exception:
     return error
 
 
-@contextmanager
-def waiting(*waited: Label) -> Iterator[None]:
+def _raise_explained(error: BaseException | None) -> None:
+    """Raise what watchers make of an error of a collective, where they know more than it says."""
+    told = explained(error) if isinstance(error, Exception) else error
+    if told is not None and told is not error:
+        raise told from error
+
+
+class waiting:
     """The body blocks the host until collectives are done: these, or the one that this thread is issuing."""
-    if (not _wait_listeners and not _watchers) or _is_apart():
-        yield
-        return
-    label = current()
-    of = waited or ((label,) if label is not None else ())
-    began = time.perf_counter()
-    try:
-        with _watched(of, None):
-            yield
-    finally:
-        for listener in _wait_listeners:
-            listener(time.perf_counter() - began)
+
+    __slots__ = ("_began", "_waited", "_watching")
+
+    def __init__(self, *waited: Label) -> None:
+        self._waited = waited
+        self._watching: _watched | None = None
+
+    def __enter__(self) -> None:
+        if (not _wait_listeners and not _watchers) or _is_apart():
+            return
+        label = current()
+        self._began = time.perf_counter()
+        self._watching = _watched(self._waited or ((label,) if label is not None else ()), None)
+        self._watching.__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        if self._watching is None:
+            return
+        try:
+            self._watching.__exit__(*raised)
+        finally:
+            for listener in _wait_listeners:
+                listener(time.perf_counter() - self._began)
 
 
 @contextmanager
@@ -199,16 +220,21 @@ def watched(what: str, group: dist.ProcessGroup) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _watched(waited: tuple[Label, ...], group: dist.ProcessGroup | None) -> Iterator[None]:
-    tokens = [(watcher, watcher.enter(waited, group)) for watcher in _watchers]
-    try:
-        yield
-    except Exception as error:
-        told = explained(error)
-        if told is error:
-            raise
-        raise told from error
-    finally:
-        for watcher, token in tokens:
-            watcher.leave(token)
+class _watched:
+    """Watchers know of the wait that is the body."""
+
+    __slots__ = ("_group", "_tokens", "_waited")
+
+    def __init__(self, waited: tuple[Label, ...], group: dist.ProcessGroup | None) -> None:
+        self._waited = waited
+        self._group = group
+
+    def __enter__(self) -> None:
+        self._tokens = [(watcher, watcher.enter(self._waited, self._group)) for watcher in _watchers]
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            _raise_explained(error)
+        finally:
+            for watcher, token in self._tokens:
+                watcher.leave(token)

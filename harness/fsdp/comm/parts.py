@@ -8,9 +8,9 @@ copied: their segments travel from and into the flat storage itself. What is sum
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ PACK_BYTES = 1 << 16
 """Most bytes of one rank's chunks together that are packed."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """A flat tensor cut into one chunk a rank: `spans[r]` is the range of rank r's, begin and end."""
 
     tensor: Tensor
@@ -39,7 +38,12 @@ class Part:
     @property
     def sizes(self) -> list[int]:
         """Length of each rank's chunk."""
-        return [end - begin for begin, end in self.spans]
+        return _lengths(self.spans)
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest chunk: the same on all ranks, whichever chunk is theirs."""
+        return max(_lengths(self.spans)) * self.tensor.itemsize
 
     @property
     def even(self) -> bool:
@@ -60,6 +64,11 @@ class Part:
 
 
 @cache
+def _lengths(spans: tuple[tuple[int, int], ...]) -> list[int]:
+    return [end - begin for begin, end in spans]
+
+
+@cache
 def even_bounds(numel: int, size: int) -> tuple[int, ...]:
     """Where `size` chunks of equal length begin and end in `numel` elements; the last ones may be shorter."""
     step = -(-numel // size)
@@ -74,9 +83,8 @@ def evenly_covered(parts: Sequence[Part]) -> list[Tensor] | None:
 
 
 def worth_packing(parts: Sequence[Part]) -> bool:
-    """Whether to send one message a peer; the same on all ranks, whichever chunk is theirs."""
-    largest = sum(max(part.sizes) * part.tensor.itemsize for part in parts)
-    return len(parts) > 1 and largest <= PACK_BYTES
+    """Whether to send one message a peer; the same on all ranks."""
+    return len(parts) > 1 and sum([part.longest for part in parts]) <= PACK_BYTES
 
 
 def packed(parts: Sequence[Part], ranks: Sequence[int]) -> Part:

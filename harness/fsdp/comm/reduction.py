@@ -190,9 +190,10 @@ class PeerReduction(Reduction):
         """Cut a chunk as both its sender and its owner do: a function of its length and the group alone."""
         peers = max(1, self.comm.size - 1)
         longest = max(1, PIECE_BYTES // (peers * self.dtypes.wire.itemsize))
-        if chunk.numel() > longest:
-            return chunk.split(longest)
-        return (chunk,) if chunk.numel() else ()
+        if chunk.numel() <= longest:
+            return (chunk,) if chunk.numel() else ()
+        pieces: Sequence[Tensor] = chunk.split(longest)
+        return pieces
 
 
 class ExchangeReduction(Reduction):

@@ -128,6 +128,8 @@ class GatherPipeline:
 
     def _wake(self, wanted: Unit) -> None:
         """Make way for a unit: one other may go on resting, where it does not lie in the buffer of the wanted one."""
+        if not self._resting:
+            return
         self._resting = [u for u in self._resting if u is not wanted and self._is(u, WeightState.UNSHARDED)]
         while self._resting and (len(self._resting) > 1 or not self._has_room(wanted)):
             self.reshard(self._resting.pop(0))

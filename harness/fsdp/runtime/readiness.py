@@ -262,7 +262,7 @@ def _will_come(param: nn.Parameter, node: Any) -> bool:
         GradientAccessError: it would go to whoever called autograd.grad, as it is on this rank.
     """
     try:
-        return _will_run(node)
+        return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # what torch says of a leaf that autograd.grad was asked for
         refuse_grad_of(param)
 

@@ -50,6 +50,8 @@ class WeightState(Enum):
     UNSHARDING = "a gather is under way: of the unit that is wanted, or of one that is prefetched"
     UNSHARDED = "whole on every rank, until they are resharded"
 
+    __hash__ = object.__hash__  # Enum's own is written in Python
+
 
 class WeightCall(Enum):
     """What happens to a unit's weights."""
@@ -58,6 +60,8 @@ class WeightCall(Enum):
     wait = "wait()"
     reshard = "reshard()"
     fail = "an exception in a gather"
+
+    __hash__ = object.__hash__
 
 
 WEIGHT_TRANSITIONS = {
@@ -84,6 +88,7 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
     def __init__(self, unit: Unit, runtime: DeviceRuntime) -> None:
         self.unit = unit
         self.runtime = runtime
+        self._labels = {bucket: Label("all_gather", bucket.name) for bucket in unit.buckets}
         self._gathers: list[Gather] = []
 
     @property
@@ -103,7 +108,7 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
         self.move(WeightCall.unshard)
 
     def _gather(self, bucket: Bucket) -> Gather:
-        label = Label("all_gather", bucket.name)
+        label = self._labels[bucket]
         comm = bucket.context.mesh.gather
         if comm.reads_when_wanted(bucket.gathered_bytes):
             return LateGather(bucket, comm, label), Event()
@@ -117,7 +122,7 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
     def wait(self) -> None:
         """Have those that are on their way here, for whoever runs next."""
         try:
-            with events.waiting(*self.unit.labels("all_gather")):
+            with events.waiting(*self._labels.values()):
                 for pending, cast in self._gathers:
                     cast.wait()
                     pending.receive()
@@ -130,7 +135,7 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
 
     def wait_for_others(self) -> None:
         """Wait until other ranks have this one's part of what is whole here, and stays so."""
-        with events.waiting(*self.unit.labels("all_gather")):
+        with events.waiting(*self._labels.values()):
             for pending, _ in self._gathers:
                 pending.wait()
 
@@ -140,7 +145,7 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
         self.move(WeightCall.reshard)
         gathers = self._gathers
         self._gathers, outgoing = [], []
-        with events.waiting(*self.unit.labels("all_gather")):
+        with events.waiting(*self._labels.values()):
             for pending, _ in gathers:
                 if isinstance(pending, LateGather):
                     outgoing.append(pending)

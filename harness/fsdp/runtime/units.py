@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from harness.fsdp.comm.events import Label
 from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.bucket_context import BucketKey
@@ -78,10 +77,6 @@ class Unit:
             if bucket.awaited is not None:
                 bucket.receive()
             bucket.use()
-
-    def labels(self, kind: str) -> list[Label]:
-        """Labels of the collectives of one kind that move the unit."""
-        return [Label(kind, bucket.name) for bucket in self.buckets]
 
     @property
     def shares_buffers(self) -> bool:

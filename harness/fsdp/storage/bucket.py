@@ -140,6 +140,8 @@ class Bucket:
             memory.empty(self.compute)
         self.resting: Tensor | None = None
         """Compute weights that are there between uses: all of them, or this inner shard's. None: there are none."""
+        self.gathered_bytes = sum(each.inner_numel for each in layout.segments) * self.dtypes.compute.itemsize
+        """Bytes that every rank gives to a gather of the weights."""
         if placed.resting_weights_are_kept:
             numel = self.cuts.numel(placed.resting_weights)
             self.resting = self.compute if self.is_resident else memory.persistent(numel, self.dtypes.compute)
@@ -289,11 +291,6 @@ class Bucket:
             self.views.renew(self._views())
         self.memory.free(self.compute)
         self.point_at_weights()
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes that every rank gives to a gather of the weights."""
-        return sum(segment.inner_numel for segment in self.layout.segments) * self.dtypes.compute.itemsize
 
     def gather_shards(self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "") -> list[Pending]:
         """Bring every rank's main shards together until they lie as `target` says. *Collective.*

@@ -42,12 +42,12 @@ class Cuts:
         inner = place.inner_size if own.inner is SHARD else 1
         return cls(plan_bucket(specs, inner * outer, align, outer), place, own)
 
-    @property
+    @cached_property
     def inner_index(self) -> int:
         """This rank's shard of the inner axis; 0 where that has but one."""
         return self.place.inner_rank if self.own.inner is SHARD else 0
 
-    @property
+    @cached_property
     def outer_index(self) -> int:
         """This rank's part of its inner shard; 0 where that has but one."""
         return self.place.outer_rank if self.own.outer is SHARD else 0

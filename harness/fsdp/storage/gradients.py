@@ -100,6 +100,8 @@ class Gradients:
         self.memory = plan.memory
         self.placements = placements
         self.accumulation = plan.accumulation(placements)
+        self.is_in_place = self.accumulation is Accumulation.in_place
+        """Whether autograd adds to the sums themselves."""
         self.concat = plan.buffer is GradBuffer.concat
         self.bucket: Tensor | None = None
         """Unreduced gradients, where there are any."""
@@ -186,11 +188,6 @@ class Gradients:
             if grad_of(param) is not None or index not in self._unwritten:
                 self.bring(index)
         self.expect()
-
-    @property
-    def is_in_place(self) -> bool:
-        """Whether autograd adds to the sums themselves."""
-        return self.accumulation is Accumulation.in_place
 
     @property
     def is_offloaded(self) -> bool:

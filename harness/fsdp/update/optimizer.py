@@ -179,8 +179,9 @@ class ShardedOptimizer:
         if self.decoupled:
             setattr(flat.weight, DECOUPLED, gradient)
         else:
-            alike = gradient is None or gradient.dtype == flat.weight.dtype
-            put_grad(flat.weight, gradient if alike else gradient.to(flat.weight.dtype))
+            if gradient is not None and gradient.dtype != flat.weight.dtype:
+                gradient = gradient.to(flat.weight.dtype)
+            put_grad(flat.weight, gradient)
 
     def _leaves_unused(self, flat: FlatStretch) -> bool:
         """Whether a stretch's optimizer leaves parameters alone that got no gradient."""
