@@ -173,7 +173,7 @@ class ShardedOptimizer:
         for flat in self._stretches_of(optimizer):
             left = flat.without_zeros if zeros_alone else self._left_alone(flat)
             for piece in self.split(flat, partial(_is_in, left)) if left else (flat,):
-                self._attach_to(piece, None if piece.lies_in(left) else piece.grad)
+                self._attach_to(piece, None if left and piece.lies_in(left) else piece.grad)
 
     def _attach_to(self, flat: FlatStretch, gradient: Tensor | None) -> None:
         if self.decoupled:
