@@ -60,7 +60,7 @@ def broken(nodelist: str, *, alone: bool = True) -> list[str]:
         return [nodelist]
     command = ["sinfo", "--noheader", "--Node", f"--nodes={nodelist}", "--format=%N|%T"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return []
     pairs = (line.partition("|")[::2] for line in done.stdout.splitlines()) if nodelist else ()

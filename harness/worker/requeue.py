@@ -43,9 +43,11 @@ def judge(text: str, job: str, restarts: int) -> Fate:
     Only the record of `job` (`123` or `123_4`) is looked at. The last element of an array has the array's own number
     as its JobId, and whoever asks for that is told of every element.
     """
-    records = (dict(re.findall(r"\b(\w+)=(\S*)", line)) for line in text.splitlines())
+    # the first of a name: comments and command lines, which say anything, come late
+    records = (dict(reversed(re.findall(r"\b(\w+)=(\S*)", line))) for line in text.splitlines())
     found = next((record for record in records if _number(record) == job), {})
-    if int(found.get("Restarts", 0)) > restarts:
+    told = found.get("Restarts", "")
+    if told.isdecimal() and int(told) > restarts:
         return Fate(requeued=True)
     return Fate(cancelled=found.get("JobState") in ("CANCELLED", "COMPLETING"))
 
@@ -79,7 +81,9 @@ def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["scontrol", *arguments]
     try:
         with _deaf_children():
-            return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            return subprocess.run(
+                command, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False
+            )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
 

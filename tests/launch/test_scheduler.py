@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from harness.launch.slurm import commands as slurm_commands
-from harness.launch.slurm import scheduler
+from harness.launch.slurm import judgement, records, scheduler
 from harness.launch.slurm.commands import SlurmError
 from harness.launch.slurm.judgement import judge
 from harness.launch.slurm.records import Job, parse_sacct, parse_scontrol, parse_squeue
 from harness.launch.slurm.scheduler import Scheduler
 from harness.store.status import Keeper, State, Status
+from tests.support.mutants import Slip, each
 
 NOW = datetime.now(UTC).isoformat()
 
@@ -37,6 +39,8 @@ def test_sacct():
     )
     assert parse_sacct(text) == [
         Job("7_1", "s-ab", "CANCELLED", "exit code 0:15"),
+        Job("7_2", "s-ab", "PENDING", "exit code 0:0"),
+        Job("7_3", "s-ab", "PENDING", "exit code 0:0"),
         Job("8", "one", "FAILED", "exit code 1:0", "n1"),
     ]
 
@@ -70,6 +74,11 @@ def test_scontrol():
         (State.running, "COMPLETED", State.lost),
         (State.preempted, "FAILED", State.lost),
         (State.preempted, "PREEMPTED", State.lost),
+        (State.running, "SUSPENDED", State.running),
+        (State.queued, "RESV_DEL_HOLD", State.queued),
+        (State.running, "BOOT_FAIL", State.lost),
+        (State.running, "DEADLINE", State.failed),
+        (State.running, "REVOKED", State.running),
     ],
 )
 def test_what_a_jobs_state_means(known, slurm, state):
@@ -101,7 +110,8 @@ def test_a_reason_says_what_there_is_to_know(known, job, reason):
 
 
 class Commands:
-    """Stands in for squeue, sacct and scontrol; a text to answer with, `error: ...` or None to fail."""
+    """Stands in for squeue, sacct and scontrol; a text to answer with, an exception to raise, `error: ...` or None to
+    fail."""
 
     def __init__(self, **texts):
         self.texts, self.asked = texts, []
@@ -110,6 +120,8 @@ class Commands:
         self.asked.append(command[0])
         of_one = any(word.startswith("--jobs=") for word in command)
         text = self.texts.get("squeue_jobs" if of_one and "squeue_jobs" in self.texts else command[0])
+        if isinstance(text, Exception):
+            raise text
         if text is None or text.startswith("error: "):
             return subprocess.CompletedProcess(command, 1, "", text or "no")
         return subprocess.CompletedProcess(command, 0, text, "")
@@ -203,10 +215,111 @@ def test_a_submission_without_a_job_is_lost_after_a_while(commands, age_s, expec
     assert (found and found[0]) is expected
 
 
+TIMED_OUT = "error: slurm_load_jobs error: Socket timed out on send/recv operation"
+GONE = "error: slurm_load_jobs error: Invalid job id specified"
+WAITING = (
+    "JobId=7 ArrayJobId=7 ArrayTaskId=0,2-8:2,11-12%4 ArrayTaskThrottle=4 JobName=s-0badcafe JobState=PENDING "
+    "Reason=Priority ExitCode=0:0 Comment=JobState=FAILED JobState=FAILED\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("job", "answers"),
+    [
+        ("7_4", {"scontrol": WAITING}),
+        ("7_12", {"scontrol": WAITING, "sacct": ""}),
+        ("7_3", {"sacct": "7_[0-3%4]|PENDING|0:0|None assigned|s-0badcafe\n", "scontrol": TIMED_OUT}),
+        ("7", {"sacct": "7|RUNNING|0:0|n1|s-0badcafe\n", "scontrol": "<html>502</html>"}),
+    ],
+)
+def test_what_lives_is_not_lost_while_squeue_fails(commands, job, answers):
+    """Elements that wait stand in one line of the others, under their numbers' range."""
+    commands(squeue=TIMED_OUT, squeue_jobs=TIMED_OUT, **answers)
+    found = Scheduler()(of(State.queued, job, submission="0badcafe"))
+    assert found is not None
+    assert found[0] in (State.queued, State.running)
+
+
+def test_what_accounting_calls_alive_is_lost_where_the_controller_has_forgotten_it(commands):
+    commands(squeue="", squeue_jobs=GONE, scontrol=GONE, sacct="7_1|RUNNING|0:0|n1|s-0badcafe\n")
+    assert Scheduler()(of(submission="0badcafe")) == (State.lost, "SLURM no longer knows job 7_1")
+
+
+def test_another_job_under_the_number_of_a_run_is_not_its_own(commands):
+    """A controller that lost its state numbers jobs from 1 again; `cancel` would end a stranger."""
+    commands(squeue="7|1|RUNNING|None|n1|jupyter\n", sacct="7_1|RUNNING|0:0|n1|jupyter\n", scontrol=GONE)
+    assert Scheduler().job_of(of(submission="0badcafe")) is None
+    assert Scheduler().job_of(of()) is not None, "a step of somebody's own job has no token"
+
+
+@pytest.mark.parametrize("word", ["EXPEDITING", "RUNNING,COMPLETING", "WHATEVER_26_05_SAYS"])
+def test_a_word_of_a_newer_version_is_no_end(commands, word):
+    commands(squeue=f"7|1|{word}|None|n1|s\n", sacct=f"7_1|{word}|0:0|n1|s\n")
+    assert Scheduler()(of()) is None, "status.json is believed"
+
+
+def test_commands_that_do_not_answer_are_waited_for_once_a_look(commands):
+    late = subprocess.TimeoutExpired("x", 60)
+    fake = commands(squeue=late, squeue_jobs=late, sacct=late, scontrol=late)
+    look = Scheduler()
+    assert [look(of(job=f"{number}_1")) for number in range(7, 12)] == [None] * 5
+    assert fake.asked == ["squeue", "sacct", "scontrol"]
+
+
+def test_people_who_filter_their_queue_hide_no_job_from_us(monkeypatch, tmp_path):
+    """The command itself is asked: what it is given, and bytes that are no text in its answer."""
+    (tmp_path / "squeue").write_text("#!/bin/sh\nenv; read word; printf 'caf\\351 %s' \"$word\"\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
+    monkeypatch.setenv("SCANCEL_INTERACTIVE", "1")
+    monkeypatch.setenv("SLURM_CLUSTERS", "here")
+    told = slurm_commands.ask("squeue")
+    assert "SLURM_BITSTR_LEN=0" in told
+    assert "SLURM_CLUSTERS=here" in told
+    assert "SQUEUE_" not in told
+    assert "SCANCEL_" not in told
+    assert told.endswith("caf\ufffd "), "nothing to read: whoever is asked on a terminal does not wait for a word"
+
+
 def test_the_limit_of_an_array(commands):
     commands(scontrol="MaxArraySize            = 77\n")
     assert scheduler.max_array_size() == 77
     commands(scontrol="MaxArraySize            = 77\nSchedulerParameters     = bf_interval=1,max_array_tasks=5,x\n")
     assert scheduler.max_array_size() == 5
+    commands(scontrol="MaxArraySize            = 0\n")
+    assert scheduler.max_array_size() == 1, "a site without arrays"
     commands()
     assert scheduler.max_array_size() == 1001
+
+
+MUTANTS = {
+    "elements": (
+        lambda commands: test_what_lives_is_not_lost_while_squeue_fails(commands, "7_4", {"scontrol": WAITING}),
+        Slip(records, "_numbers", "max(first, last) + 1", "first + 1", "Of a range that waits one element is seen"),
+    ),
+    "runaway": (
+        test_what_accounting_calls_alive_is_lost_where_the_controller_has_forgotten_it,
+        Slip(Scheduler, "_ended_job", "living is not None and silent", "living is not None or silent", "It wins"),
+    ),
+    "another's job": (
+        test_another_job_under_the_number_of_a_run_is_not_its_own,
+        Slip(scheduler, "_of", "not status.submission or", "True or", "A number is taken for a job's name"),
+    ),
+    "newer words": (
+        lambda commands: test_a_word_of_a_newer_version_is_no_end(commands, "EXPEDITING"),
+        Slip(judgement, "judge", "job.state not in ENDS and", "False and", "What nobody knows is a failure"),
+    ),
+    "once a look": (
+        test_commands_that_do_not_answer_are_waited_for_once_a_look,
+        Slip(Scheduler, "_array", "if command in self._mute", "if False", "Every array waits again"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", each("slurm", [(name, slip.breaks) for name, (_, slip) in MUTANTS.items()]))
+def test_mutants_are_found(name, commands, monkeypatch):
+    claim, slip = MUTANTS[name]
+    slip.put(monkeypatch)
+    with pytest.raises((AssertionError, TypeError)):
+        claim(commands)

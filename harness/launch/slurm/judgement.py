@@ -13,9 +13,9 @@ from harness.store.batch_log import SUBMISSIONS
 from harness.store.status import State, Status
 
 WAITING = frozenset(
-    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT", "SUSPENDED"}
+    {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 )
-RUNNING = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "RESIZING"})
+RUNNING = frozenset({"RUNNING", "COMPLETING", "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED", "RESIZING"})
 
 _HELD = re.compile(r"held|hold|SPECIAL_EXIT", re.IGNORECASE)
 _NEVER = re.compile(
@@ -35,14 +35,19 @@ ENDS: dict[str, tuple[State, str]] = {
     "NODE_FAIL": (State.lost, ": a node failed, and the job was not put back"),
     "BOOT_FAIL": (State.lost, ": a node did not start"),
     "PREEMPTED": (State.lost, ": another job took its nodes, and it was not put back"),
-    "REVOKED": (State.lost, ": another cluster took it"),
     "COMPLETED": (State.lost, ", and the run has not ended"),
 }
-"""What an end means for a run that had not said how it ended; every other end is a failure."""
+"""What an end means for a run that had not said how it ended."""
+
+FAILURES = frozenset({"FAILED", "LAUNCH_FAILED", "RECONFIG_FAIL"})
+"""Ends of which nothing more is known. A word that stands nowhere here is a newer version's, and no end for certain."""
+
+ELSEWHERE = "REVOKED"
+"""A federation's other cluster has the job."""
 
 
 def judge(status: Status, job: Job) -> tuple[State, str] | None:
-    """State and reason of a run that `status.json` calls queued, running or preempted."""
+    """State and reason of a run that `status.json` calls queued, running or preempted; None: its job adds nothing."""
     where = f"SLURM job {job.id} is {job.state}"
     if job.state in WAITING:
         state = State.preempted if status.state is State.preempted else State.queued
@@ -50,6 +55,10 @@ def judge(status: Status, job: Job) -> tuple[State, str] | None:
     if job.state in RUNNING:
         on = f" on {job.nodes}" if job.nodes else ""
         return State.running, f"{where}{on}" + ("" if status.state is State.running else ", starting")
+    if job.state == ELSEWHERE:
+        return status.state, f"{where}: another cluster of the federation has it, and tells more"
+    if job.state not in ENDS and job.state not in FAILURES:
+        return None
     state, why = ENDS.get(job.state, (State.failed, f" before the run could say why; its log: {log_of(status, job)}"))
     if status.state is State.preempted and state is not State.cancelled:
         return State.lost, f"{where} ({job.detail}); the run had saved, and was not put back into the queue"

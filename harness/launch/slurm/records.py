@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 SQUEUE = "%F|%K|%T|%r|%N|%j"
@@ -43,27 +44,48 @@ def parse_squeue(text: str) -> list[Job]:
 
 
 def parse_sacct(text: str) -> list[Job]:
-    """Jobs of `sacct --parsable2 --format=SACCT`; steps and ranges of waiting elements are left out."""
+    """Jobs of `sacct --parsable2 --format=SACCT`; steps are left out."""
     jobs = []
     for line in text.splitlines():
         fields = line.split("|", 4)
-        if len(fields) == 5 and re.fullmatch(r"\d+(_\d+)?", fields[0]) and fields[1]:
-            number, state, code, nodes, name = fields
+        found = _NUMBER.fullmatch(fields[0]) if len(fields) == 5 and fields[1].strip() else None
+        if found:
+            _, state, code, nodes, name = fields
             nodes = "" if nodes == "None assigned" else nodes
-            jobs.append(Job(number, name, state.split()[0], f"exit code {code}", nodes))
+            numbers = _numbers(found["main"], found["one"] or found["several"])
+            jobs += [Job(number, name, state.split()[0], f"exit code {code}", nodes) for number in numbers]
     return jobs
+
+
+_NUMBER = re.compile(r"(?P<main>\d+)(_(?P<one>\d+)|_\[(?P<several>[^]]*)\])?")
+
+
+def _numbers(main: str, elements: str | None) -> Iterator[str]:
+    """`7_0`, `7_2`, `7_3` of job 7 and its elements `0,2-3%4`; the job itself where it has none.
+
+    Elements that wait are printed together. What is no list of numbers, as where one was cut, is left out.
+    """
+    if elements is None:
+        yield main
+        return
+    for part in elements.partition("%")[0].split(","):
+        if found := re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part):
+            first, last, step = (int(number) if number else 0 for number in found.groups())
+            yield from (f"{main}_{index}" for index in range(first, max(first, last) + 1, max(1, step)))
 
 
 def parse_scontrol(text: str) -> list[Job]:
     """Jobs of `scontrol --oneliner show job`."""
     jobs = []
     for line in text.splitlines():
-        fields = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        words = [word.split("=", 1) for word in line.split() if "=" in word]
+        fields = dict(reversed(words))  # the first of a name: comments and command lines, which say anything, come late
         if "JobId" not in fields or "JobState" not in fields:
             continue
-        array, index = fields.get("ArrayJobId"), fields.get("ArrayTaskId", "")
-        number = f"{array}_{index}" if array and index.isdigit() else fields["JobId"]
+        main = fields.get("ArrayJobId", fields["JobId"])
         nodes = fields.get("NodeList", "").replace("(null)", "")
-        code = f"exit code {fields.get('ExitCode')}"
-        jobs.append(Job(number, fields.get("JobName", ""), fields["JobState"], code, nodes))
+        waits = fields["JobState"] == "PENDING"
+        detail = fields.get("Reason", "") if waits else f"exit code {fields.get('ExitCode')}"
+        numbers = _numbers(main, fields.get("ArrayTaskId"))
+        jobs += [Job(number, fields.get("JobName", ""), fields["JobState"], detail, nodes) for number in numbers]
     return jobs

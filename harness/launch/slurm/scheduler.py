@@ -11,7 +11,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 
-from harness.launch.slurm.commands import SlurmError, ask
+from harness.launch.slurm.commands import NoAnswer, SlurmError, ask
 from harness.launch.slurm.judgement import RUNNING, WAITING, judge
 from harness.launch.slurm.records import SACCT, SQUEUE, Job, parse_sacct, parse_scontrol, parse_squeue
 from harness.store.status import State, Status, age_s
@@ -28,6 +28,8 @@ class Scheduler:
     def __init__(self) -> None:
         self._queue: Jobs | SlurmError | None = None
         self._ended: dict[tuple[str, str], Jobs | SlurmError] = {}
+        self._mute: dict[str, SlurmError] = {}
+        """By command: that it did not answer in time. A look at a hundred arrays does not wait a hundred times."""
 
     def __call__(self, status: Status) -> tuple[State, str] | None:
         """What SLURM knows of a submitted run (`status.JobProbe`); None where it does not answer or adds nothing."""
@@ -46,6 +48,8 @@ class Scheduler:
                 self._queue = {job.id: job for job in parse_squeue(text)}
             except SlurmError as error:
                 self._queue = error
+                if isinstance(error, NoAnswer):
+                    self._mute["squeue"] = error
         return _told(self._queue)
 
     def job_of(self, status: Status) -> Job | None:
@@ -63,12 +67,12 @@ class Scheduler:
         if queued is not None and queued.state in WAITING | RUNNING:
             return queued
         number = queued.id if queued else status.job
-        return self._ended_job(number, queued) if number else None
+        return self._ended_job(number, queued, status) if number else None
 
     def _queued(self, status: Status) -> Job | None:
         if status.job:
-            return self.queue().get(status.job) or self._of_another(status.job)
-        named = [job for job in self.queue().values() if job.name.endswith(f"-{status.submission}")]
+            return _of(status, self.queue().get(status.job)) or _of(status, self._of_another(status.job))
+        named = [job for job in self.queue().values() if _of(status, job)]
         return next((job for job in named if job.id.partition("_")[2] in ("", str(status.index))), None)
 
     def _of_another(self, number: str) -> Job | None:
@@ -78,28 +82,43 @@ class Scheduler:
         except SlurmError:
             return None
 
-    def _ended_job(self, number: str, queued: Job | None) -> Job | None:
+    def _ended_job(self, number: str, queued: Job | None, status: Status) -> Job | None:
         """What is known of the end of a job; who knows most is asked first."""
         silent: SlurmError | None = None
+        living: Job | None = None
         for command in ("sacct", "scontrol"):
             try:
-                found = _told(self._array(command, number.partition("_")[0])).get(number)
+                found = _of(status, _told(self._array(command, number.partition("_")[0])).get(number))
             except SlurmError as error:
                 silent = error
                 continue
-            if found is not None:
+            if found is not None and (command == "scontrol" or found.state not in WAITING | RUNNING):
                 return found
+            living = living or found  # accounting lags behind: of what lives it knows less than the controller
+        if living is not None and silent is not None:
+            return living
         if queued is None and silent is not None and isinstance(self._queue, SlurmError):
-            raise silent  # accounting lags behind: that it knows nothing means little
+            raise silent  # likewise, that it knows nothing means little
         return queued
 
     def _array(self, command: str, main: str) -> Jobs | SlurmError:
+        if command in self._mute:
+            return self._mute[command]
         if (command, main) not in self._ended:
             try:
                 self._ended[command, main] = {job.id: job for job in _ASKED[command](main)}
+            except NoAnswer as error:
+                self._mute[command] = error
+                return error
             except SlurmError as error:
                 self._ended[command, main] = error
         return self._ended[command, main]
+
+
+def _of(status: Status, job: Job | None) -> Job | None:
+    """The job, if it is this run's: numbers begin again where a controller lost its state, and names hold a token."""
+    ours = job is not None and (not status.submission or job.name.endswith(f"-{status.submission}"))
+    return job if ours else None
 
 
 def _told(answer: Jobs | SlurmError) -> Jobs:
@@ -113,7 +132,11 @@ def _from_accounting(main: str) -> list[Job]:
 
 
 def _from_controller(main: str) -> list[Job]:
-    return parse_scontrol(_remembered("scontrol", "--oneliner", "show", "job", main))
+    text = _remembered("scontrol", "--oneliner", "show", "job", main)
+    jobs = parse_scontrol(text)
+    if text.strip() and not jobs:
+        raise SlurmError(f"scontrol: no answer of SLURM's: {text[:200]!r}")
+    return jobs
 
 
 def _from_queue(main: str) -> list[Job]:
@@ -164,4 +187,4 @@ def max_array_size() -> int:
     except SlurmError:
         text = ""
     found = re.findall(r"(?:MaxArraySize\s*=\s*|\bmax_array_tasks=)(\d+)", text)
-    return min(map(int, found), default=1001)
+    return max(1, min(map(int, found), default=1001))  # 0: no arrays here, so each cell is a job of its own

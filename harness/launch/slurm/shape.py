@@ -107,8 +107,9 @@ class Shape:
 
     def srun_words(self) -> list[str]:
         """What the srun that starts the ranks is told, beside how many there are."""
-        # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down
-        own = ["--kill-on-bad-exit=1", f"--cpus-per-task={self.cpus_per_rank}"]
+        # srun takes no cpus-per-task from sbatch since 22.05; a rank that dies must take the step down; and where the
+        # job began with no variables (SBATCH_EXPORT=NONE) its ranks would lack PYTHONPATH, and run other code
+        own = ["--kill-on-bad-exit=1", f"--cpus-per-task={self.cpus_per_rank}", "--export=ALL"]
         return [*own, *self._container(), *self.srun_args]
 
     def _has_end(self) -> bool:

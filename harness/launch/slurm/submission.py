@@ -7,6 +7,7 @@ name. Whatever dies between the two, the next look finds the job by its name, or
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,6 +36,12 @@ __all__ = ["Array", "is_remote", "planned", "probe", "submit_cells"]
 
 OF_THE_USER = frozenset({"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_JWT"})
 """SLURM's variables that belong to no job."""
+
+UNASKED = frozenset({"SBATCH_ARRAY_INX", "SBATCH_ERROR", "SBATCH_NO_REQUEUE", "SBATCH_WAIT"})
+"""Variables by which sbatch would submit something else than the script says, or stay until the job has ended."""
+
+OPTIONS = {"timelimit": "time", "mem-per-node": "mem", "mem-per-cpu": "mem", "mem-per-gpu": "mem"}
+"""sbatch's options whose variables are not called like them."""
 
 OnDecision = Callable[[Cell, Decision], None]
 
@@ -135,13 +142,38 @@ def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
         write_atomic(batch.folder / CODE_OF, "".join(f"{name}\n" for name in _copies(batch, opened)))
         jobs = _sbatch(batch, opened, same)
     except Exception as error:
-        reason = f"sbatch refused: {_words_of(error)}"
-        for one in opened:
-            status.move(one.run.path, one.attempt, State.failed, reason)
-        raise StoreError(f"{reason}\n(folder of the submission: {batch.folder})") from error
+        jobs = _taken(batch, len(opened))
+        if not jobs:
+            raise _not_submitted(batch, opened, _words_of(error)) from error
     for one, job in zip(opened, jobs, strict=True):
         status.note_job(one.run.path, one.attempt, job)
     return Array(tuple(jobs), tuple(one.run.path for one in opened), batch.exclude)
+
+
+def _taken(batch: Batch, count: int) -> list[str]:
+    """The jobs of a batch that SLURM has although sbatch failed: its answer was lost, or could not be read."""
+    scheduler = Scheduler()
+    try:
+        found = [scheduler.job_of(_first_status(batch.token, index)) for index in range(count)]
+    except SlurmError:
+        return []
+    jobs = [job.id for job in found if job is not None]
+    return jobs if len(jobs) == count else []
+
+
+_NO_ANSWER = re.compile(r"timed out|timeout|zero bytes were transmitted|connection (reset|refused)", re.IGNORECASE)
+"""sbatch's words where it does not know what became of its request."""
+
+
+def _not_submitted(batch: Batch, opened: Sequence[Opened], words: str) -> StoreError:
+    """Say so in each run's status; where SLURM may have the jobs all the same, the next look tells."""
+    folder = f"\n(folder of the submission: {batch.folder})"
+    if _NO_ANSWER.search(words):
+        told = f"sbatch had no answer: {words}; in a minute it shows whether SLURM took the jobs, then ask again"
+        return StoreError(told + folder)
+    for one in opened:
+        status.move(one.run.path, one.attempt, State.failed, f"sbatch refused: {words}")
+    return StoreError(f"sbatch refused: {words}{folder}")
 
 
 def _copies(batch: Batch, opened: Sequence[Opened]) -> list[str]:
@@ -164,7 +196,7 @@ def _sbatch(batch: Batch, opened: Sequence[Opened], same: SameFiles) -> list[str
     write_tasks(batch.folder, [(one.run.path, one.attempt) for one in opened])
     executor = submitit.SlurmExecutor(batch.folder)
     executor.parameters.update(batch.parameters)
-    with outside_any_job():
+    with outside_any_job(), as_written(text):
         job = executor._submit_command(batch.command).job_id
     return [f"{job}_{index}" for index in range(len(opened))] if len(opened) > 1 else [job]
 
@@ -181,6 +213,29 @@ def outside_any_job() -> Iterator[None]:
         yield
     finally:
         os.environ.update(before)
+
+
+@contextmanager
+def as_written(script: str) -> Iterator[None]:
+    """Hide variables that sbatch takes before what the script says: the script is the request, to the letter.
+
+    What the script leaves open (`SBATCH_ACCOUNT` where there is no cluster.account) they say as ever.
+    """
+    said = set(re.findall(r"^#SBATCH --([a-z-]+)", script, re.MULTILINE))
+    hidden = {name: value for name, value in os.environ.items() if name in UNASKED or _option(name) in said}
+    for name in hidden:
+        del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+def _option(variable: str) -> str:
+    """sbatch's option that a variable of its own gives; empty for every other variable."""
+    prefix, _, name = variable.partition("_")
+    plain = name.lower().replace("_", "-")
+    return OPTIONS.get(plain, plain) if prefix == "SBATCH" else ""
 
 
 def _words_of(error: Exception) -> str:

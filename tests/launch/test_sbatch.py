@@ -1,0 +1,92 @@
+"""What sbatch is given and what becomes of its answer; commands that print what they were given stand for SLURM's."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from harness.launch.opening import Sources
+from harness.launch.slurm import submission
+from harness.launch.snapshot import Snapshot
+from harness.store.errors import StoreError
+from harness.store.rundir import Store
+from harness.store.status import State
+from tests.launch.cells import make_cell
+
+Submit = Callable[..., list[submission.Array]]
+TAKEN = "Submitted batch job 7"
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation"
+
+
+@pytest.fixture
+def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
+    """Submits two cells to a `sbatch` that runs `answer`; to a queue that holds both jobs if `queued`."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    monkeypatch.setenv("PATH", f"{commands}:{os.environ['PATH']}")
+    monkeypatch.setattr(Snapshot, "take", lambda self: tmp_path)
+    for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
+        monkeypatch.delenv(name)
+
+    def answering(answer: str, *overrides: str, queued: bool = False) -> list[submission.Array]:
+        lines = "7|0|PENDING|None||s-$1\\n7|1|PENDING|None||s-$1\\n" if queued else ""
+        texts = {
+            "sbatch": f"env > {tmp_path}/environment\nbasename $(dirname $1) > {tmp_path}/token\n{answer}",
+            "squeue": f'set -- $(cat {tmp_path}/token 2>/dev/null)\nprintf "{lines}"',
+            "scontrol": "exit 1",
+            "sinfo": "exit 1",
+        }
+        for name, text in texts.items():
+            (commands / name).write_text(f"#!/bin/sh\n{text}\n")
+            (commands / name).chmod(0o755)
+        cells = [make_cell(tmp_path, "cluster.backend=slurm", f"train.replicate={n}", *overrides) for n in (0, 1)]
+        sources = Sources({"sources_digest": "x"}, "")
+        return submission.submit_cells(Store(tmp_path), cells, sources, None, on_decision=lambda *_: None)
+
+    return answering
+
+
+def states(root: Path) -> list[tuple[State, str]]:
+    found = [run.status() for run in Store(root).runs()]
+    return [(status.state, status.job) for status in found if status is not None]
+
+
+def test_the_script_is_not_outvoted_by_variables(
+    submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sbatch takes its variables before the lines of a script: a limit, an account, the name that a job is found by."""
+    outvoting = ("JOB_NAME", "TIMELIMIT", "SIGNAL", "NO_REQUEUE", "ARRAY_INX", "WAIT", "ACCOUNT", "MEM_PER_NODE")
+    for name in (*outvoting, "PARTITION", "CONSTRAINT"):
+        monkeypatch.setenv(f"SBATCH_{name}", "mine")
+    submit(f"echo {TAKEN}", "cluster.account=me", "cluster.mem_gb=1")
+    given = (tmp_path / "environment").read_text()
+    assert [name for name in outvoting if f"SBATCH_{name}=" in given] == []
+    assert "SBATCH_PARTITION=mine" in given, "what no setting says, the site's variable may"
+    assert "SBATCH_CONSTRAINT=mine" in given
+    assert os.environ["SBATCH_JOB_NAME"] == "mine"
+    script = next(tmp_path.rglob("submit.sh")).read_text()
+    assert "--export=ALL" in next(line for line in script.splitlines() if line.startswith("srun"))
+
+
+@pytest.mark.parametrize("answer", [f"echo '{TIMED_OUT}' >&2; exit 1", "echo 'the site greets you'"])
+def test_jobs_that_slurm_took_without_saying_so_are_submitted(submit: Submit, tmp_path: Path, answer: str) -> None:
+    (array,) = submit(answer, queued=True)
+    assert array.jobs == ("7_0", "7_1")
+    assert {job for _, job in states(tmp_path)} == {"7_0", "7_1"}
+    assert {state for state, _ in states(tmp_path)} == {State.queued}
+
+
+def test_without_an_answer_nothing_is_called_failed(submit: Submit, tmp_path: Path) -> None:
+    """The controller may still take it: the next look finds the job by its name, or knows that there is none."""
+    with pytest.raises(StoreError, match="sbatch had no answer"):
+        submit(f"echo '{TIMED_OUT}' >&2; exit 1")
+    assert states(tmp_path) == [(State.queued, "")] * 2
+
+
+def test_a_refusal_is_a_failure_in_the_words_of_sbatch(submit: Submit, tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="Invalid account"):
+        submit("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
+    assert states(tmp_path) == [(State.failed, "")] * 2
