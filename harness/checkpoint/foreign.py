@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -154,17 +154,22 @@ def import_hugging_face(source: Path, target: Path) -> Manifest:
     """Make a checkpoint of weights alone from a Hugging Face folder; training begins from it with `ckpt.load`.
 
     Raises:
-        Unfit: the folder has no safetensors, lacks a shard, or has parameters that this decoder does not.
+        Unfit: the folder has no safetensors, lacks a shard, holds a parameter twice, or has parameters that this
+            decoder does not.
         FileExistsError: `target` is there already.
     """
-    files = _hugging_face_files(source)
+    files, where = _hugging_face_files(source)
     tied = (read_json(source / CONFIG, {"tie_word_embeddings?": bool}) or {}).get("tie_word_embeddings", False)
     named: dict[str, Callable[[], Tensor]] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 - no mapping
-                if not (tied and name == "lm_head.weight"):
-                    named[WEIGHTS + from_hugging_face_name(name)] = _lazily(file, name)
+                if (tied and name == "lm_head.weight") or where.get(name, file.name) != file.name:
+                    continue
+                key = WEIGHTS + from_hugging_face_name(name)
+                if key in named:
+                    raise Unfit(f"{source} holds {name} in two files, one of them {file.name}: remove one of the two")
+                named[key] = _lazily(file, name)
     return write_weights(target, named, {"engine": "hugging_face", "source": source.name})
 
 
@@ -177,7 +182,8 @@ def _lazily(file: Path, name: str) -> Callable[[], Tensor]:
     return read
 
 
-def _hugging_face_files(source: Path) -> list[Path]:
+def _hugging_face_files(source: Path) -> tuple[list[Path], dict[str, str]]:
+    """Files of weights, and the one that each weight is in, where an index says so."""
     index = read_json(source / INDEX, {"weight_map": Each(dict, str)})
     if index is not None:
         names = sorted(set(index["weight_map"].values()))
@@ -189,7 +195,7 @@ def _hugging_face_files(source: Path) -> list[Path]:
     missing = [file.name for file in files if not file.exists()]
     if missing or not files:
         raise Unfit(f"{source} has no {', '.join(missing) or 'safetensors files'}")
-    return files
+    return files, index["weight_map"] if index is not None else {}
 
 
 def _shards(
@@ -258,9 +264,13 @@ def export_dcp(source: Path, target: Path, rename: Mapping[str, str]) -> list[st
 
     Raises:
         Damaged: the checkpoint is not what was written.
+        Unfit: two keys become one by renaming.
+        FileExistsError: `target` is there already.
     """
     manifest = folders.read_verified(source)
+    _check_distinct(manifest.tensors, rename)
     state = {_renamed(key, rename): whole_tensor(source, entry) for key, entry in manifest.tensors.items()}
+    target.mkdir(parents=True)  # DCP writes over what is there
     dcp_save(state, storage_writer=FileSystemWriter(target), planner=SavePlanner(), no_dist=True)
     return sorted(state)
 
@@ -271,7 +281,7 @@ def import_dcp(source: Path, target: Path, rename: Mapping[str, str]) -> Manifes
     `rename` replaces beginnings of keys; afterwards they are `weights/...` and `optimizer/...`.
 
     Raises:
-        Unfit: a key is neither after renaming.
+        Unfit: a key is neither after renaming, or two become one.
     """
     metadata = FileSystemReader(source).read_metadata()
     held = {
@@ -283,6 +293,8 @@ def import_dcp(source: Path, target: Path, rename: Mapping[str, str]) -> Manifes
             f"{', '.join(sorted(strange)[:5])}: say what these are, --rename model.=weights/ for example; keys must"
             " become weights/<parameter> or optimizer/<parameter>/<entry>"
         )
+
+    _check_distinct(held, rename)
 
     def reader(key: str, entry: TensorStorageMetadata) -> Callable[[], Tensor]:
         def read() -> Tensor:
@@ -301,6 +313,15 @@ def _renamed(key: str, rename: Mapping[str, str]) -> str:
         if key.startswith(old):
             return new + key.removeprefix(old)
     return key
+
+
+def _check_distinct(keys: Iterable[str], rename: Mapping[str, str]) -> None:
+    """Raises `Unfit`: two keys become one by renaming, and one of them would be lost."""
+    before: dict[str, str] = {}
+    for key in keys:
+        first = before.setdefault(_renamed(key, rename), key)
+        if first != key:
+            raise Unfit(f"--rename makes {_renamed(key, rename)} of both {first} and {key}; name longer beginnings")
 
 
 def parse_renames(words: Iterator[str] | list[str]) -> dict[str, str]:

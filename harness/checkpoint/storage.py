@@ -181,7 +181,8 @@ class Reader(StorageReader):
                     opened[chunk.file] = stack.enter_context(FileIO(path)), tensor_file.held_in(path)
                 file, held = opened[chunk.file]
                 target = planner.resolve_tensor(item).detach()
-                self._deliver(file, _held_chunk(held, chunk, path_of=file.name), item, target)
+                entry = self.manifest.tensors[item.storage_index.fqn]
+                self._deliver(file, _held_chunk(held, chunk, dtype_of(entry), path_of=file.name), item, target)
                 if target.dtype in MAIN_DTYPES and not torch.isfinite(target).all():
                     self.not_finite.add(item.dest_index.fqn)
                 planner.commit_tensor(item, target)
@@ -231,12 +232,12 @@ class Comparer(Reader):
         return True
 
 
-def _held_chunk(held: Mapping[str, Held], chunk: Chunk, path_of: object) -> Held:
-    """Raises `Damaged`: the file has no such tensor, or one of another shape."""
+def _held_chunk(held: Mapping[str, Held], chunk: Chunk, dtype: torch.dtype, path_of: object) -> Held:
+    """Raises `Damaged`: the file has no such tensor, or one of another shape or dtype."""
     found = held.get(chunk.name)
-    if found is None or found.shape != chunk.sizes:
-        told = "none" if found is None else str(list(found.shape))
-        raise Damaged(f"{path_of}: {chunk.name} should be {list(chunk.sizes)} and is {told}")
+    if found is None or (found.shape, found.dtype) != (chunk.sizes, dtype):
+        told = "none" if found is None else f"{found.dtype} {list(found.shape)}"
+        raise Damaged(f"{path_of}: {chunk.name} should be {dtype} {list(chunk.sizes)} and is {told}")
     return found
 
 

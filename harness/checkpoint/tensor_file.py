@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import stat
 from collections.abc import Iterable, Mapping
@@ -20,6 +21,8 @@ from typing import Any, BinaryIO
 import torch
 import xxhash
 from torch import Tensor
+
+from harness.store.shapes import Each, Shape, fault
 
 DTYPES = {
     torch.float64: "F64",
@@ -114,16 +117,37 @@ def held_in(path: Path) -> dict[str, Held]:
     """What a file's header says.
 
     Raises:
-        OSError: it cannot be read. ValueError: its header is no JSON.
+        OSError: it cannot be read.
+        ValueError: its header is none, or its tensors are not the rest of the file, each byte of one.
     """
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise ValueError(f"{path} has a header of {length} bytes, and {size} bytes in all")
         table = json.loads(file.read(length))
+    entries = {name: entry for name, entry in table.items() if name != "__metadata__"} if type(table) is dict else table
+    if wrong := fault(entries, _HEADER) or _misplaced(entries, size - 8 - length):
+        raise ValueError(f"{path} has a damaged header: {wrong}")
     return {
         name: Held(TORCH[entry["dtype"]], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-        for name, entry in table.items()
-        if name != "__metadata__"
+        for name, entry in entries.items()
     }
+
+
+_HEADER: Shape = Each(dict, {"dtype": str, "shape": Each(list, int), "data_offsets": Each(list, int, count=2)})
+
+
+def _misplaced(entries: Mapping[str, Any], size: int) -> str:
+    """What keeps these tensors from being all of so many bytes, each byte one's; empty if nothing does."""
+    ends = 0
+    for name, entry in sorted(entries.items(), key=lambda each: each[1]["data_offsets"]):
+        begin, end = entry["data_offsets"]
+        dtype = TORCH.get(entry["dtype"])
+        if dtype is None or begin != ends or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
+            return f"{name} is {entry['dtype']} {entry['shape']} at bytes {begin} to {end}, after {ends}"
+        ends = end
+    return "" if ends == size else f"it tells of {ends} bytes of tensors, and there are {size}"
 
 
 def read_into(file: FileIO, begin: int, memory: memoryview) -> None:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from harness.launch.slurm.scheduler import probe
 from harness.launch.terminal import Terminal
 from harness.store import status
+from harness.store.errors import StoreError
 from harness.store.rundir import RunDir
-from harness.store.status import State
+from harness.store.status import JobProbe, State
 
 POLL_S = 5.0
 CODES = {State.done: 0, State.cancelled: 130}
@@ -27,7 +28,7 @@ def wait_for(runs: Sequence[RunDir], terminal: Terminal, *, poll_s: float = POLL
     shown = ""
     while True:
         jobs = probe()
-        states = [found.state for run in runs if (found := status.effective(run.path, jobs)) is not None]
+        states = [_state(run, jobs) for run in runs]
         counts = Counter(state.value for state in states)
         text = ", ".join(f"{count} {state}" for state, count in sorted(counts.items()))
         if text != shown:
@@ -36,3 +37,12 @@ def wait_for(runs: Sequence[RunDir], terminal: Terminal, *, poll_s: float = POLL
         if not any(state in WAITING for state in states):
             return [CODES.get(state, 1) for state in states]
         time.sleep(poll_s)
+
+
+def _state(run: RunDir, jobs: JobProbe | None) -> State:
+    """What became of a run that was submitted; one whose folder is gone, or cannot be read, hides no other."""
+    try:
+        found = status.effective(run.path, jobs)
+    except StoreError:
+        return State.lost
+    return State.lost if found is None else found.state

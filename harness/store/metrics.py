@@ -10,8 +10,9 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from harness.store.errors import StoreError
 from harness.store.files import write_atomic
@@ -20,6 +21,9 @@ from harness.store.shapes import STEP, fault
 
 TAIL_BYTES = 65536
 """What is read of a file's end: some fifty steps."""
+
+MAX_LINE = 1 << 24
+"""Longest line that is read: a step of a hundred thousand numbers has a third of it."""
 
 NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -110,9 +114,15 @@ class MetricsWriter:
 def _cut_torn_end(path: Path) -> None:
     try:
         with path.open("rb+") as file:
-            data = file.read()
-            if data and not data.endswith(b"\n"):
-                file.truncate(data.rfind(b"\n") + 1)
+            size = end = file.seek(0, os.SEEK_END)
+            whole = 0
+            while end and not whole:  # from its end: the record of a long run is large
+                begin = max(0, end - TAIL_BYTES)
+                file.seek(begin)
+                whole = file.read(end - begin).rfind(b"\n") + 1
+                whole, end = (begin + whole if whole else 0), begin
+            if whole != size:
+                file.truncate(whole)
     except FileNotFoundError:
         return
 
@@ -127,10 +137,21 @@ def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
     if file is None:
         return
     with file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
+        for number, line in _lines(file, path):
             yield _record(line, f"{path}, line {number}")
+
+
+def _lines(file: BinaryIO, path: Path) -> Iterator[tuple[int, bytes]]:
+    """Whole lines and their numbers, from 1; a torn last one is left out.
+
+    Raises:
+        StoreError: one is longer than any line of ours: what is behind a hole would fill the memory.
+    """
+    for number, line in enumerate(iter(partial(file.readline, MAX_LINE), b""), start=1):
+        if line.endswith(b"\n"):
+            yield number, line
+        elif len(line) == MAX_LINE:
+            raise StoreError(f"{path}, line {number} is longer than {MAX_LINE} bytes, as no record of a step is")
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
@@ -158,9 +179,7 @@ def read_columns(path: Path, keys: Sequence[str]) -> dict[str, list[Any]]:
     if file is None:
         return columns
     with file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                break
+        for number, line in _lines(file, path):
             try:
                 record = json.loads(line)
                 values = [record.get(key) for key in keys]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from harness.checkpoint import __main__ as tool
 from harness.checkpoint import foreign
 from harness.checkpoint.folder import path_of
 from harness.checkpoint.manifest import Damaged
+from harness.checkpoint.storage import whole_tensor
 from harness.config.schema import Config
 from tests.engines.test_replicated import build
 from tests.support.factory import freeze, small_config
@@ -133,3 +135,30 @@ def test_names_that_nobody_explained_are_refused(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "x").exists()
     assert tool.main(["export", str(tmp_path / "nothing"), str(tmp_path / "y"), "--format", "hf"]) == 2
     assert "has checkpoints of steps none" in capsys.readouterr().err
+
+
+def test_nothing_is_lost_where_two_are_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Renaming that makes one key of two, a weight in two files, a folder that holds something."""
+    both = {"model.a": torch.zeros(2), "ema.a": torch.ones(2)}
+    dcp_save(both, storage_writer=FileSystemWriter(tmp_path / "theirs"), no_dist=True)
+    renamed = ["--format", "dcp", "--rename", "model.=weights/", "--rename", "ema.=weights/"]
+    assert tool.main(["import", str(tmp_path / "theirs"), str(tmp_path / "x"), *renamed]) == 2
+    assert re.search(r"makes weights/a of both (model|ema)\.a and (model|ema)\.a", capsys.readouterr().err)
+
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    for file, value in (("a", 0.0), ("b", 1.0)):
+        save_file({"model.norm.weight": torch.full((4,), value)}, folder / f"{file}.safetensors")
+    with pytest.raises(foreign.Unfit, match=r"holds model\.norm\.weight in two files"):
+        foreign.import_hugging_face(folder, tmp_path / "y")
+    save_file({"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(1)}, folder / "b.safetensors")
+    (folder / foreign.INDEX).write_text(
+        json.dumps({"weight_map": {"model.norm.weight": "a.safetensors", "lm_head.weight": "b.safetensors"}})
+    )
+    manifest = foreign.import_hugging_face(folder, tmp_path / "z")
+    norm = manifest.tensors["weights/head.norm.weight"]
+    assert not whole_tensor(path_of(tmp_path / "z", 0), norm).any(), "the index says which of the two"
+
+    run, _, _ = saved(tmp_path / "run")
+    assert tool.main(["export", str(run), str(folder), "--format", "dcp"]) == 2
+    assert "exists" in capsys.readouterr().err

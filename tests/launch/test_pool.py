@@ -17,6 +17,7 @@ from harness.launch.local import ranks as ranks_module
 from harness.launch.local.pool import Pool
 from harness.launch.opening import Sources
 from harness.launch.order import in_blocks
+from harness.store.errors import StoreError
 from harness.store.files import Lock
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell
@@ -156,3 +157,16 @@ def test_after_a_failure_nothing_more_is_started_if_asked(
     assert watched.pool.run(cells) == ([1] if fail_fast else [1, 1, 1])
     assert watched.decisions == ["not started: launch.fail_fast, and a run has failed"] * (2 if fail_fast else 0)
     assert len(Store(tmp_path).runs()) == (1 if fail_fast else 3)
+
+
+def test_a_cell_that_cannot_be_started_spoils_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [make_cell(tmp_path, "cluster.slots=2", f"train.replicate={n}") for n in range(4)]
+    damaged, stranger = (Store(tmp_path).create(cells[n]).path for n in (1, 2))
+    (damaged / "status.json").write_text("{")
+    (stranger / "attempts").write_text("a file")
+    watched = Watched(tmp_path, monkeypatch)
+    assert sorted(watched.pool.run(cells)) == [0, 0, 1, 1]
+    assert [why.partition(": ")[0] for why in watched.decisions] == ["not started"] * 2
+    assert str(damaged) in watched.decisions[0]
+    with pytest.raises(StoreError, match=r"status\.json is not valid JSON"):
+        Watched(tmp_path, monkeypatch).pool.run(cells[1:2])

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from harness.store import metrics
 from harness.store.errors import StoreError
-from harness.store.metrics import MetricsWriter, cut_back, decode, encode, iter_metrics, last_record, read_metrics
+from harness.store.metrics import (
+    MetricsWriter,
+    cut_back,
+    decode,
+    encode,
+    iter_metrics,
+    last_record,
+    read_columns,
+    read_metrics,
+)
 
 
 @given(st.floats(allow_nan=False))
@@ -88,3 +99,18 @@ def test_the_last_record_of_a_long_file_is_found_without_reading_it_all(tmp_path
     record = last_record(path)
     assert record is not None
     assert record["step"] == 2000
+
+
+def test_a_hole_in_the_file_is_told_and_not_read(tmp_path):
+    """A machine that went down leaves zeros; ten gigabytes of them are one line."""
+    path = tmp_path / "m"
+    path.write_bytes(b'{"step": 1}\n')
+    os.truncate(path, 10 * 2**30)
+    for read in (read_metrics, lambda path: read_columns(path, ["step"])):
+        with pytest.raises(StoreError, match="line 2 is longer than"):
+            read(path)
+    os.truncate(path, 12 + 3 * metrics.TAIL_BYTES)
+    assert read_metrics(path) == [{"step": 1}], "a torn end, however long"
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 2})
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'

@@ -111,6 +111,9 @@ OF_SETTINGS = {
 }
 """sbatch's options that a setting gives, or (None) that finding a run's job again relies on."""
 
+MAY_BE_NONE = frozenset({"export", "propagate", "mail-type", "mem-bind", "gpu-bind"})
+"""sbatch's options of which `none` is a value."""
+
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 
 
@@ -129,7 +132,8 @@ def sbatch_options_are_words_of_its_own(request: Request) -> Iterator[Violation]
             fix = f"{told}=VALUE" if told else "leave it out"
             yield Violation(f"{path}: {name}", f"is {told or 'how a run finds its job again'}", fix=fix)
     for name, value in c.additional.items():
-        if value.lower() in ("true", "", "none", "null"):
+        plain = name.replace("_", "-")
+        if value.lower() in ("true", "", "none", "null") and not (value.lower() == "none" and plain in MAY_BE_NONE):
             problem = "is an option without a value, and sbatch would be given one"
             yield Violation(f"cluster.additional.{name}={value}", problem, fix=f"cluster.flags=[{name}]")
 

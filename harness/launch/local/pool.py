@@ -24,7 +24,7 @@ from harness.launch.local.run import Ended, LocalRun
 from harness.launch.opening import Opened, Sources, open_here
 from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
-from harness.store.errors import EXIT_BUSY
+from harness.store.errors import EXIT_BUSY, Busy, StoreError
 from harness.store.files import Lock, own_folder
 from harness.store.rundir import Store
 from harness.store.status import JobProbe, State
@@ -98,11 +98,19 @@ class Pool:
         self._timing: Lock | None = None
         self._told_to_wait = False
         self._failed = False
+        self._several = False
         self._asked = Asked()
 
     def run(self, cells: Sequence[Cell]) -> list[int]:
-        """Run what must be run; returns an exit code for each cell that was started or is not done."""
+        """Run what must be run; returns an exit code for each cell that was started or is not done.
+
+        Of several cells, one whose folder is damaged or that cannot be started spoils no other.
+
+        Raises:
+            StoreError, OSError: the only cell cannot be started.
+        """
         waiting = list(cells)
+        self._several = len(waiting) > 1
         try:
             return self._run(waiting)
         finally:
@@ -113,7 +121,7 @@ class Pool:
             self._asked, heard = asked, 0
             while waiting or self._running:
                 while waiting and self._fits(waiting[0]):
-                    self._start(waiting.pop(0))
+                    self._try(waiting.pop(0))
                 self._wait()
                 self._reap()
                 if self._failed:
@@ -156,6 +164,16 @@ class Pool:
             self._timing.release()
             self._timing = None
         return not wanted or self._timing is not None
+
+    def _try(self, cell: Cell) -> None:
+        try:
+            self._start(cell)
+        except (StoreError, OSError) as error:
+            if not self._several:
+                raise
+            self._on_decision(cell, Decision(Action.leave, f"not started: {error}"))
+            self._codes.append(EXIT_BUSY if isinstance(error, Busy) else 1)
+            self._failed |= cell.config["launch"]["fail_fast"] and not isinstance(error, Busy)
 
     def _start(self, cell: Cell) -> None:
         opened = open_here(self._store, cell, self._sources, self._jobs)

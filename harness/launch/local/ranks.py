@@ -74,7 +74,7 @@ class Rank:
             while chunk := self._pipe.read(65536):
                 self._rest += chunk
         *lines, self._rest = self._rest.split(b"\n")
-        told = [json.loads(line) for line in lines]
+        told = [message for line in lines if (message := _message(line)) is not None]
         for message in told:
             if message["kind"] == "error":
                 self.text, self.failed_at = message["text"], time.monotonic()
@@ -121,6 +121,15 @@ class Rank:
             what = f"killed by {name}{hint}"
         tail = log_tail(self.log)
         return what + (f"\nlast lines of {self.log}:\n{tail}" if tail else "")
+
+
+def _message(line: bytes) -> dict[str, Any] | None:
+    """What a rank told; None of a line that was cut: one that dies waits for room for a while, and not for ever."""
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and "kind" in found else None
 
 
 def _has_ended(pid: int) -> bool:

@@ -1,0 +1,33 @@
+"""launch.wait=true: a run that cannot be looked at any more is no run that is done."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+
+from harness.launch import waiting
+from harness.launch.terminal import Terminal
+from harness.launch.waiting import wait_for
+from harness.store import status
+from harness.store.rundir import RunDir, Store
+from harness.store.status import State, Status
+from tests.launch.cells import make_cell
+
+
+@pytest.fixture
+def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
+    monkeypatch.setattr(waiting, "probe", lambda: None)
+    runs = [Store(tmp_path).create(make_cell(tmp_path, f"train.replicate={number}")) for number in (0, 1, 2)]
+    for run in runs:
+        status.write(run.path, Status(State.done, "1 steps", 0))
+    return runs
+
+
+def test_a_run_that_is_gone_or_damaged_is_not_done(done: list[RunDir]) -> None:
+    assert wait_for(done, Terminal(io.StringIO())) == [0, 0, 0]
+    shutil.rmtree(done[0].path)
+    (done[1].path / status.FILE).write_text("{")
+    assert wait_for(done, Terminal(io.StringIO())) == [1, 1, 0]
