@@ -90,7 +90,11 @@ def request(arguments: Arguments, run: Callable[[Cell], int]) -> int:
     register()
     register_study(arguments.overrides)
     sys.argv[1:] = arguments.for_hydra
-    hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(keep)()
+    try:
+        hydra.main(version_base="1.3", config_path=str(ROOT / "conf"), config_name="config")(keep)()
+    except RecursionError:
+        told = "files of your own options name each other without end"
+        raise refuse("defaults", told, fix="leave `defaults` out of them") from None
     if not composed:  # Hydra was asked to show something
         return 0
     refuse_study(arguments.overrides)

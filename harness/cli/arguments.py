@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hydra._internal.utils import get_args_parser
 
 from harness.config import catalog
+from harness.config.doc import settings
 from harness.config.errors import refuse
 from harness.config.overrides import check_overrides, hydra_words, typed_value
 from harness.store import commands
@@ -92,6 +93,10 @@ def _without_folder(flags: list[str]) -> list[str]:
     return left
 
 
+def _is_part(package: str) -> bool:
+    return package in ("_global_", "hydra") or any(f"{path}.".startswith(f"{package}.") for path in settings())
+
+
 _COMPLETION = re.compile(r"(install|uninstall|query)=(bash|zsh|fish)")
 
 
@@ -110,6 +115,9 @@ def _consistent(parsed: argparse.Namespace) -> None:
     if parsed.package and not parsed.cfg:
         problem = "names a part of what --cfg shows, and there is no --cfg"
         raise refuse(f"--package {parsed.package}", problem, fix="--cfg job --package train, or leave it out")
+    if parsed.package and parsed.cfg != "hydra" and not _is_part(parsed.package):
+        parts = ", ".join(sorted({path.partition(".")[0] for path in settings()}))
+        raise refuse(f"--package {parsed.package}", "is no part of a configuration", choices=parts)
     if parsed.frozen and (parsed.multirun or parsed.cfg):
         raise refuse(
             "--from", "runs one frozen cell again", fix=f"drop -m and --cfg; `{commands.verb('show RUN')}` prints it"

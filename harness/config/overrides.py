@@ -6,26 +6,35 @@ override is parsed with Hydra's own grammar and held against the typed root and 
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, QuotedString, RangeSweep
+from hydra.core.override_parser.types import Glob, Override, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from harness.config.catalog import NULLABLE, STUDY_FILE, Catalog, load_catalog, study_path
+from harness.config.catalog import NULLABLE, STUDY_FILE, Catalog, file_of, load_catalog, own_folder, study_path
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, Violation
 from harness.config.hints import explain_key, explain_option, explain_setting, nearest
 from harness.config.root import OPEN_DICTS, typed_root
 from harness.config.words import quote
 from harness.store import commands
+from harness.store.errors import StoreError
+from harness.store.reading import read_yaml
+from harness.store.screen import shorten
+from harness.store.shapes import Maybe
+
+SHOWN = 60
+"""Characters of a word that is far too long."""
 
 MAX_SWEEP = 100_000
 """Most values one axis may have; beyond it a range was mistyped."""
@@ -80,6 +89,8 @@ def _read(text: str, multirun: bool, catalog: Catalog) -> Word | list[Violation]
         override = OverridesParser.create().parse_override(text)
     except HydraException:
         return [_malformed(text, catalog)]
+    except ValueError:  # Python reads no whole number of more than 4,300 digits
+        return [Violation(shorten(text, SHOWN), "holds a number of more digits than are read", fix="fewer digits")]
     return _refused(text, override, multirun) or _understand(text, override, catalog)
 
 
@@ -98,10 +109,24 @@ def _refused(text: str, override: Override, multirun: bool) -> list[Violation]:
         return [Violation(text, "a group's place is fixed", fix=f"{key}={override.value()}")]
     if override.is_interval_sweep():
         return [Violation(text, "has no values to go through", fix=f"{key}=range(START,STOP,STEP) or a list of values")]
+    if override.is_range_sweep() and (wrong := _endless(text, override.value())):
+        return [wrong]
     if override.is_sweep_override() and not multirun:
         fix = f"{commands.request(f'-m {shlex.quote(text)}')}, or {key}=[...] for a list"
         return [Violation(text, "names several values, which makes several cells", fix=fix)]
     return []
+
+
+def _endless(text: str, swept: Any) -> Violation | None:
+    """A range that comes to no end, or to one so far away that it was mistyped."""
+    fix = f"{text.partition('=')[0]}=range(START,STOP,STEP)"
+    ends = (swept.start, swept.stop, swept.step)
+    if not swept.step or any(isinstance(end, float) and not math.isfinite(end) for end in ends):
+        return Violation(text, "never comes to its end", fix=fix)
+    count = sum(1 for _ in islice(iter(swept.range()), MAX_SWEEP + 1))
+    return (
+        Violation(text, f"gives more than {MAX_SWEEP:,} values", f"1 to {MAX_SWEEP:,}") if count > MAX_SWEEP else None
+    )
 
 
 def _understand(text: str, override: Override, catalog: Catalog) -> Word | list[Violation]:
@@ -139,7 +164,25 @@ def _option_violation(group: str, option: Any, catalog: Catalog) -> Violation | 
     if isinstance(option, dict):
         inside = ", ".join(f"{group}.{key}={value}" for key, value in option.items())
         return Violation(f"{group}={{...}}", "a group is chosen by name; its settings are set one by one", fix=inside)
-    return None if str(option) in catalog.options[group] else explain_option(group, option, catalog)
+    return (
+        _own_fault(group, str(option))
+        if str(option) in catalog.options[group]
+        else explain_option(group, option, catalog)
+    )
+
+
+def _own_fault(group: str, option: str) -> Violation | None:
+    """What keeps a file of the user's own from being an option: Hydra falls over text that is no table."""
+    own = own_folder()
+    if own is None or group == "study" or own not in (file := file_of(group, option)).parents:
+        return None
+    try:
+        if not file.exists():
+            raise StoreError(f"{file} leads nowhere")
+        read_yaml(file, Maybe(dict))
+    except StoreError as error:
+        return Violation(f"{group}={option}", str(error), fix="a table of settings, written out")
+    return None
 
 
 def _no_study_file(option: str, file: Path, catalog: Catalog) -> Violation:
@@ -161,10 +204,6 @@ def _values(override: Override, names: Sequence[str]) -> Iterator[_Value]:
     swept: Any = override.value()
     if isinstance(swept, Glob):
         yield from (_Value(name, name) for name in swept.filter(list(names)))
-    elif (
-        isinstance(swept, RangeSweep) and len(list(zip(swept.range(), range(MAX_SWEEP + 1), strict=False))) > MAX_SWEEP
-    ):
-        return
     else:
         for parsed, text in zip(override.sweep_iterator(), override.sweep_string_iterator(), strict=True):
             yield _Value(parsed.text if isinstance(parsed, QuotedString) else parsed, str(text))

@@ -45,8 +45,15 @@ def rank_place(environment: Mapping[str, str]) -> RankPlace:
     """Read a rank's place from its environment; a process with none is one rank of one.
 
     Raises:
-        ValueError: a variable is not a number.
+        ValueError: a variable is not a number, or the rank is none of so many.
     """
+    place = _place(environment)
+    if not 0 <= place.rank < place.world_size:
+        raise ValueError(f"rank {place.rank} of {place.world_size}")
+    return place
+
+
+def _place(environment: Mapping[str, str]) -> RankPlace:
     if LEASH in environment:
         return _numbered(environment, "local", environment.get(START, ""))
     if is_torchrun(environment):

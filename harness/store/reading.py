@@ -27,6 +27,9 @@ Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 MAX_BYTES = 256 * 2**20
 """Largest file that is read whole; records of steps are read line by line and may be larger."""
 
+MAX_YAML_BYTES = 2**23
+"""Largest YAML file that is read: a frozen configuration has a thousandth of it, and reading takes seconds for each."""
+
 MAX_DEPTH = 64
 """Nesting that no file of ours comes near. The YAML reader recurses in C, without a limit of its own."""
 
@@ -80,23 +83,23 @@ def folder_names(folder: Path) -> list[str]:
         return []
 
 
-def read_text(path: Path) -> str | None:
+def read_text(path: Path, limit: int = MAX_BYTES) -> str | None:
     """A UTF-8 file; None where there is none.
 
     Raises:
-        StoreError: it is no regular file, is not UTF-8, is larger than `MAX_BYTES`, or may not be read.
+        StoreError: it is no regular file, is not UTF-8, has more than `limit` bytes, or may not be read.
     """
     file = open_regular(path)
     if file is None:
         return None
     with file:
-        fits = os.fstat(file.fileno()).st_size <= MAX_BYTES
+        fits = os.fstat(file.fileno()).st_size <= limit
         try:
             data = file.read() if fits else b""  # `read(n)` takes n bytes of memory, however short the file
         except OSError as error:
             _refuse(path, error)
     if not fits:
-        raise StoreError(f"{path} has more than {MAX_BYTES} bytes, as no file of a run has; remove it")
+        raise StoreError(f"{path} has more than {limit} bytes, as no file of a run has; remove it")
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -125,7 +128,7 @@ def read_yaml(path: Path, shape: Shape) -> Any | None:
     Raises:
         StoreError: as `read_text`; it is not YAML, is nested too deep, refers to itself, or is not `shape`.
     """
-    text = read_text(path)
+    text = read_text(path, MAX_YAML_BYTES)
     return None if text is None else parse_yaml(text, str(path), shape)
 
 

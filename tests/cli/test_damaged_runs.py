@@ -7,10 +7,12 @@ import io
 import json
 import os
 import random
+import re
+import resource
 import shutil
 import signal
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,9 @@ CODES = {0, 1, 2, 3, 4, 69}
 """Exit codes of README.md that a verb which starts nothing can end with."""
 LIMIT_S = 120
 """Of all verbs over one damaged store, on a machine with much else to do; none waits for anything."""
+
+MEMORY = 6 * 2**30
+"""Address space of whoever asks: less than a `HOLE`."""
 
 # -- kinds of damage ---------------------------------------------------------------------------------------------------
 
@@ -103,6 +108,50 @@ DAMAGE: dict[str, Callable[[Path, Dice], object]] = {
     "reshaped": _reshaped,
     "reshaped more": lambda path, dice: [_reshaped(path, dice) for _ in range(3)],
 }
+HOLE = 10 * 2**30
+"""Bytes of nothing: more than the process that looks may have."""
+
+
+def _in_text(edit: Callable[[str], str]) -> Callable[[Path, Dice], object]:
+    return lambda path, _: path.write_text(edit(path.read_text()))
+
+
+def _in_bytes(edit: Callable[[bytes], bytes]) -> Callable[[Path, Dice], object]:
+    return lambda path, _: path.write_bytes(edit(path.read_bytes()))
+
+
+def _with_a_hole(path: Path, dice: Dice) -> None:
+    """What a machine that went down, or a copy that was cut off, leaves: zeros at the end or before it."""
+    data = path.read_bytes()
+    begins = len(data) if dice.random() < 0.5 else dice.randrange(len(data) + 1)
+    with path.open("r+b") as file:
+        file.seek(HOLE)
+        file.write(data[begins:])
+        file.truncate(HOLE)
+
+
+MORE_DAMAGE: dict[str, Callable[[Path, Dice], object]] = {
+    "a hole": _with_a_hole,
+    "a long line": _in_bytes(lambda data: b'{"a":"' + b"x" * 2**25 + b'"}\n' + data),
+    "line ends of Windows": _in_bytes(lambda data: data.replace(b"\n", b"\r\n")),
+    "line ends of a Macintosh": _in_bytes(lambda data: data.replace(b"\n", b"\r")),
+    "a mark before": _in_bytes(lambda data: b"\xef\xbb\xbf" + data),
+    "UTF-16": _in_bytes(lambda data: data.decode().encode("utf-16")),
+    "twice": _in_bytes(lambda data: data * 2),
+    "nulls inside": _in_bytes(lambda data: data[:20] + bytes(4096) + data[20:]),
+    "empty lines": _in_bytes(lambda data: data.replace(b"\n", b"\n\n")),
+    "endless digits": _in_text(lambda text: re.sub(r"\d+", "9" * 5000, text, count=1)),
+    "no numbers": _in_text(lambda text: re.sub(r": [0-9.e-]+", ": NaN", text)),
+    "endless numbers": _in_text(lambda text: re.sub(r": [0-9.e-]+", ": -Infinity", text)),
+    "numbers as texts": _in_text(lambda text: re.sub(r": ([0-9.e-]+)", r': "\1"', text)),
+    "fractions": _in_text(lambda text: re.sub(r": ([0-9]+)\b", r": \1.5", text)),
+    "negative": _in_text(lambda text: re.sub(r": ([0-9.]+)", r": -\1", text)),
+    "another file": lambda path, _: _replaced(path, lambda p: p.symlink_to("config.yaml")),
+    "its folder": lambda path, _: _replaced(path, lambda p: p.symlink_to("..")),
+    "this process": lambda path, _: _replaced(path, lambda p: p.symlink_to("/proc/self/mem")),
+    "of the future": lambda path, _: os.utime(path, (2**33, 2**33)),
+}
+"""Kinds that came later, apart: seeds mean what they meant."""
 FILES = (
     *("config.yaml", "overrides.txt", "status.json", "metrics.jsonl", "summary.json", "provenance.json", "diff.patch"),
     *("attempts", "attempts/0", "attempts/0/error.txt", ".lock", ".status.lock", "ckpt", "capture"),
@@ -173,6 +222,7 @@ def _verbs(root: Path) -> list[list[str]]:
 def _asked(root: Path, told: Path) -> None:
     """In a process of its own: ask every verb, and write down how each ended."""
     signal.alarm(LIMIT_S)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     wrong = []
     for words in _verbs(root):
         out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
@@ -198,7 +248,7 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str) -> str:
     target = dice.choice(Store(root).runs()).path / name
     try:
         with contextlib.suppress(OSError, ValueError):  # what is no file, or damaged before
-            DAMAGE[kind](target, dice)
+            (DAMAGE | MORE_DAMAGE)[kind](target, dice)
         child = os.fork()
         if child == 0:
             try:
@@ -211,12 +261,12 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str) -> str:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def found_wrong(whole: Path, folder: Path, seeds: Sequence[int]) -> list[str]:
+def found_wrong(whole: Path, folder: Path, seeds: Sequence[int], kinds: Mapping[str, object] = DAMAGE) -> list[str]:
     """How verbs end badly, each with the seed, damage and file that make them."""
     wrong = []
     for seed in seeds:
         dice = random.Random(seed)
-        kind, name = dice.choice(sorted(DAMAGE)), dice.choice(FILES)
+        kind, name = dice.choice(sorted(kinds)), dice.choice(FILES)
         if text := damaged(whole, folder, dice, kind, name):
             wrong.append(f"seed {seed}, {kind} {name}: {text}")
     return wrong
@@ -236,6 +286,10 @@ def test_no_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) -> None:
     assert not found_wrong(whole, tmp_path, (*FELL, *range(10)))
 
 
+def test_no_later_kind_of_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) -> None:
+    assert not found_wrong(whole, tmp_path, range(8), MORE_DAMAGE)
+
+
 def test_a_summary_that_is_a_text_makes_no_verb_fall(
     whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,3 +302,4 @@ def test_a_summary_that_is_a_text_makes_no_verb_fall(
 @pytest.mark.parametrize("part", range(8))
 def test_no_damage_at_all_makes_a_verb_fall(part: int, whole: Path, tmp_path: Path) -> None:
     assert not found_wrong(whole, tmp_path, range(100 + 60 * part, 160 + 60 * part))
+    assert not found_wrong(whole, tmp_path, range(100 + 60 * part, 160 + 60 * part), MORE_DAMAGE)

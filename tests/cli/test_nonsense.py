@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -47,6 +48,9 @@ VALUES = (
         "a=b",
     ),
     *("!!python/object:os.system", "&a", "*a", "@", "@last", "\x7f", "\U0001f600"),
+    *("1e400", "-0.0", "1e-400", "1__0", "٣", "'\u202e'", "'\u2028'", "9" * 5000, "range(1,5,0)", "range(0,1e9)"),
+    *("shuffle(range(3,1,0))", "range(0,inf)", "choice()", "${oc.env:NOPE}", "${oc.env:NOPE,1}", "${oc.decode:[1]}"),
+    *("${oc.dict.keys:train}", "${hydra:runtime.cwd}", "${oc.env:[]}", "${optimizer.lr}", "${train.${x}}"),
 )
 FLAGS = (
     *(
@@ -101,11 +105,31 @@ def request(seed: int) -> list[str]:
     return [*flags, *words, DRY]
 
 
+LEVELS = "".join(
+    f"{key}: &{key} [{', '.join([f'*{below}'] * 9)}]\n" for key, below in zip("bcdefgh", "abcdefg", strict=True)
+)
+
+OPTIONS = {
+    "latin": (b"name: \xe9\n", "is not UTF-8 text"),
+    "deep": (b"dim: " + b"[" * 20_000, "nest"),
+    "bomb": (f"a: &a [x]\n{LEVELS}".encode(), "refers to itself"),
+    "round": (b"defaults: [about]\n", "name each other without end"),
+    "about": (b"defaults: [round]\n", "name each other without end"),
+    "listed": (b"- dim\n", "not a table"),
+}
+"""Files of one's own that are no options, and what is said of them."""
+
+
 @pytest.fixture(scope="module")
 def asker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
     folder = tmp_path_factory.mktemp("nonsense")
     make_bad_data(folder)
     poison_torch(folder)
+    options = folder / "own" / "model"
+    options.mkdir(parents=True)
+    for name, (data, _) in OPTIONS.items():
+        (options / f"{name}.yaml").write_bytes(data)
+    os.mkfifo(options / "waits.yaml")
     with closing(Asker(folder, None)) as made:
         yield made
 
@@ -125,6 +149,12 @@ def found_wrong(asker: Asker, seeds: Sequence[int]) -> list[str]:
     return wrong
 
 
+def test_a_part_that_is_none_is_refused(asker: Asker) -> None:
+    outcome = asker.ask(BadRequest(("--cfg=job", "--package=trian"), ()))
+    assert outcome.code == 2
+    assert "--package trian: is no part of a configuration" in outcome.err
+
+
 def test_nonsense_is_refused_in_words(asker: Asker) -> None:
     assert not found_wrong(asker, range(40))
 
@@ -136,6 +166,10 @@ KINDS = {
     "measure.capture_steps=[[1]]": "takes a list of whole numbers",
     "-m study.grid.x=${train.steps}": "takes axes",
     "-m study.control=${optimizer}": "takes pairs",
+    "train.steps=" + "9" * 5000: "more digits than are read",
+    "cluster.account='a b'": "is no name that sbatch takes",
+    "cluster.partition=''": "is no name that sbatch takes",
+    "cluster.python='it\\'s'": "is no command",
     "--resolve": "goes with --cfg",
     "--package=train": "there is no --cfg",
 }
@@ -149,6 +183,14 @@ def test_a_value_is_of_its_kind_all_the_way_down(words: str, asker: Asker) -> No
     outcome = asker.ask(BadRequest((*filter(None, (flag, text)), DRY), ()))
     assert outcome.code == 2, outcome.err[-600:]
     assert KINDS[words] in outcome.err
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "waits"])
+def test_a_file_of_ones_own_that_is_no_option(name: str, asker: Asker) -> None:
+    outcome = asker.ask(BadRequest(("--config-dir={tmp}/own", f"model={name}", DRY), ()))
+    assert outcome.code == 2, outcome.err[-600:]
+    assert "Traceback" not in outcome.err
+    assert OPTIONS.get(name, (b"", "is a FIFO, not a file"))[1] in outcome.err
 
 
 @pytest.mark.full

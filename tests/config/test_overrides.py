@@ -135,6 +135,13 @@ def test_one_bad_value_of_an_axis_is_found() -> None:
     assert "train.steps=5" not in message
 
 
+@pytest.mark.parametrize(
+    "word", ["range(1,5,0)", "shuffle(range(1,5,0))", "range(0,inf,1)", "range(nan,5)", "range(1,5,-0.0)"]
+)
+def test_a_range_without_an_end_is_told_as_one(word: str) -> None:
+    assert "never comes to its end" in refused(f"optimizer.lr={word}", multirun=True)
+
+
 @pytest.mark.parametrize("word", ["train.seed=range(0,100000000000)", "train.seed=range(0,-5)", "sharding=glob(q*)"])
 def test_axes_without_sense_are_refused_quickly(word: str) -> None:
     assert str(MAX_SWEEP // 1000) in refused(word, multirun=True) or "matches no option" in refused(word, multirun=True)

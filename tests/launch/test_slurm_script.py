@@ -90,6 +90,11 @@ def test_a_cell_that_wants_the_switches_asks_the_scheduler_for_them(tmp_path, ov
     assert found == ([f"#SBATCH --network={network}"] if network else [])
 
 
+def test_a_little_memory_is_not_all_of_it(tmp_path):
+    """--mem=0 is a whole node's."""
+    assert "#SBATCH --mem=1M\n" in text_of(tmp_path, "cluster.mem_gb=1e-9")
+
+
 def test_what_the_cell_leaves_open_is_left_to_slurm(tmp_path):
     text = text_of(tmp_path, count=1)
     for word in ("--array", "--gpus", "--mem", "--partition", "--account", "--qos", "--wckey"):

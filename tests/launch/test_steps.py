@@ -35,6 +35,8 @@ def test_more_nodes_than_there_are_are_refused_before_anything_starts(tmp_path: 
     check_allocation(cells, JOB)
     with pytest.raises(BadRequest, match="salloc --nodes=2"):
         check_allocation(cells, {"SLURM_JOB_ID": "7"})
+    with pytest.raises(BadRequest, match="SLURM_JOB_NUM_NODES=two: is no number"):
+        check_allocation(cells, JOB | {"SLURM_JOB_NUM_NODES": "two"})
 
 
 def test_a_step_reads_its_one_run_wherever_the_allocation_stands_in_an_array(tmp_path: Path) -> None:

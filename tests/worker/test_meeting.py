@@ -66,6 +66,9 @@ def test_who_a_process_is():
     assert rank_place(SLURM) == RankPlace(3, 4, 1, "12.0.0", "slurm", "10_2")
     assert rank_place(SLURM | {"SLURM_RESTART_COUNT": "2"}).start == "12.2.0", "a requeued job is a new start"
     assert rank_place({}) == RankPlace(0, 1, 0, "", "inline")
+    for rank, world_size in (("2", "2"), ("-1", "2"), ("0", "0")):
+        with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
+            rank_place({"RANK": rank, "WORLD_SIZE": world_size})
 
 
 def test_an_sbatch_script_is_no_rank():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 
 from harness.config.derived import against_forks, devices_per_node, gpus_of_gres
@@ -138,6 +139,24 @@ def sbatch_options_are_words_of_its_own(request: Request) -> Iterator[Violation]
             yield Violation(f"cluster.additional.{name}={value}", problem, fix=f"cluster.flags=[{name}]")
 
 
+_WORD = re.compile(r"[^\s'\"\\#-][^\s'\"\\#]*")
+
+
+@rule("cluster.partition", "cluster.account", "cluster.qos", "cluster.gres", "cluster.python")
+def the_scheduler_is_told_words(request: Request) -> Iterator[Violation]:
+    """A name is one word: sbatch takes an empty one for none, and what follows a space for another."""
+    for name in ("partition", "account", "qos", "gres"):
+        value = getattr(request.config.cluster, name)
+        if value is not None and not _WORD.fullmatch(value):
+            problem = "is no name that sbatch takes: one word, without spaces or quotes"
+            yield Violation(f"cluster.{name}={value!r}", problem, fix=f"cluster.{name}=NAME, or cluster.{name}=null")
+    try:
+        shlex.split(request.config.cluster.python or "")
+    except ValueError as error:
+        fix = "cluster.python=python3, or its path"
+        yield Violation(f"cluster.python={request.config.cluster.python!r}", f"is no command: {error}", fix=fix)
+
+
 @rule()
 def a_container_brings_its_own_python(request: Request) -> Iterator[Violation]:
     """This interpreter's path means nothing in an image."""
@@ -194,6 +213,7 @@ RULES: tuple[Rule, ...] = (
     devices_are_asked_for_once,
     shared_devices_have_no_switch,
     sbatch_options_are_words_of_its_own,
+    the_scheduler_is_told_words,
     a_container_brings_its_own_python,
     root_survives_scripts_and_logs,
     nothing_secret_is_frozen,

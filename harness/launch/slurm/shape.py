@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,7 +84,7 @@ class Shape:
             "cpus_per_task": self.cpus_per_rank,
             "gpus_per_node": self.gpus_per_node or None,
             "gres": self.gres,
-            "mem": None if self.mem_gb is None else f"{round(self.mem_gb * 1024)}M" if self.mem_gb else "0",
+            "mem": None if self.mem_gb is None else f"{math.ceil(self.mem_gb * 1024)}M" if self.mem_gb else "0",
             "partition": self.partition,
             "account": self.account,
             "qos": self.qos,

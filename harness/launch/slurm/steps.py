@@ -42,7 +42,10 @@ def check_allocation(cells: Sequence[Cell], environment: Mapping[str, str] = os.
     Raises:
         BadRequest: one asks for more nodes than there are.
     """
-    have = int(environment.get(NODES, "1"))
+    told = environment.get(NODES, "1")
+    if not told.isdecimal():
+        raise refuse(f"{NODES}={told}", "is no number of nodes, as SLURM sets it", fix=f"unset {NODES}")
+    have = int(told)
     most = max(cell.config["cluster"]["nodes"] for cell in cells)
     if most > have:
         problem = f"is more than this allocation's {have} node{'s' * (have != 1)}"
