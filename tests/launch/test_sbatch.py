@@ -15,6 +15,7 @@ from harness.store.errors import StoreError
 from harness.store.rundir import Store
 from harness.store.status import State
 from tests.launch.cells import make_cell
+from tests.support.mutants import Slip, each
 
 Submit = Callable[..., list[submission.Array]]
 TAKEN = "Submitted batch job 7"
@@ -90,3 +91,23 @@ def test_a_refusal_is_a_failure_in_the_words_of_sbatch(submit: Submit, tmp_path:
     with pytest.raises(StoreError, match="Invalid account"):
         submit("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
     assert states(tmp_path) == [(State.failed, "")] * 2
+
+
+MUTANTS = {
+    "outvoted": (
+        test_the_script_is_not_outvoted_by_variables,
+        Slip(submission, "as_written", "or _option(name) in said", "", "Variables come before the script"),
+    ),
+    "answer lost": (
+        lambda submit, root, _: test_jobs_that_slurm_took_without_saying_so_are_submitted(submit, root, "exit 1"),
+        Slip(submission, "_taken", "if len(jobs) == count else []", "and []", "Jobs that SLURM took are called failed"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("slurm", [(name, slip.breaks) for name, (_, slip) in MUTANTS.items()]))
+def test_mutants_are_found(name: str, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, slip = MUTANTS[name]
+    slip.put(monkeypatch)
+    with pytest.raises((AssertionError, StoreError)):
+        claim(submit, tmp_path, monkeypatch)

@@ -15,6 +15,7 @@ from harness.store import status
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State, Status
 from tests.launch.cells import make_cell
+from tests.support.mutants import Slip, kills
 
 
 @pytest.fixture
@@ -31,3 +32,10 @@ def test_a_run_that_is_gone_or_damaged_is_not_done(done: list[RunDir]) -> None:
     shutil.rmtree(done[0].path)
     (done[1].path / status.FILE).write_text("{")
     assert wait_for(done, Terminal(io.StringIO())) == [1, 1, 0]
+
+
+@kills("launching", "gone is done", "A run whose folder is gone counts as done")
+def test_a_run_that_is_gone_counting_as_done_is_found(done: list[RunDir], monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(waiting, "_state", "State.lost if found is None", "State.done if found is None").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_run_that_is_gone_or_damaged_is_not_done(done)
