@@ -96,7 +96,7 @@ class StatefulModule(ModuleWrapper):
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
         """Take weights and buffers: whole tensors or DTensors, by the names of `state_dict`. Effective in the very next
-        forward. Gradients are forgotten. Returns names that one side lacks, as torch does. *Collective.*
+        forward. Gradients wait for their step, and names that one side lacks are returned, as in torch. *Collective.*
 
         Raises:
             StateMismatch: a ValueError and a RuntimeError: with `strict` a name is missing or unexpected; or a shape

@@ -20,6 +20,7 @@ from harness.fsdp.guards.replicas import ReplicaCheck
 from harness.fsdp.runtime import gradient_answer, program_hooks
 from harness.fsdp.runtime.gathered import WholeWeights
 from harness.fsdp.runtime.program_hooks import ProgramHook
+from harness.fsdp.state.access import StateAccess
 from harness.fsdp.storage.bucket import Bucket
 from tests.fsdp.checked import ZERO3, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
@@ -28,16 +29,17 @@ from tests.support.mutants import each
 
 
 def loading_before_a_step(rank: int, strategy: str) -> list[str]:
-    """torch keeps gradients when an optimizer's state is loaded: between forward and backward, and before the step."""
+    """torch keeps gradients when state is loaded: an optimizer's between forward and backward, any before the step."""
 
     def run(model: nn.Module, optimizer: torch.optim.Optimizer, ranks: Sequence[int]) -> None:
         train(model, optimizer, ranks, mean_square, 1)
-        saved = copy.deepcopy(optimizer.state_dict())
+        saved, weights = copy.deepcopy((optimizer.state_dict(), model.state_dict()))
         train(model, optimizer, ranks, mean_square, 1)
         loss = mean_square(model, data(ranks, 2))
         optimizer.load_state_dict(saved)
         loss.backward()
         optimizer.load_state_dict(saved)
+        model.load_state_dict(weights)
         optimizer.step()
 
     plain = Net()
@@ -225,7 +227,7 @@ def test_a_habit_is_right_or_refused(strategy: str, check: str) -> None:
     holds(__name__, strategy, check)
 
 
-_load_state_dict = binding._load_state_dict
+_load_state_dict, _load_weights = binding._load_state_dict, StateAccess.load_state_dict
 
 
 _begin = LostEdits.begin
@@ -240,7 +242,19 @@ def _forgets(model: Any, *others: Any) -> None:
     model.zero_grad()
 
 
+def _forgets_too(self: StateAccess, *args: Any, **named: Any) -> Any:
+    found = _load_weights(self, *args, **named)
+    self.gradients.forget()
+    return found
+
+
 MUTANTS = {
+    "loads of weights forget": Mutant(
+        "Loading weights forgets the gradients of the step",
+        lambda: mock.patch.object(StateAccess, "load_state_dict", _forgets_too),
+        "loading_before_a_step",
+        "optim_grads",
+    ),
     "loads forget": Mutant(
         "Loading an optimizer's state forgets the gradients of the step",
         lambda: mock.patch.object(binding, "_load_state_dict", _forgets),

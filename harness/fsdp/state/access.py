@@ -60,7 +60,7 @@ class StateAccess:
         module: whose names are the state's.
         buckets: all of the model's.
         weights: waited for before weights are handed out or written, told when they were written.
-        gradients: finished before they are handed out, forgotten when weights were written.
+        gradients: finished before they are handed out, forgotten when a state was taken back whole.
         everyone: all ranks, the first of which has the buffers that count.
     """
 
@@ -174,8 +174,8 @@ class StateAccess:
         return self.everyone.sum_scalars(table, "kinds of buffers")
 
     def load_state_dict(self, given: Mapping[str, Any], *, strict: bool) -> _IncompatibleKeys:
-        """Take weights and buffers by the names of `state_dict`, and forget gradients; returns names that one side
-        lacks. *Collective.*
+        """Take weights and buffers by the names of `state_dict`; returns names that one side lacks. Gradients wait for
+        their step, as in torch. *Collective.*
 
         Of a tensor with several names one is enough; given more, the last counts, as in torch.
 
@@ -195,7 +195,7 @@ class StateAccess:
             names = hooks.through_own(self.module, given, strict, take)
         for plan in plans:
             self._fill(plan)
-        self._written()
+        self.weights.install()
         hooks.after_loading(self.module, plans[-1].names)
         return plans[-1].names if names is None else names
 
