@@ -132,18 +132,8 @@ def violations(*overrides: str) -> dict[str, str]:
         ("dtype=fp8_block", "dtype.fp8", "model=tiny_wide", "dtype=fp8_block model=tiny_wide"),
         ("dtype=mxfp8 model=moe model.num_kv_heads=4", "dtype.fp8", "model=tiny_wide", "dtype=fp8_current"),
         ("dtype=fp8_delayed model=odd", "dtype.fp8", "model=tiny", "dtype=fp8_delayed engine=ddp sharding=optim"),
-        (
-            "dtype=fp8_block model=tiny_wide mesh.tp=2 mesh.world_size=2",
-            "dtype.fp8",
-            "mesh.tp=1",
-            "dtype=fp8_block model=tiny_wide",
-        ),
-        (
-            "data=synthetic mesh.tp=4 mesh.world_size=4 model.vocab_size=6 model.num_kv_heads=4",
-            "model.vocab_size",
-            "model.vocab_size=8",
-            "data=synthetic mesh.tp=4 mesh.world_size=4 model.vocab_size=7 model.num_kv_heads=4",
-        ),
+        ("dtype=fp8_block model=tiny_wide mesh.tp=2 mesh.world_size=2", "dtype.fp8", "mesh.tp=1", ""),  # twin: above
+        ("data=synthetic mesh.tp=3 model.vocab_size=4", "model.vocab_size", "model.vocab_size=6", ""),
         ("dtype=fp8_current sharp=dp", "dtype.fp8", "sharp=none", "dtype=fp8_current"),
         ("dtype=fp64 dtype.fp8=current", "dtype.compute", "dtype.compute=bf16", "dtype=fp32 dtype.fp8=current"),
         ("dtype=fp8_current dtype.fp8_history=4", "dtype.fp8_history", "dtype=fp8_delayed", "dtype=fp8_delayed"),

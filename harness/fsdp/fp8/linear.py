@@ -220,7 +220,11 @@ class _CutWeight:
         self._weight, self._version = weight, weight._version
 
     def unedited(self) -> DTensor:
-        """It, where nobody has edited it since; RuntimeError else, as torch has it of what it saves itself."""
+        """The weight.
+
+        Raises:
+            RuntimeError: it was edited since, as torch says of what it has saved itself.
+        """
         if self._weight._version != self._version:
             raise RuntimeError(
                 "the weight of an FP8 layer has been modified by an inplace operation between its forward and its"
