@@ -20,7 +20,7 @@ from harness.store.shapes import FORWARD
 from harness.store.vouching import FOLDER
 
 NAME = "forward.json"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 FOLDER = "vouch"
-VERSION = 3
+VERSION = 4
 DENSE = 512
 """Steps from the first on of which every tensor's sketches are kept."""
 BYTES = 8

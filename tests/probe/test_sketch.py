@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from harness.probe.vouching import sketch as module
 from harness.probe.vouching.local import LocalWatch
 from harness.probe.vouching.pieces import Piece, own_places, shares
 from harness.probe.vouching.sketch import SKETCHES, Place, Signs, Sketch
+from tests.support.mutants import Slip, each
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -52,6 +54,66 @@ def test_parts_that_are_widened_one_by_one_give_the_same(monkeypatch: pytest.Mon
     in_parts = signs.sketch("w", a.shape, a, Place.whole(a.shape))
     torch.testing.assert_close(in_parts.values, at_once.values, rtol=1e-13, atol=1e-13)
     assert float(in_parts.squares) == pytest.approx(float(at_once.squares), rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("width", "length"), [(0, 1), (1, 1), (15, 1), (16, 2), (61, 1), (64, 8), (176, 22), (1344, 64)]
+)
+def test_a_row_has_eight_cells_or_more_and_all_are_whole(width: int, length: int) -> None:
+    assert module.cell_of(width) == length
+
+
+def wrong_cells() -> Iterator[str]:
+    """Pieces that end inside cells add up to the whole; and the mean of four squares is off by no more than that of
+    four products of signs of rows and columns, though all four share the signs within a cell: of a whole matrix, of one
+    row of it, of one column."""
+    whole, signs = drawn(3, 64), Signs()
+    cuts = itertools.pairwise((0, 5, 24, 31, 64))
+    found = torch.stack([signs.sketch("w", (3, 64), whole[:, a:b], Place((0, 3), (a, b))).values for a, b in cuts])
+    wanted = signs.sketch("w", (3, 64), whole, Place.whole(whole.shape)).values
+    if not torch.allclose(found.sum(0), wanted, rtol=1e-13, atol=1e-13):
+        yield "pieces that end inside cells"
+    for name, rows, columns in (("whole", 16, 64), ("row", 1, 64), ("column", 16, 1)):
+        a = torch.zeros(16, 64)
+        a[:rows, :columns] = drawn(16, 64)[:rows, :columns]
+        norm = float((a.double() ** 2).sum())
+        every = [Signs().sketch(f"w{n}", a.shape, a, Place.whole(a.shape)).values for n in range(300)]
+        means = (torch.stack(every) ** 2).mean(1)
+        if (
+            float(means.std()) / norm > ((9 - 1) / SKETCHES) ** 0.5
+            or float((means < norm / 400).double().mean()) > 0.01
+        ):
+            yield f"a {name}: four sketches err more than four draws do"
+
+
+def test_cells() -> None:
+    assert list(wrong_cells()) == []
+
+
+MUTANTS = {
+    "a row is one cell": Slip(
+        module, "cell_of", "width // CELLS", "width", "All sketches of a row alone have one size, and may all be small"
+    ),
+    "pieces begin with a cell": Slip(
+        Signs, "sketch", "(left % length, -right % length)", "(0, left % length + -right % length)",
+        "A piece that begins inside a cell has the signs of another place",
+    ),
+    "cells of the whole row": Slip(
+        Signs, "sketch", "drawn.cells[:, left // length : -(-right // length)]",
+        "drawn.cells[:, : -(-right // length) - left // length]", "A piece has the signs of the row's first cells",
+    ),
+    "one sign a row": Slip(
+        module, "sketch", "(of_rows * signs.rows)", "(of_rows * signs.rows[:1])", "All sketches share the rows' signs"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", each("The comparator: sketches", ((name, slip.breaks) for name, slip in MUTANTS.items()))
+)
+def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    MUTANTS[name].put(monkeypatch)
+    assert any(wrong_cells()), f"{name} survives"
 
 
 @pytest.mark.parametrize("shape", [(40, 30), (300,), (1, 200), (5, 3, 3, 3), ()])

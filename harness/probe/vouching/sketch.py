@@ -1,20 +1,27 @@
 """Signed random projections of tensors, the same in every layout.
 
-[Note: Sketches] Let a tensor be a matrix of its first dimension by all others. Sketch j of it is
+[Note: Sketches] Let a tensor be a matrix of its first dimension by all others, and let each of its rows be cut into
+*cells* of w elements. Sketch j of it is
 
-    S_j(x) = sum over r, c of  rows_j[r] * columns_j[c] * x[r, c]
+    S_j(x) = sum over rows r, cells q, elements i of  rows_j[r] * cells_j[q] * within[i] * x[r, q, i]
 
-with signs drawn once from (j, the tensor's name). It is linear and needs nobody else's elements: the sketches of pieces
-add up to that of the whole, those of local gradients to that of their sum. For signs independent of x, E[S_j(x)^2] =
-|x|^2, so that m sketches of two runs tell the distance of two tensors with the error of a mean of m squares (Alon,
-Matias and Szegedy 1996; products of signs as in Kane and Nelson 2014, whose fourth moment is at most 9 instead of 3).
-A product of signs, unlike a sign an element, costs no random number an element and one pass through the memory.
+with signs drawn once from the tensor's name (and from j, but for those within a cell). It is linear and needs nobody
+else's elements: the sketches of pieces add up to that of the whole, those of local gradients to that of their sum. For
+signs independent of x, E[S_j(x)^2] = |x|^2, so that m sketches of two runs tell the distance of two tensors with the
+error of a mean of m squares (Alon, Matias and Szegedy 1996; products of signs as in Kane and Nelson 2014). A product of
+signs, unlike a sign an element, costs no random number an element. Its fourth moment is 3 as that of independent signs
+for what has no such structure, 9 for an outer product of rows and columns, and at most 27.
+
+[Note: Cells] All m sketches share the signs within a cell: one product an element makes a number a cell, and only those
+numbers are added up m times, so that four sketches cost little more than one. What is off in one cell alone has one
+draw and not m; so cells are short (`CELL` elements at most, an eighth of a row at most), and a row has eight or more.
 
 Sums are fp64 whatever the tensor holds: equal tensors have sketches that differ by the order of additions at most.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import zlib
 from collections.abc import Sequence
@@ -22,13 +29,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 SKETCHES = 4
 """m: a difference that all of so many miss by a factor of twenty has a chance of less than one in 50,000."""
 
 AT_ONCE = 1 << 18
 """Elements widened to fp64 at a time: what fits into a core's own cache."""
+
+CELL = 64
+"""Elements of a cell, at most: with four sketches, a sixteenth of a product an element goes into sums of cells."""
+
+CELLS = 8
+"""Cells of a row, at least, where the row has so many elements."""
 
 
 class Sketch(NamedTuple):
@@ -76,35 +89,56 @@ class Place:
         return cls.of(shape, [0] * len(shape), list(shape))
 
 
+def cell_of(width: int) -> int:
+    """Elements of a cell in rows of this width, a divisor of it; see [Note: Cells]."""
+    longest = max(1, min(CELL, width // CELLS))
+    return next(length for length in range(longest, 0, -1) if width % length == 0)
+
+
+class Drawn(NamedTuple):
+    """One tensor's signs, fp64."""
+
+    rows: Tensor
+    """[m, rows]"""
+    cells: Tensor
+    """[m, cells of a row]"""
+    within: Tensor
+    """[elements of a cell]"""
+
+
 class Signs:
     """Draws each tensor's signs once and keeps them."""
 
     def __init__(self, sketches: int = SKETCHES) -> None:
         self.sketches = sketches
-        self._drawn: dict[tuple[str, torch.device], tuple[Tensor, Tensor]] = {}
+        self._drawn: dict[tuple[str, torch.device], Drawn] = {}
 
     def sketch(self, name: str, shape: Sequence[int], piece: Tensor, place: Place, *, squares: bool = True) -> Sketch:
         """Sketch this piece of the tensor that has the name and the full shape; `squares`: of it are wanted, too."""
-        rows, columns = self._of(name, shape, piece.device)
-        (top, bottom), (left, right) = place.rows, place.columns
-        matrix = piece.detach().reshape(bottom - top, right - left)
-        return sketch(matrix, rows[top:bottom], columns[:, left:right], squares=squares)
+        drawn = self._of(name, shape, piece.device)
+        (top, bottom), (left, right), length = place.rows, place.columns, len(drawn.within)
+        matrix = piece.detach().reshape(bottom - top, right - left)  # detached: no graph is made
+        if left % length or right % length:  # a piece that ends inside cells: with noughts beside it
+            matrix = nn.functional.pad(matrix, (left % length, -right % length))
+        cells = drawn.cells[:, left // length : -(-right // length)]
+        return sketch(matrix, Drawn(drawn.rows[:, top:bottom], cells, drawn.within), squares=squares)
 
-    def _of(self, name: str, shape: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-        """Signs of rows and of columns, fp64, [rows, m] and [m, columns], in which order BLAS is quickest."""
+    def _of(self, name: str, shape: Sequence[int], device: torch.device) -> Drawn:
         key = (name, device)
         if key not in self._drawn:
-            height = shape[0] if shape else 1
-            width = 1
-            for extent in shape[1:]:
-                width *= extent
-            drawn = (self._draw(name, "rows", height), self._draw(name, "columns", width))
-            self._drawn[key] = (drawn[0].to(device), drawn[1].t().contiguous().to(device))
+            height, width = shape[0] if shape else 1, math.prod(shape[1:])
+            length = cell_of(width)
+            rows = self._draw(f"rows of {name}", height, self.sketches)
+            cells = self._draw(f"cells of {name}", width // length, self.sketches)
+            within = self._draw(f"places within cells of {name}", length, 1)
+            self._drawn[key] = Drawn(
+                *(signs.t().contiguous().to(device) for signs in (rows, cells)), within[:, 0].to(device)
+            )
         return self._drawn[key]
 
-    def _draw(self, name: str, what: str, count: int) -> Tensor:
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{what} of {name}".encode()))
-        return torch.randint(0, 2, (count, self.sketches), generator=generator).mul_(2).sub_(1).to(torch.float64)
+    def _draw(self, of: str, count: int, each: int) -> Tensor:
+        generator = torch.Generator().manual_seed(zlib.crc32(of.encode()))
+        return torch.randint(0, 2, (count, each), generator=generator).mul_(2).sub_(1).to(torch.float64)
 
 
 class _Scratch(threading.local):
@@ -114,6 +148,8 @@ class _Scratch(threading.local):
 
     def widen(self, part: Tensor) -> Tensor:
         """The part in fp64, until the next one."""
+        if part.dtype is torch.float64:
+            return part
         if part.device.type != "cpu" or part.numel() > AT_ONCE:
             return part.to(torch.float64)
         if self.held is None:
@@ -124,20 +160,23 @@ class _Scratch(threading.local):
 _scratch = _Scratch()
 
 
-@torch.no_grad()
-def sketch(matrix: Tensor, rows: Tensor, columns: Tensor, *, squares: bool = True) -> Sketch:
-    """Sketch a matrix [rows, columns], a part at a time, with signs [rows, m] and [m, columns].
+def sketch(matrix: Tensor, signs: Drawn, *, squares: bool = True) -> Sketch:
+    """Sketch a matrix of whole cells, a part at a time, with the signs of its rows and cells.
 
     Args:
         squares: whether they are wanted; 0 where not.
     """
+    length = len(signs.within)
     step = max(1, AT_ONCE // max(1, matrix.shape[1]))
-    values = torch.zeros(rows.shape[1], dtype=torch.float64, device=matrix.device)
-    squared = torch.zeros((), dtype=torch.float64, device=matrix.device)
+    sums, squared = [], []
     for begin in range(0, matrix.shape[0], step):
-        part = _scratch.widen(matrix[begin : begin + step])
-        values += ((columns @ part.t()) * rows[begin : begin + step].t()).sum(1)  # BLAS is quickest in this order
+        part = _scratch.widen(matrix[begin : begin + step]).reshape(-1)
+        sums.append(torch.mv(part.view(-1, length), signs.within))
         if squares:
-            flat = part.reshape(-1)
-            squared += torch.dot(flat, flat)
-    return Sketch(values, squared)
+            squared.append(torch.dot(part, part))
+    if not sums:
+        return Sketch(signs.rows.sum(1), signs.within.new_zeros(()))
+    of_cells = sums[0] if len(sums) == 1 else torch.cat(sums)
+    of_rows = signs.cells @ of_cells.view(matrix.shape[0], signs.cells.shape[1]).t()
+    total = squared[0] if len(squared) == 1 else torch.stack(squared).sum() if squared else of_cells.new_zeros(())
+    return Sketch((of_rows * signs.rows).sum(1), total)
