@@ -131,9 +131,8 @@ class Signs:
             rows = self._draw(f"rows of {name}", height, self.sketches)
             cells = self._draw(f"cells of {name}", width // length, self.sketches)
             within = self._draw(f"places within cells of {name}", length, 1)
-            self._drawn[key] = Drawn(
-                *(signs.t().contiguous().to(device) for signs in (rows, cells)), within[:, 0].to(device)
-            )
+            of_rows, of_cells = (signs.t().contiguous().to(device) for signs in (rows, cells))
+            self._drawn[key] = Drawn(of_rows, of_cells, within[:, 0].to(device))
         return self._drawn[key]
 
     def _draw(self, of: str, count: int, each: int) -> Tensor:
