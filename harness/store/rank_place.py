@@ -14,6 +14,8 @@ START = "HARNESS_START"
 """Token of one start of one attempt: tells this start's rendezvous from an older one's."""
 FORK_FDS = (LEASH, PROGRESS, "")
 """Variables that name the descriptors a forked rank is given, in their order; the last, the run's lock, has none."""
+DIES_WITH = "HARNESS_DIES_WITH"
+"""Process id of a fork server's launcher: where that is gone, the server is not wanted any more."""
 FOREIGN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables of an outer launcher that must not leak into ranks we start."""
 

@@ -11,6 +11,7 @@ itself the reaper of such orphans, and is watched and buried there like a rank t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import gc
 import importlib
@@ -24,7 +25,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.store.rank_place import FORK_FDS
+from harness.store.rank_place import DIES_WITH, FORK_FDS
+
+PR_SET_PDEATHSIG = 1
+"""prctl(2): a signal that this process is sent when its parent ends."""
 
 MESSAGE_BYTES = 1 << 20
 """Longest request: an environment."""
@@ -116,7 +120,19 @@ def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> None:
     os._exit(code)
 
 
+def die_with(launcher: int) -> None:
+    """Have the kernel end this process when its launcher dies: it holds the lock of a run that is still to be forked.
+
+    Ranks that it has forked by then end by their own leash.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != launcher:  # it was gone before we asked
+        os._exit(1)
+
+
 if __name__ == "__main__":
+    if parent := os.environ.pop(DIES_WITH, ""):
+        die_with(int(parent))
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     faulthandler.register(signal.SIGUSR1)  # asked by a launcher that waits too long; a rank registers a file of its own
     serve(socket.socket(fileno=int(sys.argv[1])))

@@ -195,6 +195,19 @@ def test_a_server_that_hangs_in_its_imports_keeps_nobody_from_interrupting(tmp_p
     assert (found.state, found.reason) == (State.cancelled, "interrupted by Ctrl-C")
 
 
+def test_a_server_that_hangs_in_its_imports_goes_with_its_launcher(tmp_path: Path) -> None:
+    """It has been handed the run's lock: the next request would be told that the run is in use."""
+    process = hanging(tmp_path)
+    servers = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    process.communicate(timeout=LIMIT_S)
+    gone(servers)
+    (run,) = Store(tmp_path / "runs").runs()
+    found = status.effective(run.path)
+    assert found is not None
+    assert found.state is State.lost
+
+
 def test_where_orphans_cannot_be_adopted_ranks_are_started_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = compose(["launch.fork=true", "launch.dry_run=true"]).typed
     free = compose(["launch.dry_run=true"]).typed

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
 import time
@@ -14,11 +16,12 @@ import pytest
 from harness.config.compose import Cell
 from harness.launch.local import pool as pool_module
 from harness.launch.local import ranks as ranks_module
-from harness.launch.local.pool import Pool
+from harness.launch.local.pool import Pool, listening
 from harness.launch.opening import Sources
 from harness.launch.order import in_blocks
 from harness.store.errors import StoreError
 from harness.store.files import Lock
+from harness.store.rank_place import STOP_SIGNALS
 from harness.store.rundir import Store
 from tests.launch.cells import make_cell
 
@@ -170,3 +173,11 @@ def test_a_cell_that_cannot_be_started_spoils_no_other(tmp_path: Path, monkeypat
     assert str(damaged) in watched.decisions[0]
     with pytest.raises(StoreError, match=r"status\.json is not valid JSON"):
         Watched(tmp_path, monkeypatch).pool.run(cells[1:2])
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_every_signal_by_which_ranks_are_asked_to_save_is_heard(number: signal.Signals) -> None:
+    """Also SIGUSR2, which a batch script's own `--signal` may send to the request it has become."""
+    with listening() as asked:
+        os.kill(os.getpid(), number)
+    assert asked.stops == [number]

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from pathlib import Path
 from harness.config.derived import against_forks
 from harness.config.schema import Config
 from harness.store.provenance import sources_digest
+from harness.store.rank_place import DIES_WITH
 
 PR_SET_CHILD_SUBREAPER = 36
 """prctl(2): descendants whose parents ended become this process's children."""
@@ -100,6 +102,15 @@ class Adopted:
             os.kill(self.pid, number)
 
 
+def _tied() -> dict[str, str]:
+    """What has a server end with this process, in the middle of its imports too: until then it holds the run's lock.
+
+    Linux ends it with the thread that started it; one that other threads may outlive is left to find out by itself.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    return {DIES_WITH: str(os.getpid())} if here else {}
+
+
 class ForkServer:
     """One `harness.worker.forkserver`, started on the first request."""
 
@@ -117,7 +128,7 @@ class ForkServer:
         with its:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "harness.worker.forkserver", str(its.fileno())],
-                env=dict(environment),
+                env={**environment, **_tied()},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -26,13 +26,13 @@ from harness.launch.order import is_timed
 from harness.launch.plan import Action, Decision
 from harness.store.errors import EXIT_BUSY, Busy, StoreError
 from harness.store.files import Lock, own_folder
+from harness.store.rank_place import STOP_SIGNALS
 from harness.store.rundir import Store
 from harness.store.status import JobProbe, State
 
 TICK_S = 0.1
 TIMING = "timing.lock"
 """Held by whoever of this user runs a timed cell on this machine."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass
