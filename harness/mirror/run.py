@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from harness.config.mirror import VARIABLE
 from harness.config.schema import OuterStrategy, WandbMode
 from harness.store import provenance
 from harness.store.fields import mirrored
@@ -111,10 +113,14 @@ def opened(**arguments: Any) -> Any:
     """
     import wandb
 
+    asked = os.environ.pop(VARIABLE, None)  # `mode` has been made of it; wandb would read it again, and refuse OFFLINE
     try:
         return wandb.init(**arguments)
     except Exception as error:
         raise MirrorFailed(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
+    finally:
+        if asked is not None:
+            os.environ[VARIABLE] = asked
 
 
 def settle() -> None:

@@ -132,9 +132,11 @@ def test_peak_memory_is_what_a_table_of_runs_calls_so(
 
 
 def test_the_file_is_whole_when_following_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """wandb's `finish` returns while its service still writes: in four of ten runs the file had seven bytes."""
+    """wandb's `finish` returns while its service still writes: in four of ten runs the file had seven bytes. A mode in
+    capitals, which holds here, was refused by wandb."""
     import wandb
 
+    monkeypatch.setenv("WANDB_MODE", "OFFLINE")
     asked: list[str] = []
     monkeypatch.setattr("wandb.teardown", lambda real=wandb.teardown: (asked.append("settled"), real()))
     run = RunDir(tmp_path / "adhoc" / "arm-01234567")
