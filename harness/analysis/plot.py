@@ -84,7 +84,7 @@ def differences(
     for run, line in frame.groupby("run", sort=False):
         own, size = styles[str(run)], line["difference"].abs()
         bound = allowed[(allowed["run"] == run) & np.isfinite(allowed["allowed"].astype(float))]
-        alone = {"marker": "_", "markersize": 14} if len(bound) == 1 else {}
+        alone: dict[str, Any] = {"marker": "_", "markersize": 14} if len(bound) == 1 else {}
         ax.plot(bound["step"], bound["allowed"], "--", color=own.colour, linewidth=1.2, **alone)
         some = size.where(size > 0)  # a step that differs by nothing ends a line
         ax.plot(line["step"], some, ".-", color=own.colour, label=own.label, linewidth=0.9, markersize=4)
