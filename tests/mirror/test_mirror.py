@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from harness.analysis import load
+from harness.config.compose import compose
+from harness.config.errors import BadRequest
 from harness.config.mirror import has_key, mirror_mode
 from harness.config.schema import CkptPolicy, WandbMode
 from harness.mirror import run as mirror_run
@@ -266,6 +268,13 @@ def test_ids_fit_and_keep_runs_apart(study: str) -> None:
 )
 def test_the_variable_decides_where_a_mirror_is_asked_for(asked: str, word: str, expected: str) -> None:
     assert mirror_mode(WandbMode[asked], {"WANDB_MODE": word}) is WandbMode[expected]
+
+
+def test_a_project_that_wandb_refuses_is_refused_before_ranks_start() -> None:
+    words = ["wandb=offline", "launch.dry_run=true"]
+    with pytest.raises(BadRequest, match=r"wandb.project=a/b: is not a name that W&B takes"):
+        compose([*words, "wandb.project=a/b"])
+    assert compose([*words, "wandb.project=lab"]).config["wandb"]["project"] == "lab"
 
 
 def test_a_key_is_found_where_wandb_finds_it(tmp_path: Path) -> None:
