@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,14 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.fsdp import ReleasedWeightError
+from harness.fsdp import ReleasedWeightError, fully_shard_model
+from harness.fsdp.runtime import handed_on
 from harness.fsdp.runtime.forward import Forward
 from harness.fsdp.runtime.forward_hooks import ForwardHooks
-from harness.fsdp.storage import parameter_access, parameter_views
-from harness.fsdp.storage.parameter_access import Access
+from harness.fsdp.storage import bucket, parameter_access, parameter_views
+from harness.fsdp.storage.parameter_access import Access, GatheredView
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched
 from tests.fsdp.pairs import STRATEGIES
-from tests.fsdp.released_weights import Marked, Net, built, tokens_of
+from tests.fsdp.released_weights import Block, Marked, Net, built, tokens_of
+from tests.fsdp.test_habits import said
 from tests.support.mutants import each
 
 READS: dict[str, Callable[[Net], Any]] = {
@@ -147,8 +150,94 @@ def methods(rank: int, strategy: str) -> list[str]:
     return told
 
 
+# -- views that are kept -----------------------------------------------------------------------------------------------
+
+VIEWS: dict[str, Callable[[Tensor], Any]] = {
+    "data": lambda p: p.data,
+    "detached": lambda p: p.detach(),
+    "a slice": lambda p: p.detach()[1:3],
+    "a transposed one": lambda p: p.t(),
+    "rows": lambda p: p.unbind()[2],
+    "a view of a view": lambda p: p.data.view(-1)[3:],
+}
+A_VIEW = "a view of parameter .* after the weights it shows were released.*clone"
+
+
+def keeping_views(rank: int, strategy: str) -> list[str]:
+    """What is kept of gathered weights is refused once they are released, and not read where nothing is."""
+    model, _ = built(strategy)
+    plain = Net()
+    told = []
+    with model.gathered():
+        kept = {name: view(model.module.embed.weight) for name, view in VIEWS.items()}
+        told += [n for n, view in VIEWS.items() if not torch.equal(kept[n] * 2, view(plain.embed.weight) * 2)]
+        told += [n for n in VIEWS if type(copy.deepcopy(kept[n].detach())) is not Tensor]
+        kept["a slice"].mul_(0.5)  # an edit like any other
+        pickle.loads(pickle.dumps(kept["data"]))
+    for use in (torch.sum, repr, copy.deepcopy, pickle.dumps, lambda view: torch.ones_like(view) + view):
+        told += [each for view in kept.values() if strategy == ZERO3 for each in said(partial(use, view), A_VIEW)]
+    with torch.no_grad():
+        plain.embed.weight[1:3] *= 0.5
+    with model.gathered():
+        told += [
+            n for n, view in VIEWS.items() if not torch.equal(view(model.module.embed.weight), view(plain.embed.weight))
+        ]
+    double, _ = built(strategy, double_buffer=True)
+    with double.gathered("blocks.0"):
+        view = double.module.blocks[0].linear.weight.data
+    with torch.no_grad():
+        double(tokens_of(rank))  # the others have been in its place
+    return told + (said(view.sum, A_VIEW) if strategy == ZERO3 else [])
+
+
+class Keeper(Block):
+    """Keeps a view of its weight, and uses the first one ever after."""
+
+    kept: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kept is None:
+            self.kept = {"turned": [self.linear.weight.detach().t()]}
+        return super().forward(x) + x @ self.kept["turned"][0]
+
+
+class Yielding(Block):
+    def forward(self, x: Tensor) -> Any:
+        yield super().forward(x)
+
+
+def keeping_attributes(rank: int, strategy: str) -> list[str]:
+    """A view in an attribute is right in its unit's calls, and refused in between."""
+
+    def train(model: nn.Module, ranks: Sequence[int]) -> None:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(torch.cat([tokens_of(step + each) for each in ranks])).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain, module = Net(), Net()
+    plain.blocks[1], module.blocks[1] = Keeper(), Keeper()
+    module.load_state_dict(plain.state_dict())
+    model = fully_shard_model(module, zero_dp_strategy=strategy, fsdp_unit_modules=[Block])
+    train(plain, range(RANKS))
+    train(model, [rank])
+    found = dict(model.full_weights())
+    told = [name for name, p in plain.named_parameters() if not torch.allclose(found[name], p, atol=1e-5)]
+    return told + (said(module.blocks[1].kept["turned"][0].sum, A_VIEW) if strategy == ZERO3 else [])
+
+
+def yielding(rank: int, strategy: str) -> list[str]:
+    """What a generator computes, it computes when the call of its unit is over."""
+    model = fully_shard_model(nn.Sequential(Yielding()), zero_dp_strategy=strategy, fsdp_unit_modules=[Block])
+    if strategy == ZERO3:
+        return said(lambda: next(model(torch.ones(2, 6))), "unit 0 returns a generator.*a list")
+    return [] if next(model(torch.ones(2, 6))).shape == (2, 6) else ["another output"]
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    each.__name__: each for each in (reading, describing, classes, copied, methods)
+    each.__name__: each
+    for each in (reading, describing, classes, copied, methods, keeping_views, keeping_attributes, yielding)
 }
 
 
@@ -172,7 +261,26 @@ def always_resting(own: type, access: Access) -> type:
     return _class_for(own, Access.resting if access is Access.free else access)
 
 
+def _refuses(self: GatheredView, by: str) -> None:
+    raise ReleasedWeightError(by)
+
+
 MUTANTS = {
+    "views of other weights": Mutant(
+        "A view that is kept under double_buffer shows another unit's weights",
+        patched(bucket, "_is_whole", lambda _: True),
+        "keeping_views",
+    ),
+    "views are refused": Mutant(
+        "A unit may not use a view of its weight that it keeps",
+        patched(GatheredView, "_check", _refuses),
+        "keeping_attributes",
+    ),
+    "generators": Mutant(
+        "A generator finds the weights of its unit released",
+        patched(handed_on, "refuse_generator", lambda unit: None),
+        "yielding",
+    ),
     "reads NaN": Mutant(
         "A released weight can be read, and is NaN", patched(parameter_views, "class_for", never_released), "reading"
     ),

@@ -20,7 +20,7 @@ from harness.fsdp.runtime.backward_hooks import BackwardHooks
 from harness.fsdp.runtime.forward import Forward, ForwardState
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import Passed, PassedInputs, direct_tensors, replaced, tensors_with_grad
-from harness.fsdp.runtime.handed_on import without_weights
+from harness.fsdp.runtime.handed_on import watch_kept, without_weights
 from harness.fsdp.runtime.refusals import refuse_dtensors, refuse_forward_mode, refuse_transforms
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
@@ -216,6 +216,7 @@ class ForwardHooks:
         is_over = module is unit.modules[-1] and len(calls) == 1  # it may be called in its own forward
         if is_over and self.lost_edits.looks:
             self.lost_edits.check(unit.buckets)
+            watch_kept(module, [bucket for bucket in unit.buckets if not bucket.is_resident])
         if is_over and (unit is not self.gather.last or not leaves):
             self.gather.reshard_after_forward(unit)
         return output

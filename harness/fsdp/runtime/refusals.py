@@ -101,6 +101,14 @@ def refuse_handed_on(where: str, unit: str) -> NoReturn:
     )
 
 
+def refuse_generator(unit: str) -> NoReturn:
+    """Raise RuntimeError: a unit's forward is a generator."""
+    raise RuntimeError(
+        f"unit {unit} returns a generator (its forward has a yield), whose code runs when the unit's weights are"
+        " released again: return a list of what it yields"
+    )
+
+
 def refuse_sharded(what: str, unit: str) -> NoReturn:
     """Raise RuntimeError: a gradient came from a unit whose weights were not whole."""
     raise RuntimeError(

@@ -8,8 +8,10 @@ compute dtype.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.eight_bit import EightBitWeights
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import ParamSpec, Slot
-from harness.fsdp.storage.parameter_access import Access
+from harness.fsdp.storage.parameter_access import SHOWN, Access
 from harness.fsdp.storage.parameter_views import ParameterViews, views_of
 from harness.fsdp.storage.placement import WHOLE, Axis, On, route
 from harness.fsdp.tensor_parallel.parameters import cut_portion, portion_of
@@ -138,6 +140,9 @@ class Bucket:
         self.views.build(self._views(), memory.device)
         if not self.is_resident:
             memory.empty(self.compute)
+        if not self.is_resident and memory.fixed:
+            for _, param in self.params:
+                setattr(param, SHOWN, partial(_is_whole, weakref.ref(self)))
         self.resting: Tensor | None = None
         """Compute weights that are there between uses: all of them, or this inner shard's. None: there are none."""
         self.gathered_bytes = sum(each.inner_numel for each in layout.segments) * self.dtypes.compute.itemsize
@@ -282,8 +287,9 @@ class Bucket:
 
     def rest(self) -> None:
         """No forward and no backward runs: edits of weights that are whole must leave a trace."""
-        if self.views.access is not Access.resting and self.is_whole:
-            self.views.give(Access.resting)
+        wanted = Access.resting if self.is_resident else Access.lent
+        if self.views.access is not wanted and self.is_whole:
+            self.views.give(wanted)
 
     def release_weights(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
@@ -367,3 +373,8 @@ class Bucket:
                 padding += (tensor.numel() - numel) * tensor.itemsize
         gradients = {} if self.gradients is None else self.gradients.bytes_kept()
         return roles | gradients | {"padding": padding + gradients.get("padding", 0)}
+
+
+def _is_whole(bucket: weakref.ref[Bucket]) -> bool:
+    there = bucket()
+    return there is not None and there.is_whole

@@ -8,6 +8,12 @@ without its values (shape, dtype, gradient, hooks) is; whatever would read or wr
 Only Python sees the class: autograd, hooks and kernels of torch work on a released parameter as on any other. Code of
 the engine that handles parameters is marked `by_engine` and sees none of it either.
 
+[Note: Views that are kept] A view of a weight (`p.data`, `p.detach()`, `p.t()`) may be kept longer than the weight is
+whole, from `gathered()` say. Its storage is empty then, and what reads it ends the process by a signal. So a parameter
+that is whole for a while only is *lent*: as resting, but what it gives of its storage has a class that looks for the
+storage before torch does. What a unit's forward leaves in attributes of its modules gets that class, too, in forwards
+that are looked at (see `harness.fsdp.guards.lost_edits`).
+
 [Note: Edits right after an update] Where every rank updates a part of weights that are whole between uses, others take
 this rank's part while its program goes on from `step()`. An edit in that moment would reach ranks that make it
 themselves, and be made twice there. So whoever touches values of a resting parameter waits until all have taken theirs.
@@ -25,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
+from torch.utils._pytree import tree_leaves
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,6 +42,8 @@ HOME = "_fsdp_home"
 
 _OURS = ("_fsdp_", "get_main_grad", "grad_added_to_main_grad")
 """How attributes begin that the engine sets on parameters."""
+SHOWN = "_fsdp_shown"
+"""Attribute of a parameter whose storage others take turns in: tells whether it has its weights now."""
 GRADIENT = "_fsdp_gradient"
 """Attribute of a trained parameter: what answers for its `.grad` while no forward and no backward runs."""
 
@@ -68,6 +77,7 @@ class Access(Enum):
 
     free = "everything, as its own class has it"
     resting = "everything, and edits through `data` are counted"
+    lent = "as resting, and views must not outlive its weights"
     released = "what needs no values"
 
     __hash__ = object.__hash__  # Enum's own is written in Python
@@ -104,7 +114,7 @@ def by_engine(function: Callable[P, R]) -> Callable[P, R]:
 @cache
 def _class(own: type, access: Access) -> type:
     """A subclass of a parameter's class."""
-    base = _Released if access is Access.released else _Resting
+    base = {Access.released: _Released, Access.lent: _Lent}.get(access, _Resting)
     if base is _Released and issubclass(own, DTensor):
         base = _ReleasedPortion
     name = f"{access.name.capitalize()}{own.__name__}"
@@ -162,7 +172,7 @@ class _Resting(_Guarded):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """What torch does, when it may be done; see [Note: Edits right after an update]."""
-        if any(issubclass(each, _Released) for each in types):
+        if any(issubclass(each, _Released | GatheredView) for each in types):
             return NotImplemented  # theirs to refuse
         with torch._C.DisableTorchFunctionSubclass():
             if func not in METADATA:
@@ -212,6 +222,89 @@ def _plain(guarded: _Guarded, values: Tensor) -> Any:
     """A parameter that no engine knows."""
     made: Any = torch.Tensor._make_subclass(type(guarded)._own, values, _param(guarded).requires_grad)
     return made
+
+
+# -- whole for a while -------------------------------------------------------------------------------------------------
+
+
+class GatheredView(Tensor):
+    """A view of a weight that is whole for a while; see [Note: Views that are kept]."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """What torch does, while there is storage.
+
+        Raises:
+            ReleasedWeightError: there is none.
+        """
+        if any(issubclass(each, _Released) for each in types):
+            return NotImplemented  # theirs to refuse
+        with torch._C.DisableTorchFunctionSubclass():
+            views = [each for each in tree_leaves((args, kwargs)) if isinstance(each, GatheredView)]
+            if func not in METADATA:
+                for each in views:
+                    each._check(resolve_name(func) or func.__name__)
+            found = func(*args, **(kwargs or {}))
+            return _watched(found, views[0]) if views else found
+
+    def _check(self, by: str) -> None:
+        shown = getattr(self, SHOWN, None)
+        if self.numel() and (not self.untyped_storage().nbytes() or (shown is not None and not shown())):
+            raise ReleasedWeightError(
+                f"a view of {_called(self)} (p.data, p.detach(), p.t(), a slice) is used by {by} after the weights it"
+                " shows were released: it was kept from a forward, or from gathered(). Keep a copy, p.detach().clone();"
+                " or read it inside `with model.gathered():`, on all ranks"
+            )
+
+    @by_engine
+    def _as_plain(self, by: str) -> Tensor:
+        self._check(by)
+        return self.as_subclass(Tensor)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override] # torch leaves it untyped
+        return repr(self._as_plain("repr"))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A tensor of its own, which no engine knows."""
+        if id(self) not in memo:
+            memo[id(self)] = self._as_plain("copy.deepcopy").clone()
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._as_plain("pickling (torch.save)").__reduce_ex__(protocol)
+
+
+def _watched(found: Any, source: Any) -> Any:
+    """What torch gave, with views of the storage of `source` among it watched."""
+    place = source.untyped_storage()._cdata
+    for each in found if isinstance(found, list | tuple) else (found,):
+        if type(each) is Tensor and each.layout is torch.strided and each.untyped_storage()._cdata == place:
+            watch_view(each, source)
+    return found
+
+
+def watch_view(view: Tensor, source: Tensor) -> None:
+    """Refuse a view once the storage is gone that it shares with `source`, a parameter or a view of one."""
+    view.__class__ = GatheredView
+    for name in (HOME, SHOWN):
+        setattr(view, name, getattr(source, name, None))
+
+
+class _Lent(_Resting):
+    """A resting parameter of which this rank holds a part only, otherwise."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = super().__torch_function__(func, types, args, kwargs)
+        lent = next((each for each in args if isinstance(each, _Lent)), None)
+        if lent is None or func in METADATA or found is NotImplemented or isinstance(lent, DTensor):
+            return found
+        with torch._C.DisableTorchFunctionSubclass():
+            return _watched(found, lent)
 
 
 # -- released ----------------------------------------------------------------------------------------------------------
