@@ -49,6 +49,26 @@ def loading_before_a_step(rank: int, strategy: str) -> list[str]:
     return differing(model, plain)
 
 
+def changing_the_optimizer(rank: int, strategy: str) -> list[str]:
+    """A second optimizer of the same parameters is refused; what the refusal says to do instead is right."""
+    plain = Net()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9), (0, 1), mean_square, 2)
+    train(plain, torch.optim.Adam(plain.parameters(), lr=0.01, eps=1e-4), (0, 1), mean_square, 2)
+    model, optimizer = sharded(Net(), strategy)
+    train(model, optimizer, [rank], mean_square, 2)
+    told = said(torch.optim.Adam(model.parameters()).step, r"an optimizer already \(SGD\).*anew.*state_dict\(\)")
+    module = Net()
+    other, optimizer = fully_shard(
+        module,
+        torch.optim.Adam(module.parameters(), lr=0.01, eps=1e-4),
+        zero_dp_strategy=strategy,
+        fsdp_unit_modules=module.units,
+    )
+    other.load_state_dict(model.state_dict())
+    train(other, optimizer, [rank], mean_square, 2)
+    return told + differing(other, plain)
+
+
 # -- hooks of the program, inside a backward ---------------------------------------------------------------------------
 
 
@@ -212,6 +232,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
     each.__name__: each
     for each in (
         loading_before_a_step,
+        changing_the_optimizer,
         stepping_in_hooks,
         watching_by_hooks,
         clamping_in_a_forward,

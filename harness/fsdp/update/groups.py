@@ -45,7 +45,12 @@ class Groups:
                         " the sharded module; build the optimizer over parameters of that module alone"
                     )
                 if name in self.places:
-                    raise ValueError(f"parameter {name} has an optimizer already; give it to one alone")
+                    owner = type(self.optimizer(self.places[name])).__name__
+                    raise ValueError(
+                        f"parameter {name} has an optimizer already ({owner}); give it to one alone. To go on with"
+                        " another optimizer, build the module anew, shard it with that, and give it this model's"
+                        " state_dict()"
+                    )
                 found[name] = index
         return found
 
