@@ -18,6 +18,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from harness.fsdp.components import Components
@@ -117,6 +118,7 @@ def _add_group(
     _guard(model, sharded, optimizer)
 
 
+@_disable_dynamo  # whoever compiles `optimizer.step` compiles the optimizer's own part
 def _before(
     model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
@@ -156,6 +158,7 @@ def _same(value: Any) -> Any:
     return value
 
 
+@_disable_dynamo
 def _after(model: Model, sharded: ShardedOptimizer, optimizer: torch.optim.Optimizer, *_: Any) -> None:
     _guard(model, sharded, optimizer)
     if not model._parts.step.awaits_install:
@@ -331,6 +334,7 @@ def _only(found: list[Model], optimizer: torch.optim.Optimizer) -> Model:
     return found[0]
 
 
+@_disable_dynamo
 def _bind_at_first_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Take in an optimizer over parameters of a sharded model. Its own hooks run after this one, in the same step."""
     params = (param for group in optimizer.param_groups for param in group["params"])

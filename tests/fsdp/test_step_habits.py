@@ -69,6 +69,21 @@ def changing_the_optimizer(rank: int, strategy: str) -> list[str]:
     return told + differing(other, plain)
 
 
+def compiling_a_step(rank: int, strategy: str) -> list[str]:
+    """`torch.compile` of what steps: the engine's part of it runs as it is. Where the least and the most is split."""
+    if strategy not in ("no_shard", ZERO3):
+        return []
+    plain = Net()
+    train(plain, torch.optim.SGD(plain.parameters(), lr=0.2, momentum=0.9), (0, 1), mean_square, 2)
+    model, optimizer = sharded(Net(), strategy)
+    step = torch.compile(optimizer.step, backend="eager")
+    for number in range(2):
+        mean_square(model, data([rank], number)).backward()
+        step()
+        optimizer.zero_grad()
+    return differing(model, plain)
+
+
 # -- hooks of the program, inside a backward ---------------------------------------------------------------------------
 
 
@@ -233,6 +248,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
     for each in (
         loading_before_a_step,
         changing_the_optimizer,
+        compiling_a_step,
         stepping_in_hooks,
         watching_by_hooks,
         clamping_in_a_forward,
@@ -325,6 +341,12 @@ MUTANTS = {
         "Ranks part by the numbers they have drawn, whatever check_replicas_every says",
         lambda: mock.patch.object(ReplicaCheck, "is_due", False),
         "initialising_unseeded",
+        "no_shard",
+    ),
+    "steps are traced": Mutant(
+        "torch.compile traces what the engine does around a step",
+        lambda: mock.patch.object(binding, "_before", vars(binding._before)["__wrapped__"]),
+        "compiling_a_step",
         "no_shard",
     ),
 }
