@@ -29,7 +29,7 @@ class ParameterViews:
         """The parameters, where torch itself counts the edits of all of them."""
         self._classes: dict[Access, list[type]] = {}
         self.access = Access.free
-        """What they let the program do now."""
+        """What the parameters let the program do now."""
         self._views: list[Tensor] = []
         """A view of the whole weight of each parameter, in order, with storage or without."""
         self._placeholders: list[Tensor] = []
