@@ -26,6 +26,7 @@ from harness.config.captured import captured
 from harness.config.derived import global_microbatches
 from harness.config.schema import Config, ModelFamily
 from harness.control import Control
+from harness.data.loader import Loader
 from harness.engines.plain import plain_model
 from harness.engines.protocol import Microbatch, Seen
 from harness.engines.torch_dtypes import TORCH_DTYPES
@@ -89,8 +90,9 @@ def local_gradients(
     """Sketches of the sum of a plain model's gradients [tensors, m] on this rank's microbatches of a step, and their
     squared norms, added up [tensors]; None where memory ran out. scaled: makes what is differentiated of a loss."""
     workload, device = workload_for(session.config), session.ranks.device
+    loader = Loader(session.config, session.ranks.data_rank)  # not the one that fed the run, which may have gone wrong
     with suppress(torch.OutOfMemoryError), LocalWatch(model, names, signs, weights=False) as watch:
-        for tokens, targets in session.loader.batch(step).microbatches:
+        for tokens, targets in loader.batch(step).microbatches:
             session.alive()
             batch = Microbatch(*(torch.from_numpy(rows).to(device) for rows in (tokens, targets)))
             scaled(workload.loss(model, batch)).backward()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from harness.config.schema import Config, Dtype, Fp8, ModelFamily
+from harness.data.loader import Loader, RankBatch
 from harness.engines.plain import plain_model
 from harness.engines.protocol import Engine, Microbatch, Seen
 from harness.models.registry import workload_for
@@ -26,6 +28,7 @@ from harness.parity.record import Record, load
 from harness.parity.tiers.arithmetic import Arithmetic
 from harness.probe.vouching.sketch import Sketch
 from harness.train import again
+from tests.support import factory
 from tests.support.factory import freeze, small_config, train, with_dtypes
 from tests.support.mutants import Slip, each
 
@@ -174,6 +177,18 @@ def wrong_runs(root: Path) -> Iterator[str]:
         path = root / f"run{fault}"
         if found(trained(path, "fp32", fault)) != wanted:
             yield f"a run with {fault or 'no fault'}"
+    with mock.patch.object(factory, "Loader", Behind):
+        if found(trained(root / "behind", "fp32")) != [(STEPS, Grade.bad)]:
+            yield "a loader that gave other tokens than its digest says"
+
+
+class Behind(Loader):
+    """Gives the microbatches of the step before, from step 2 on."""
+
+    def batch(self, step: int) -> RankBatch:
+        """Their digest is that of the right ones."""
+        right = super().batch(step)
+        return replace(right, microbatches=super().batch(max(1, step - 1)).microbatches)
 
 
 def wrong_bounds(root: Path) -> Iterator[str]:
@@ -222,6 +237,16 @@ def wrong_numbers(root: Path) -> Iterator[str]:
 Claim = Callable[[Path], Iterator[str]]
 CLAIMS: tuple[Claim, ...] = (wrong_runs, wrong_bounds, wrong_numbers)
 MUTANTS: dict[str, tuple[Claim, Slip]] = {
+    "the loader that fed the run": (
+        wrong_runs,
+        Slip(
+            again,
+            "local_gradients",
+            "Loader(session.config, session.ranks.data_rank)",
+            "session.loader",
+            "Tokens are asked of the loader that gave them once before",
+        ),
+    ),
     "the first captured step": (
         wrong_runs,
         Slip(again, "step_of", "max(captured", "min(captured", "The first captured step is worked out again"),
