@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from harness.cli.verb import Verb
 from harness.config.catalog import load_catalog
 from harness.config.doc import groups
-from harness.store import commands
+from harness.store import commands, screen
 
 WIDTH = 80
 REQUESTS = {
@@ -33,24 +33,32 @@ def request_help() -> str:
     sentences = groups()
     typed = {commands.request(words): about for words, about in REQUESTS.items()}
     typed[commands.verb("--help")] = "verdicts, costs, how runs fare"
-    size = max(map(len, typed))
+    room = min(WIDTH, screen.width())
     head = [
         "Train one cell, or a set of them.",
         "",
-        *(f"{command:<{size}}  {about}" for command, about in typed.items()),
+        *_commands(typed, room),
         "",
-        "docs/quickstart.md takes five minutes; docs/configuration.md has every setting.",
+        *textwrap.wrap("docs/quickstart.md takes five minutes; docs/configuration.md has every setting.", room),
         "",
         "Groups and their options:",
         "",
     ]
-    return "\n".join([*head, *(line for name in names for line in _group(name, options[name], sentences))])
+    return "\n".join([*head, *(line for name in names for line in _group(name, options[name], sentences, room))])
 
 
-def _group(name: str, options: Sequence[str], sentences: Mapping[str, str]) -> list[str]:
+def _commands(typed: Mapping[str, str], room: int) -> list[str]:
+    """A command and what it does in one line; in two, where Python or the checkout lie so deep that one is too long."""
+    size = max(map(len, typed))
+    if size + 2 + max(map(len, typed.values())) <= room:
+        return [f"{command:<{size}}  {about}" for command, about in typed.items()]
+    return [line for command, about in typed.items() for line in (command, f"    {about}")]
+
+
+def _group(name: str, options: Sequence[str], sentences: Mapping[str, str], room: int) -> list[str]:
     about = sentences.get(name, "").partition(";")[0].rstrip(".")
-    head = textwrap.wrap(f"{name}  {about}", WIDTH, subsequent_indent="    ")
-    return [*head, *textwrap.wrap(", ".join(options), WIDTH, initial_indent="    ", subsequent_indent="    ")]
+    head = textwrap.wrap(f"{name}  {about}", room, subsequent_indent="    ")
+    return [*head, *textwrap.wrap(", ".join(options), room, initial_indent="    ", subsequent_indent="    ")]
 
 
 def verbs_help(program: str, kinds: Mapping[str, Sequence[Verb]]) -> str:
@@ -61,13 +69,15 @@ def verbs_help(program: str, kinds: Mapping[str, Sequence[Verb]]) -> str:
         kinds: verbs by what they are for.
     """
     size = max(len(verb.name) for verbs in kinds.values() for verb in verbs)
-    lines = [f"{program} VERB ...; with --help behind it, what a verb takes"]
+    room = min(WIDTH, screen.width())
+    first = f"{program} VERB ...; with --help after it, the arguments of a verb"
+    lines = textwrap.wrap(first, room, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
     for kind, verbs in kinds.items():
         lines += ["", f"{kind}:"]
         for verb in verbs:
             lines += textwrap.wrap(
                 f"  {verb.name:<{size}}  {verb.summary}",
-                WIDTH,
+                room,
                 subsequent_indent=" " * (size + 4),
                 break_on_hyphens=False,
             )

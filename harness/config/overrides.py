@@ -216,7 +216,7 @@ def _type_violations(key: str, value: Any) -> Iterator[Violation]:
     if not _ROOT:
         _ROOT.append(typed_root())
     if value == "???":
-        yield Violation(f"{key}=???", "is no value: OmegaConf's sign for one that is missing", fix="give a value")
+        yield Violation(f"{key}=???", "is not a value: it is OmegaConf's mark for a missing one", fix="give a value")
         return
     if key in settings() and _is_other_kind(settings()[key].type, value):
         yield explain_setting(key, value)

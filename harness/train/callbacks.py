@@ -1,10 +1,11 @@
-"""What a user adds to the loop: a class that sees every step, and whose numbers are recorded beside the others."""
+"""A user's own class that is called at every step, and whose numbers are recorded with the others."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
+from numbers import Integral, Real
 from typing import Any
 
 from harness.config.schema import Config
@@ -12,25 +13,25 @@ from harness.engines.protocol import Engine
 
 
 class Callback(ABC):
-    """One on each rank. All ranks call every method in the same order, so that what is collective may be called in it.
+    """One object on each rank. All ranks call every method in the same order, so that methods may call collectives.
 
-    Nothing it does is timed or counted. It keeps no state over an interruption: what it returns must follow from the
-    step, or a resumed run is told apart from one that was not.
+    Its time and its collectives are not counted. Its state is not saved: what it returns must follow from the step
+    alone, or a resumed run differs from an uninterrupted one.
     """
 
     def __init__(self, config: Config) -> None:
-        """Made before the first step, of the whole configuration."""
+        """Called before the first step, with the whole configuration."""
         self.config = config
 
     @abstractmethod
     def step(self, step: int, record: Mapping[str, Any], engine: Engine) -> Mapping[str, float] | None:
-        """After an update: the step's number, its line of the record, and the engine with the new weights.
+        """Called after an update, with the step's number, its line of the record, and the engine with the new weights.
 
-        What rank 0 returns is recorded under `own`, by these names.
+        Returns numbers by name, or None. Those of rank 0 are recorded under `own`.
         """
 
     def end(self, status: str, engine: Engine) -> None:  # noqa: B027 - most have nothing to do
-        """After the last step; status is done or preempted."""
+        """Called after the last step; status is done or preempted."""
 
 
 class Callbacks:
@@ -40,24 +41,38 @@ class Callbacks:
         self.each: Sequence[Callback] = [_class_of(name)(config) for name in config.measure.callbacks]
 
     def step(self, step: int, record: Mapping[str, Any], engine: Engine) -> dict[str, float]:
-        """What all return of a step, joined.
+        """The numbers that all return for a step, joined.
 
         Raises:
-            ValueError: two return a number of one name, or one returns what is no number.
+            ValueError: two return a number with the same name, or one returns something else than numbers by name.
         """
         joined: dict[str, float] = {}
         for each in self.each:
-            for name, value in (each.step(step, record, engine) or {}).items():
-                if name in joined or isinstance(value, bool) or not isinstance(value, int | float):
-                    what = "a second time" if name in joined else f"as {value!r}, which is no number"
-                    raise ValueError(f"measure.callbacks: {type(each).__name__} returns {name} {what}")
-                joined[name] = value
+            who, found = f"measure.callbacks: {type(each).__name__}", each.step(step, record, engine)
+            if found is not None and not isinstance(found, Mapping):
+                raise ValueError(f"{who}.step returns {found!r}: return a dict of numbers by name, or None")
+            for name, value in (found or {}).items():
+                if name in joined:
+                    raise ValueError(f"{who} returns {name!r}, which another callback returns too")
+                joined[name] = _number(who, name, value)
         return joined
 
     def end(self, status: str, engine: Engine) -> None:
         """Tell all that the last step is done."""
         for each in self.each:
             each.end(status, engine)
+
+
+def _number(who: str, name: str, value: Any) -> float:
+    """A number of Python's or numpy's as one that JSON holds.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        fix = ": call .item()" if hasattr(value, "item") else ""
+        raise ValueError(f"{who} returns {name}={value!r}, which is not a number{fix}")
+    return int(value) if isinstance(value, Integral) else float(value)
 
 
 def _class_of(name: str) -> type[Callback]:

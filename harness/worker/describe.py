@@ -144,7 +144,7 @@ def _check_built(model: nn.Module, parameters: Mapping[str, Tensor], units: tupl
     absent = [unit.__name__ for unit in units if not any(isinstance(each, unit) for each in model.modules())]
     if absent:
         found = ", ".join(sorted({type(each).__name__ for each in model.modules()}))
-        raise Unusable(f"unit_classes names {', '.join(absent)}, which the model has not", choices=found)
+        raise Unusable(f"unit_classes names {', '.join(absent)}, which the model does not contain", choices=found)
 
 
 def _check_initial(workload: Any, parameters: Mapping[str, Tensor]) -> None:
@@ -157,7 +157,7 @@ def _check_initial(workload: Any, parameters: Mapping[str, Tensor]) -> None:
         raise Unusable(f"initial_weight({name!r}, ...) gives {found}", choices=f"torch.float32 {list(param.shape)}")
     if not torch.equal(value, again):
         fix = "draw it from a generator seeded by train.seed and the name, as TokenWorkload does"
-        raise Unusable(f"initial_weight({name!r}, ...) gives another value each time", fix=fix)
+        raise Unusable(f"initial_weight({name!r}, ...) returns another value each time", fix=fix)
 
 
 def _check_loss(workload: Any, config: Config) -> None:
@@ -211,7 +211,7 @@ def try_data(kind: type, config: Config) -> dict[str, Any]:
             found = f"{tokens.dtype} {tokens.shape}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
             raise Unusable(f"sequence {index} is {found}", choices=f"a numpy array, int64 {wanted}: data.seq_len + 1")
         if not np.array_equal(tokens, again):
-            raise Unusable(f"sequence {index} is another each time", fix="a function of its index alone")
+            raise Unusable(f"sequence {index} changes between two reads", fix="a function of its index alone")
         if tokens.min() < 0:
             raise Unusable(f"sequence {index} holds token {tokens.min()}", choices="0 to model.vocab_size - 1")
         largest = max(largest, int(tokens.max()))

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from harness.cli.completion import candidates, install
-from harness.cli.help import request_help
+from harness.cli.help import REQUESTS, request_help, verbs_help
 from harness.cli.main import main
-from harness.cli.verbs import VERBS
+from harness.cli.verbs import KINDS, VERBS
 from harness.config.catalog import load_catalog
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, write
@@ -128,3 +128,19 @@ def test_help_begins_with_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(verbs) <= 28
     assert request.index("Groups and their options:") < 20
     assert request[-1].endswith("wrong_targets"), "what fills a screen comes last"
+
+
+@pytest.mark.parametrize("columns", ["80", "60"])
+@pytest.mark.parametrize("depth", [0, 30])
+def test_help_is_no_wider_than_the_terminal(columns: str, depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python and the checkout may lie deep: a command is then alone on its line, and what it does below it."""
+    monkeypatch.setenv("COLUMNS", columns)
+    python = f"/home/{'x' * depth}/bin/python" if depth else "python"
+    monkeypatch.setattr("harness.store.commands.request", lambda words="": f"{python} run.py {words}".rstrip())
+    monkeypatch.setattr("harness.store.commands.verb", lambda words="": f"{python} -m harness {words}".rstrip())
+    commands = [f"{python} run.py {words}".rstrip() for words in REQUESTS] + [f"{python} -m harness --help"]
+    lines = [*request_help().splitlines(), *verbs_help(f"{python} -m harness", KINDS).splitlines()]
+    assert not [line for line in lines if len(line) > int(columns) and line not in commands]
+    for words, about in REQUESTS.items():
+        place = next(n for n, line in enumerate(lines) if line.startswith(f"{python} run.py {words}".rstrip()))
+        assert about in lines[place] + lines[place + 1]

@@ -57,6 +57,8 @@ MODULES = (
     "tests.streams.test_numbers",
     "tests.streams.test_faults",
     "tests.mirror.test_mirror",
+    "tests.own.test_guide",
+    "tests.train.test_callbacks",
     "tests.store.test_screen",
     "tests.train.test_again",
     "tests.train.test_drift",

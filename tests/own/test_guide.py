@@ -20,6 +20,7 @@ from harness.engines.describe import Unusable
 from harness.store import provenance
 from harness.worker.describe import described
 from tests.own.guide import COMMANDS, FILES, ROOT, written
+from tests.support.mutants import kills
 
 pytestmark = pytest.mark.timeout(900)
 SMALL = ("train.steps=2", "train.global_batch_size=4", "train.microbatch_size=2", "train.warmup_steps=0")
@@ -102,7 +103,11 @@ WRONG = {
         "config.vocab_size, **where)\n\n    def",
         "config.vocab_size)\n\n    def",
     ),
-    "unit_classes names Other, which the model has not": ("model", "(Block,)", "(type('Other', (nn.Module,), {}),)"),
+    "unit_classes names Other, which the model does not contain": (
+        "model",
+        "(Block,)",
+        "(type('Other', (nn.Module,), {}),)",
+    ),
     "lacks materialise_buffers": ("model", "    def materialise_buffers", "    def materialize_buffers"),
     "the loss of one sequence failed: AttributeError": ("model", "self.norm(x", "self.morm(x"),
     "is int64 (16,)": ("data", "+ self.seq_len + 1]", "+ self.seq_len]"),
@@ -159,6 +164,14 @@ def test_a_class_is_tried_before_ranks_start(said: str | None, tmp_path: Path, m
         else:
             described(each, "setting", name, shaping)
         monkeypatch.delitem(sys.modules, path.stem)
+
+
+@kills("own classes", "buffers unchecked", "A model is trained whose buffers depend on how an engine builds it")
+def test_unchecked_buffers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.worker.describe._check_buffers", lambda *_: None)
+    said = next(each for each in WRONG if each.startswith("materialise_buffers gives"))
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_a_class_is_tried_before_ranks_start(said, tmp_path, monkeypatch)
 
 
 def test_options_lie_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def refusal(checkout: Path, *words: str) -> str:
         ("sweeps/mine.yaml", "replicates: many", ["sweeps/mine.yaml: study.replicates", "a whole number"]),
         ("sweeps/mine.yaml", "- a\n- b", ["sweeps/mine.yaml", "list"]),
         ("sweeps/mine.yaml", "grid: {1: [a, b]}", ["bad request:\n  study=mine: '1': no such group", "lists every"]),
-        ("sweeps/mine.yaml", "margins: {1: 2}\ngrid: {train.seed: [1]}", ["study.margins.1: is no measure"]),
+        ("sweeps/mine.yaml", "margins: {1: 2}\ngrid: {train.seed: [1]}", ["study.margins.1: is not a measure"]),
         ("sweeps/mine.yaml", "grid: {sharding: [zero3]}", ["study=mine", "sharding=optim_grads_params"]),
         ("sweeps/mine.yaml", "zip: {train.seed: [1, 2], launch.root: [a, b]}", ["launch.root", "in one request"]),
         ("conf/train/mine.yaml", "stps: 5", ["conf/train/mine.yaml: train.stps", "did you mean train.steps"]),

@@ -75,14 +75,14 @@ def rehearsed_stop_is_within_the_run(request: Request) -> Iterator[Violation]:
     if at >= steps:
         yield Violation(
             request.show("launch.preempt_at"),
-            f"is no step before the last, train.steps={steps}",
+            f"is not before the last step, train.steps={steps}",
             f"0 to {steps - 1}",
             f"launch.preempt_at={steps // 2}",
         )
     elif at and c.ckpt.policy is CkptPolicy.none and c.cluster.backend is Backend.slurm:
         yield Violation(
             f"{request.show('launch.preempt_at')} ckpt.policy=none",
-            "is put back into the queue without a checkpoint, and stops at the same step for ever",
+            "is requeued without a checkpoint, and would stop at the same step forever",
             fix="ckpt=last",
         )
 

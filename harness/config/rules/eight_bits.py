@@ -39,7 +39,7 @@ def eight_bits_are_built(request: Request) -> Iterator[Violation]:
     if config.sharp.group.is_asked:
         yield Violation(
             request.show("dtype.fp8", "sharp.group"),
-            "is not built: a switch has not been seen to take the largest amax",
+            "is not implemented: no switch was observed to compute the largest amax",
             "sharp=none",
             "sharp=none, or dtype=bf16",
         )
@@ -54,7 +54,7 @@ def eight_bits_are_made_of_fp32_or_less(request: Request) -> Iterator[Violation]
         if request.config.dtype.fp8 is not None and dtype not in QUANTIZED:
             yield Violation(
                 request.show(f"dtype.{role}", "dtype.fp8"),
-                "is not quantized to 8 bits: fp32, in which scales are applied, would round it before",
+                "cannot be quantized to 8 bits: scales are applied in fp32, which would round it first",
                 ", ".join(each.name for each in QUANTIZED),
                 f"dtype.{role}={'bf16' if role == 'compute' else 'fp32'}, or dtype.fp8=null",
             )

@@ -169,7 +169,7 @@ def gradient_dtypes_are_possible(request: Request) -> Iterator[Violation]:
     if backend_sums or (engine is EngineName.single and d.grad_accum not in (None, d.main_grads)):
         yield Violation(
             request.show("dtype.grad_accum"),
-            f"engine={engine.name} leaves sums to the backend, which makes them in the wire's dtype",
+            f"engine={engine.name} leaves sums to the backend, which sums in the dtype that is sent",
             f"null, {d.grad_comm.name}",
             "dtype.grad_accum=null, or engine=native",
         )
@@ -257,7 +257,7 @@ def bits_do_not_depend_on_cuts(request: Request) -> Iterator[Violation]:
     if narrow and config.engine.name is EngineName.native and config.numerics.mode in _BITWISE:
         yield Violation(
             request.show("optimizer.name", "dtype.main_params"),
-            f"rounds by where shards are cut, which numerics={config.numerics.mode.name} promises not to",
+            f"rounding depends on where shards are cut, which numerics={config.numerics.mode.name} rules out",
             "adamw, or dtype.main_params of fp32 or fp64",
             "optimizer=adamw, dtype.main_params=fp32, or numerics=fast",
         )

@@ -277,6 +277,7 @@ RULES: tuple[Rule, ...] = (
     devices_exist,
     threads_have_processors,
     scheduler_exists,
+    project_has_a_name,
     mirror_can_start,
     engine_is_installed,
     buffers_can_be_registered,

@@ -21,7 +21,7 @@ def fault_acts(request: Request) -> Iterator[Violation]:
     fault = corpus().get(config.fault.name)
     if fault is None:
         near = difflib.get_close_matches(config.fault.name, corpus(), 3, 0.3) or list(corpus())[:3]
-        yield Violation(request.show("fault.name"), "is no fault of the corpus", ", ".join(near), f"fault={near[0]}")
+        yield Violation(request.show("fault.name"), "is not a known fault", ", ".join(near), f"fault={near[0]}")
         return
     if config.engine.name is not EngineName.native:
         text = f"is put into our own engine, and engine={config.engine.name.name} is another"

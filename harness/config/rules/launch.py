@@ -127,7 +127,9 @@ def sbatch_options_are_words_of_its_own(request: Request) -> Iterator[Violation]
     for path, name in named:
         plain = name.replace("_", "-")
         if not _OPTION.fullmatch(plain):
-            yield Violation(f"{path}: {name!r}", "is no long option of sbatch", fix="its name without dashes before it")
+            yield Violation(
+                f"{path}: {name!r}", "is not a long option of sbatch", fix="its name without dashes before it"
+            )
         elif plain in OF_SETTINGS:
             told = OF_SETTINGS[plain]
             fix = f"{told}=VALUE" if told else "leave it out"
@@ -164,7 +166,7 @@ def a_container_brings_its_own_python(request: Request) -> Iterator[Violation]:
     if c.backend is Backend.slurm and c.container_image is not None and c.python is None:
         yield Violation(
             f"cluster.container_image={c.container_image}",
-            "has an interpreter of its own, with torch and this package's dependencies",
+            "has its own interpreter, with torch and this package's dependencies",
             fix="cluster.python=python3, or its path in the image",
         )
 

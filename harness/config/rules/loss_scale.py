@@ -20,7 +20,7 @@ def loss_scale_is_one(request: Request) -> Iterator[Violation]:
     except ValueError:
         yield Violation(
             request.show("dtype.loss_scale"),
-            "is no loss scale: only powers of two scale gradients without rounding them",
+            "is not a loss scale: only powers of two scale gradients without rounding them",
             f"none, dynamic, or a power of two from 1 to {LARGEST_LOSS_SCALE:.0f}",
             "dtype.loss_scale=dynamic, or dtype.loss_scale=65536",
         )

@@ -36,7 +36,7 @@ def timed_runs_do_nothing_else(request: Request) -> Iterator[Violation]:
 def _beside(request: Request, path: str, valid: str, fix: str = "") -> Violation:
     return Violation(
         request.show(path),
-        "is work beside the steps that measure=bench times",
+        "runs during the steps that measure=bench times",
         valid,
         f"{fix or f'{path}={valid}'}, or measure=default",
     )

@@ -76,7 +76,7 @@ def thread_block_policy_finds_its_buffers(request: Request) -> Iterator[Violatio
     if ub.cta_policy is CtaPolicy.efficiency and algo is not None:
         yield Violation(
             f"{policy} {request.show('sharp.algo')}",
-            "is ignored by NCCL where an algorithm is prescribed",
+            "is ignored by NCCL if an algorithm is set",
             "sharp.algo=null",
             "leave sharp.algo out",
         )

@@ -43,7 +43,7 @@ def _lists(request: Request) -> dict[str, Violation]:
     for measure, margin in request.config.study.margins.items():
         path = f"study.margins.{measure}"
         if measure not in T3_MEASURES:
-            found[path] = Violation(path, "is no measure that pairs of seeds are judged by", ", ".join(T3_MEASURES))
+            found[path] = Violation(path, "is not a measure by which pairs of seeds are judged", ", ".join(T3_MEASURES))
         elif not 0 < margin < math.inf:
             found[path] = Violation(f"{path}={margin}", "is out of range", "above 0", f"{path}=0.001 is 0.1 %")
     for path in ("measure.capture_steps", "measure.update_steps"):
@@ -74,6 +74,6 @@ def _names(request: Request) -> dict[str, Violation]:
     choices = "100 lower-case letters and digits at most, and . _ - among them"
     return {
         "study.name": Violation(
-            f"study.name={name!r}", "is a folder's name", choices, f"study.name={slug(name)[:100] or 'adhoc'}"
+            f"study.name={name!r}", "must be a folder's name", choices, f"study.name={slug(name)[:100] or 'adhoc'}"
         )
     }

@@ -40,7 +40,7 @@ def parameters_are_counted(request: Request) -> Iterator[Violation]:
     """The number of weights is a fact of the model."""
     if "model.parameters" in request.named:
         typed = request.named["model.parameters"]
-        yield Violation(f"model.parameters={typed}", "is counted, never typed", fix="leave it out")
+        yield Violation(f"model.parameters={typed}", "is counted from the model and cannot be set", fix="leave it out")
 
 
 @rule()
@@ -78,7 +78,7 @@ def callbacks_are_not_timed(request: Request) -> Iterator[Violation]:
     """Timed steps differ from one another in nothing."""
     config = request.config
     if config.measure.callbacks and config.measure.mode is MeasureMode.bench:
-        yield Violation(request.show("measure.callbacks"), "would stand between timed steps", fix="measure=default")
+        yield Violation(request.show("measure.callbacks"), "would run between timed steps", fix="measure=default")
 
 
 RULES: tuple[Rule, ...] = (

@@ -38,21 +38,21 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
         able = [each.name for each in EngineName if ENGINES[each].tensor_parallel]
         yield Violation(
             request.show("mesh.tp"),
-            f"engine={engine.name} takes no model that tensor parallelism has cut",
+            f"engine={engine.name} does not support tensor parallelism",
             "mesh.tp=1; engines that do: " + ", ".join(able),
             f"mesh.tp=1, or engine={able[0]}",
         )
     if family not in PLANNED:
         yield Violation(
             request.show("mesh.tp"),
-            f"model.family={family.name} declares no plan to cut it by",
+            f"model.family={family.name} has no tensor-parallel plan",
             "mesh.tp=1; families that do: " + ", ".join(each.name for each in PLANNED),
             "mesh.tp=1, or model=tiny",
         )
     if config.sharp.group.is_asked:
         yield Violation(
             request.show("sharp.group"),
-            f"is not built beside mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP",
+            f"is not implemented with mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP",
             "none",
             "sharp=none",
         )
@@ -60,7 +60,7 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
     if config.fault.name not in ("none", *able_faults):
         yield Violation(
             request.show("fault.name"),
-            f"is not built beside mesh.tp={config.mesh.tp}: it names data-parallel ranks",
+            f"is not implemented with mesh.tp={config.mesh.tp}: it names data-parallel ranks",
             ", ".join(["none", *able_faults]),
             "fault=none, or mesh.tp=1",
         )

@@ -9,10 +9,10 @@ from harness.parity.outcome import Finding, Outcome
 
 OUTCOMES = {
     Outcome.EQUAL: "Every recorded bit agrees: it is the same training.",
-    Outcome.EQUIVALENT: "Bits differ, and rounding explains every difference there is: it is the same training.",
-    Outcome.DIFFERENT: "Rounding cannot explain what is named here: another training, or one of the two is wrong.",
-    Outcome.UNDECIDED: "Rounding and fault look alike here, or too little was recorded; what is next may decide.",
-    Outcome.NOT_COMPARABLE: "The two were not asked to train alike, or one is not whole; nothing was compared.",
+    Outcome.EQUIVALENT: "Bits differ, and rounding explains every difference: it is the same training.",
+    Outcome.DIFFERENT: "Rounding cannot explain what is named here: another training, or one of the two runs is wrong.",
+    Outcome.UNDECIDED: "It could be rounding or a fault, or too little was recorded; the next command may decide.",
+    Outcome.NOT_COMPARABLE: "The two were not asked to train the same, or one is incomplete; nothing was compared.",
 }
 """What each outcome says, for newcomers."""
 
