@@ -228,7 +228,7 @@ def violations(*overrides: str) -> dict[str, str]:
         ("train.global_batch_size=160000", "data", "a smaller train.global_batch_size", ""),
         ("study.name=../x", "study.name", "study.name=x", "study.name=x"),
         ("study.name=", "study.name", "adhoc", "study.name=a.b-c_1"),
-        ("wandb=offline wandb.project=a/b", "wandb.project", "wandb.project=sharded-training", "wandb.project=lab"),
+        ("wandb=offline wandb.project=a/b", "wandb.project", "wandb.project=sharded-training", "wandb=offline"),
         ("study.name=Big", "study.name", "big", "study.name=big"),
         ("optimizer.betas=[0.9]", "optimizer.betas", "[0.9,0.95]", "optimizer.betas=[0,0]"),
         ("optimizer.betas=[0.9,1.0]", "optimizer.betas", "[0.9,0.95]", ""),
