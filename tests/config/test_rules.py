@@ -228,7 +228,6 @@ def violations(*overrides: str) -> dict[str, str]:
         ("train.global_batch_size=160000", "data", "a smaller train.global_batch_size", ""),
         ("study.name=../x", "study.name", "study.name=x", "study.name=x"),
         ("study.name=", "study.name", "adhoc", "study.name=a.b-c_1"),
-        ("wandb=offline wandb.project=a/b", "wandb.project", "wandb.project=sharded-training", "wandb=offline"),
         ("study.name=Big", "study.name", "big", "study.name=big"),
         ("optimizer.betas=[0.9]", "optimizer.betas", "[0.9,0.95]", "optimizer.betas=[0,0]"),
         ("optimizer.betas=[0.9,1.0]", "optimizer.betas", "[0.9,0.95]", ""),
@@ -374,7 +373,7 @@ def test_token_ids_must_fit(tmp_path: Path) -> None:
         (["cluster.threads_per_rank=4096"], "cluster.threads_per_rank", "this machine's processors"),
         (["launch.inline=1"], "launch.inline", "true or false"),
         (["train.steps=true"], "train.steps", "a whole number"),
-        (["train.steps=???"], "train.steps", "is no value"),
+        (["train.steps=???"], "train.steps", "is not a value"),
         (["cluster=slurm", "cluster.account='a\nb'"], "cluster.account", "control character"),
         (["notes='a\nb'"], "notes", "control character"),
         (["notes='HF_TOKEN=abcdefgh1'"], "notes", "holds a secret"),
@@ -398,7 +397,7 @@ def test_what_makes_no_sense_is_refused(words: list[str], setting: str, told: st
 
 def test_a_job_that_would_stop_for_ever_is_refused() -> None:
     words = ["launch.preempt_at=3", "ckpt=none", DRY]
-    assert "for ever" in str(violations(*words, "cluster=slurm"))
+    assert "forever" in str(violations(*words, "cluster=slurm"))
     assert compose(words), "a run on this machine is put back by nobody"
 
 

@@ -280,11 +280,10 @@ class Pair:
         self.other.zero_grad()
 
     def load(self) -> None:
-        """The weights of another seed; gradients are forgotten."""
+        """The weights of another seed; gradients stay, as in torch."""
         values = make(self.number).state_dict()
         self.model.load_state_dict(values)
         self.plain.load_state_dict(values)
-        self.other.zero_grad()
 
     def close(self) -> None:
         self.model.close()

@@ -76,15 +76,9 @@ class Usage:
             sums = [self._count(group, beyond if index == 0 else None) for index, group in enumerate(self.groups)]
             return sums[0]
         if self.wanted:
-            for gradients in self._all():
-                missing = gradients.missing()
-                if missing:
-                    marks = gradients.marks
-                    gradients.note_unused(missing if marks is None else marks.absent(gradients.own_shards, missing))
+            for group in self.groups:
+                _look(group)
         return 0
-
-    def _all(self) -> Iterable[Gradients]:
-        return (gradients for group in self.groups for gradients in group.gradients)
 
     def _count(self, group: Group, beyond: Tensor | None) -> int:
         """Sum what every rank had; the sum of `beyond` too."""
@@ -109,6 +103,16 @@ class Usage:
             begin += len(each.params)
             if unused:
                 each.note_unused(unused)
+
+
+def _look(group: Group) -> None:
+    """Note what marks say of parameters that this rank had no gradient of; one that is alone knows by itself."""
+    for gradients in group.gradients:
+        missing = gradients.missing()
+        if missing and group.comm.size == 1:
+            gradients.note_unused(missing)
+        elif missing and gradients.marks is not None:
+            gradients.note_unused(gradients.marks.absent(gradients.own_shards, missing))
 
 
 def _as_counts(had: Sequence[bool], device: torch.device) -> Tensor:

@@ -19,9 +19,9 @@ import pytest
 
 from harness.fsdp import wiring
 from harness.fsdp.runtime.gather import GatherPipeline
-from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.unit_weights import WeightState
 from harness.fsdp.runtime.usage import Usage
+from harness.fsdp.state.access import StateAccess
 from harness.fsdp.storage import parameter_views
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.parameter_access import Access
@@ -107,7 +107,7 @@ def test_what_was_wrong_once_is_right(name: str) -> None:
 
 # -- mutants -----------------------------------------------------------------------------------------------------------
 
-_bring, _forget = Gradients.bring, GradientSync.forget
+_bring, _load = Gradients.bring, StateAccess.load_state_dict
 _make_usage, _class_for = wiring.make_usage, parameter_views.class_for
 
 
@@ -127,8 +127,10 @@ def _asks_late(*args: Any) -> Usage:
     return usage
 
 
-def _forgets_all(self: GradientSync, *, set_to_none: bool | None = True) -> None:
-    _forget(self, set_to_none=set_to_none is not False)
+def _forgets_too(self: StateAccess, *args: Any, **named: Any) -> Any:
+    found = _load(self, *args, **named)
+    self.gradients.forget()
+    return found
 
 
 def _root_last(self: GatherPipeline) -> None:
@@ -186,7 +188,7 @@ MUTANTS = {
     ),
     "a load forgets zeros": Mutant(
         "Loading weights makes gradients of zeros none",
-        lambda: mock.patch.object(GradientSync, "forget", _forgets_all),
+        lambda: mock.patch.object(StateAccess, "load_state_dict", _forgets_too),
         [FOUND["zeros are kept through a load"]],
     ),
 }
