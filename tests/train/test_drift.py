@@ -156,16 +156,11 @@ def test_what_the_models_own_code_does_otherwise_since_some_step_is_found(
     tmp_path: Path, kind: str, fault: str
 ) -> None:
     """What roundings could explain is in doubt: that one process has the same kernels twice is no promise. In bf16 the
-    softcap is about as large as what is refuted, and sketches tell its size to some tens of per cent: either is right.
+    softcap is more than they could: it changes gradients by 7 %, and 5.3 % are refuted.
     """
     run = trained(tmp_path, kind, fault)
-    is_small = kind == "bf16" or fault == "a wide softcap"
-    grades = {Grade.doubt if is_small else Grade.bad}
-    if (kind, fault) == ("bf16", "a softcap"):
-        grades = {Grade.doubt, Grade.bad}
-    ((step, grade),) = found(run)
-    assert step == STEPS
-    assert grade in grades
+    is_small = (kind == "bf16" and fault != "a softcap") or fault == "a wide softcap"
+    assert found(run) == [(STEPS, Grade.doubt if is_small else Grade.bad)]
     (finding,) = [f for f in vouched.check(run, Arithmetic.of(run.config)) if f.check == CHECK]
     assert Stage.forward in finding.stages
 
