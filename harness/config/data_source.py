@@ -11,6 +11,7 @@ import sys
 import sysconfig
 from array import array
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from harness.config.schema import DataConfig, DataKind, TokenDtype
@@ -86,9 +87,11 @@ def pieces(data: DataConfig) -> list[Piece]:
     Raises:
         ValueError: as `inspect`.
     """
-    paths = _stdlib_files() if data.kind is DataKind.stdlib else _chosen_files(data)
-    width, header = (TOKEN_BYTES[data.token_dtype], data.header_bytes) if data.kind is DataKind.tokens else (1, 0)
-    found = [_piece(path, width, header) for path in paths]
+    if data.kind is DataKind.stdlib:
+        found = list(_stdlib_pieces())
+    else:
+        width, header = (TOKEN_BYTES[data.token_dtype], data.header_bytes) if data.kind is DataKind.tokens else (1, 0)
+        found = [_piece(path, width, header) for path in _chosen_files(data)]
     kept = [piece for piece in found if piece.num_tokens]
     if not kept:
         raise ValueError(f"{describe(data)} is empty ({len(found)} files, no tokens): point data.path at some text")
@@ -113,6 +116,12 @@ def _piece(path: Path, width: int, header: int) -> Piece:
             "check data.token_dtype (uint16, uint32) and data.header_bytes, or the file is cut short"
         )
     return Piece(path, header, (size - header) // width, width)
+
+
+@cache
+def _stdlib_pieces() -> tuple[Piece, ...]:
+    """Listed once per process: Python's own library stays as it is, and a run opens its source several times."""
+    return tuple(_piece(path, width=1, header=0) for path in _stdlib_files())
 
 
 def _stdlib_files() -> list[Path]:

@@ -65,5 +65,6 @@ def surroundings(rank: int) -> list[str]:
     return changed + (["F.linear"] if F.linear is not linear else [])
 
 
+@pytest.mark.full
 def test_nothing_is_left_behind() -> None:
     assert run_ranks(surroundings, 2) == [[], []]

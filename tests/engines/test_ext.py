@@ -146,6 +146,7 @@ def test_only_files_of_ones_own_are_recorded(tmp_path: Path, monkeypatch: pytest
     assert found.facts()["digest"] != before
 
 
+@pytest.mark.full
 def test_the_suite_runs_from_a_users_folder(tmp_path: Path) -> None:
     """Only collected here: what it asks of the example is asked in the conformance suite itself."""
     project(tmp_path)

@@ -40,8 +40,6 @@ SHOWS = {
 """What a script prints while the release has the fault; it exits with 1 then, but so would one that fails."""
 WORKERS = 3
 """Scripts that run side by side: their ranks wait for each other more than they work."""
-ALONE = "first_cycle_never_reduces"
-"""The one that `make test` also runs as its readers do: its last collective is over just before its end."""
 
 
 def test_every_script_has_its_claim_and_its_report() -> None:
@@ -95,8 +93,9 @@ def test_a_script_shows_its_fault(shown: Path, name: str) -> None:
     check(name, *(path.read_text() if path.exists() else "" for path in told))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == ALONE else [pytest.mark.full]) for n in SHOWS])
+@pytest.mark.parametrize("name", SHOWS)
 def test_a_script_runs_by_itself(name: str) -> None:
     """As its readers run it."""
     command, environment = [sys.executable, f"{name}.py"], {**os.environ, "OMP_NUM_THREADS": "1"}

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from harness.fsdp import ShardedModel, Strategy, fully_shard
-from tests.support.covering import once
+from tests.support.covering import Cover, once
 from tests.support.spawn import run_ranks
 
 STRATEGIES = tuple(strategy.name for strategy in Strategy)
@@ -36,6 +36,10 @@ class Pair:
 
 
 PAIRS = tuple(itertools.starmap(Pair, itertools.product(STRATEGIES, ("", "no_shard", "optim"))))
+COVERED = Cover(
+    PAIRS, values=lambda pair: (pair.inner, pair.outer if pair.inner == "optim_grads_params" else None), strength=2
+)
+"""Pairs for what keeps books rather than computes: `make test` takes each strategy, and ZeRO-3 with each outer one."""
 
 
 @cache

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from harness.fsdp import ShardedModel
 from tests.fsdp.pairs import (
+    COVERED,
     PAIRS,
     STRATEGIES,
     Model,
@@ -126,12 +127,12 @@ def ways(rank: int, pair: Pair, whole: bool = False) -> dict[str, list[str]]:
     return found
 
 
-every_pair = pytest.mark.parametrize("pair", PAIRS, ids=str)
+every_pair = pytest.mark.parametrize("pair", COVERED.params())
 
 
 @every_pair
 def test_accumulation_without_no_sync_is_right_or_refused(pair: Pair) -> None:
-    for told in by_pair(auto_sync)[pair]:
+    for told in by_pair(auto_sync, COVERED.batch(pair))[pair]:
         if pair.reduces_once:
             assert "wrap all microbatches but the last in no_sync()" in told[0]
             assert "zero_grad() between them" in told[0]
@@ -145,7 +146,7 @@ def test_accumulation_without_no_sync_is_right_or_refused(pair: Pair) -> None:
 @pytest.mark.parametrize("tried", [ways, pytest.param(every_way, marks=pytest.mark.full)], ids=["few", "all"])
 @every_pair
 def test_each_way_to_accumulate_and_scale_equals_one_big_batch(pair: Pair, tried: Callable[..., Any]) -> None:
-    for found in by_pair(tried)[pair]:
+    for found in by_pair(tried, COVERED.batch(pair))[pair]:
         assert {way: names for way, names in found.items() if names} == {}
 
 
@@ -271,7 +272,7 @@ def forgets(rank: int, pair: Pair) -> list[str]:
 
 @every_pair
 def test_zero_grad_forgets_everything_whatever_its_flag(pair: Pair) -> None:
-    assert by_pair(forgets)[pair] == [[]] * WORLD
+    assert by_pair(forgets, COVERED.batch(pair))[pair] == [[]] * WORLD
 
 
 def resumes(rank: int, pair: Pair) -> list[str]:
@@ -312,4 +313,4 @@ def resumes(rank: int, pair: Pair) -> list[str]:
 
 @every_pair
 def test_local_state_resumes_bit_for_bit(pair: Pair) -> None:
-    assert by_pair(resumes)[pair] == [[]] * WORLD
+    assert by_pair(resumes, COVERED.batch(pair))[pair] == [[]] * WORLD

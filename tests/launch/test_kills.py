@@ -119,7 +119,7 @@ def test_kill_9_of_a_random_rank(launch):
 
 def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(launch):
     """SIGTERM saves at the step boundary, kill -9 of run.py falls back to a checkpoint; the bits are the same."""
-    stopped = launch("train.steps=150", forked=True)
+    stopped = launch("train.steps=70", forked=True)
     run = stopped.await_steps(3)
     stopped.process.send_signal(signal.SIGTERM)
     output = stopped.end()
@@ -127,18 +127,18 @@ def test_stopped_then_killed_and_asked_again_each_time_it_is_one_unbroken_run(la
     assert f"saved at step {len(read_metrics(run.metrics))}" in output
     assert state_of(run) is State.preempted
 
-    killed = launch("train.steps=150", forked=True)
-    killed.await_steps(len(read_metrics(run.metrics)) + 30)
+    killed = launch("train.steps=70", forked=True)
+    killed.await_steps(len(read_metrics(run.metrics)) + 10)
     ranks = killed.ranks()
     killed.process.kill()
     await_gone(ranks)
     lost = status.effective(run.path)
     assert lost is not None
     assert lost.state is State.lost
-    assert len(read_metrics(run.metrics)) < 150
+    assert len(read_metrics(run.metrics)) < 70
 
-    both = launch("-m", "train.steps=150", "train.replicate=0,1", forked=True)
-    assert both.end().count("done, 150 steps") == 2
+    both = launch("-m", "train.steps=70", "train.replicate=0,1", forked=True)
+    assert both.end().count("done, 70 steps") == 2
     assert run.attempts() == [0, 1, 2]
     twin = next(one for one in Store(both.root).runs() if one != run)
     assert numbers(run) == numbers(twin)

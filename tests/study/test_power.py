@@ -1,15 +1,18 @@
 """The power study in short: every fault at full strength must be found where it is, and every clean twin must pass.
 
-A hundred runs on a few ranks that stay. The verb, which starts ranks for each run, is put to one fault here and to
-sixteen by `make test-all`; the whole study is docs/records/power.md.
+Runs on a few ranks that stay. `make test` takes every fault that was reported in public (F numbers) and, of the others,
+as many as show each stage under each strategy; `make test-all` takes all. The verb, which starts ranks for each run, is
+put to one fault here and to sixteen by `make test-all`; the whole study is docs/records/power.md.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,10 +24,29 @@ from harness.store.errors import Busy
 from harness.study import whole
 from harness.study.power import Kind, carry_out, pairs
 from tests.study import short
+from tests.support.covering import covering, once
 
 SHORT = pairs(short=True)
-FAULTY = [pair.name for pair in SHORT if pair.kind is Kind.faulty]
-TWINS = [pair.name for pair in SHORT if pair.kind is Kind.clean]
+FAULTS = {pair.name: pair for pair in SHORT if pair.kind is Kind.faulty}
+TWINS = {pair.name: pair for pair in SHORT if pair.kind is Kind.clean}
+REPORTED = [name for name in FAULTS if re.match(r"F\d\d_", name)]
+FAMILIES = [name for name in FAULTS if name not in REPORTED]
+
+
+def shows(fault: str) -> tuple[str, str]:
+    """The stage of a fault, and the strategy it is in."""
+    return corpus()[fault].stage, next(text for text in corpus()[fault].cell if text.startswith("sharding="))
+
+
+FEW = {*REPORTED, *(FAMILIES[place] for place in covering([shows(name) for name in FAMILIES]))}
+"""Faults of `make test`."""
+FEW_TWINS = {name for name, twin in TWINS.items() if any(FAULTS[fault].control == twin.arm for fault in FEW)}
+
+
+def marked(names: Iterable[str], few: set[str]) -> list[Any]:
+    """As parameters; what `make test` leaves out is marked `full`."""
+    return [pytest.param(name, marks=() if name in few else pytest.mark.full) for name in names]
+
 
 ELSEWHERE = {
     "same_batch": "forward",
@@ -38,27 +60,34 @@ pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Judged]:
-    return short.judged(SHORT, tmp_path_factory.mktemp("power") / "runs")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Judged]:
+    """What a pair came to, by its name; the first of `make test`'s, and the first of the others, runs its part."""
+
+    @once
+    def part(few: bool) -> Mapping[str, Judged]:
+        chosen = [pair for pair in SHORT if (pair.name in FEW | FEW_TWINS) is few]
+        return short.judged(chosen, tmp_path_factory.mktemp("power") / "runs")
+
+    return lambda name: part(name in FEW | FEW_TWINS)[name]
 
 
-@pytest.mark.parametrize("fault", FAULTY)
-def test_a_fault_is_found_and_placed(judged: Mapping[str, Judged], fault: str) -> None:
-    found = judged[fault]
+@pytest.mark.parametrize("fault", marked(FAULTS, FEW))
+def test_a_fault_is_found_and_placed(judge: Callable[[str], Judged], fault: str) -> None:
+    found = judge(fault)
     assert found.caught, found.sentence
     assert found.placed or fault in ELSEWHERE, found.sentence
     assert fault not in ELSEWHERE or found.named == ELSEWHERE[fault], found.sentence
 
 
-@pytest.mark.parametrize("twin", TWINS)
-def test_its_twin_passes(judged: Mapping[str, Judged], twin: str) -> None:
-    assert not judged[twin].caught, judged[twin].sentence
+@pytest.mark.parametrize("twin", marked(TWINS, FEW_TWINS))
+def test_its_twin_passes(judge: Callable[[str], Judged], twin: str) -> None:
+    assert not judge(twin).caught, judge(twin).sentence
 
 
 def test_the_duplicated_gradient_is_different_at_step_1_and_two_published_rules_pass_it(
-    judged: Mapping[str, Judged],
+    judge: Callable[[str], Judged],
 ) -> None:
-    found = judged["F01_duplicated_gradient"]
+    found = judge("F01_duplicated_gradient")
     assert (found.outcome, found.step) == ("DIFFERENT", 1)
     assert found.published["Megatron-Bridge"]
     assert found.published["Megatron-LM, approximate"]
@@ -87,7 +116,7 @@ def test_the_verb_runs_judges_and_writes_what_it_found(only: str, tmp_path: Path
 
 
 def test_every_stage_goes_through_the_verb() -> None:
-    taken = [name for name in FAULTY if any(only in name for only in THROUGH_THE_VERB)]
+    taken = [name for name in FAULTS if any(only in name for only in THROUGH_THE_VERB)]
     assert {corpus()[name].stage for name in taken} == {fault.stage for fault in corpus().values()}
     assert len(taken) == 16
 
