@@ -119,7 +119,7 @@ class EngineName(Choice):
     )
     fsdp2 = (
         "fsdp2",
-        "torch FSDP2 (fully_shard); optim_grads keeps gathered weights for the backward.",
+        "torch FSDP2 (fully_shard). Under optim_grads it keeps gathered weights for the backward.",
         Capabilities(
             adapter="harness.engines.adapters.fsdp2:Fsdp2Engine",
             strategies=(Strategy.optim_grads, Strategy.optim_grads_params),
@@ -144,7 +144,7 @@ class EngineName(Choice):
     )
     ddp = (
         "ddp",
-        "torch DistributedDataParallel; under sharding=optim with ZeroRedundancyOptimizer. Chooses sharding=no_shard.",
+        "torch DistributedDataParallel, with ZeroRedundancyOptimizer under sharding=optim. Selects sharding=no_shard.",
         Capabilities(
             adapter="harness.engines.adapters.ddp:DdpEngine",
             strategies=(Strategy.no_shard, Strategy.optim),
@@ -156,7 +156,7 @@ class EngineName(Choice):
     )
     megatron_fsdp = (
         "megatron_fsdp",
-        "NVIDIA's megatron-fsdp from PyPI; on CPU behind a synchronous stand-in for its CUDA streams.",
+        "NVIDIA's megatron-fsdp from PyPI. On CPU its CUDA streams are replaced by synchronous calls.",
         Capabilities(
             adapter="harness.engines.adapters.megatron:MegatronEngine",
             strategies=tuple(Strategy),
@@ -172,7 +172,7 @@ class EngineName(Choice):
     )
     deepspeed = (
         "deepspeed",
-        "DeepSpeed ZeRO 0-3 with a torch optimizer: fp32 main weights and gradients; no_shard in fp32 only.",
+        "DeepSpeed ZeRO 0-3 with a torch optimizer and fp32 main weights and gradients; no_shard in fp32 only.",
         Capabilities(
             adapter="harness.engines.adapters.deepspeed:DeepspeedEngine",
             strategies=tuple(Strategy),
@@ -188,7 +188,7 @@ class EngineName(Choice):
     )
     single = (
         "single",
-        "One process that sees the whole global batch, in fp64 the oracle. Chooses sharding=no_shard and mesh=one.",
+        "One process that computes the whole global batch; in fp64 the reference. Selects no_shard and mesh=one.",
         Capabilities(
             adapter="harness.engines.adapters.single:SingleEngine",
             strategies=(Strategy.no_shard,),

@@ -19,19 +19,22 @@ INTRODUCTION = """# Every knob of the engine
 *Reference. Every option of the engine: what it does, what it costs, when to use it. Made by `python -m
 harness.config.engine_doc > docs/engine_knobs.md` from `harness/fsdp/options.py` and `harness/fsdp/arguments.py`.*
 
-`tests/docs/test_knobs.py` fails when this page is out of date. [engine.md](engine.md) explains what becomes of a
-gradient and how the two entries differ, [configuration.md](configuration.md) lists every setting of a cell, and
-[network.md](network.md) says what is asked of NCCL.
+`tests/docs/test_knobs.py` fails when this page is out of date. [engine.md](engine.md) explains what happens to a
+gradient and how the two entry points differ. [configuration.md](configuration.md) lists every setting of a run.
+[network.md](network.md) describes the options of NCCL.
 
-*entry*: the keyword of `fully_shard` (for plain loops) and of `ShardedModel` (for frameworks), `-` where one has none.
-*takes*: where a name stands beside an object, the first is what `fully_shard` takes, the second what `ShardedModel`
-does. *setting*: what sets it in a cell. *megatron-fsdp*: the peer's name, where it has this knob; its other arguments
-are refused by name ([engine.md](engine.md), last section)."""
+- *entry*: the keyword of `fully_shard` (for plain loops), and after the slash that of `ShardedModel` (for frameworks)
+  if it is another one; `-` if an entry point has none.
+- *takes*: the valid values. "a dimension's name; `Groups`" means that `fully_shard` takes the name and `ShardedModel`
+  the object.
+- *setting*: the setting of `run.py` that sets it.
+- *megatron-fsdp*: the name of the same argument there. Its other arguments are refused by name
+  ([engine.md](engine.md), last section)."""
 
 OPTIONS_HEADING = """## Options
 
-Fields of `harness.fsdp.Options`; both entries take them as keywords. They change what a step costs and, but for
-`numerics`, none of its results."""
+Fields of `harness.fsdp.Options`; both entry points take them as keywords. They change the cost of a step; only
+`numerics` changes its results."""
 
 HEAD = "| entry | takes | default | what it does | what it costs | when to use it | setting | megatron-fsdp |"
 
@@ -82,8 +85,8 @@ def engine_guide() -> str:
     """The page, as Markdown."""
     lines = [INTRODUCTION, "", OPTIONS_HEADING, "", *_table(options())]
     lines += ["", "## Arguments", "", *_table(arguments(ARGUMENTS))]
-    lines += ["", "## Dtypes", "", "Fields of `MixedPrecisionPolicy`; what each gradient then has, station by station,"]
-    lines += ["is observed in [dtypes.md](dtypes.md).", "", *_table(arguments(DTYPES))]
+    lines += ["", "## Dtypes", "", "Fields of `MixedPrecisionPolicy`. [dtypes.md](dtypes.md) has the dtype that a"]
+    lines += ["gradient was observed to have at each station.", "", *_table(arguments(DTYPES))]
     return "\n".join(lines) + "\n"
 
 

@@ -20,16 +20,17 @@ class ModelFamily(Enum):
 
 @dataclass
 class ModelConfig:
-    """What is trained: a module of one family and its sizes."""
+    """The model that is trained: a family of modules and its sizes."""
 
     name: str = "tiny"
     """Label used in run names and reports."""
     family: ModelFamily = ModelFamily.llama
-    """Which module is built."""
+    """Family of the model: llama is a Llama-style decoder, moe the same with routed experts, odd a set of
+    awkward cases, and ext your own class."""
     target: str | None = None
-    """A model of one's own, as package.module:Class (ext)."""
+    """Your own model, as package.module:Class (ext)."""
     parameters: int | None = number(None, 0, 2**50, "weights")
-    """Weights of a model of one's own, counted before ranks start; never typed (ext)."""
+    """Number of weights of your own model (ext). It is counted before ranks start and cannot be set."""
     vocab_size: int = number(256, 2, COUNT, "token ids")
     """Number of token ids; 256 for bytes."""
     dim: int = number(64, 1, 2**20, "features")
@@ -37,13 +38,13 @@ class ModelConfig:
     num_layers: int = number(4, 1, 10_000, "blocks")
     """Number of transformer blocks."""
     num_heads: int = number(4, 1, 2**16, "heads")
-    """Query heads; `dim` is divisible by it."""
+    """Number of query heads; it must divide `dim`."""
     num_kv_heads: int = number(2, 1, 2**16, "heads")
-    """Key and value heads (grouped-query attention); `num_heads` is divisible by it."""
+    """Number of key and value heads (grouped-query attention); it must divide `num_heads`."""
     ffn_dim: int = number(176, 1, 2**22, "features")
     """Hidden width of the SwiGLU feed-forward."""
     max_seq_len: int = number(2048, 1, 2**24, "tokens")
-    """Longest sequence the rotary table covers, in tokens."""
+    """Longest sequence that the rotary table covers."""
     rope_theta: float = number(10000.0, 0, 10**12, above=True)
     """Base of the rotary frequencies."""
     norm_eps: float = number(1.0e-5, 0, 1, above=True)
@@ -53,13 +54,14 @@ class ModelConfig:
     activation_checkpointing: bool = False
     """Whether each block recomputes its activations in the backward."""
     num_experts: int = number(4, 1, 2**16, "experts")
-    """Feed-forwards a token can be routed to, in every block (moe)."""
+    """Number of experts (feed-forwards) in every block (moe)."""
     experts_per_token: int = number(2, 1, 2**16, "experts")
-    """Feed-forwards a token is routed to (moe)."""
+    """Number of experts to which each token is routed (moe)."""
     skip_idle: bool = True
-    """Whether what no token of a microbatch needs (an expert, a side branch) is skipped, so that its parameters get no
-    gradient there; false runs it on zero tokens, which gives zeros (moe, odd). Of ext: whether that may happen."""
+    """Whether a part that no token of a microbatch uses (an expert, a side branch) is skipped, so that its parameters
+    get no gradient there (moe, odd). false: it runs on zero tokens, and its gradients are zeros. For ext: whether parts
+    may be skipped."""
     repeat_unit: bool = False
     """Whether the first block runs a second time, after the last one (odd)."""
     init_std: float = number(0.02, 0, 1_000)
-    """Standard deviation of initial weights; residual projections get it divided by sqrt(2 * num_layers)."""
+    """Standard deviation of initial weights. For residual projections it is divided by sqrt(2 * num_layers)."""

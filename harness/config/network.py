@@ -28,36 +28,36 @@ class NcclUbConfig:
 
     mode: Registration = Options.nccl_ub
     symmetric: bool = not Options.disable_symmetric_registration
-    """Whether buckets are registered as symmetric windows, which NCCL 2.27 has kernels of its own for; false registers
-    them for NVLink SHARP and zero-copy alone."""
+    """Whether buckets are registered as symmetric windows, for which NCCL 2.27 has special kernels. false: they are
+    registered only for NVLink SHARP and zero copy."""
     fallback: Fallback = Options.registration_fallback
     cta_policy: CtaPolicy = CtaPolicy.default
-    """Thread blocks a collective takes."""
+    """How many thread blocks NCCL uses for a collective."""
     min_ctas: int | None = number(None, 1, 64, "thread blocks")
-    """Fewest thread blocks a collective takes; null leaves it to NCCL."""
+    """Fewest thread blocks of a collective. null: NCCL chooses."""
     max_ctas: int | None = number(None, 1, 64, "thread blocks")
-    """Most thread blocks a collective takes; null leaves it to NCCL."""
+    """Most thread blocks of a collective. null: NCCL chooses."""
 
 
 @dataclass
 class SharpConfig:
-    """Reductions inside the network, by NVLink switches and InfiniBand switches; nobody promises their order of sums.
+    """SHARP: reductions inside NVLink switches and InfiniBand switches. Their order of sums is not guaranteed.
 
-    On NCCL, default leaves both kinds to it and to what the user exported, as other programs do, and records what took
-    effect; none turns both off: what such a run sums, its own thread blocks have summed.
+    default leaves both kinds to NCCL and to exported variables, as in other programs, and records what took effect.
+    none turns both off, so that NCCL's thread blocks on the devices make all sums.
     """
 
     group: SharpAxis = SharpAxis.default
-    """Whose communicator owns InfiniBand SHARP, of which a run has one."""
+    """The communicator that uses InfiniBand SHARP; only one communicator of a run can."""
     nvlink: bool = True
-    """NVLink SHARP (NVLS), for every communicator of the run, where group names an axis and the devices have it."""
+    """Use NVLink SHARP (NVLS) for all communicators of the run, if group names an axis and the devices have it."""
     infiniband: bool = True
-    """InfiniBand SHARP (CollNet), for the one communicator of group, where two machines or more share a switch."""
+    """Use InfiniBand SHARP (CollNet) for the communicator that group names, if two or more machines share a switch."""
     algo: str | None = None
-    """NCCL_ALGO as typed, such as CollnetDirect or ^NVLS; null leaves the choice to NCCL."""
+    """Value of NCCL_ALGO, such as CollnetDirect or ^NVLS. null: NCCL chooses."""
     nvls_ctas: int | None = number(None, 1, 64, "thread blocks")
-    """Thread blocks a collective takes over NVLink SHARP; null leaves it to NCCL."""
+    """Thread blocks of a collective over NVLink SHARP. null: NCCL chooses."""
     streaming: bool = True
-    """Streaming aggregation of long messages; a switch has room for two such flows (InfiniBand SHARP)."""
+    """Streaming aggregation of long messages (InfiniBand SHARP). A switch has room for two such flows."""
     overlap_gather: bool = False
-    """Lets gathers run beside reductions in the SHARP plugin, as HPC-X 2.26 can (InfiniBand SHARP)."""
+    """Let gathers and reductions overlap in the SHARP plugin, as HPC-X 2.26 can (InfiniBand SHARP)."""

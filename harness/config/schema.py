@@ -113,19 +113,19 @@ class DataConfig:
     kind: DataKind = DataKind.stdlib
     """Source of tokens."""
     target: str | None = None
-    """A source of one's own, as package.module:Class (ext)."""
+    """Your own data source, as package.module:Class (ext)."""
     path: str | None = None
     """File or folder for `text`, `tokens` and `ext`; unused otherwise."""
     seq_len: int = number(128, 1, 2**24, "tokens")
-    """Tokens a sequence the model is trained on; seq_len + 1 are read."""
+    """Tokens per sequence that the model is trained on; seq_len + 1 are read."""
     token_dtype: TokenDtype = TokenDtype.uint16
     """Width of a token for `tokens` files."""
     header_bytes: int = number(0, 0, 2**40, "bytes")
     """Bytes to skip at the start of each token file (0 for nanoGPT and Megatron .bin, 1024 for llm.c)."""
     order_seed: int = number(1234, 0, SEED)
-    """Seed of the order of sequences; apart from train.seed, so that weights and data vary separately."""
+    """Seed of the order of sequences. It is separate from train.seed, so that weights and data vary independently."""
     num_sequences: int = number(4096, 1, 2**40, "sequences")
-    """How many distinct sequences `synthetic` holds."""
+    """Number of distinct sequences of `synthetic`."""
 
 
 @dataclass
@@ -135,9 +135,9 @@ class OptimizerConfig:
     name: OptimizerName = OptimizerName.adamw
     """Update rule."""
     target: str | None = None
-    """An optimizer of one's own, as package.module:Class (ext)."""
+    """Your own optimizer, as package.module:Class (ext)."""
     options: dict[str, float] = field(default_factory=dict)
-    """What an optimizer of one's own is given beside the learning rate (ext)."""
+    """Arguments of your own optimizer, in addition to the learning rate (ext)."""
     lr: float = number(1.0e-3, 0, 10**6)
     """Peak learning rate."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95], metadata={"range": Range(0, 1, below=True)})
@@ -145,11 +145,11 @@ class OptimizerConfig:
     eps: float = number(1.0e-8, 0, 1, above=True)
     """Adam's epsilon."""
     weight_decay: float = number(0.1, 0, 10**6)
-    """Decay of matrices; vectors (norm scales, biases) are a second parameter group with none."""
+    """Weight decay of matrices. Vectors (norm scales, biases) are a second parameter group without decay."""
     momentum: float = number(0.0, 0, 1, below=True)
     """SGD's momentum."""
     clip_norm: float | None = number(1.0, 0, 10**9, above=True)
-    """Largest global gradient norm; null leaves gradients as they are (the norm is logged all the same)."""
+    """Largest global gradient norm. null: gradients are not clipped; the norm is still logged."""
 
 
 @dataclass
@@ -157,13 +157,13 @@ class TrainConfig:
     """Length, batch and seeds of one run."""
 
     steps: int = number(20, 1, COUNT, "steps")
-    """Optimizer updates."""
+    """Number of optimizer updates."""
     seed: int = number(0, 0, SEED)
     """Seed of the initial weights."""
     global_batch_size: int = number(16, 1, COUNT, "sequences")
-    """Sequences an optimizer step, over all ranks and microbatches."""
+    """Sequences per optimizer step, over all ranks and microbatches."""
     microbatch_size: int = number(4, 1, COUNT, "sequences")
-    """Sequences a rank sees in one forward and backward."""
+    """Sequences of one forward and backward on one rank."""
     replicate: int = number(0, 0, 9_999)
     """Number of this repetition; part of the signature, so that A/A pairs are two runs."""
     schedule: Schedule = Schedule.cosine
@@ -171,48 +171,48 @@ class TrainConfig:
     warmup_steps: int = number(2, 0, COUNT, "steps")
     """Steps of linear warm-up."""
     min_lr_ratio: float = number(0.1, 0, 1)
-    """Last learning rate over the peak one."""
+    """The last learning rate divided by the peak learning rate."""
     param_norm_every: int = number(10, 0, COUNT, "steps")
-    """Steps between records of the weights' norm; 0 never, as always under measure=bench."""
+    """Steps between records of the weights' norm. 0: never. measure=bench never records it."""
 
 
 @dataclass
 class ShardingConfig:
-    """What is split over the data-parallel ranks."""
+    """What is sharded over the data-parallel ranks."""
 
     strategy: Strategy = Strategy.optim_grads_params
-    """ZeRO stage by name: what is split over the inner axis."""
+    """ZeRO stage by name: what is sharded over the inner axis."""
     outer: OuterStrategy = OuterStrategy.no_shard
-    """What is split over the outer axis as well, where mesh.dp_outer > 1."""
+    """What is also sharded over the outer axis, if mesh.dp_outer > 1."""
 
 
 @dataclass
 class DtypeConfig:
-    """A dtype for each buffer and for each wire."""
+    """The dtype of each buffer and of each collective."""
 
     name: str = "fp32"
     """Label used in run names and reports."""
     compute: Dtype = Dtype.fp32
-    """Weights and activations in forward and backward."""
+    """Dtype of weights and activations in forward and backward."""
     main_params: Dtype = Dtype.fp32
-    """Weights the optimizer updates."""
+    """Dtype of the weights that the optimizer updates."""
     main_grads: Dtype = Dtype.fp32
-    """Stored and accumulated gradients."""
+    """Dtype of stored and accumulated gradients."""
     grad_comm: Dtype = Dtype.fp32
-    """What a gradient reduction sends."""
+    """Dtype in which a reduction sends gradients."""
     grad_accum: Dtype | None = None
-    """The sum inside a reduction; null is fp32 or wider where an engine sums itself, else the wire's."""
+    """Dtype of the sum inside a reduction. null: fp32 or wider if the engine itself sums, otherwise grad_comm."""
     allow_low_precision_grads: bool = False
-    """Permits main gradients below fp32, sums in fewer bits than fp32 or than what arrives, and fp16 without a loss
+    """Permits main gradients below fp32, sums in fewer bits than fp32 or than grad_comm, and fp16 without a loss
     scale."""
     loss_scale: str = "none"
-    """Factor on the loss, against fp16 gradients that vanish: none, dynamic, or a fixed power of two (native)."""
+    """Factor on the loss, so that fp16 gradients do not underflow: none, dynamic, or a fixed power of two (native)."""
     loss_scale_growth_steps: int = number(2000, 1, COUNT, "steps")
-    """Steps without overflow after which a dynamic loss scale, which begins at 65536, doubles."""
+    """Steps without overflow after which a dynamic loss scale doubles; it starts at 65536."""
     fp8: Fp8 | None = None
-    """Recipe by which the projections of attention and feed-forward multiply 8-bit numbers; null: they do not."""
+    """FP8 recipe of the projections of attention and feed-forward. null: they do not use FP8."""
     fp8_history: int = number(1024, 1, 2**20, "steps")
-    """Steps whose largest magnitudes delayed scaling looks back on."""
+    """Number of past steps whose largest magnitudes delayed scaling uses."""
 
 
 DTYPE_ROLES = tuple(each.name for each in fields(DtypeConfig) if each.type in ("Dtype", "Dtype | None"))
@@ -221,7 +221,7 @@ DTYPE_ROLES = tuple(each.name for each in fields(DtypeConfig) if each.type in ("
 
 @dataclass
 class NumericsConfig:
-    """Promise about the order of arithmetic: options of our engine, with their sentences in `harness.fsdp.options`."""
+    """The promise about the order of sums: options of the native engine."""
 
     mode: Numerics = Options.numerics
     exact_bits: int = Options.exact_bits
@@ -229,29 +229,30 @@ class NumericsConfig:
 
 @dataclass
 class MeshConfig:
-    """Shape of the ranks."""
+    """The number of ranks and the sizes of their axes."""
 
     world_size: int = number(2, 1, 2**20, "ranks")
     """Number of ranks."""
     dp_outer: int = number(1, 1, 2**20, "ranks")
-    """Size of the outer data-parallel axis; world_size / tp / dp_outer ranks share one sharded copy of the model."""
+    """Size of the outer data-parallel axis. world_size / tp / dp_outer ranks share one sharded copy of the model."""
     tp: int = number(1, 1, 2**10, "ranks")
-    """Size of the tensor-parallel axis: neighbouring ranks that share every microbatch, each with a part of the
+    """Size of the tensor-parallel axis. Neighbouring ranks work on the same microbatch, each with a part of the
     matrices."""
     sequence_parallel: bool = False
-    """Whether tensor-parallel ranks share the positions of a sequence between matrices, as norms take them."""
+    """Whether tensor-parallel ranks split the positions of a sequence between matrices, for example in norms."""
 
 
 @dataclass
 class FaultConfig:
-    """A mistake made on purpose, to learn whether a verdict finds it."""
+    """A deliberate mistake, to test whether a verdict finds it."""
 
     name: str = "none"
-    """Which one; none is a normal run."""
+    """Name of the fault; none is a normal run."""
     strength: FaultStrength = FaultStrength.full
-    """full, middle or weak: the fault as reported, a tenth or a hundredth of it; 8, 11 or 16 bits kept."""
+    """full: the fault as reported. middle: a tenth of it. weak: a hundredth of it. A fault that keeps fewer bits keeps
+    8, 11 or 16 bits."""
     begins_at: int = number(1, 1, COUNT)
-    """The step from which on it acts; up to it the run is a normal one."""
+    """The first step in which the fault acts; steps before it are normal."""
 
 
 @dataclass
@@ -259,84 +260,85 @@ class CkptConfig:
     """What is saved for resuming."""
 
     policy: CkptPolicy = CkptPolicy.last
-    """none, or the newest one kept."""
+    """none: no checkpoints. last: the newest ones are kept."""
     every: int = number(0, 0, COUNT, "steps")
-    """Steps between saves; 0 saves only when preempted and at the end."""
+    """Steps between saves. 0: only when preempted and at the end."""
     keep: int = number(1, 1, COUNT, "checkpoints")
-    """Newest checkpoints that are kept; older ones are what a damaged one falls back to."""
+    """How many of the newest checkpoints are kept. If the newest is damaged, the run resumes from an older one."""
     background: bool = False
-    """Copy the state, go on training, and write meanwhile; takes the state's size in CPU memory a second time."""
+    """Copy the state, and write it while training goes on. The copy takes the state's size in CPU memory once more."""
     load: str | None = None
-    """A checkpoint to begin from where this run has none of its own: a run's ckpt/ folder, or one of its step-*; of any
-    layout."""
+    """Checkpoint to start from if this run has none of its own: a run's ckpt/ folder, or one of its step-* folders. Its
+    layout may differ."""
     strict: bool = True
-    """Refuse a checkpoint whose names, shapes or position in the data are others; false loads what fits."""
+    """Refuse a checkpoint whose names, shapes or position in the data differ. false: load what fits."""
 
 
 @dataclass
 class MeasureConfig:
-    """What is recorded beside the loss."""
+    """What is recorded in addition to the loss."""
 
     mode: MeasureMode = MeasureMode.record
-    """record: every step alike. bench: warm-up steps, then timed ones, alone on the machine."""
+    """record: all steps are recorded alike. bench: warm-up steps, then timed steps, alone on the machine."""
     warmup_steps: int = number(0, 0, COUNT, "steps")
-    """Steps before the timed ones, out of train.steps (bench); declared beforehand, never chosen by looking."""
+    """How many of train.steps are warm-up steps before the timed ones (bench). Fixed beforehand."""
     capture_steps: list[int] | None = None
-    """Steps at which every full gradient is written to `capture/` (before clipping). null: the first, the last, and
-    between them 3, 10, 30, 100, ..., as many as fit into capture_limit_mib; with their updates and the last weights."""
+    """Steps whose full gradients, before clipping, are written to `capture/`. null: the first step, the last, and 3,
+    10, 30, 100, ... between them, with their updates and the last weights, as many as fit into capture_limit_mib."""
     update_steps: list[int] | None = None
-    """Steps whose whole update (main weights after minus before) is written to `capture/`: Adam cannot hide in it.
-    null: those that capture_steps chooses, where that is null too; else none."""
+    """Steps whose whole update (main weights after minus before) is written to `capture/`; it shows faults that Adam
+    hides in later numbers. null: the steps chosen by capture_steps if that is null too, otherwise none."""
     rounding_draws: int = number(0, 0, 1_000, "draws")
-    """Times the fp64 reference's first step is run again with an error behind every operation, for each dtype: how far
-    rounding moves every gradient, which a verdict against this run then knows. 0: bounds are counted."""
+    """How often an fp64 reference repeats its first step for each dtype, with a random rounding error after every
+    operation. Verdicts against this run then use the measured effect of rounding on each gradient. 0: bounds are
+    computed by counting roundings."""
     rounding_fp8: bool = False
-    """Whether the reference finds that out of every FP8 recipe too that the model has sizes for."""
+    """Whether the reference does the same for every FP8 recipe that fits the model's sizes."""
     capture_limit_mib: int = number(1024, 0, 2**30, "MiB")
-    """No gradients are captured where one step of them would take more; where capture_steps is null, all that is
-    captured beyond those of step 1 must fit into it together."""
+    """If one step of gradients would take more, none are captured. If capture_steps is null, everything captured in
+    addition to the gradients of step 1 must fit into it together."""
     callbacks: list[str] = field(default_factory=list)
-    """Classes of one's own that see every step, as package.module:Class; what they return is recorded as `own`."""
+    """Your own classes that are called every step, as package.module:Class. Their results are recorded as `own`."""
     vouch: bool = True
-    """Look at every step beside the engine and write what was found to `vouch/`: local gradients against their sum,
-    gathered weights against kept ones, the optimizer's rule on a sample. Never while timing (bench)."""
+    """Check every step from outside the engine and write the results to `vouch/`: local gradients against their sum,
+    gathered weights against stored ones, the optimizer's rule on a sample. Never in timed runs (bench)."""
     vouch_limit_mib: int = number(256, 1, 2**30, "MiB")
-    """Beyond the first 512 steps, sketches of every tensor are kept as often as fits into so much."""
+    """After the first 512 steps, sketches of every tensor are kept as often as fits into this size."""
 
 
 @dataclass
 class LaunchConfig:
-    """How a request is carried out; never part of the signature."""
+    """How a request is carried out. Never part of the signature."""
 
     root: str = "runs"
     """Where runs are stored."""
     dry_run: bool = False
-    """Print what would run, and start nothing; batch scripts are also written, to <root>/<study>/.dry_run/."""
+    """Print what would run, and start nothing. Batch scripts are written to <root>/<study>/.dry_run/."""
     wait: bool = False
-    """Stay until submitted cells end (SLURM); a local launch always stays."""
+    """Wait until submitted cells end (SLURM). A local launch always waits."""
     inline: bool = False
-    """Run the one rank inside this process, so that a debugger works."""
+    """Run the only rank inside this process, so that a debugger works."""
     rerun: Rerun = Rerun.never
     """Which finished cells to run again."""
     fail_fast: bool = False
-    """Start nothing more of a request once one of its runs has failed; runs under way go on."""
+    """Once a run of a request has failed, start no further run of it. Runs that have started go on."""
     hang_timeout_s: float = number(300.0, 1, 10**7, "seconds")
-    """Seconds without a step after which every rank's stack is dumped and the run ends."""
+    """After this time without a step, every rank's stack is dumped and the run ends."""
     stop_grace_s: float = number(20.0, 0, 86_400, "seconds")
-    """Seconds ranks get to save after a request to stop, before they are killed."""
+    """Time that ranks have to save after a request to stop, before they are killed."""
     fork: bool | None = None
-    """Fork ranks from a process that has imported torch already, which saves a rank the seconds its imports take; null
-    does wherever it can: untimed runs on CPUs of this machine, under Linux."""
+    """Fork ranks from a process that has already imported torch, which saves each rank the time of its imports. null:
+    do so where possible, that is, for untimed runs on CPUs of this machine under Linux."""
     nccl_log: NcclLog = NcclLog.setup
     """What NCCL logs into the attempt's folder on CUDA: none, setup (communicators, registrations), choices (a line for
     every collective as well)."""
     preempt_at: int = number(0, 0, COUNT)
-    """Save and end as preempted after this step, once, to rehearse an interruption; 0 does not."""
+    """After this step, save and end as preempted, once, to rehearse an interruption. 0: never."""
 
 
 @dataclass
 class WandbConfig:
-    """Mirror of the record; never part of the signature."""
+    """The copy of the record in wandb. Never part of the signature."""
 
     mode: WandbMode = WandbMode.disabled
     """disabled, offline or online."""
@@ -348,30 +350,30 @@ class WandbConfig:
 
 @dataclass
 class StudyConfig:
-    """A question, its arms, its control, and its margins; the body is never part of the signature."""
+    """A question, its arms, its control and its margins. None of these settings is part of the signature."""
 
     name: str = "adhoc"
-    """Name of the study; the folder its runs lie in."""
+    """Name of the study, and of the folder of its runs."""
     question: str = ""
     """What the study asks, in a sentence."""
     control: dict[str, str] = field(default_factory=dict)
-    """Overrides that pick the arm all others are compared with."""
+    """Overrides that select the arm with which all others are compared."""
     base: dict[str, str] = field(default_factory=dict)
-    """Overrides every cell gets."""
+    """Overrides of every cell."""
     grid: dict[str, list[str]] = field(default_factory=dict)
-    """Axes whose product is run."""
+    """Axes of which all combinations are run."""
     zip: dict[str, list[str]] = field(default_factory=dict)
-    """Axes that advance together."""
+    """Axes of equal length whose values are taken together, first with first and so on."""
     skip_if: list[str] = field(default_factory=list)
-    """Space-separated overrides; a cell that has all of a line is left out."""
+    """Lines of space-separated overrides. A cell that has all overrides of a line is left out."""
     replicates: int = number(1, 1, 9_999, "repetitions")
-    """Repetitions of every cell (train.replicate 0 .. n-1); under measure=bench a repetition is a block."""
+    """Repetitions of every cell (train.replicate 0 .. n-1). Under measure=bench a repetition is a block."""
     margins: dict[str, float] = field(default_factory=dict)
     """Largest mean difference over seeds that does not matter: loss (relative), grad_norm (logarithm of the ratio)."""
     window: int = number(0, 0, COUNT, "steps")
-    """Last steps of a run that the margins are about; 0 is its later half."""
+    """Number of last steps to which the margins apply. 0: the later half of the run."""
     order_seed: int = number(0, 0, SEED)
-    """Seed of the order in which the arms of a block run, drawn anew for each block (bench)."""
+    """Seed of the order in which the arms of a block run; each block has a new order (bench)."""
 
 
 @dataclass

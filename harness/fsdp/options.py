@@ -25,135 +25,135 @@ class EngineOptions:
         1,
         Facts(
             range=Range(0, 1_024, "units"),
-            costs="The gathered weights of so many units more.",
-            use="2 or more where gathers are exposed because units differ much in size; 0 for the least memory.",
+            costs="The gathered weights of that many more units.",
+            use="2 or more if gathers are exposed because units differ much in size; 0 for the least memory.",
             same_bits=True,
         ),
     )
-    """Units gathered ahead of the one in use."""
+    """Number of units gathered ahead of the unit in use."""
     prefetch_limit_bytes: int | None = option(
         None,
         Facts(
             range=Range(0, 1 << 50, "bytes"),
-            costs="Gathers that would exceed it start late, and are exposed.",
-            use="A large `prefetch` over units of very different sizes.",
+            costs="Gathers that would exceed it start late and are exposed.",
+            use="With a large `prefetch` and units of very different sizes.",
             same_bits=True,
         ),
     )
-    """Most bytes of weights gathered ahead of the unit in use; None is no limit but `prefetch`."""
+    """Limit, in bytes, on weights gathered ahead of the unit in use. None: only `prefetch` limits them."""
     double_buffer: bool = option(
         False,
         Facts(
-            costs="Two buffers of weights as large as their largest units, and two of gradients, kept all the time.",
-            use="Fragmented device memory, or user buffers, which need fixed addresses.",
+            costs="Two buffers of weights, as large as the largest units, and two of gradients stay allocated.",
+            use="If device memory is fragmented, or for user buffers, which need fixed addresses.",
             peer="fsdp_double_buffer",
             plain="fsdp_double_buffer",
             same_bits=True,
         ),
     )
-    """Two fixed buffers for gathered weights and two for unreduced gradients: nothing is allocated after the first
-    step, and more than two units alive are an error."""
+    """Use two fixed buffers for gathered weights and two for unreduced gradients. Nothing is allocated after the first
+    step; more than two gathered units at a time are an error."""
     unit_min_elements: int = option(
         0,
         Facts(
             range=Range(0, 1 << 50, "elements"),
-            costs="Larger units: more transient memory.",
-            use="Many small units, whose collectives cost latency.",
+            costs="More transient memory, because units are larger.",
+            use="With many small units, whose collectives cost latency.",
         ),
     )
-    """Neighbouring units are joined until they have so many elements; 0 joins none."""
+    """Join neighbouring units until each has at least this many elements; 0 joins none."""
     accumulate_unsharded: bool = option(
         False,
         Facts(
-            costs="A whole unreduced gradient of every unit in memory between microbatches; not with exact.",
-            use="Many microbatches a step and memory to spare: one reduction a step in place of one a microbatch.",
+            costs="The whole unreduced gradient of every unit stays in memory between microbatches; not with exact.",
+            use="With many microbatches per step and spare memory: one reduction per step, not one per microbatch.",
         ),
     )
-    """Under ZeRO-2 and 3, microbatches inside `no_sync` wait unreduced, for one reduction a step."""
+    """Under ZeRO-2 and 3, keep the gradients of microbatches inside `no_sync` unreduced, and reduce them once per
+    step."""
     grad_buffer: GradBuffer = option(
         GradBuffer.flat,
         Facts(
-            costs="concat: gradients exist twice while they are copied, and no `get_main_grad`.",
-            use="concat only to show what that costs.",
+            costs="concat: gradients exist twice while they are copied, and `get_main_grad` does not work.",
+            use="concat only to measure its cost.",
             same_bits=True,
         ),
     )
-    """Whether autograd writes gradients into flat storage, or they are copied together."""
+    """How gradients get into the flat buffer that is reduced."""
     offload_optimizer: bool = option(
         False,
         Facts(
-            costs="Gradients and weights cross to the host and back every step, and the update runs on the CPU.",
-            use="Optimizer state that fits nowhere else.",
+            costs="Every step copies gradients to the host and weights back, and the update runs on the CPU.",
+            use="If the optimizer state does not fit into device memory.",
         ),
     )
-    """Main weights, main gradients and optimizer state lie in host memory and are stepped there."""
+    """Keep main weights, main gradients and optimizer state in host memory, and run the update on the CPU."""
     separate_gather_group: bool | None = option(
         None,
         Facts(
-            costs="A second communicator's buffers in device memory.",
-            use="False where communicators are scarce; true changes nothing on gloo.",
+            costs="The buffers of a second communicator in device memory.",
+            use="False if communicators are scarce; true changes nothing on gloo.",
             same_bits=True,
         ),
     )
-    """A communicator for gathers alone; None: on CUDA."""
+    """Whether gathers have a communicator of their own. None: on CUDA they do."""
     eager_limit_bytes: int | None = option(
         1 << 18,
         Facts(
             range=Range(0, 1 << 40, "bytes"),
-            costs="None: long messages on one host are copied twice, where a read copies once.",
-            use="None where reading another process is forbidden and the attempt itself is unwanted.",
+            costs="With None, long messages on one host are copied twice; a read copies them once.",
+            use="None if reading another process's memory is forbidden and must not even be attempted.",
             same_bits=True,
         ),
     )
-    """On gloo, bytes a peer up to which data is sent; longer data is read from the sender's memory. None always
-    sends."""
+    """On gloo, data of up to this many bytes per peer is sent; longer data is read from the sender's memory. None:
+    data is always sent."""
     report_nan_in_param_grad: bool = option(
         False,
         Facts(
-            costs=("One pass over every gradient, one small all-reduce a step; on a device one wait of the host."),
-            use="While a run diverges, or always where its share of a step is small (docs/engine.md).",
+            costs=("One pass over every gradient and one small all-reduce per step; on CUDA one wait of the host."),
+            use="While a run diverges, or always if its share of a step is small (docs/engine.md).",
             peer="report_nan_in_param_grad",
             same_bits=True,
         ),
     )
-    """Look for NaN and infinity in every gradient before its reduction; the error names tensor, rank and
-    microbatch."""
+    """Check every gradient for NaN and infinity before it is reduced; the error names tensor, rank and microbatch."""
     watchdog_timeout_s: float | None = option(
         None,
         Facts(
             range=Range(0, 10_000_000, "seconds", above=True),
-            costs="A thread that looks twice a second, and a connection to the store.",
-            use="Some seconds above the longest wait that is normal; a large number where none is too long.",
+            costs="A thread that wakes twice a second, and a connection to the store.",
+            use="A few seconds above the longest normal wait; a large number if no wait is too long.",
             same_bits=True,
         ),
     )
-    """Seconds a wait for a collective may last before every rank raises one error that names ranks, units and
+    """Seconds that a wait for a collective may last. Then every rank raises one error that names ranks, units and
     collectives. None is 300 s, or nine tenths of the timeout given to init_process_group; under the harness four
     fifths of launch.hang_timeout_s."""
     check_collectives: bool = option(
         False,
         Facts(
-            costs="Every collective waits at the store for all ranks before it starts: ranks overlap no more.",
+            costs="Every collective waits at the store for all ranks before it starts, so nothing overlaps. Slow.",
             use="To find the first collective in which ranks differ.",
             same_bits=True,
         ),
     )
-    """Compare every collective over all ranks before its data moves; slow."""
+    """Before each collective, check that all ranks are about to run the same one."""
     check_replicas_every: int = option(
         0,
         Facts(
             range=Range(0, 2**31 - 1, "steps"),
-            costs="One pass over what several ranks hold, and one number a rank all-reduced, in each checked step.",
-            use="Hundreds of steps apart on long runs; 1 to find the step in which replicas part.",
+            costs="In each checked step, one pass over what several ranks hold, and one number per rank all-reduced.",
+            use="Every few hundred steps on long runs; 1 to find the step in which replicas diverge.",
             same_bits=True,
         ),
     )
-    """Steps after which ranks compare a hash of the weights that several of them hold; 0 never."""
+    """Steps between comparisons of a hash of the weights that several ranks hold; 0: never."""
 
 
 @dataclass(frozen=True)
 class Options(EngineOptions):
-    """Choices that change what a step costs and, but for numerics, none of its results.
+    """Options of the engine, each with a default. They change the cost of a step; only `numerics` changes its results.
 
     Raises:
         ValueError: a value out of its range or of another type, or two that contradict each other, with what is valid.
@@ -163,76 +163,76 @@ class Options(EngineOptions):
         Numerics.fast,
         Facts(
             costs=(
-                "deterministic: nothing on a CPU. ordered: sums by the engine itself, in rank order, on NCCL from an "
-                "all-to-all. exact: 8 bytes an element on the wire and in sums, and unfused optimizer steps."
+                "deterministic: nothing on a CPU. ordered: the engine itself sums in rank order, on NCCL after an "
+                "all-to-all. exact: 8 bytes per element on the wire and in sums, and unfused optimizer steps."
             ),
             use=(
-                "To tell a fault from rounding: ordered across strategies on one mesh, exact across everything "
-                "(docs/engine.md)."
+                "To tell a fault from rounding: ordered to compare strategies on one mesh, exact to compare "
+                "any layouts (docs/engine.md)."
             ),
             setting="numerics.mode",
         ),
     )
-    """Promise about the order of sums."""
+    """The promise about the order of sums."""
     exact_bits: int = option(
         44,
         Facts(
             range=Range(0, 60, "bits"),
-            costs="A bit more resolution halves the largest gradient that can be held.",
-            use="Lower when a step is refused as beyond the range; higher where gradients are tiny throughout.",
+            costs="Each further bit halves the largest gradient that can be represented.",
+            use="Lower if a step is refused because a gradient is beyond the range; higher if all gradients are tiny.",
             setting="numerics.exact_bits",
         ),
     )
-    """Resolution of the integers that gradients become, 2^-exact_bits (exact); one element of a microbatch stays below
-    2^(62 - exact_bits) over the number of global microbatches."""
+    """Under numerics=exact, gradients are rounded to multiples of 2^-exact_bits. Each gradient element of a microbatch
+    must stay below 2^(62 - exact_bits) / (number of global microbatches)."""
     exact_terms: int = option(
         4096,
         Facts(
             range=Range(1, (1 << 62) - 1, "microbatches"),
-            costs="Twice the terms halve the largest gradient of a microbatch.",
-            use="Exactly the microbatches of a step over all ranks, as the harness sets it.",
+            costs="Twice as many terms halve the largest gradient that a microbatch may have.",
+            use="Set it to the number of microbatches of a step over all ranks, as the harness does.",
         ),
     )
-    """Most microbatches of a step over all ranks, under numerics=exact."""
+    """Under numerics=exact, the largest number of microbatches in a step, over all ranks."""
     use_decoupled_grad: bool = option(
         False,
         Facts(
             costs="Nothing.",
-            use="An optimizer that reads `decoupled_grad` (FusedAdam of TransformerEngine), main weights in 16 bits.",
+            use="For an optimizer that reads `decoupled_grad` (TransformerEngine's FusedAdam), 16-bit main weights.",
             peer="use_decoupled_grad",
         ),
     )
-    """Main gradients are given to the optimizer as `decoupled_grad`, in their own dtype, and `grad` stays None."""
+    """Give main gradients to the optimizer as `decoupled_grad`, in their own dtype; `grad` stays None."""
     nccl_ub: Registration = option(
         Registration.none,
         Facts(
-            costs=("Fixed buffers in memory of NCCL's allocator, which stay; registrations are meetings of all ranks."),
-            use="NCCL on NVLink or with SHARP, where its copies or thread blocks slow the compute (docs/network.md).",
+            costs="Fixed buffers from NCCL's allocator stay allocated; ranks wait for each other to register them.",
+            use="NCCL on NVLink or with SHARP, if its copies or thread blocks slow the compute (docs/network.md).",
             setting="nccl_ub.mode",
             peer="nccl_ub",
         ),
     )
-    """When buckets are registered as NCCL user buffers; other than none turns on the double buffer. Without NCCL, the
-    record says that there are none."""
+    """When buckets are registered as NCCL user buffers. Any value except none turns on `double_buffer`. Without NCCL
+    nothing is registered, and the record says so."""
     disable_symmetric_registration: bool = option(
         False,
         Facts(
             costs="Without symmetric windows NCCL has fewer kernels to choose from.",
-            use="Symmetric registration fails, or NVLink SHARP is wanted in its place.",
+            use="If symmetric registration fails, or to use NVLink SHARP instead.",
             setting="not nccl_ub.symmetric",
             peer="disable_symmetric_registration",
         ),
     )
-    """Register them for zero copy alone, not as symmetric windows."""
+    """Register user buffers only for zero copy, not as symmetric windows."""
     registration_fallback: Fallback = option(
         Fallback.error,
         Facts(
-            costs="record: a run that is slower than asked for, and says so only in its record.",
+            costs="record: the run may be slower than requested, and only its record says so.",
             use="record in studies over machines of different kinds.",
             setting="nccl_ub.fallback",
         ),
     )
-    """What a registration that fails leads to, on all ranks alike."""
+    """What happens on all ranks if a registration fails."""
 
     def __post_init__(self) -> None:
         for each in OPTIONS.values():

@@ -93,7 +93,7 @@ class Dtype(Enum):
 
 
 class Fp8(Choice):
-    """Where the scales of 8-bit matrix products come from."""
+    """The recipe of 8-bit matrix products: how many values share a scale, and how the scale is chosen."""
 
     multiple: int
     """What both sizes of a weight are multiples of."""
@@ -102,19 +102,20 @@ class Fp8(Choice):
     held: bool
     """Whether an engine may keep and gather weights in 8 bits: they are the same numbers in both directions."""
 
-    current = "current", "One scale a tensor, of its largest magnitude now.", 16, 3, True
-    delayed = "delayed", "One scale a tensor, of its largest magnitude in past steps.", 16, 3, True
+    current = "current", "One scale per tensor, from its current largest magnitude.", 16, 3, True
+    delayed = "delayed", "One scale per tensor, from its largest magnitude in past steps.", 16, 3, True
     block = (
         "block",
-        "A power of two for each 128 values of activations and gradients, each 128 x 128 of weights.",
+        "One power of two as scale for each 128 values of activations and gradients, and for each 128 x 128 block of"
+        " weights.",
         128,
         4,
         True,
     )
-    mx = "mx", "MXFP8: an 8-bit exponent for each 32 values.", 32, 4, False
+    mx = "mx", "MXFP8: one 8-bit exponent for each 32 values.", 32, 4, False
     mx_32x32 = (
         "mx_32x32",
-        "MXFP8 with an exponent for each 32 x 32 of weights, which are the same numbers in both directions then.",
+        "MXFP8 with one exponent for each 32 x 32 block of weights, so that forward and backward use the same numbers.",
         32,
         4,
         True,
@@ -132,11 +133,11 @@ class Strategy(Numbered):
     """ZeRO stage by name: what is split over the ranks of the inner data-parallel axis."""
 
     no_shard = "no_shard", "ZeRO-0: every rank holds everything."
-    optim = "optim", "ZeRO-1: main weights and optimizer state are split."
-    optim_grads = "optim_grads", "ZeRO-2: main gradients too; they are reduced every microbatch."
+    optim = "optim", "ZeRO-1: main weights and optimizer state are sharded."
+    optim_grads = "optim_grads", "ZeRO-2: main gradients are sharded too, and reduced every microbatch."
     optim_grads_params = (
         "optim_grads_params",
-        "ZeRO-3: compute weights too, whole only while a unit is in use.",
+        "ZeRO-3: compute weights are sharded too, and gathered only while a unit is in use.",
     )
 
 
@@ -146,7 +147,7 @@ class OuterStrategy(Numbered):
     hybrid: str
     """The name of ZeRO-3 inside with this outside."""
 
-    no_shard = "no_shard", "Nothing: replicas of the sharded model (HSDP).", "hsdp"
+    no_shard = "no_shard", "Nothing; the sharded model is replicated (HSDP).", "hsdp"
     optim = "optim", "Main weights and optimizer state (HFSDP).", "hfsdp"
 
     def __new__(cls, name: str, sentence: str, hybrid: str) -> Self:
@@ -161,34 +162,34 @@ HYBRIDS = {outer: outer.hybrid for outer in OuterStrategy}
 
 
 class GradBuffer(Choice):
-    """How a backward's gradients come to lie in one flat tensor."""
+    """How the gradients of a backward get into the flat buffer that is reduced."""
 
-    flat = "flat", "Autograd writes gradients where they are sent from."
+    flat = "flat", "Autograd writes each gradient into the flat buffer."
     concat = (
         "concat",
-        "It allocates one each; they are copied together for the reduction, and exist twice till then.",
+        "Autograd allocates one tensor per parameter; they are copied into the flat buffer before the reduction.",
     )
 
 
 class Numerics(Choice):
     """How much the engine promises about the order of arithmetic."""
 
-    fast = "fast", "Nothing is promised."
-    deterministic = "deterministic", "The same run gives the same bits."
+    fast = "fast", "No promise."
+    deterministic = "deterministic", "The same run twice gives the same bits."
     ordered = (
         "ordered",
-        "Sums run in rank order and the norm is order-free: strategies agree bit for bit where microbatches are summed"
-        " in the same order.",
+        "Gradients are summed in rank order and the norm does not depend on order: strategies that sum microbatches in"
+        " the same order agree bit for bit.",
     )
     exact = (
         "exact",
-        "Sums of integers: all strategies, numbers of ranks and hybrid shapes agree bit for bit, and so does one"
-        " process.",
+        "Gradients are summed as integers: all strategies, numbers of ranks and hybrid shapes agree bit for bit with"
+        " each other and with one process.",
     )
 
     @property
     def bitwise(self) -> bool:
-        """Bits may not depend on how the buckets were cut."""
+        """Whether bits may not depend on where buckets are cut."""
         return self in (Numerics.ordered, Numerics.exact)
 
 
@@ -218,19 +219,19 @@ class Registration(Choice):
 
 
 class Fallback(Choice):
-    """What a registration with NCCL that fails leads to, on all ranks alike."""
+    """What happens on all ranks if a registration with NCCL fails."""
 
-    error = "error", "RuntimeError, with the reason."
+    error = "error", "A RuntimeError with the reason."
     record = "record", "The run goes on without user buffers, and its record gives the reason."
 
 
 class SharpAxis(Choice):
-    """Whose communicator may reduce inside the network."""
+    """Which communicator may reduce inside the network (SHARP)."""
 
-    default = "default", "Whose NCCL and the environment say."
-    none = "none", "Nobody's."
-    dp = "dp", "The inner data-parallel axis'."
-    dp_outer = "dp_outer", "The outer data-parallel axis'."
+    default = "default", "The one that NCCL and the environment choose."
+    none = "none", "No communicator."
+    dp = "dp", "The communicator of the inner data-parallel axis."
+    dp_outer = "dp_outer", "The communicator of the outer data-parallel axis."
 
     @property
     def is_asked(self) -> bool:
@@ -239,8 +240,8 @@ class SharpAxis(Choice):
 
 
 class CtaPolicy(Choice):
-    """How NCCL spends thread blocks on a collective."""
+    """How many thread blocks NCCL uses for a collective."""
 
-    default = "default", "As it likes."
-    efficiency = "efficiency", "Few of them: NCCL 2.27, buffers registered but not symmetric."
-    zero = "zero", "None, copy engines gather: NCCL 2.28, symmetric buffers."
+    default = "default", "NCCL chooses."
+    efficiency = "efficiency", "Few: needs NCCL 2.27 and buffers that are registered but not symmetric."
+    zero = "zero", "None, copy engines gather: needs NCCL 2.28 and symmetric buffers."
