@@ -32,8 +32,8 @@ SCALE_KEY, GOOD_STEPS_KEY = "scale", "good_steps"
 
 
 class Outcome(NamedTuple):
-    """What became of a step: norm of the unscaled gradient before clipping (NaN if skipped), the factor it was made
-    with, and whether the update was left out."""
+    """Result of a step: norm of the unscaled gradient before clipping (NaN if skipped), the factor that was used, and
+    whether the update was skipped."""
 
     norm: float
     scale: float
@@ -46,17 +46,17 @@ def is_power_of_two(value: float) -> bool:
 
 
 class LossScale:
-    """The factor of one model's loss.
+    """A loss scale for one model, so that fp16 gradients do not underflow.
 
     A plain loop calls `scale(loss).backward()` and `step(optimizer)` in place of `optimizer.step()`. A framework calls
-    `unscale_()`, updates only if that says so, and then `update()`.
+    `unscale_()`, updates the weights only if it returns True, and then calls `update()`.
 
     Args:
-        model: its gradients are stored in fp32 or wider.
-        init: first factor. dynamic: whether it changes; a fixed one skips nothing, and gradients that are not finite
-            show in the norm.
+        model: its main gradients must be fp32 or wider.
+        init: first factor, a power of two from 1 to 2^40.
+        dynamic: whether the factor changes; a fixed one skips no step, and non-finite gradients show in the norm.
         growth_interval: steps without overflow after which the factor doubles, up to 2^40.
-        backoff: what it is multiplied with at an overflow, down to 1.
+        backoff: the factor is multiplied by it at an overflow, down to 1; a power of two below 1.
 
     Raises:
         ValueError: a factor is no power of two or out of range, the interval is not positive, or gradients are stored
@@ -97,17 +97,17 @@ class LossScale:
         """Number of the step whose gradients were unscaled last."""
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to differentiate: fp32 or wider, so that the factor itself does not overflow."""
+        """The loss times the factor, in fp32 or wider, so that the factor itself does not overflow."""
         return loss.to(torch.promote_types(loss.dtype, torch.float32)) * self.value
 
     def unscale_(self) -> bool:
-        """Finish the step's gradients and scale them back, once. *Collective.*
+        """Finish the step's gradients and divide them by the factor, once. *Collective.*
 
-        Returns whether they are finite on all ranks, as far as the factor is dynamic; a fixed one is always true.
+        Returns True if they are finite on all ranks. With a fixed factor it always returns True.
 
         Raises:
-            FloatingPointError: with `report_nan_in_param_grad`, where no smaller factor can help.
-            RuntimeError: they were scaled back already, as by `step` of another optimizer of the model.
+            FloatingPointError: with `report_nan_in_param_grad`, if a smaller factor cannot help.
+            RuntimeError: they were divided already, for example by `step` of another optimizer of the model.
         """
         if self._finite is not None:
             return self._finite
@@ -152,9 +152,10 @@ class LossScale:
         return bool(self.model._parts.everyone.sum_scalars(found, "overflow"))
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> Outcome:
-        """Unscale, clip to `max_norm`, update, unless gradients overflowed; then adapt the factor. *Collective.*
+        """Unscale, clip to `max_norm` and update, unless gradients overflowed; then adapt the factor. *Collective.*
 
-        `optimizer` is the one that `fully_shard` returned. Gradients stay until `zero_grad`.
+        `optimizer` is the one that `fully_shard` returned. None for `max_norm` does not clip. Gradients stay until
+        `zero_grad`.
 
         Raises:
             FloatingPointError: gradients are not finite at a factor of 1; no weight was changed.
@@ -166,10 +167,10 @@ class LossScale:
         return self.update(norm)
 
     def update(self, norm: float = math.nan) -> Outcome:
-        """Adapt the factor to how the step went; `unscale_` was called for it.
+        """Adapt the factor after a step. `unscale_` must have been called in it. `norm` is only put into the result.
 
         Raises:
-            RuntimeError: it was not.
+            RuntimeError: `unscale_` was not called.
             FloatingPointError: gradients are not finite at a factor of 1.
         """
         finite, self._finite = self._finite, None
@@ -200,7 +201,7 @@ class LossScale:
         }
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
-        """Raise ValueError where a key is missing or unexpected, or the factor is no power of two."""
+        """Raise ValueError if a key is missing or unexpected, or the factor is not a power of two from 1 to 2^40."""
         if set(state) != {SCALE_KEY, GOOD_STEPS_KEY}:
             raise ValueError(f"a loss scale's state has {SCALE_KEY} and {GOOD_STEPS_KEY}; this has {sorted(state)}")
         value = float(state[SCALE_KEY])
@@ -208,7 +209,7 @@ class LossScale:
             raise ValueError(f"loss scale {value} is no power of two from 1 to 2^40")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state_dict` gave.
+        """Load the result of `state_dict`.
 
         Raises:
             ValueError: see `check_state`; nothing was loaded.

@@ -42,13 +42,15 @@ def holds(dtype: torch.dtype, other: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Dtypes of the four roles a number plays between a forward and an update: fp32, bf16, fp16 or fp64 each.
+    """Dtypes of weights and gradients between a forward and an update: torch.float32, bfloat16, float16 or float64.
 
-    main_params_dtype: weights the optimizer updates; None means the compute weights themselves.
-    main_grads_dtype: stored and accumulated gradients; None means the main weights' dtype.
-    grad_comm_dtype: what a reduction sends; None means the main gradients' dtype.
-    grad_accum_dtype: the sum inside a reduction; None means fp32, or wider if the wire is wider.
-    allow_low_precision_grads: permits main gradients below fp32, and sums in fewer bits than fp32 or than what arrives.
+    Args:
+        main_params_dtype: weights that the optimizer updates; None: it updates the compute weights themselves.
+        main_grads_dtype: stored and accumulated gradients; None: the main weights' dtype.
+        grad_comm_dtype: gradients as a reduction sends them; None: the main gradients' dtype.
+        grad_accum_dtype: the sum inside a reduction; None: fp32, or wider if grad_comm_dtype is wider.
+        allow_low_precision_grads: permits main gradients below fp32, and sums in fewer bits than fp32 or than
+            grad_comm_dtype.
     """
 
     main_params_dtype: torch.dtype | None = torch.float32
@@ -84,7 +86,11 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class Dtypes:
-    """A policy resolved for one compute dtype."""
+    """The dtypes of a policy for one compute dtype, with every None filled in.
+
+    compute: weights in forward and backward. main: weights that the optimizer updates. grads: stored gradients. wire:
+    gradients as a reduction sends them. accum: sums inside a reduction.
+    """
 
     compute: torch.dtype
     main: torch.dtype
@@ -94,11 +100,11 @@ class Dtypes:
 
     @classmethod
     def frozen(cls, compute: torch.dtype) -> Dtypes:
-        """Dtypes of parameters that are not trained: stored once, as they are computed with, and never reduced."""
+        """Dtypes of frozen parameters, which are stored in the compute dtype and have no gradients."""
         return cls(compute, compute, compute, compute, compute)
 
     def validate(self, *, allow_low_precision_grads: bool) -> None:
-        """Raise ValueError for combinations that lose updates or gradients silently."""
+        """Raise ValueError if the combination would silently lose updates or gradients."""
         for role in fields(self):
             dtype = getattr(self, role.name)
             if dtype not in FORMATS:
@@ -128,14 +134,14 @@ class Dtypes:
             )
 
     def in_8_bits(self) -> Dtypes:
-        """These dtypes with weights kept and gathered as e4m3; see `harness.fsdp.storage.eight_bit`."""
+        """These dtypes, with weights stored and gathered as e4m3; see `harness.fsdp.storage.eight_bit`."""
         return replace(self, compute=torch.float8_e4m3fn)
 
     def as_integers(self) -> Dtypes:
-        """These dtypes with gradients sent and summed as int64; see `harness.fsdp.comm.fixed_point`.
+        """These dtypes, with gradients sent and summed as int64; see `harness.fsdp.comm.fixed_point`.
 
         Raises:
-            ValueError: gradients are sent in another dtype than they are kept in, or in more bits than fp32.
+            ValueError: gradients are sent in another dtype than they are stored in, or in more bits than fp32.
         """
         if self.wire != self.grads or self.grads.itemsize > 4:
             raise ValueError(
@@ -146,9 +152,9 @@ class Dtypes:
 
     @property
     def sums_as_sent(self) -> bool:
-        """Whether a backend that sums in the wire's dtype makes the sum asked for.
+        """Whether a backend that sums in the wire's dtype computes the requested sum.
 
-        Never in 16 bits: there a backend may round each partial sum or none, and which order it takes shows.
+        False in 16 bits: a backend may round each partial sum or none, and the order of sums changes the result.
         """
         return self.wire == self.accum and self.accum.itemsize >= 4
 

@@ -209,12 +209,17 @@ def wait_for(work: Any) -> None:
 
 @contextmanager
 def watched(what: str, group: dist.ProcessGroup) -> Iterator[None]:
-    """The body waits for ranks of `group` in an exchange of the program's own, of which the watchdogs of this process
-    are to know: a wait that lasts too long ends as one for the engine's collectives does, on every rank, and the error
-    says `what`. It is no exposed communication of the engine, and has no number among its collectives.
+    """Let the engine's watchdog watch a wait of your own program, which is the body of the `with` statement.
+
+    If the wait lasts too long, every rank raises, as for a collective of the engine. The wait is not counted as exposed
+    communication of the engine.
+
+    Args:
+        what: name of the exchange, for the error.
+        group: ranks that take part in it.
 
     Raises:
-        CollectiveError: the exchange, or a collective of the engine, did not come about.
+        CollectiveError: the exchange, or a collective of the engine, did not complete in time.
     """
     with _watched((Label("exchange of", what),), group):
         yield

@@ -31,9 +31,14 @@ _BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class FixedPoint:
-    """Integers in units of 2^-bits.
+    """Fixed-point format of gradients under numerics=exact: int64 integers in units of 2^-bits.
 
-    bits: resolution. terms: how many numbers are added up to one sum at most.
+    Args:
+        bits: resolution, 0 to 60.
+        terms: the largest number of addends of a sum.
+
+    Raises:
+        ValueError: a value is out of its range, or there is no room for a gradient of 1.
     """
 
     bits: int = Options.exact_bits
@@ -50,7 +55,7 @@ class FixedPoint:
 
     @classmethod
     def asked_for(cls, options: Options) -> FixedPoint | None:
-        """How gradients are written as integers under numerics=exact; None under another promise.
+        """The format that options ask for with numerics=exact; None for other values of numerics.
 
         Raises:
             ValueError: no gradient of 1 would fit, with the largest `exact_terms`.
@@ -59,13 +64,13 @@ class FixedPoint:
 
     @property
     def limit(self) -> float:
-        """No element may be this large."""
+        """Every gradient element must be smaller than this in magnitude: 2^(62 - bits) / terms."""
         return math.ldexp(1.0, RANGE_BITS - self.bits) / self.terms
 
     def encode(self, gradient: Tensor, into: Tensor, beyond: Tensor, *, add: bool = False) -> None:
-        """Copy (or `add`) a flat gradient to an int64 tensor of its length.
+        """Round a flat gradient and copy it to (or `add` it to) `into`, an int64 tensor of the same length.
 
-        `beyond`, int64, shape [1], counts blocks in which an element is too large or no number.
+        `beyond` (int64, shape [1]) is increased by the number of blocks that have an element too large or NaN.
         """
         for begin, end in _blocks(gradient):
             units = gradient[begin:end].double().mul_(math.ldexp(1.0, self.bits))

@@ -26,9 +26,9 @@ from harness.fsdp.options import Options
 class Groups:
     """Process groups of one grid of ranks.
 
-    inner: ranks a model is sharded over; None is the default group. outer: ranks with the same place in their inner
-    group; None where there is no outer axis. everyone: all ranks of the grid, outer-major; needed with `outer`. gather:
-    the ranks of `inner`, for all-gathers alone.
+    inner: ranks over which the model is sharded; None: the default group. outer: ranks with the same place in their
+    inner groups; None: no outer axis. everyone: all ranks of the grid, outer-major; required with `outer`. gather: a
+    second group of the ranks of `inner`, used only for all-gathers.
     """
 
     inner: dist.ProcessGroup | None = None

@@ -27,11 +27,11 @@ Connect = Callable[[dist.ProcessGroup], dist.ProcessGroup]
 
 
 class SharpOwnership:
-    """Gives SHARP to one communicator of this process, once.
+    """Gives InfiniBand SHARP to one communicator of this process, once.
 
     Args:
-        device: of the ranks. On CPU nothing is set: gloo has no such thing.
-        environment: where NCCL reads its variables.
+        device: device of the ranks. On CPU nothing is set, because gloo has no SHARP.
+        environment: the variables that NCCL reads.
     """
 
     def __init__(self, device: torch.device, environment: MutableMapping[str, str] = os.environ) -> None:
@@ -42,14 +42,14 @@ class SharpOwnership:
 
     @contextmanager
     def creating(self) -> Iterator[Connect]:
-        """Surrounds the creation of the owner's group; what it yields must be called with that group.
+        """Context in which the owner's group is created. The function that it yields must be called with that group.
 
             with ownership.creating() as connect:
                 group = connect(dist.new_group(ranks, pg_options=communicator_options(owns_sharp=True)))
 
         Raises:
-            RuntimeError: another communicator owns it, or none was connected: NCCL would create it at its first
-                collective, when the variable is off again.
+            RuntimeError: another communicator owns SHARP, or no group was connected. NCCL would then create the
+                communicator at its first collective, after the variable is off again.
         """
         if self.owner is not None:
             raise RuntimeError(f"one communicator can own SHARP, and that of {self.owner} does")
@@ -102,7 +102,7 @@ def barrier(group: dist.ProcessGroup, device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class ThreadBlocks:
-    """Limits on the thread blocks of one communicator's collectives; None leaves each to NCCL."""
+    """Limits on the thread blocks that NCCL uses for one communicator's collectives. None: NCCL chooses."""
 
     policy: str = "default"
     """default, efficiency (NCCL 2.27) or zero (NCCL 2.28)."""
@@ -115,12 +115,12 @@ class ThreadBlocks:
 def communicator_options(
     limits: ThreadBlocks | None = None, *, owns_sharp: bool | None = None, options: Any = None
 ) -> tuple[Any, list[str]]:
-    """Options of one NCCL communicator, and what this torch cannot set of them (the environment then has to).
+    """Options of one NCCL communicator, and the names of those that torch cannot set here (use the environment).
 
     Args:
-        limits: thread blocks.
-        owns_sharp: whether CollNet is on; None leaves it to the environment.
-        options: options to complete; None makes torch's own, which there are only where torch was built with NCCL.
+        limits: limits on thread blocks.
+        owns_sharp: whether CollNet is on; None: the environment decides.
+        options: options to complete; None: new options of torch, which needs torch built with NCCL.
 
     Raises:
         ValueError: an unknown policy, or the fewest blocks are more than the most.
@@ -157,13 +157,13 @@ def communicator_options(
 def axis_groups(
     num_outer: int, ownership: SharpOwnership | None = None, owner: str = "dp"
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's groups along the inner and the outer axis, the owner of SHARP created first. *Collective.*
+    """Create this rank's process groups along the inner and the outer axis, the owner of SHARP first. *Collective.*
 
     Ranks of one inner group are neighbours: rank = outer index * inner size + inner index.
 
     Args:
-        num_outer: size of the outer axis; divides the number of ranks.
-        ownership: gives SHARP to the owner's axis; None to neither.
+        num_outer: size of the outer axis; it must divide the number of ranks.
+        ownership: gives SHARP to the owner's axis; None: neither axis gets it.
         owner: "dp" (inner) or "dp_outer".
 
     Raises:

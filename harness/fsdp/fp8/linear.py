@@ -250,15 +250,15 @@ def delayed_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def update_scales(layers: Sequence[Fp8Linear], reduce: Reduce | None = None) -> None:
-    """Close a step of delayed scaling; other recipes have nothing to close. Call it once, after optimizer.step().
+    """Update the scales of delayed scaling. Call it once per step, after optimizer.step(). Other recipes need no call.
 
     Args:
-        layers: what `layers_of` finds, the same on all ranks.
-        reduce: takes the largest over all ranks that see other data or multiply other portions, in place; None where
-            there is but one.
+        layers: the result of `layers_of`, the same on all ranks.
+        reduce: replaces a tensor in place by its maximum over all ranks that have other data or other portions; None
+            with a single such rank.
 
     Raises:
-        RuntimeError: they are a sharded model's, whose engine does it.
+        RuntimeError: the layers are in a sharded model, whose engine updates the scales itself.
     """
     if any(each.ends_with_engine for each in layers):
         raise RuntimeError("optimizer.step() of a sharded model ends the step of its FP8 layers: drop update_scales()")
@@ -273,22 +273,23 @@ def convert_linears(
     margin: int = 0,
     device: torch.device | None = None,
 ) -> list[str]:
-    """Have linear layers multiply 8-bit numbers, in place; parameters stay what they are. Before sharding.
+    """Make linear layers of a module multiply 8-bit numbers, in place. Call it before sharding. Parameters are kept.
 
     Args:
-        module: whose layers are changed.
-        recipe: see [Note: FP8].
-        chosen: which ones; None: all whose weight fits the recipe and belongs to no other module.
-        history: steps that delayed scaling looks back.
-        margin: powers of two that delayed scaling leaves free.
-        device: where histories lie; None: where the weights do.
+        module: the module whose layers are changed.
+        recipe: current, delayed, block, mx or mx_32x32; see [Note: FP8].
+        chosen: whether to convert a layer, by its name and module; None: all layers whose weight fits the recipe and
+            belongs to no other module.
+        history: number of past steps that delayed scaling uses.
+        margin: powers of two that delayed scaling leaves free above the amax.
+        device: device of the amax histories; None: that of the weights.
 
     Returns:
-        Their names, in definition order.
+        The names of the converted layers, in definition order.
 
     Raises:
-        ValueError: no layer is left; or a chosen one has sizes that the recipe cannot tile, or a weight that another
-            module has too, which cannot read 8 bits.
+        ValueError: there is no layer to convert; or a chosen layer has sizes that the recipe cannot tile, or shares
+            its weight with another module, which cannot read 8 bits.
     """
     found = RECIPES[Fp8.parse(recipe, "recipe")]
     if history < 1:

@@ -17,7 +17,7 @@ Told = Sequence[tuple[str, str]]
 
 
 class RanksDisagree(RuntimeError):
-    """Ranks were told different things; the same message on all of them."""
+    """Ranks were given different arguments or settings. All ranks raise it with the same message."""
 
 
 def check_agreed(told: Told, comm: Communicator, purpose: str, wrong: str, fix: str) -> None:

@@ -15,7 +15,8 @@ SAME_WORK = (
 
 
 class CollectiveError(RuntimeError):
-    """A collective did not come about; the same message on every rank that could be told."""
+    """A collective did not complete: a rank waited too long, ended, or ran another collective. All ranks that can be
+    reached raise it with the same message, which names ranks, units and collectives."""
 
 
 @dataclass

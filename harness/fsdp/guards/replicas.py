@@ -46,7 +46,7 @@ class Replica:
 
 
 class ReplicaDrift(RuntimeError):
-    """Ranks that should hold the same data do not."""
+    """Ranks that should hold the same data hold different bits. Names the first such parameter and the ranks."""
 
 
 @torch.no_grad()

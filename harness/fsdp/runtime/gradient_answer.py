@@ -21,7 +21,8 @@ from harness.fsdp.storage.parameter_access import GRADIENT, HOME
 
 
 class GradientAccessError(RuntimeError):
-    """Something read or set `.grad` of a sharded parameter, or asked autograd for its gradient."""
+    """The program read or set `.grad` of a sharded parameter, or asked autograd for its gradient, where the value
+    would be wrong. The message says what to use instead."""
 
 
 def refuse_grad_of(param: nn.Parameter) -> NoReturn:

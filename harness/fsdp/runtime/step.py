@@ -156,7 +156,7 @@ REFUSALS: dict[tuple[StepState, Call], str] = {
 
 
 class StepError(RuntimeError):
-    """A call that the state of the step does not allow. Says why, and which call is missing."""
+    """A call is not allowed in the current state of the step. The message says why and which call is missing."""
 
 
 @dataclass(frozen=True)

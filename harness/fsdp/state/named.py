@@ -188,7 +188,8 @@ def refuse_split_experts(buckets: Sequence[Bucket]) -> None:
 
 
 class StateMismatch(ValueError, RuntimeError):
-    """A state does not fit the model; torch raises RuntimeError for it, the rest of the engine ValueError."""
+    """A state does not fit the model: names are missing or unexpected, or shapes differ. Nothing was loaded. It is a
+    RuntimeError, as torch raises, and a ValueError."""
 
 
 def check_fit(pairs: Sequence[tuple[str, Tensor, Tensor]], missing: Sequence[str], unexpected: Sequence[str]) -> None:

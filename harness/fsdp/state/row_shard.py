@@ -60,9 +60,10 @@ class _Ranks:
 
 
 class RowShard(DTensor):
-    """This rank's rows of its portion of a tensor, shape [rows here, *rest]; `shape` is the whole tensor's.
+    """A DTensor with this rank's rows of a tensor, local shape [rows here, *rest]. Its `shape` is the whole tensor's.
 
-    Made by `RowShard.of`. Shares memory with what it was made of: DCP loads straight into it.
+    It is made by `RowShard.of` and shares the memory of the rows it was made of, so torch's distributed checkpoint
+    loads in place.
     """
 
     _rows: tuple[tuple[int, int], ...]
@@ -103,7 +104,7 @@ class RowShard(DTensor):
         return _wrap(local, spec, tuple(rows), _Ranks(group, tensor_group), place, portion)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
-        """The whole tensor, a copy on the device it lies on. *Collective* among the ranks that share it.
+        """The whole tensor, as a copy on the same device. *Collective* among the ranks that share it.
 
         Raises:
             RuntimeError: it is a counter, and this rank has no row of its parameter.
@@ -290,7 +291,7 @@ def _placements(
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, over its memory; any other tensor itself."""
+    """This rank's local part of a DTensor, sharing its memory. Any other tensor is returned as it is."""
     held: Any = tensor.detach()
     return held.to_local() if isinstance(held, DTensor) else tensor.detach()
 

@@ -84,7 +84,8 @@ class Access(Enum):
 
 
 class ReleasedWeightError(RuntimeError):
-    """Something would read or write values of a weight of which this rank holds a part only."""
+    """An operation would read or write a weight that is not gathered, so that this rank holds only a part of it. The
+    message names parameter, unit and operation."""
 
 
 def class_for(own: type, access: Access) -> type:

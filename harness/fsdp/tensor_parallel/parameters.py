@@ -23,18 +23,18 @@ EDITS = "_fsdp_edits"
 
 
 class UnknownPlan(ValueError):
-    """A parameter is cut in a way that is no tensor parallelism over the axis that was given."""
+    """A parameter is split in a way that the engine does not support as tensor parallelism over the given axis."""
 
 
 def portion_of(name: str, param: Tensor, group: dist.ProcessGroup | None) -> Portion:
-    """What this rank has of a parameter: of a DTensor what its placement says; of a plain one that bears Megatron's
-    marks (`tensor_model_parallel`, `partition_dim`), what these say; of any other, all of it.
+    """Which portion of a parameter this rank holds. A DTensor's placement tells it; Megatron's marks
+    (`tensor_model_parallel`, `partition_dim`) tell it for a plain parameter that has them. Any other is whole.
 
     Args:
         group: ranks of the tensor-parallel axis; None without one.
 
     Raises:
-        UnknownPlan: a DTensor over other ranks, or neither replicated nor cut along one dimension as torch.chunk does.
+        UnknownPlan: a DTensor over other ranks, or neither replicated nor split along one dimension as by torch.chunk.
     """
     shape = tuple(param.shape)
     rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
@@ -166,7 +166,7 @@ def real(param: nn.Parameter, values: Tensor) -> nn.Parameter:
 
 
 def cut_portion(portion: Portion, value: Tensor) -> Tensor:
-    """This rank's portion of a whole parameter; of what has the portion's shape already, itself.
+    """This rank's portion of a whole parameter. A tensor that already has the portion's shape is returned as it is.
 
     Raises:
         ValueError: it has neither shape.
@@ -181,7 +181,7 @@ def cut_portion(portion: Portion, value: Tensor) -> Tensor:
 
 
 def join_portions(portion: Portion, value: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The whole parameter of every rank's portion, in any dtype. *Collective* over the axis where it is cut.
+    """Assemble the whole parameter from every rank's portion; any dtype. *Collective* over the axis if it is split.
 
     Args:
         value: this rank's portion. group: ranks of the axis.

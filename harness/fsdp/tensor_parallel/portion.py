@@ -20,10 +20,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Portion:
-    """A parameter on one rank of an axis.
+    """The portion of a parameter that one rank of the tensor-parallel axis holds.
 
-    shape: of the whole parameter. dim: the dimension that is cut, as `torch.chunk` cuts it (torch's `Shard(dim)`); None
-    where every rank has all of it. rank, size: this rank's place on the axis, and how many there are.
+    shape: shape of the whole parameter. dim: the dimension that is split, as by `torch.chunk` (torch's `Shard(dim)`);
+    None if every rank holds the whole parameter. rank, size: this rank's place on the axis, and its number of ranks.
     """
 
     shape: Shape

@@ -43,7 +43,7 @@ def _has_stepped(state: Mapping[str, object]) -> bool:
 
 
 def steps_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
-    """Whether a class of optimizer is known to update each element on its own, or says that it does."""
+    """Whether an optimizer class is known, or declares (`elementwise`), to update each element independently."""
     return _steps_as_torch_does(kind) or bool(getattr(kind, "elementwise", False))
 
 

@@ -30,12 +30,12 @@ ENTRIES: dict[type[torch.optim.Optimizer], dict[str, str]] = {
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Give every parameter the state torch would create in its first step: zeros, and a step count of 0.
+    """Create the optimizer state that torch would create in the first step: zeros, and a step count of 0.
 
-    State then has the same keys and bytes before the first step as after it, and the first update is unchanged.
+    The state then has the same keys and bytes before and after the first step, and the first update is unchanged.
 
     Raises:
-        NotImplementedError: it begins with something that no state made before the first gradient can say.
+        NotImplementedError: the optimizer's state depends on the first gradient.
     """
     if any(map(begins_with_gradient, optimizer.param_groups)):
         raise NotImplementedError(
@@ -61,8 +61,8 @@ def create_state_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) 
 
 
 def entries_of(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of what an optimizer keeps of every parameter: as its attribute `entries` declares, or, of one of torch's
-    (AdamW is an Adam to it), as the table has it; of others nothing is known."""
+    """Names of the state tensors that an optimizer keeps for every parameter. They come from its attribute `entries`,
+    or from a table of torch's optimizers. For other optimizers nothing is known, and the result is empty."""
     declared = getattr(optimizer, "entries", None)
     if declared is not None:
         return tuple(declared)

@@ -25,7 +25,8 @@ DECOUPLED = "decoupled_grad"
 
 
 class FlatPieceError(RuntimeError):
-    """Something used a tensor of `optimizer.param_groups` as if it were a parameter."""
+    """An operation between steps used values of a tensor of `optimizer.param_groups`, which is a flat piece of this
+    rank's main weights and no parameter."""
 
 
 class FlatPiece(Tensor):

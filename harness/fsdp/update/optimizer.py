@@ -27,18 +27,19 @@ from harness.fsdp.vocabulary import Numerics
 
 
 class ShardedOptimizer:
-    """Ties torch optimizers to the flat buffers of one model on one rank: one, or several over disjoint parameters.
+    """Makes torch optimizers update this rank's flat buffers of one model: one optimizer, or several over disjoint
+    parameters.
 
     Args:
         optimizer: built over the module's own parameters; its groups are rewritten in place.
-        buckets: in model order.
-        decoupled: optimizers read `decoupled_grad`; one of torch's own would find no gradient and do nothing.
-        steps_unused: it updates parameters without a gradient as if that were zero.
+        buckets: the model's buckets, in model order.
+        decoupled: give gradients as `decoupled_grad`, which torch's own optimizers do not read.
+        steps_unused: update parameters without a gradient as if their gradient were zero.
 
     Raises:
         TypeError: the optimizer needs whole tensors.
-        ValueError: it updates a parameter that is not the module's, or that an optimizer updates already, or it has
-            taken a step already; or `numerics` promises bits that its update of 16-bit weights does not keep.
+        ValueError: it updates a parameter that is not the module's, or that another optimizer updates, or it has
+            already taken a step; or `numerics` promises bits that its update of 16-bit weights does not keep.
     """
 
     def __init__(
