@@ -50,21 +50,25 @@ INTRODUCTION = """# Which dtype a gradient really had at each station, for every
 *Reference. The dtype of a gradient at each station, as observed in the native engine on two ranks with two microbatches
 a step. Made by `python benchmarks/pages/dtype_table.py > docs/dtypes.md`.*
 
-Every entry was observed; none is copied from the policy. Observed were the compute of the forward, what *encode* was
-given, the messages, the additions between ranks, the buffer that keeps the sum, and the tensors the optimizer stepped.
-`tests/fsdp/test_dtype_table.py` fails when this page is not what the engine does.
+Every entry was observed; none is copied from the policy. Observed were the dtypes of the weights in the forward, of the
+gradient before *encode* (the cast to the wire's dtype), of the messages, of the additions between ranks, of the buffer
+that stores the sum, and of the tensors that the optimizer updated. `tests/fsdp/test_dtype_table.py` fails if this page
+differs from what the engine does.
 
-- Under `no_shard` and `optim` microbatches add up in the main gradient's dtype before anything is sent; under
-  `optim_grads` and `optim_grads_params` autograd writes each microbatch in the wire's dtype.
-- Ranks are summed one after the other, in rank order, every partial sum rounded to the running sum's dtype; the result
-  is rounded once to the main gradient's dtype, also where it is added to earlier microbatches.
-- An all-reduce carries gradients in the wire's dtype and sums in the main gradient's.
-- Gradients are divided once, after the last sum: a 16-bit wire or sum must hold them undivided.
-- `fp8_*` and `mxfp8*` are policies of the projections of attention and feed-forward alone; embedding, head, norms and
-  routers are as under `bf16`. Of what such a layer multiplies, activations and weights are e4m3, gradients e5m2 under
-  `fp8_current` and `fp8_delayed` and e4m3 under the others; each product is summed in fp32 and rounded once, to bf16.
-  Weights that the table has as e4m3 are kept and gathered so, one byte each; under `mxfp8` each use quantizes them.
-- `numerics=ordered` with 16-bit main weights needs AdamW: other updates round by where a shard ends.
+- Under `no_shard` and `optim` microbatches are summed in the main gradient's dtype before anything is sent. Under
+  `optim_grads` and `optim_grads_params` autograd writes the gradient of each microbatch in the wire's dtype.
+- Ranks are summed in rank order, and every partial sum is rounded to the running sum's dtype. The result is rounded
+  once to the main gradient's dtype, also if it is added to earlier microbatches.
+- An all-reduce has two legs: the first sends gradients in the wire's dtype, the second sends sums in the main
+  gradient's dtype.
+- Gradients are divided once, after the last sum. So a 16-bit wire or sum must be able to hold undivided gradients.
+- `fp8_*` and `mxfp8*` apply only to the projections of attention and feed-forward. Embedding, head, norms and routers
+  are as under `bf16`. In such a layer, activations and weights are multiplied as e4m3, and gradients as e5m2 under
+  `fp8_current` and `fp8_delayed` and as e4m3 under the others. Each product is summed in fp32 and rounded once, to
+  bf16. Weights that are e4m3 in the table are stored and gathered as e4m3, one byte each. Under `mxfp8` each use
+  quantizes them.
+- `numerics=ordered` with 16-bit main weights needs AdamW, because the rounding of other updates depends on where a
+  shard ends.
 """
 NAMES = {dtype: short.name for short, dtype in TORCH_DTYPES.items()} | {torch.float8_e4m3fn: "e4m3"}
 
