@@ -67,7 +67,7 @@ CHECKS = {
     "weights given those before": "whether the distance of weights jumps from one step to the next",
     "weights at the end": "the distance of the final weights against the most that both runs can move",
     "weights at the end, sketched": "the same from sketches, if whole weights were too large to keep",
-    "weights at the end follow": "whether the weights before the last captured update, plus that update, are the final ones",
+    "weights at the end follow": "whether the final weights are those before the last captured update, plus it",
     "loss given the weights": "whether losses differ by more than the gradient times the weights' distance",
     "output of a module": "in 16 bits, at step 1: each module's output; with equal shapes all bits must agree",
     "loss given the logits": "equal logits must have the same loss",
