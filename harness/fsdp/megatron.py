@@ -77,15 +77,16 @@ class MegatronModel(ShardedModel):
         super().finish_grad_sync()
 
     def start_grad_sync(self, *_: Any) -> None:
-        """Nothing is left to start: a backward issues its reductions itself, unit by unit.
+        """Does nothing but check: a backward issues its own reductions, unit by unit.
 
         Raises:
-            StepError: a RuntimeError: a backward runs; or the last one ran inside `no_sync`, so that none was issued.
+            StepError: a RuntimeError. A backward is running; or the last one ran inside `no_sync`, so that no reduction
+                was issued.
         """
         self._outside_backward(Call.finish_grad_sync)
 
     def synchronize_gradient_reduce(self) -> None:
-        """Wait for the reductions that backwards have issued. Sums are scaled by `finish_grad_sync`, not yet.
+        """Wait for the reductions that backwards have issued. Sums are not scaled yet; `finish_grad_sync` scales them.
 
         Raises:
             StepError: as `start_grad_sync`.
@@ -115,7 +116,8 @@ class MegatronModel(ShardedModel):
                 free(weight)
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Finish the gradients and multiply them by a factor, the same on all ranks; without a backward there are none.
+        """Finish the gradients and multiply them by a factor, which must be the same on all ranks. Without a backward
+        nothing happens.
 
         Raises:
             StepError: as `finish_grad_sync`.
@@ -132,17 +134,18 @@ class MegatronModel(ShardedModel):
     # -- weights -------------------------------------------------------------------------------------------------
 
     def install_optimized_model_weights(self) -> None:
-        """See `install_weights`: what `step(install_optimized_model_weights=False)` leaves to be done."""
+        """See `install_weights`. Call it after `step(install_optimized_model_weights=False)`."""
         self.install_weights()
 
     def start_param_sync(self, *_: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
-        """Begin the gathers that the next forward begins with; it does so itself otherwise.
+        """Start the gathers that the next forward would start itself.
 
         Args:
-            force_dispatch: what is done in any case.
+            force_sync: must be False.
+            force_dispatch: has no effect, because gathers are always dispatched.
 
         Raises:
-            NotImplementedError: `force_sync`: it would have the whole model on every rank.
+            NotImplementedError: `force_sync` is set; it would gather the whole model on every rank.
             RuntimeError: inside the model's forward or backward.
         """
         if force_sync:
@@ -153,9 +156,9 @@ class MegatronModel(ShardedModel):
         self._parts.whole.start()
 
     def synchronize_param_gather(self) -> None:
-        """Wait until no gather of weights is under way, on this rank and on those that take from it.
+        """Wait until no gather of weights is in flight on this rank and on the ranks that read from it.
 
-        What was fetched ahead is gathered again when it is used.
+        Units that were gathered ahead are dropped, and gathered again when they are used.
 
         Raises:
             RuntimeError: inside the model's forward or backward.
@@ -163,8 +166,8 @@ class MegatronModel(ShardedModel):
         self._parts.whole.settle()
 
     def broadcast_params(self) -> None:
-        """Let weights of which several ranks have a copy be what the first of these has, its edits included. Effective
-        in the next forward. What one rank alone has (its shard under `optim_grads_params`) stays.
+        """Set weights that several ranks hold to the first rank's values, including its edits. This takes effect in the
+        next forward. Weights that only one rank holds (its shard under `optim_grads_params`) do not change.
 
         Raises:
             RuntimeError: inside `gathered`.
@@ -199,11 +202,13 @@ class MegatronModel(ShardedModel):
             self._set_policy(before)
 
     def reset_mixed_precision_policy(self, mixed_precision_policy: MixedPrecisionPolicy) -> None:
-        """Take another policy's `grad_comm_dtype`, between two steps; its other fields are the model's or defaults.
+        """Use another policy's `grad_comm_dtype` from now on. Its other fields must be the model's or defaults. Call it
+        between two steps.
 
         Raises:
-            NotImplementedError: another field is neither; or buffers of a fixed size were made for the dtype.
-            StepError: a RuntimeError: gradients are there that are not finished.
+            NotImplementedError: another field differs; or buffers of fixed size were made for the present dtype
+                (`double_buffer`, `nccl_ub`).
+            StepError: a RuntimeError. There are gradients that are not finished.
             ValueError: the dtypes do not go together.
         """
         if self.options.double_buffer or self.options.nccl_ub is not Registration.none:

@@ -32,33 +32,35 @@ class StatefulModule(ModuleWrapper):
     """None until an optimizer is bound."""
 
     def gathered(self, wanted: Wanted | Iterable[Wanted] | None = None) -> AbstractContextManager[None]:
-        """Have parameters whole in the body, in their compute dtype: to be read, and edited in place. *Collective.*
+        """Context with parameters gathered, in their compute dtype, to be read or edited in place. *Collective.*
 
-        Edits count when the body ends, under every strategy; all ranks must make the same. Between uses whole weights
-        (`no_shard`, `optim`, `optim_grads`) may be read and edited outside as well. Takes the memory of the units they
-        lie in.
+        Edits take effect when the body ends, under every strategy; all ranks must make the same edits. Under
+        `no_shard`, `optim` and `optim_grads` weights may also be read and edited outside. It takes the memory of the
+        units that are gathered.
 
         Args:
             wanted: a module, a parameter, the name of either, or several of them; None is the whole model.
 
         Raises:
-            ValueError: it is not the model's; or double_buffer has no room for so many units.
+            ValueError: `wanted` is not part of the model; or double_buffer has no room for so many units.
             RuntimeError: inside the model's forward or backward; or a module or parameter was replaced in the body.
-            ReplicaDrift: ranks edited differently.
+            ReplicaDrift: ranks made different edits.
         """
         return self._parts.whole.gathered(wanted)
 
     def full_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Main weights by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
+        """Yield the name and the whole main weight of each parameter, on the CPU. *Collective*: exhaust it on all
+        ranks."""
         return self._state.full_weights()
 
     def full_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Finished gradients by parameter name, whole, on the CPU. *Collective*; run it to its end on all ranks."""
+        """Yield the name and the whole finished gradient of each parameter, on the CPU. *Collective*: exhaust it on all
+        ranks."""
         return self._state.full_gradients()
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """This rank's part of every main gradient, by parameter name: the rows that it has of `sharded_state()`'s
-        weights, over the engine's own memory; none of frozen parameters. Ends the step's reductions, gathers nothing.
+        """This rank's rows of every main gradient, by parameter name, sharing the engine's memory. They are the rows
+        that `sharded_state()` has of the weights; frozen parameters are left out. Finishes the step's reductions.
 
         Raises:
             RuntimeError: a reduction failed, or there are no gradients of a step.
@@ -68,12 +70,12 @@ class StatefulModule(ModuleWrapper):
     def state_dict(  # type: ignore[override] # torch's has overloads for destinations
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Main weights as DTensors over the engine's own memory, and buffers that are saved as the first rank has them,
-        by all names torch gives them; and what modules say in `get_extra_state`. *Collective.*
+        """Main weights as DTensors that share the engine's memory, buffers with the first rank's values, and the
+        results of `get_extra_state`, under torch's names. *Collective.*
 
         Args:
-            destination: gets the entries, and is returned: so a module has them that holds the sharded model.
-            prefix: of the names. keep_vars: what is given is detached in either case.
+            destination: dictionary that gets the entries and is returned; None: a new one.
+            prefix: prefix of the names. keep_vars: has no effect; tensors are always detached.
 
         Raises:
             NotImplementedError: ranks hold different experts under one name.
@@ -95,23 +97,24 @@ class StatefulModule(ModuleWrapper):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> _IncompatibleKeys:
-        """Take weights and buffers: whole tensors or DTensors, by the names of `state_dict`. Effective in the very next
-        forward. Gradients wait for their step, and names that one side lacks are returned, as in torch. *Collective.*
+        """Load weights and buffers, given as whole tensors or DTensors by the names of `state_dict`. They take effect
+        in the next forward. As in torch, gradients are kept, and missing and unexpected names returned. *Collective.*
 
         Raises:
             StateMismatch: a ValueError and a RuntimeError: with `strict` a name is missing or unexpected; or a shape
                 differs. Nothing was loaded.
-            ValueError: `assign`, which would replace the storage.
+            ValueError: `assign` is set, which would replace the storage.
         """
         if assign:
             raise ValueError("assign=True would replace flat storage that optimizer and collectives use: load in place")
         return self._state.load_state_dict(state_dict, strict=strict)
 
     def sharded_state(self) -> ShardedState:
-        """Weights and optimizer state by the module's own names, over the engine's own memory; for any layout.
+        """Weights and optimizer state by the module's own names, sharing the engine's memory. It can be loaded into any
+        layout.
 
-        What is written into it counts from `adopt_state` on. An optimizer that has not been stepped has no state yet:
-        `harness.fsdp.update.blank.create_state` makes it.
+        Values written into it take effect with `adopt_state`. An optimizer that has not taken a step has no state yet;
+        `harness.fsdp.create_state` creates it.
 
         Raises:
             NotImplementedError: ranks hold different experts under one name.
@@ -119,8 +122,7 @@ class StatefulModule(ModuleWrapper):
         return self._state.sharded_state(self._sharded_optimizer)
 
     def adopt_state(self, state: ShardedState) -> None:
-        """Make what was written into `sharded_state` effective in the very next forward; forget gradients.
-        *Collective.*
+        """Let values written into `sharded_state` take effect in the next forward, and drop gradients. *Collective.*
 
         Raises:
             ValueError: counters differ between parameters that are updated together.
@@ -136,7 +138,7 @@ class StatefulModule(ModuleWrapper):
         return self._state.local_state(self._sharded_optimizer)
 
     def load_local_state(self, values: Mapping[str, Tensor]) -> None:
-        """Take `local_state` back, effective in the very next forward; forget gradients. *Collective.*
+        """Load the result of `local_state`, which takes effect in the next forward, and drop gradients. *Collective.*
 
         Raises:
             ValueError: it does not fit; nothing was loaded.
@@ -147,28 +149,28 @@ class StatefulModule(ModuleWrapper):
     # -- what it keeps and counts ----------------------------------------------------------------------------------
 
     def persistent_bytes(self) -> dict[str, int]:
-        """Bytes this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers; and
-        gradient_sums, where integers or another device keep these apart from the main gradients.
+        """Bytes that this rank keeps, by role: weights (compute, main), main_grads, optimizer, padding, buffers; and
+        gradient_sums, if these are integers or on another device, separate from the main gradients.
 
-        Between steps, from `zero_grad` to the next reduction, shards of main_grads are not there.
+        Between `zero_grad` and the next reduction, shards of main_grads are not allocated.
         """
         return self._parts.persistent_bytes(self.module, self._sharded_optimizer)
 
     def transport(self) -> dict[str, str]:
-        """How data moves between ranks here, with the reason where the faster way was asked for and not found."""
+        """How data moves between ranks, with the reason if a requested faster way is not available."""
         return self._parts.transport()
 
     def optimizer_kernels(self) -> list[str]:
-        """By parameter group, in the order they were bound: with which of torch's kernels it is stepped, and whether
-        the user or the engine has chosen them; see `harness.fsdp.update.kernels`."""
+        """For each parameter group, in the order of binding: which of torch's kernels updates it, and whether the user
+        or the engine chose that kernel; see `harness.fsdp.update.kernels`."""
         return [] if self._sharded_optimizer is None else self._sharded_optimizer.groups.kernels()
 
     def user_buffers(self) -> dict[str, str]:
-        """NCCL user buffers: requested, effective, and the reason where these differ."""
+        """State of NCCL user buffers: `requested`, `effective`, and the `reason` if they differ."""
         return self._parts.user_buffers.facts()
 
     def counters(self) -> dict[str, int]:
-        """What this rank counted since the model was built or `reset_counters` was called, by name:
+        """Counters of this rank since the model was built or `reset_counters` was called, by name:
 
         transient_peak_bytes: most bytes of temporary buckets (gathered weights, unreduced gradients) alive at once.
         gathered_units_peak: most units, the root apart, whose gathered weights took memory at once.
@@ -177,5 +179,5 @@ class StatefulModule(ModuleWrapper):
         return self._parts.counters()
 
     def reset_counters(self) -> None:
-        """Begin `counters` anew: peaks from what is alive now, totals from 0."""
+        """Reset `counters`: peaks to the current values, totals to 0."""
         self._parts.reset_counters()
