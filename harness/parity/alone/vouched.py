@@ -38,9 +38,11 @@ made of the same bits in the same shapes. Where kernels are the same too, as on 
 
 Half of that is allowed. In 16 bits and less, where e is some per cent, nothing is on a CPU: what differs at all is in
 doubt, and what is off by more than twice SAFETY SIGMAS roundings is refuted. A parameter that a forward uses twice may
-have its two gradients added in the compute dtype or in fp32, and lie one rounding off. An engine of one's own may have
-kernels of its own, and 8 bits may be made of weights that were cast before: these are refuted by e. Where routers
-choose, one choice that rounding turned changes an expert's gradient by anything, and nothing is refuted.
+have its two gradients added in the compute dtype or in fp32, and lie one rounding off. Wider dtypes are allowed SAFETY
+SIGMAS roundings there, 4e-7 in fp32, as products of unaligned memory may add in another order; refuted is as elsewhere.
+An engine of one's own may have kernels of its own, and 8 bits may be made of weights that were cast before: these are
+held to e. Where routers choose, one choice that rounding turned changes an expert's gradient by anything, and nothing
+is refuted.
 
 `drift` is held to the same. Both times it is one process and its plain model: on a CPU, what differs at all in any
 dtype is in doubt.
@@ -197,11 +199,14 @@ def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tu
     if name not in ONCE:
         return allowed, refuted
     on_cpu = run.config.get("cluster.device") == "cpu"
+    shared = run.config.get("engine.name") != "ext" and not arithmetic.fp8
+    rounded = SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute]
     if arithmetic.compute in SIXTEEN_BITS and on_cpu:
-        rounded = SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute]
         allowed = rounded if arithmetic.reused else EXACT
-        if run.config.get("engine.name") != "ext" and not arithmetic.fp8:
+        if shared:
             refuted = REFUTED * rounded
+    elif shared and on_cpu:
+        allowed = min(allowed, max(rounded, EXACT))
     if name == "drift" and on_cpu:
         allowed = EXACT
     if arithmetic.num_experts > 1:
