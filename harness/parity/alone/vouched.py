@@ -121,6 +121,14 @@ LOOKS = {
 }
 """What is looked at, by the stream's column."""
 
+TAKEN = Look(
+    LOOKS["norm"].check,
+    Stage.optimizer,
+    "the momentum took gradients with another factor than the one that clips",
+    since=Stage.clipping,
+)
+"""What `norm` says of SGD where the logged norm itself is right."""
+
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
     """Every step of a run against its own stream; nothing for a run that has none."""
@@ -159,14 +167,16 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     steps, beyond = np.minimum(rows + 1, run.length), rows >= run.length
     limit, most = bounds(name, run, stream, arithmetic)
     allowed, refuted = np.full(len(rows), limit), np.full(len(rows), most)
+    taken = ~beyond & _taken_otherwise(run, stream, steps) if name == "norm" else np.zeros(len(rows), dtype=bool)
     found = []
-    for part, check, wrong in (
-        (~beyond, look.check, look.wrong),
-        (beyond, "weights after the last step", "changed after the last update"),
+    for part, look in (
+        (~beyond & ~taken, look),
+        (taken, TAKEN if run.config.get("optimizer.clip_norm") is not None else replace(TAKEN, since=None)),
+        (beyond, replace(look, check="weights after the last step", wrong="changed after the last update")),
     ):
-        note = f"in {run.name}, {wrong}"
+        note = f"in {run.name}, {look.wrong}"
         series = Series(
-            check,
+            look.check,
             look.stage,
             steps[part],
             values[rows][part],
@@ -176,6 +186,21 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
             note,
         )
         found += series.findings(_named(stream, name, rows[part]))
+    return found
+
+
+def _taken_otherwise(run: Record, stream: Stream, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Steps whose logged norm is right, of SGD: what is wrong is the factor with which gradients entered the momentum,
+    and dampening makes the same of them as another clipping."""
+    import numpy as np
+
+    if run.config.get("optimizer.name") != "sgd":
+        return np.zeros(len(steps), dtype=bool)
+    logged = np.array(run.series("grad_norm"), float)[steps - 1]
+    whole, said = (stream.column(name)[steps - 1] for name in ("reduced_squares", "norm"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own = np.abs(logged - np.sqrt(whole)) / np.sqrt(whole)
+    found: NDArray[np.bool_] = own < said / 2
     return found
 
 
