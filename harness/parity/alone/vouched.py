@@ -169,20 +169,20 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     allowed, refuted = np.full(len(rows), limit), np.full(len(rows), most)
     taken = ~beyond & _taken_otherwise(run, stream, steps) if name == "norm" else np.zeros(len(rows), dtype=bool)
     found = []
-    for part, look in (
+    for part, said in (
         (~beyond & ~taken, look),
         (taken, TAKEN if run.config.get("optimizer.clip_norm") is not None else replace(TAKEN, since=None)),
         (beyond, replace(look, check="weights after the last step", wrong="changed after the last update")),
     ):
-        note = f"in {run.name}, {look.wrong}"
+        note = f"in {run.name}, {said.wrong}"
         series = Series(
-            look.check,
-            look.stage,
+            said.check,
+            said.stage,
             steps[part],
             values[rows][part],
             allowed[part],
             refuted[part],
-            look.since,
+            said.since,
             note,
         )
         found += series.findings(_named(stream, name, rows[part]))
