@@ -10,6 +10,7 @@ from typing import Any
 
 from harness.parity.power.score import Rate
 from harness.store.reading import read_json
+from harness.study.power import compose_all
 from harness.study.whole import ARMS, LATE, STEPS, WORLDS
 from harness.study.whole import pairs as pairs_of_study
 
@@ -50,10 +51,11 @@ Mended before this campaign was judged, for faults of others that it does not ha
 was zeroed passed, SGD's dampening was called clipping, a gradient 1e-5 too long passed in hot training.
 """
 
-LEFT = """A late forward or backward used to be UNDECIDED, and was missed four times against DDP in bf16 and in hot training. The
-recomputed last step now finds it in the run itself: DIFFERENT, where it still is wrong in that step. Where the stage is
-wrong: `same_batch` from step 1 on is placed in the forward, by its loss; `clipped_twice` in hot training in the
-optimizer, because the factor that SGD's momentum took is too small beside it to be read to the last bits.
+LEFT = """A late forward or backward used to be UNDECIDED, and was missed four times against DDP in bf16 and in hot
+training. The recomputed last step now finds it in the run itself: DIFFERENT, where it is still wrong in that step.
+UNDECIDED are a loss that is logged 1 % off and weak decay of gains. Where the stage is wrong: `same_batch` from step 1
+on is placed in the forward, by its loss; `clipped_twice` in hot training in the optimizer, because the gradient that
+SGD's momentum took is too small beside it to tell its factor to the last bits.
 Faults of precision that round what is rounded already and change no bit are not counted ({idle}).
 """
 
@@ -100,9 +102,10 @@ def _idle(parts: Iterable[Pairs]) -> str:
     return "; ".join(f"in {world}: {', '.join(sorted(names))}" for world, names in sorted(found.items())) or "none"
 
 
-def _runs() -> set[tuple[str, ...]]:
-    """The cells that all pairs of the study need, as overrides."""
-    return {cell for pair in pairs_of_study() for cell in (pair.arm, pair.control)}
+def _runs() -> set[str]:
+    """Signatures of the cells that all pairs of the study need."""
+    wanted = (cell for pair in pairs_of_study() for cell in (pair.arm, pair.control))
+    return {cell.signature for cell in compose_all(wanted).values()}
 
 
 def _acting(pairs: Pairs) -> Pairs:
