@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
+from harness.config.roundoff import SIXTEEN_BITS
 from harness.parity.alone import ending as own_ending
 from harness.parity.alone import optimizer, structure, vouched, witness
 from harness.parity.outcome import Finding, Grade, Outcome, Stage, Verdict, worst
@@ -168,7 +169,8 @@ class Judgement:
         steps = trajectory.check(self.arm, self.control, self.envelope, observed, span, whole=whole)
         kinds += [[f for f in kind if f.step == 1 or not self._is_certain(f.step)] for kind in steps]
         if self.parting is not None:
-            kinds += self.parting.check(self.certain)
+            wide = all(run.config["dtype.main_params"] not in SIXTEEN_BITS for run in (self.arm, self.control))
+            kinds += self.parting.check(self.certain, wide=wide)
         if self.certain:
             until = min(self.last, self.certain + 1)
             kinds += [parting.losses(self.arm, self.control, self.envelope, until, self.steady)]

@@ -7,6 +7,7 @@ gradient is, given the weights) of each tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,10 @@ def jumps(found: Apart, steady: int = STEPS, envelope: Envelope = ENVELOPE) -> d
     return beyond(found, apart.gradient_jumps(found, found.local, envelope, steady))
 
 
-def strides(found: Apart, kick: float = 1e-9) -> dict[int, str]:
-    """Steps at which weights jump."""
-    return beyond(found, apart.weight_jumps(found, Kick(kick, kick)))
+def strides(found: Apart, kick: float = 1e-9, steady: int = STEPS, gradients: float = 0.0) -> dict[int, str]:
+    """Steps at which weights jump, with gradients so many times as far apart as they are."""
+    found = replace(found, local=gradients * found.local, reduced=gradients * found.reduced)
+    return beyond(found, apart.weight_jumps(found, Kick(kick, kick), steady))
 
 
 def beyond(found: Apart, jump: Jump) -> dict[int, str]:
@@ -145,6 +147,15 @@ CLAIMS: dict[str, tuple[Callable[[], dict[int, str]], dict[int, str]]] = {
         {},
     ),
     "weights of one tensor 100 times as far": (lambda: strides(parted(_one_tensor(100), {})), {9: NAMES[2]}),
+    "the same, where a gradient was as far": (
+        lambda: strides(parted(_one_tensor(1000), {(9, 1): 1e4}), gradients=1.0),
+        {},
+    ),
+    "the same, where training is not stable": (lambda: strides(parted(_one_tensor(1000), {}), steady=4), {}),
+    "weights that were equal, in training that is not stable": (
+        lambda: strides(parted([0.0] * 8 + [1e-3] * 4, {}), steady=4),
+        {9: NAMES[0]},
+    ),
     "the kick of an update": (lambda: strides(parted([1e-9] + [1e-5] * 11, {}), kick=1e-3), {}),
     "the first weights there are": (lambda: strides(parted([1e-5] * STEPS, {})), {}),
 }
@@ -316,7 +327,17 @@ MUTANTS: dict[str, Slip] = {
         "Weights before a step are taken to be those of the kept step before, however long ago",
     ),
     "no kick": Slip(
-        apart, "weight_jumps", "STRIDE * held + kick", "STRIDE * held", "What rounding makes of one update is a jump"
+        apart,
+        "weight_jumps",
+        "STRIDE * burst * held + kick",
+        "STRIDE * burst * held",
+        "What rounding makes of one update is a jump",
+    ),
+    "no gradient's kick": Slip(
+        apart, "weight_jumps", "push.given(gradients)", "push.weights", "Weights that a gradient moved have jumped"
+    ),
+    "one stride in hot training": Slip(
+        apart, "weight_jumps", "STRIDE * burst * held", "STRIDE * held", "Weights burst in no training"
     ),
     "the first weights are judged": Slip(
         apart, "weight_jumps", "np.full_like(largest[:1], np.inf)", "0 * largest[:1]", "The first step has no past"

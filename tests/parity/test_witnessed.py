@@ -322,7 +322,7 @@ MUTANTS: dict[str, tuple[Callable[[Witnessed], Iterator[str]], Slip]] = {
             parting,
             "weight_jumps",
             "",
-            lambda f: lambda found, push: f(replace(found, weights=0 * found.weights), push),
+            lambda f: lambda found, *rest: f(replace(found, weights=0 * found.weights), *rest),
             "Weights never jump",
         ),
     ),

@@ -38,9 +38,11 @@ made of the same bits in the same shapes. Where kernels are the same too, as on 
 
 Half of that is allowed. In 16 bits and less, where e is some per cent, nothing is on a CPU: what differs at all is in
 doubt, and what is off by more than twice SAFETY SIGMAS roundings is refuted. A parameter that a forward uses twice may
-have its two gradients added in the compute dtype or in fp32, and lie one rounding off. An engine of one's own may have
-kernels of its own, and 8 bits may be made of weights that were cast before: these are refuted by e. Where routers
-choose, one choice that rounding turned changes an expert's gradient by anything, and nothing is refuted.
+have its two gradients added in the compute dtype or in fp32, and lie one rounding off. Wider dtypes are allowed SAFETY
+SIGMAS roundings there, 4e-7 in fp32, as products of unaligned memory may add in another order; refuted is as elsewhere.
+An engine of one's own may have kernels of its own, and 8 bits may be made of weights that were cast before: these are
+held to e. Where routers choose, one choice that rounding turned changes an expert's gradient by anything, and nothing
+is refuted.
 
 `drift` is held to the same. Both times it is one process and its plain model: on a CPU, what differs at all in any
 dtype is in doubt.
@@ -119,6 +121,14 @@ LOOKS = {
 }
 """What is looked at, by the stream's column."""
 
+TAKEN = Look(
+    LOOKS["norm"].check,
+    Stage.optimizer,
+    "the momentum took gradients with another factor than the one that clips",
+    since=Stage.clipping,
+)
+"""What `norm` says of SGD where the logged norm itself is right."""
+
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
     """Every step of a run against its own stream; nothing for a run that has none."""
@@ -157,23 +167,40 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     steps, beyond = np.minimum(rows + 1, run.length), rows >= run.length
     limit, most = bounds(name, run, stream, arithmetic)
     allowed, refuted = np.full(len(rows), limit), np.full(len(rows), most)
+    taken = ~beyond & _taken_otherwise(run, stream, steps) if name == "norm" else np.zeros(len(rows), dtype=bool)
     found = []
-    for part, check, wrong in (
-        (~beyond, look.check, look.wrong),
-        (beyond, "weights after the last step", "changed after the last update"),
+    for part, said in (
+        (~beyond & ~taken, look),
+        (taken, TAKEN if run.config.get("optimizer.clip_norm") is not None else replace(TAKEN, since=None)),
+        (beyond, replace(look, check="weights after the last step", wrong="changed after the last update")),
     ):
-        note = f"in {run.name}, {wrong}"
+        note = f"in {run.name}, {said.wrong}"
         series = Series(
-            check,
-            look.stage,
+            said.check,
+            said.stage,
             steps[part],
             values[rows][part],
             allowed[part],
             refuted[part],
-            look.since,
+            said.since,
             note,
         )
         found += series.findings(_named(stream, name, rows[part]))
+    return found
+
+
+def _taken_otherwise(run: Record, stream: Stream, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """Steps whose logged norm is right, of SGD: what is wrong is the factor with which gradients entered the momentum,
+    and dampening makes the same of them as another clipping."""
+    import numpy as np
+
+    if run.config.get("optimizer.name") != "sgd":
+        return np.zeros(len(steps), dtype=bool)
+    logged = np.array(run.series("grad_norm"), float)[steps - 1]
+    whole, said = (stream.column(name)[steps - 1] for name in ("reduced_squares", "norm"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        own = np.abs(logged - np.sqrt(whole)) / np.sqrt(whole)
+    found: NDArray[np.bool_] = own < said / 2
     return found
 
 
@@ -197,11 +224,14 @@ def bounds(name: str, run: Record, stream: Stream, arithmetic: Arithmetic) -> tu
     if name not in ONCE:
         return allowed, refuted
     on_cpu = run.config.get("cluster.device") == "cpu"
+    shared = run.config.get("engine.name") != "ext" and not arithmetic.fp8
+    rounded = SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute]
     if arithmetic.compute in SIXTEEN_BITS and on_cpu:
-        rounded = SAFETY * SIGMAS * RMS * UNIT[arithmetic.compute]
         allowed = rounded if arithmetic.reused else EXACT
-        if run.config.get("engine.name") != "ext" and not arithmetic.fp8:
+        if shared:
             refuted = REFUTED * rounded
+    elif shared and on_cpu:
+        allowed = min(allowed, max(rounded, EXACT))
     if name == "drift" and on_cpu:
         allowed = EXACT
     if arithmetic.num_experts > 1:

@@ -28,8 +28,10 @@ K is taken over all tensors, of what lies above the rounding at step 1: a batch 
 tensor more than for others, and not always for the same. Gradients are held against the largest of their last `WINDOW`
 norms, because one that happens to cancel is not far off for that.
 
-Weights may jump too, where nobody saw the optimizer at work: beyond STRIDE times the farthest they were before, and
-four times what rounding makes of one update (`trajectory.kick` of its size).
+Weights may jump too: beyond STRIDE times the farthest they were before, and four times what one update makes of
+rounding and of the farthest gradient of that step (`trajectory.Kick.given`, of its size). A sample of elements cannot
+see what an optimizer does to a few others, as where a row of its moments was lost. Where the control is not stable the
+farthest counts `BURST` times: of weights that were equal until then, nothing but the update's rounding is left.
 """
 
 from __future__ import annotations
@@ -201,6 +203,10 @@ class Jump:
     observed: Float64
     allowed: Float64
 
+    def at(self, chosen: NDArray[np.bool_]) -> Jump:
+        """Only of these steps."""
+        return Jump(self.steps[chosen], self.tensors[chosen], self.observed[chosen], self.allowed[chosen])
+
 
 def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady: int) -> Jump:
     """Distances of gradients given those of the weights; see [Note: Jumps].
@@ -232,16 +238,19 @@ def gradient_jumps(found: Apart, distances: Float64, envelope: Envelope, steady:
     return _farthest(found, distances, DRAW * np.maximum(floors, JUMP * burst * held * before))
 
 
-def weight_jumps(found: Apart, push: Kick) -> Jump:
-    """Distances of weights after each kept step from the second on, against the farthest that they were before."""
+def weight_jumps(found: Apart, push: Kick, steady: int) -> Jump:
+    """Distances of weights after each kept step from the second on, against the farthest that they were before; see
+    [Note: Jumps]. `steady`: the last step at which the control is stable."""
     import numpy as np
 
     known = np.nan_to_num(found.weights, nan=0.0)
     typical = np.sqrt((known**2).mean(1, keepdims=True))
     largest = np.maximum.accumulate(np.maximum(known, typical))
     held = np.concatenate((np.full_like(largest[:1], np.inf), largest[:-1]))
-    kick = 4.0 * push.weights * np.nan_to_num(found.moved, nan=np.inf)
-    return _farthest(found, found.weights, DRAW * (STRIDE * held + kick))
+    gradients = np.nan_to_num(np.fmax(found.local, found.reduced), nan=0.0, posinf=np.inf).max(1, keepdims=True)
+    kick = 4.0 * push.given(gradients) * np.nan_to_num(found.moved, nan=np.inf)
+    burst = np.where(found.steps <= steady, 1.0, BURST)[:, None]
+    return _farthest(found, found.weights, DRAW * (STRIDE * burst * held + kick))
 
 
 def _farthest(found: Apart, distances: Float64, allowed: Float64) -> Jump:

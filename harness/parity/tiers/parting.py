@@ -1,10 +1,12 @@
 """How two runs part that both vouch for their steps: by chaos, each right given its own past, or by something else.
 
 Where every step of both runs was seen to be right, a difference between them is no difference of what they do. What the
-streams cannot see is the forward and the backward of a later step: that they compute the model. There two questions
-remain, and both are asked of what is known of the weights' distance D:
+streams cannot see is the forward and the backward of a later step: that they compute the model; and what an optimizer
+did to elements that nobody followed. There three questions remain, all asked of what is known of the weights' distance
+D:
 
     gradients  do they jump, given the weights?  (`apart`)
+    weights    do they jump, given those before?  (`apart`)
     losses     a loss differs by no more than its gradient along the way between the two: by the trapezoid rule
                L(a) - L(c) = (g(a) + g(c)) / 2 . (a - c), up to the third order, and so by at most the mean of the two
                gradients' norms times D. The factor SAFETY covers the third order and the error of D.
@@ -69,31 +71,35 @@ class Parting:
 
         return bool(self.found.steps[0] == 1 and not np.isnan(self.found.local[0]).all())
 
-    def check(self, certain: int) -> list[list[Finding]]:
+    def check(self, certain: int, *, wide: bool = True) -> list[list[Finding]]:
         """Every jump, a list a kind.
 
         Args:
-            certain: the last step up to which both were seen to be right: what their weights do follows from gradients.
+            certain: the last step up to which both were seen to be right; weights are asked for up to there, and as
+                long as the control is stable.
+            wide: whether main weights are kept in more than 16 bits, so that what two updates differ by is not what
+                their storage makes of them. Where not, weights are asked for after `certain` alone.
         """
+        import numpy as np
+
         local = gradient_jumps(self.found, self.found.local, self.envelope, self.steady)
         reduced = gradient_jumps(self.found, self.found.reduced, self.envelope, self.steady)
-        weights = weight_jumps(self.found, self.push)
+        weights = weight_jumps(self.found, self.push, self.steady)
+        asked = np.where(weights.steps <= certain, wide, weights.steps <= self.steady)
         seen, after = bool(len(local.steps)), Stage.clipping if len(reduced.steps) else Stage.forward
         kinds = [
             self._graded(GIVEN.format("local gradient"), local, Stage.gradient, Stage.forward),
             self._graded(
                 GIVEN.format("gradient"), reduced, Stage.reduction, Stage.reduction if seen else Stage.forward
             ),
-            self._graded(WEIGHTS, weights, Stage.optimizer, after, certain, self.steady),
+            self._graded(WEIGHTS, weights.at(asked), Stage.optimizer, after),
         ]
         return [kind for kind in kinds if kind]
 
-    def _graded(
-        self, check: str, jump: Jump, stage: Stage, since: Stage, certain: int = 0, last: float = math.inf
-    ) -> list[Finding]:
+    def _graded(self, check: str, jump: Jump, stage: Stage, since: Stage) -> list[Finding]:
         import numpy as np
 
-        judged = (jump.steps <= last) & (jump.steps > max(certain, int(self.first_captured)))
+        judged = jump.steps > int(self.first_captured)
         steps, observed, allowed = jump.steps[judged], jump.observed[judged], jump.allowed[judged]
         series = Series(
             check,

@@ -59,6 +59,15 @@ class Kick:
 
     loss: float
     weights: float
+    signs: bool = True
+    """Whether an update is a sign, as Adam's first is, which flips where a gradient is small."""
+
+    def given(self, gradients: Float64) -> Float64:
+        """Of weights, where gradients are seen to be so far apart at a step; no less than without that."""
+        import numpy as np
+
+        moved = np.minimum(1.0, 2 * np.sqrt(2 * gradients / math.pi)) if self.signs else 2 * gradients
+        return np.maximum(self.weights, moved)
 
 
 def kick(envelope: Envelope, optimizer: str, observed: float | None) -> Kick:
@@ -70,7 +79,7 @@ def kick(envelope: Envelope, optimizer: str, observed: float | None) -> Kick:
     """
     rho = max(2 * (observed or 0.0), _fresh(envelope), 0.0 if observed is not None else envelope.distance)
     if optimizer == "sgd":
-        return Kick(rho, rho)
+        return Kick(rho, rho, signs=False)
     return Kick((1 + 4 / math.pi) * rho, min(1.0, 2 * math.sqrt(rho / math.pi)))
 
 
