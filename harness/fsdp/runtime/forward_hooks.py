@@ -22,6 +22,7 @@ from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.graph import Passed, PassedInputs, direct_tensors, replaced, tensors_with_grad
 from harness.fsdp.runtime.handed_on import watch_kept, without_weights
 from harness.fsdp.runtime.refusals import refuse_dtensors, refuse_forward_mode, refuse_transforms
+from harness.fsdp.runtime.stale_views import explain_stale_view
 from harness.fsdp.runtime.step import Step
 from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
@@ -183,6 +184,7 @@ class ForwardHooks:
 
     def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
         """A forward is over, also by an exception."""
+        explain_stale_view(buckets_of(self.units), unit.name)
         if not self.step.in_backward:
             if self._passed[unit.name]:
                 self._passed[unit.name].pop()

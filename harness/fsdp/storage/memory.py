@@ -3,7 +3,7 @@
 [Note: Freed storage] A gathered bucket is one tensor whose storage is emptied on release and filled again before the
 next use. Tensors that autograd saved in the forward are views of that storage, so the backward finds the gathered
 weights in them without holding memory in between. While a unit is released its parameters point at one NaN, expanded
-to their shape: reading a released weight gives NaN in the right shape, never a stray address.
+to their shape, and neither that nor the emptied storage can be read; see [Note: Barred storage].
 
 [Note: Double buffer] With fixed buffers nothing is allocated after the first step: the gathered weights of all units
 but the root's lie in two buffers, those of even and of odd units, each as large as its largest unit. A unit has the
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
+from harness.fsdp.storage.barred import BAR, bar, exchange, forbid
 
 ALIGN_BYTES = 256
 """Places in a shared buffer begin on multiples of this."""
@@ -82,7 +83,8 @@ class BucketMemory:
     def empty(self, bucket: Tensor) -> None:
         """Take the storage of a bucket that was just made: it never was in use."""
         if id(bucket) not in self._placed:
-            bucket.untyped_storage().resize_(0)
+            setattr(bucket, BAR, bar(self.device) if bucket.numel() else None)
+            _empty(bucket)
 
     def persistent(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Zeros that stay, shape [numel]."""
@@ -115,8 +117,11 @@ class BucketMemory:
                 )
             shared.holders.add(id(bucket))
             return
+        storage = bucket.untyped_storage()
+        if (barred := getattr(bucket, BAR, None)) is not None:
+            exchange(storage, barred)
         with self.allocating():
-            bucket.untyped_storage().resize_(bucket.numel() * bucket.itemsize)
+            storage.resize_(bucket.numel() * bucket.itemsize)
         self._count(bucket)
 
     def is_filled(self, bucket: Tensor) -> bool:
@@ -165,9 +170,10 @@ class BucketMemory:
         if shared is not None:
             shared.holders.discard(id(bucket))
             return
-        storage = bucket.untyped_storage()
-        self.live_bytes -= storage.nbytes()
-        storage.resize_(0)
+        nbytes = bucket.untyped_storage().nbytes()
+        if nbytes:
+            self.live_bytes -= nbytes
+            _empty(bucket)
 
     def renew(self, bucket: Tensor) -> bool:
         """Give a bucket other storage where its own cannot be emptied any more, because numpy has seen it and may hold
@@ -229,6 +235,19 @@ def _reshaped(bucket: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=bucket.device).set_(bucket.untyped_storage(), 0, (numel,), (1,))
 
 
+def _empty(bucket: Tensor) -> None:
+    """Take the memory of a bucket's storage."""
+    storage = bucket.untyped_storage()
+    storage.resize_(0)
+    if (barred := getattr(bucket, BAR, None)) is not None:
+        exchange(storage, barred)
+
+
 def placeholder(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A NaN of this shape that takes one element of memory; see [Note: Freed storage]."""
+    """A NaN of this shape that takes one element of memory."""
     return torch.full((), float("nan"), dtype=dtype, device=device).expand(shape)
+
+
+def unreadable(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of this shape that takes one element of memory, and whose values nothing may look for."""
+    return forbid(placeholder(shape, dtype, device))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.fsdp.storage.layout import BucketLayout
-from harness.fsdp.storage.memory import placeholder
+from harness.fsdp.storage.memory import unreadable
 from harness.fsdp.storage.parameter_access import HOME, Access, by_engine, class_for
 from harness.fsdp.tensor_parallel.parameters import Plain, handling_of
 
@@ -33,8 +33,8 @@ class ParameterViews:
         self._views: list[Tensor] = []
         """A view of the whole weight of each parameter, in order, with storage or without."""
         self._placeholders: list[Tensor] = []
-        self._pointed_at: list[tuple[int, torch.dtype]] = []
-        """Where the values of each lay when the parameters were last pointed at them, and their dtype."""
+        self._pointed_at: list[Tensor] = []
+        """What the parameters were last pointed at."""
         self._versions: list[int] = []
         for name, param in params:
             setattr(param, HOME, (name, unit))
@@ -42,7 +42,7 @@ class ParameterViews:
     def build(self, views: list[Tensor], device: torch.device) -> None:
         """Whole weights lie here from now on; parameters are what they were until `point`."""
         self.renew(views)
-        self._placeholders = [placeholder(view.shape, view.dtype, device) for view in views]
+        self._placeholders = [unreadable(view.shape, view.dtype, device) for view in views]
 
     def renew(self, views: list[Tensor]) -> None:
         """Whole weights have moved to these views; parameters are what they were until `point`."""
@@ -52,7 +52,7 @@ class ParameterViews:
     def point(self, *, is_whole: bool) -> None:
         """Let parameters be views of the whole weights; or released, and one NaN."""
         targets = self._views if is_whole else self._placeholders
-        self._pointed_at = [(each.data_ptr(), each.dtype) for each in targets]
+        self._pointed_at = targets
         for (_, param), handling, target in zip(self._params, self._handlings, targets, strict=True):
             handling.point(param, target)
         self.give(Access.free if is_whole else Access.released)
@@ -70,13 +70,12 @@ class ParameterViews:
     @by_engine
     def check_untouched(self) -> None:
         """Raise RuntimeError where somebody moved or cast a parameter after it was sharded."""
-        if self._bare and [(each.data_ptr(), each.dtype) for each in self._bare] == self._pointed_at:
+        if self._bare and all(map(_is_same, self._bare, self._pointed_at)):
             return
         each = zip(self._params, self._handlings, self._views, self._placeholders, strict=True)
         for (name, param), handling, view, nothing in each:
             values = handling.values(param)
-            here = values.data_ptr()
-            if values.dtype == view.dtype and (here == view.data_ptr() or here == nothing.data_ptr()):
+            if _is_same(values, view) or _is_same(values, nothing):
                 continue
             raise RuntimeError(
                 f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved or"
@@ -103,6 +102,11 @@ class ParameterViews:
         if now == self._versions:
             return []
         return [name for (name, _), was, count in zip(self._params, self._versions, now, strict=True) if was != count]
+
+
+def _is_same(values: Tensor, target: Tensor) -> bool:
+    """Whether values lie where `target` does, as it does. Nothing looks for them."""
+    return values.dtype == target.dtype and values.is_set_to(target)
 
 
 def views_of(bucket: Tensor, layout: BucketLayout) -> list[Tensor]:

@@ -1,0 +1,187 @@
+"""What uses values that are not there ends in an error, also where torch asks no class: nobody ends by a signal."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from harness.fsdp import fully_shard_model
+from harness.fsdp.runtime import forward_hooks
+from harness.fsdp.storage import barred, memory, parameter_views
+from tests.fsdp.checked import ZERO3, Mutant, holds, is_found, patched
+from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.test_habits import said
+from tests.support.mutants import each
+
+ANY = f"{'|'.join(barred.TORCHS_WORDS)}|released|not gathered"
+"""What torch says, or the engine."""
+
+USES: dict[str, Callable[[Tensor], Any]] = {
+    "torch.tensor": torch.tensor,
+    "a list of it": lambda view: torch.tensor([view.view(-1)[0]]),
+    "new_tensor": lambda view: torch.ones(1).new_tensor(view),
+    "torch.Tensor": lambda view: torch.Tensor(view).sum(),
+    "torch.asarray": lambda view: torch.asarray(view, copy=True),
+    "as_subclass": lambda view: view.as_subclass(Tensor).sum(),
+    "dlpack": torch.utils.dlpack.to_dlpack,
+    "numpy": lambda view: np.asarray(view.detach()),
+    "an edit": lambda view: view.detach().mul_(1),
+    "a product": lambda view: view.detach() @ torch.ones(6, 2),
+    "a nested one": lambda view: torch.nested.nested_tensor([view]),
+}
+
+
+class Capturing(nn.Module):
+    """Leaves what uses its weight later in a closure, and in a list that is nobody's attribute."""
+
+    def __init__(self, kept: list[Tensor], later: list[Callable[[], Tensor]]) -> None:
+        super().__init__()
+        self.linear, self.keep = nn.Linear(6, 6), (lambda view: (kept.append(view), later.append(lambda: view @ view)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keep(self.linear.weight.detach())
+        return self.linear(x)
+
+
+def made(strategy: str) -> tuple[Any, list[Tensor], list[Callable[[], Tensor]]]:
+    kept: list[Tensor] = []
+    later: list[Callable[[], Tensor]] = []
+    torch.manual_seed(0)
+    module = nn.Sequential(Capturing(kept, later), Capturing(kept, later))
+    return fully_shard_model(module, zero_dp_strategy=strategy, fsdp_unit_modules=[Capturing]), kept, later
+
+
+def unread(use: Callable[[], Any], strategy: str) -> list[str]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if strategy == ZERO3:
+            return said(use, ANY)
+        use()
+        return []
+
+
+def evaluating(rank: int, strategy: str) -> list[str]:
+    """Views that a program without a backward keeps, in closures too: refused while nothing is there."""
+    model, kept, later = made(strategy)
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    if told := unread(kept[0].data_ptr, strategy):  # before anything could end the process
+        return told
+    for view, closure in zip(kept, later, strict=True):
+        told += unread(closure, strategy)
+        for use in USES.values():
+            told += unread(partial(use, view), strategy)
+    return told
+
+
+def training(rank: int, strategy: str) -> list[str]:
+    """The same where a backward has read them, which trains as it does without them; right while they are there."""
+    model, kept, later = made(strategy)
+    plain, _, _ = made("no_shard")
+    for net in (model, plain):
+        net(torch.full((2, 6), 1.0 + rank)).square().sum().backward()
+    one, other = dict(model.full_gradients()), dict(plain.full_gradients())
+    told = [name for name in one if not torch.allclose(one[name], other[name])]
+    told += unread(kept[0].data_ptr, strategy)
+    if told:
+        return told
+    told += [wrong for use in USES.values() for wrong in unread(partial(use, kept[1]), strategy)]
+    with model.gathered():
+        told += [] if torch.equal(later[0](), kept[0] @ kept[0]) and kept[0].isfinite().all() else ["not there"]
+    return told
+
+
+def released_parameters(rank: int, strategy: str) -> list[str]:
+    """What C++ reads of a released parameter itself."""
+    model, _, _ = made(strategy)
+    told = []
+    for name, param in model.named_parameters():
+        uses = {n: u for n, u in USES.items() if name.endswith("weight") or n != "a product"}
+        for n, use in uses.items():
+            with torch.no_grad():
+                told += [f"{n}: {wrong}" for wrong in unread(partial(use, param), strategy)]
+    return told
+
+
+def named(rank: int, strategy: str) -> list[str]:
+    """A forward that uses such a view is told whose it is."""
+
+    class Later(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + sum(each().sum() for each in later)
+
+    kept: list[Tensor] = []
+    later: list[Callable[[], Tensor]] = []
+    model = fully_shard_model(
+        nn.Sequential(Later(), Capturing(kept, later)), zero_dp_strategy=strategy, fsdp_unit_modules=[Capturing]
+    )
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    try:
+        model(torch.ones(2, 6))
+    except RuntimeError as error:
+        notes = " ".join(getattr(error, "__notes__", []))
+        return [] if "parameter 1.linear.weight of unit 1" in notes and "clone()" in notes else [f"{error}: {notes}"]
+    return [] if strategy != ZERO3 else ["nothing is said"]
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {
+    check.__name__: check for check in (evaluating, training, released_parameters, named)
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_values_that_are_not_there_are_not_read(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+def test_a_torch_without_the_mark_empties_storage_as_before() -> None:
+    with mock.patch.object(barred, "can_bar", return_value=False):
+        tensor = memory.BucketMemory(torch.device("cpu")).transient(4, torch.float32)
+        there = memory.BucketMemory(torch.device("cpu"))
+        there.empty(tensor)
+        assert tensor.untyped_storage().nbytes() == 0
+        there.refill(tensor)
+        assert tensor.untyped_storage().nbytes() == 16
+        assert there.live_bytes == 16
+        there.free(tensor)
+        there.free(tensor)
+        assert there.live_bytes == 0
+
+
+MUTANTS = {
+    "memory is taken and no more": Mutant(
+        "A view that outlives its weights reads address zero", patched(memory, "bar", lambda device: None), "evaluating"
+    ),
+    "a bar stays": Mutant(
+        "Weights that are gathered again cannot be read through earlier views",
+        patched(memory.BucketMemory, "refill", lambda self, bucket: None),
+        "training",
+    ),
+    "a NaN stands in": Mutant(
+        "What C++ reads of a released parameter is NaN",
+        patched(parameter_views, "unreadable", memory.placeholder),
+        "released_parameters",
+    ),
+    "nobody is named": Mutant(
+        "A forward that uses a view of released weights is not told whose they are",
+        patched(forward_hooks, "explain_stale_view", lambda buckets, unit: None),
+        "named",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", each("The engine, by what programs read", [(name, m.breaks) for name, m in MUTANTS.items()])
+)
+def test_a_wrong_engine_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
