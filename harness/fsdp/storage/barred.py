@@ -2,7 +2,8 @@
 
 [Note: Barred storage] torch's kernels take a tensor's address without asking whether its storage still has memory: of
 one that was emptied they read address zero, and the process ends by a signal. But a storage has a mark, looked at
-wherever its address is taken, that makes this an error; and `_swap_data_ptr_` exchanges memory and mark of two. So every bucket that is emptied between uses has a *bar*: an empty storage with the mark, which takes the place of the
+wherever its address is taken, that makes this an error; and `_swap_data_ptr_` exchanges memory and mark of two. So
+every bucket that is emptied between uses has a *bar*: an empty storage with the mark, which takes the place of the
 memory while there is none. Whatever was made of the storage (a view in a closure, what C++ reads where Python is not
 asked) raises then, and is right again once the storage is filled. Some builds of torch have a function that sets the
 mark; in others it is set where it lies, between its two neighbours, for which all have functions. Where neither is
