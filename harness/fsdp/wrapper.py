@@ -28,6 +28,13 @@ from harness.fsdp.storage.whereabouts import refuse_unknown
 
 FORWARD_METHODS = ("generate",)
 """Methods that run a module's forward, or parts of it, known by name."""
+UNEVEN = ("join", "join_hook")
+"""What torch's DDP has for ranks with unequal numbers of batches."""
+_NOT_JOINABLE = (
+    "a sharded model is not Joinable (torch.distributed.algorithms.join.Join([model]), model.join()), since ranks hold"
+    " parts of each other's weights and gradients: have all ranks run the same number of batches, and one that has"
+    " no data left run any batch with its loss times 0; grad_divisor says what sums are divided by"
+)
 _MARK = "_sharded_by_harness"
 _PART = "_part_of_sharded"
 """Attribute of every part of a sharded module: a weak reference to the engine, and its path."""
@@ -69,6 +76,8 @@ class ModuleWrapper(nn.Module):
             return self._modules[name]
         if name.startswith("__") or "module" not in self.__dict__.get("_modules", ()):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name in UNEVEN and not hasattr(self._modules["module"], name):
+            raise AttributeError(f"{name}: {_NOT_JOINABLE}")
         return getattr(self._modules["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

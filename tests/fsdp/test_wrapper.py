@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 from harness.fsdp import ShardedModel, fully_shard_model, wrapper
 from harness.fsdp import construction as building
@@ -26,6 +27,7 @@ from harness.fsdp.runtime import abandoned, backward_hooks
 from harness.fsdp.wrapper import ModuleWrapper
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES, Block, Model, Pair, data, loss_of, shard
+from tests.fsdp.refusing import said
 from tests.support.mutants import each
 
 
@@ -217,8 +219,18 @@ def holding(rank: int, strategy: str) -> list[str]:
     return told + (["it has a length"] if hasattr(other_model, "__len__") or not other_model else [])
 
 
+def joining(rank: int, strategy: str) -> list[str]:
+    """Ranks with unequal numbers of batches are told what to do in place of torch's Join."""
+    model = fully_shard_model(nn.Linear(6, 6), zero_dp_strategy=strategy)
+    found = []
+    for use in (lambda: Join([model]), lambda: model.join()):  # type: ignore[list-item] # the mistake
+        found += said(use, AttributeError, "join", "not Joinable", "loss times 0")
+    model.module.join = lambda: "its own"
+    return found + ([] if model.join() == "its own" else ["the module's own is lost"])
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    each.__name__: each for each in (deleting, keeping, naming, crowding, holding)
+    each.__name__: each for each in (deleting, keeping, naming, crowding, holding, joining)
 }
 
 
@@ -229,6 +241,11 @@ def test_a_wrapper_is_as_its_module(strategy: str, check: str) -> None:
 
 
 MUTANTS = {
+    "nothing of Join": Mutant(
+        "torch's Join ends in an attribute that the module does not have",
+        lambda: mock.patch.object(wrapper, "UNEVEN", ()),
+        "joining",
+    ),
     "hooks keep the engine": Mutant(
         "Hooks hold what they call, so that module and engine keep each other",
         lambda: mock.patch.object(backward_hooks, "WeakHook", partial),
