@@ -55,6 +55,11 @@ def _check_part(path: str, part: nn.Module) -> None:
             f"{path} ({kind}) is wrapped by another data-parallel engine, which would reduce gradients too: shard the"
             " plain module"
         )
+    if isinstance(part, torch.jit.ScriptModule):
+        raise ValueError(
+            f"{path} ({kind}) is made by torch.jit.script or trace, which has no hooks that gather weights: shard the"
+            " plain module, and compile with torch.compile"
+        )
     if isinstance(part, TABLES) and part.sparse:
         raise ValueError(
             f"{path} ({kind}) has sparse=True, and flat buffers hold dense gradients alone: build it with sparse=False"

@@ -28,13 +28,29 @@ from harness.fsdp.storage.whereabouts import refuse_unknown
 
 FORWARD_METHODS = ("generate",)
 """Methods that run a module's forward, or parts of it, known by name."""
-UNEVEN = ("join", "join_hook")
-"""What torch's DDP has for ranks with unequal numbers of batches."""
 _NOT_JOINABLE = (
     "a sharded model is not Joinable (torch.distributed.algorithms.join.Join([model]), model.join()), since ranks hold"
     " parts of each other's weights and gradients: have all ranks run the same number of batches, and one that has"
     " no data left run any batch with its loss times 0; grad_divisor says what sums are divided by"
 )
+_SYNC = "of FSDP2: model.set_model_auto_sync(False) before all microbatches of a step but the last, or model.no_sync()"
+_GATHERS = "of FSDP2: hooks gather and release; `with model.gathered():` has weights whole in between; option prefetch"
+OF_OTHERS = {
+    "join": _NOT_JOINABLE,
+    "join_hook": _NOT_JOINABLE,
+    "set_requires_gradient_sync": _SYNC,
+    "set_is_last_backward": _SYNC,
+    "set_requires_all_reduce": _SYNC,
+    "unshard": _GATHERS,
+    "reshard": _GATHERS,
+    "set_reshard_after_forward": _GATHERS,
+    "set_reshard_after_backward": _GATHERS,
+    "set_modules_to_forward_prefetch": _GATHERS,
+    "set_modules_to_backward_prefetch": _GATHERS,
+    "set_gradient_divide_factor": "of FSDP2: grad_divisor of fully_shard",
+    "summon_full_params": "of FSDP1: `with model.gathered():`",
+}
+"""What torch's engines have on their models, and what to use here."""
 _MARK = "_sharded_by_harness"
 _PART = "_part_of_sharded"
 """Attribute of every part of a sharded module: a weak reference to the engine, and its path."""
@@ -76,8 +92,8 @@ class ModuleWrapper(nn.Module):
             return self._modules[name]
         if name.startswith("__") or "module" not in self.__dict__.get("_modules", ()):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        if name in UNEVEN and not hasattr(self._modules["module"], name):
-            raise AttributeError(f"{name}: {_NOT_JOINABLE}")
+        if name in OF_OTHERS and not hasattr(self._modules["module"], name):
+            raise AttributeError(f"{name}: {OF_OTHERS[name]}")
         return getattr(self._modules["module"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:

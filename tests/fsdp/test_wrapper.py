@@ -220,11 +220,13 @@ def holding(rank: int, strategy: str) -> list[str]:
 
 
 def joining(rank: int, strategy: str) -> list[str]:
-    """Ranks with unequal numbers of batches are told what to do in place of torch's Join."""
+    """What torch's engines have and this one does not (Join, FSDP2's methods) says what to do instead."""
     model = fully_shard_model(nn.Linear(6, 6), zero_dp_strategy=strategy)
     found = []
     for use in (lambda: Join([model]), lambda: model.join()):  # type: ignore[list-item] # the mistake
         found += said(use, AttributeError, "join", "not Joinable", "loss times 0")
+    found += said(lambda: model.set_requires_gradient_sync(False), AttributeError, "set_model_auto_sync", "no_sync")
+    found += said(lambda: model.unshard(), AttributeError, r"model\.gathered\(\)")
     model.module.join = lambda: "its own"
     return found + ([] if model.join() == "its own" else ["the module's own is lost"])
 
@@ -243,7 +245,7 @@ def test_a_wrapper_is_as_its_module(strategy: str, check: str) -> None:
 MUTANTS = {
     "nothing of Join": Mutant(
         "torch's Join ends in an attribute that the module does not have",
-        lambda: mock.patch.object(wrapper, "UNEVEN", ()),
+        lambda: mock.patch.object(wrapper, "OF_OTHERS", {}),
         "joining",
     ),
     "hooks keep the engine": Mutant(

@@ -173,6 +173,8 @@ class BucketMemory:
         nbytes = bucket.untyped_storage().nbytes()
         if nbytes:
             self.live_bytes -= nbytes
+            if not hasattr(bucket, BAR):
+                setattr(bucket, BAR, bar(self.device))  # a hook of the program may have kept a view of it
             _empty(bucket)
 
     def renew(self, bucket: Tensor) -> bool:

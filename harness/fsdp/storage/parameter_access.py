@@ -305,7 +305,24 @@ class _Lent(_Resting):
         if lent is None or func in METADATA or found is NotImplemented or isinstance(lent, DTensor):
             return found
         with torch._C.DisableTorchFunctionSubclass():
+            if torch.is_grad_enabled() and lent.requires_grad:
+                _watch_backward(found, lent, resolve_name(func) or func.__name__)
             return _watched(found, lent)
+
+
+def _watch_backward(found: Any, lent: Any, by: str) -> None:
+    """Refuse to differentiate, once its weights are released, what a function made of a parameter that was whole."""
+
+    def check(_: Any) -> None:
+        if isinstance(lent, _Released):
+            raise ReleasedWeightError(
+                f"{_called(lent)} was used by {by} inside `with model.gathered():`, and the backward through that runs"
+                " after its weights were released: call backward() inside the body too"
+            )
+
+    for each in found if isinstance(found, list | tuple) else (found,):
+        if isinstance(each, Tensor) and each.grad_fn is not None:
+            each.grad_fn.register_prehook(check)
 
 
 # -- released ----------------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def _has_stepped(state: Mapping[str, object]) -> bool:
 
 def steps_elementwise(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether an optimizer class is known, or declares (`elementwise`), to update each element independently."""
-    return _steps_as_torch_does(kind) or bool(getattr(kind, "elementwise", False))
+    return steps_as_torch_does(kind) or bool(getattr(kind, "elementwise", False))
 
 
 def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
@@ -57,7 +57,7 @@ def _refuse_whole_tensor_updates(optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def _steps_as_torch_does(kind: type[torch.optim.Optimizer]) -> bool:
+def steps_as_torch_does(kind: type[torch.optim.Optimizer]) -> bool:
     """Whether a class is one of `ELEMENTWISE`, or inherits its `step`: which torch wraps on the class that is built."""
     step = inspect.unwrap(kind.step)
     return step.__module__.startswith("torch.optim") and step.__qualname__.split(".")[0] in ELEMENTWISE

@@ -16,10 +16,11 @@ from torch import Tensor
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import Slot
 from harness.fsdp.storage.parameter_access import by_engine, put_grad
-from harness.fsdp.update.accepted import check_optimizer
+from harness.fsdp.update.accepted import check_optimizer, steps_as_torch_does
 from harness.fsdp.update.blank import create_state_of
 from harness.fsdp.update.flat_pieces import DECOUPLED
 from harness.fsdp.update.groups import Groups
+from harness.fsdp.update.kept_gradients import set_apart
 from harness.fsdp.update.kernels import chosen_for
 from harness.fsdp.update.lost_gradients import LostGradients
 from harness.fsdp.update.stretches import FlatStretch, is_moment
@@ -207,6 +208,9 @@ class ShardedOptimizer:
     def detach(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Take the gradients of an optimizer (None: of all) away again."""
         for flat in self._stretches_of(optimizer):
+            stepped = self.stepped_by(flat)
+            if not steps_as_torch_does(type(stepped)):
+                set_apart(stepped, flat.weight)
             put_grad(flat.weight, None)
             if self.decoupled:
                 setattr(flat.weight, DECOUPLED, None)
