@@ -7,6 +7,7 @@ are sweeps of their own, so that each token's units are fetched ahead; their end
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -184,7 +185,8 @@ class ForwardHooks:
 
     def _forward_left(self, unit: Unit, module: nn.Module | None, args: Any, output: Any) -> None:
         """A forward is over, also by an exception."""
-        explain_stale_view(buckets_of(self.units), unit.name)
+        if sys.exc_info()[1] is not None:
+            explain_stale_view(buckets_of(self.units), unit.name)
         if not self.step.in_backward:
             if self._passed[unit.name]:
                 self._passed[unit.name].pop()

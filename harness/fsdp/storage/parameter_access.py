@@ -305,7 +305,7 @@ class _Lent(_Resting):
         if lent is None or func in METADATA or found is NotImplemented or isinstance(lent, DTensor):
             return found
         with torch._C.DisableTorchFunctionSubclass():
-            if torch.is_grad_enabled() and lent.requires_grad:
+            if torch.is_grad_enabled() and _param(lent).requires_grad:
                 _watch_backward(found, lent, resolve_name(func) or func.__name__)
             return _watched(found, lent)
 
