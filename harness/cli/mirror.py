@@ -53,7 +53,7 @@ def _sync_arguments(parser: ArgumentParser) -> None:
 
 
 @contextmanager
-def asking(verb: str) -> Iterator[None]:
+def asking(verb: str, mode: WandbMode) -> Iterator[None]:
     """What wandb raises when a run is opened becomes a sentence.
 
     Raises:
@@ -64,7 +64,8 @@ def asking(verb: str) -> Iterator[None]:
     try:
         yield
     except MirrorFailed as error:
-        raise refuse(verb, f"wandb failed: {error}", fix="try again, or write files with --offline") from error
+        fix = "mend what it names, and try again" + ", or write files with --offline" * (mode is WandbMode.online)
+        raise refuse(verb, f"wandb failed: {error}", fix=fix) from error
 
 
 def _sync(arguments: Namespace) -> int:
@@ -74,7 +75,7 @@ def _sync(arguments: Namespace) -> int:
     mode = mode_of(arguments, verb, "wandb")
     store = Store(arguments.root)
     runs = runs_of(store, arguments.ref)
-    with asking(verb):
+    with asking(verb, mode):
         sync(runs, mode, probe(), lambda line: print(line, flush=True))
     if mode is WandbMode.offline:
         where = shown(runs[0].path) if len(runs) == 1 else f"{shown(runs[0].path.parent)}/*"
@@ -99,7 +100,7 @@ def _push(arguments: Namespace) -> int:
     from harness.mirror.push import FILES, push
 
     arguments.root, name = located(arguments.root, arguments.study)
-    with asking(verb):
+    with asking(verb, mode):
         made = push(Store(arguments.root).root, name, mode)
     drawn = "pictures" if made.pictures else "no pictures (they need a checkout with its extra analysis)"
     print(f"{made.outcome}: verdicts, evidence, {drawn} and the dashboard in one run")

@@ -13,16 +13,17 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from harness.config.errors import refuse
 from harness.config.schema import WandbMode
 from harness.mirror.dashboard import VERDICTS, as_json, dashboard
 from harness.mirror.pictures import pictures
-from harness.mirror.run import drop_others, mirror_id, opened, outcome, quiet_settings, settle
+from harness.mirror.run import check_place, drop_others, mirror_id, opened, outcome, quiet_settings, settle
 from harness.mirror.sync import margin
 from harness.parity import StudyVerdict, study_text, verdict
 from harness.store import screen, shapes
+from harness.store.errors import StoreError
 from harness.store.files import write_json
 from harness.store.reading import read_json
 from harness.store.rundir import RunDir
@@ -35,6 +36,9 @@ DASHBOARD, VIEW = "dashboard.json", "view.json"
 """The dashboard as it is sent, in `FILES`; and, beside them, which one an earlier push made on a server."""
 MEASURES = ("result/step_time_s", "result/sent_bytes", "result/peak_bytes", "result/final_loss")
 """Columns that a row of the table of verdicts takes from the results of the arm's run."""
+
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
 
 Row = Mapping[str, Any]
 
@@ -62,6 +66,7 @@ def push(root: Path, study: str, mode: WandbMode) -> Pushed:
 
     Raises:
         BadRequest: there is nothing to judge; see `harness.parity.verdict`.
+        StoreError: the control's configuration cannot be read, or wandb's files have no place.
         MirrorFailed: wandb did not open the run.
     """
     found = verdict(root, study)
@@ -69,10 +74,30 @@ def push(root: Path, study: str, mode: WandbMode) -> Pushed:
         raise refuse(
             f"wandb push {study}", "the study has no arm to hold against its control", fix="add one to its file"
         )
+    check_place(root / study)
     asked = RunDir(Path(found.arms[0].control)).config()["wandb"]
     run = _open(root, found, asked, mode)
-    project, entity = asked["project"], run.entity or asked["entity"] or ""
-    board = dashboard(entity, project, study, _arms(found))
+    own = Path(run.dir).parent
+    try:
+        board, drawn = _fill(run, root, found, asked)
+    except BaseException:  # what an earlier push wrote stays, and this half goes
+        run.finish(exit_code=1)
+        settle()
+        if mode is WandbMode.offline:
+            shutil.rmtree(own, ignore_errors=True)
+        raise
+    run.finish()
+    settle()
+    if mode is WandbMode.offline:
+        drop_others(root / study / "wandb", own)
+    address = "" if mode is WandbMode.offline else _save(board, root / study / "wandb" / VIEW)
+    return Pushed(own, found.outcome.value, drawn, address)
+
+
+def _fill(run: Any, root: Path, found: StudyVerdict, asked: Row) -> tuple[Workspace, int]:
+    """Send everything but the dashboard; returns that, and how many pictures there are."""
+    study, entity = found.study, run.entity or asked["entity"] or ""
+    board = dashboard(entity, asked["project"], study, _arms(found))
     folder = root / study / "wandb" / FILES
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -80,13 +105,7 @@ def push(root: Path, study: str, mode: WandbMode) -> Pushed:
     _write(folder, found, read_study(root, study), as_json(board))
     _log(run, found, drawn)
     run.log_artifact(_artifact(found, folder))
-    own = Path(run.dir).parent
-    run.finish()
-    settle()
-    if mode is WandbMode.offline:
-        drop_others(root / study / "wandb", own)
-    address = "" if mode is WandbMode.offline else _save(board, root / study / "wandb" / VIEW)
-    return Pushed(own, found.outcome.value, len(drawn), address)
+    return board, len(drawn)
 
 
 def summary_id(study: str) -> str:
@@ -150,7 +169,7 @@ def verdict_rows(found: StudyVerdict) -> Iterator[Row]:
     """A row an arm: who, the answer, how near to its bound, and what the run cost."""
     names = _names(found)
     for arm in found.arms:
-        results = outcome(RunDir(Path(arm.arm)))
+        results = _results(arm.arm)
         yield {
             "arm": names[arm.arm],
             "control": names[arm.control],
@@ -161,6 +180,14 @@ def verdict_rows(found: StudyVerdict) -> Iterator[Row]:
             **{name.rpartition("/")[2]: _finite(results.get(name)) for name in MEASURES},
             "id": _id(found.study, arm.arm),
         }
+
+
+def _results(path: str) -> Row:
+    """What a run cost; nothing of one whose files cannot be read, as its verdict says."""
+    try:
+        return outcome(RunDir(Path(path)))
+    except StoreError:
+        return {}
 
 
 def evidence_rows(found: StudyVerdict) -> Iterator[Row]:

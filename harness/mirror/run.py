@@ -11,6 +11,7 @@ from typing import Any
 from harness.config.mirror import VARIABLE
 from harness.config.schema import OuterStrategy, WandbMode
 from harness.store import provenance
+from harness.store.errors import StoreError
 from harness.store.fields import mirrored
 from harness.store.metrics import iter_metrics
 from harness.store.reading import checked
@@ -104,6 +105,14 @@ class MirrorRun:
         if self._mode is WandbMode.offline:
             drop_others(self._run_dir.path / "wandb", own)
 
+    def abandon(self) -> None:
+        """End without the results. Offline, what earlier mirrors wrote stays, and this half goes."""
+        own = Path(self._run.dir).parent
+        self._run.finish(exit_code=1)
+        if self._mode is WandbMode.offline:
+            settle()
+            shutil.rmtree(own, ignore_errors=True)
+
 
 def opened(**arguments: Any) -> Any:
     """An open run of wandb.
@@ -121,6 +130,14 @@ def opened(**arguments: Any) -> Any:
     finally:
         if asked is not None:
             os.environ[VARIABLE] = asked
+
+
+def check_place(folder: Path) -> None:
+    """Raises `StoreError`: wandb would write elsewhere without a word, and what is printed next would not find it."""
+    if not os.access(folder, os.W_OK):
+        raise StoreError(f"{folder} is not writable, and what wandb keeps offline lies there; copy the store")
+    if (folder / "wandb").exists() and not (folder / "wandb").is_dir():
+        raise StoreError(f"{folder / 'wandb'} is no folder, and what wandb keeps offline lies there; remove it")
 
 
 def settle() -> None:

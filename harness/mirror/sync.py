@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,14 +9,16 @@ from typing import Any
 
 from harness.config.errors import BadRequest
 from harness.config.schema import WandbMode
-from harness.mirror.run import MirrorRun, settle
+from harness.mirror.run import MirrorFailed, MirrorRun, check_place, outcome, settle
 from harness.parity import StudyVerdict, Verdict, loss_bounds, verdict
 from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.metrics import iter_metrics
-from harness.store.rundir import RunDir
-from harness.store.status import JobProbe, State
+from harness.store.rundir import RunDir, read_summary
+from harness.store.status import JobProbe, State, Status
 
+LAST_STEP = 2**31 - 1
+"""Largest step that a run can be asked for."""
 MOVING = (State.queued, State.running)
 DONE = {WandbMode.online: "sent", WandbMode.offline: "written"}
 
@@ -45,39 +46,65 @@ def sync(runs: Iterable[RunDir], mode: WandbMode, jobs: JobProbe | None, tell: C
         How many were sent.
 
     Raises:
-        StoreError: some cannot be read, or written to offline; all others were sent.
-        MirrorFailed: wandb did not open a run; those before it were sent.
+        StoreError: some cannot be read, held against their control, or written to offline; all others were sent.
+        MirrorFailed: wandb did not open a run; online those before it were sent, offline all others were written.
     """
-    sent, verdicts, left_out = 0, _Verdicts(), []
+    sent, verdicts = 0, _Verdicts()
+    left_out: dict[str, None] = {}  # a control that every arm's distance asks for is named once
+    refused = ""
     for run in runs:
         try:
             why = _held_back(run, jobs)
             if not why:
-                _check_place(run, mode)
-                send(run, mode, verdicts.of(run))
-                sent += 1
+                if mode is WandbMode.offline:
+                    check_place(run.path)
+                known, why = _distance(verdicts, run, left_out)
+                send(run, mode, known)
+                why, sent = DONE[mode] + why, sent + 1
         except StoreError as error:
             why = "left out"
-            left_out.append(str(error))
-        tell(f"{run.name}: {why or DONE[mode]}")
+            left_out[str(error)] = None
+        except MirrorFailed as error:
+            if mode is WandbMode.online:  # a server that refuses one run, after seconds of waiting, refuses all
+                raise
+            why, refused = "left out", refused or f"{run.name}: {error}"
+        tell(f"{run.name}: {why}")
     if sent:
         settle()
     if left_out:
-        raise StoreError("\n  ".join(left_out))
+        raise StoreError("\n  ".join([*left_out, *filter(None, [refused])]))
+    if refused:
+        raise MirrorFailed(refused)
     return sent
 
 
-def _check_place(run: RunDir, mode: WandbMode) -> None:
-    """wandb would write elsewhere without a word, and what is printed next would not find it."""
-    if mode is WandbMode.offline and not os.access(run.path, os.W_OK):
-        raise StoreError(f"{run.path} is not writable, and what wandb keeps offline lies there; copy the store")
+def _distance(verdicts: _Verdicts, run: RunDir, faults: dict[str, None]) -> tuple[Distance, str]:
+    """What is known of a run against its control; where another run's file keeps it from being known, in words too."""
+    try:
+        return verdicts.of(run), ""
+    except StoreError as error:
+        faults[str(error)] = None
+        return Distance(), ", without its distance to the control"
 
 
 def send(run: RunDir, mode: WandbMode, distance: Distance) -> None:
-    """Send one run from its first step to its last."""
+    """Send one run from its first step to its last.
+
+    What cannot be read to its end is not begun: half of a run would take the place of the whole that an earlier mirror
+    made of it.
+
+    Raises:
+        StoreError: a file cannot be read, or a step is missing or told twice.
+        MirrorFailed: wandb did not open the run.
+    """
+    outcome(run)
     mirror = MirrorRun(run, mode, live=False)
-    for record in iter_metrics(run.metrics):
-        mirror.log(record, distance.series.get(record["step"]))
+    try:
+        for record in iter_metrics(run.metrics):
+            mirror.log(record, distance.series.get(record["step"]))
+    except BaseException:  # Ctrl-C, or somebody who writes into a run that has ended
+        mirror.abandon()
+        raise
     mirror.finish(distance.summary)
 
 
@@ -85,7 +112,40 @@ def _held_back(run: RunDir, jobs: JobProbe | None) -> str:
     found = status.effective(run.path, jobs)
     if found is not None and found.state in MOVING:
         return f"left alone, it is {found.state.value}"
-    return "" if next(iter_metrics(run.metrics), None) else "nothing to send, it has no step"
+    last = _last_step(run)
+    if last:
+        _check_end(run, last, found)
+    return "" if last else "nothing to send, it has no step"
+
+
+def _last_step(run: RunDir) -> int:
+    """The last step of a record that tells every step once; 0 of one that tells none.
+
+    Raises:
+        StoreError: it does not: wandb drops a step that is not above the one before, with a warning and no more.
+    """
+    last = 0
+    for number, record in enumerate(iter_metrics(run.metrics), start=1):
+        step, where = record["step"], f"{run.metrics}, line {number}"
+        if not 0 < step <= LAST_STEP:
+            raise StoreError(f"{where} is step {step}, as no run has; repair the line or remove the run directory")
+        if last and step != last + 1:
+            raise StoreError(
+                f"{where} is step {step} after step {last}; wandb cannot keep that as it is: put the lines in order, "
+                "each step once, or remove the run directory and run it again"
+            )
+        last = step
+    return last
+
+
+def _check_end(run: RunDir, last: int, found: Status | None) -> None:
+    """Raises `StoreError`: the run is done, and its record was cut off since."""
+    ended = (read_summary(run) or {}).get("step")
+    if found is not None and found.state is State.done and isinstance(ended, int) and last < ended:
+        raise StoreError(
+            f"{run.metrics} ends with step {last}, and the run with step {ended}: the file was cut off; restore it, or "
+            "remove the run directory and run it again"
+        )
 
 
 class _Verdicts:
@@ -95,9 +155,14 @@ class _Verdicts:
         self._studies: dict[Path, dict[Path, Verdict]] = {}
 
     def of(self, run: RunDir) -> Distance:
-        """What is known of a run against its control; nothing for a control, or where its study is not judged."""
+        """What is known of a run against its control; nothing for a control, or where its study is not judged.
+
+        Raises:
+            StoreError: a file that the verdict, or the distance, needs cannot be read; of a study, once.
+        """
         folder = run.path.parent
         if folder not in self._studies:
+            self._studies[folder] = {}  # where judging fails, it has said so once
             arms = judged(folder.parent, folder.name)
             self._studies[folder] = {Path(arm.arm).absolute(): arm for arm in (arms.arms if arms else ())}
         found = self._studies[folder].get(run.path)
@@ -113,7 +178,11 @@ def judged(root: Path, study: str) -> StudyVerdict | None:
 
 
 def distance(found: Verdict) -> Distance:
-    """What a verdict and the two records say, step by step and in all."""
+    """What a verdict and the two records say, step by step and in all.
+
+    Raises:
+        StoreError: one of the records cannot be read.
+    """
     allowed = {each.step: each.allowed for each in loss_bounds(Path(found.arm), Path(found.control))}
     control = {record["step"]: record for record in iter_metrics(RunDir(Path(found.control)).metrics)}
     series = {
@@ -133,12 +202,14 @@ def distance(found: Verdict) -> Distance:
 
 def _point(arm: Mapping[str, Any], control: Mapping[str, Any], allowed: float | str | None) -> dict[str, float]:
     point: dict[str, float] = {}
-    if control["loss"]:
-        point["parity/loss_difference"] = (arm["loss"] - control["loss"]) / abs(control["loss"])
+    loss, held = arm.get("loss"), control.get("loss")
+    if loss is not None and held:
+        point["parity/loss_difference"] = (loss - held) / abs(held)
     if isinstance(allowed, float):
         point |= {"parity/loss_allowed": allowed, "parity/loss_allowed_below": -allowed}
-    if control["grad_norm"]:
-        point["parity/grad_norm_ratio"] = arm["grad_norm"] / control["grad_norm"]
+    norm, held = arm.get("grad_norm"), control.get("grad_norm")
+    if norm is not None and held:
+        point["parity/grad_norm_ratio"] = norm / held
     return point
 
 

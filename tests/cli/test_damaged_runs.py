@@ -26,6 +26,7 @@ from tests.bench import lab as timed
 from tests.parity.arms import Arm
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
+from tests.support import wandb_stand_in
 
 CODES = {0, 1, 2, 3, 4, 69}
 """Exit codes of README.md that a verb which starts nothing can end with."""
@@ -208,6 +209,16 @@ def _timed(root: Path) -> None:
     timed.record(root, configs)
 
 
+Verbs = Callable[[Path], list[list[str]]]
+
+
+def _mirrors(root: Path) -> list[list[str]]:
+    """Verbs that send what is stored; a stand-in for wandb refuses what wandb cannot hold, or drops."""
+    run = min(str(path) for path in (root / "lab").glob("*-*"))
+    said = [["sync", "lab"], ["sync", run], ["sync", "lab"], ["wandb", "push", "lab"], ["wandb", "push", "timed"]]
+    return [[*words, "--offline", "--root", str(root)] for words in said]
+
+
 def _verbs(root: Path) -> list[list[str]]:
     study = root / "lab"
     first, second = (str(path) for path in sorted(study.iterdir()) if path.is_dir() and not path.name.startswith("."))
@@ -219,12 +230,12 @@ def _verbs(root: Path) -> list[list[str]]:
     return [[*words, "--root", str(root)] for words in said]
 
 
-def _asked(root: Path, told: Path) -> None:
+def _asked(root: Path, told: Path, verbs: Verbs) -> None:
     """In a process of its own: ask every verb, and write down how each ended."""
     signal.alarm(LIMIT_S)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     wrong = []
-    for words in _verbs(root):
+    for words in verbs(root):
         out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
         told.write_text(f"hangs or dies: {words[:2]}")
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
@@ -239,7 +250,7 @@ def _asked(root: Path, told: Path) -> None:
     told.write_text("\n".join(wrong))
 
 
-def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str) -> str:
+def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str, verbs: Verbs = _verbs) -> str:
     """What is wrong with how the verbs end over one damaged store; empty if nothing is."""
     root, told = folder / "runs", folder / "told"
     shutil.copytree(whole, root, symlinks=True)
@@ -252,7 +263,7 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str) -> str:
         child = os.fork()
         if child == 0:
             try:
-                _asked(root, told)
+                _asked(root, told, verbs)
             finally:
                 os._exit(0)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -261,13 +272,15 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str) -> str:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def found_wrong(whole: Path, folder: Path, seeds: Sequence[int], kinds: Mapping[str, object] = DAMAGE) -> list[str]:
+def found_wrong(
+    whole: Path, folder: Path, seeds: Sequence[int], kinds: Mapping[str, object] = DAMAGE, verbs: Verbs = _verbs
+) -> list[str]:
     """How verbs end badly, each with the seed, damage and file that make them."""
     wrong = []
     for seed in seeds:
         dice = random.Random(seed)
         kind, name = dice.choice(sorted(kinds)), dice.choice(FILES)
-        if text := damaged(whole, folder, dice, kind, name):
+        if text := damaged(whole, folder, dice, kind, name, verbs):
             wrong.append(f"seed {seed}, {kind} {name}: {text}")
     return wrong
 
@@ -295,6 +308,29 @@ def test_a_summary_that_is_a_text_makes_no_verb_fall(
 ) -> None:
     monkeypatch.setitem(DAMAGE, "a text", lambda path, _: path.write_text('"x"'))
     assert not damaged(whole, tmp_path, random.Random(0), "a text", "summary.json")
+
+
+@pytest.fixture
+def quick_wandb(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb_stand_in.put_in_place(monkeypatch)
+
+
+@pytest.mark.usefixtures("quick_wandb")
+@pytest.mark.parametrize(("kinds", "seeds"), [(DAMAGE, range(2)), (MORE_DAMAGE, range(2))])
+def test_no_damage_makes_the_mirror_fall(
+    kinds: Mapping[str, object], seeds: Sequence[int], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.mirror.push.pictures", lambda *_: [])
+    assert not found_wrong(whole, tmp_path, seeds, kinds, _mirrors)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.usefixtures("quick_wandb")
+@pytest.mark.parametrize("part", range(4))
+def test_no_damage_at_all_makes_the_mirror_fall(part: int, whole: Path, tmp_path: Path) -> None:
+    for kinds in (DAMAGE, MORE_DAMAGE):
+        assert not found_wrong(whole, tmp_path, range(1000 + 60 * part, 1060 + 60 * part), kinds, _mirrors)
 
 
 @pytest.mark.full

@@ -52,6 +52,7 @@ MODULES = (
     "tests.launch.test_scheduler",
     "tests.launch.test_waiting",
     "tests.mirror.test_mirror",
+    "tests.mirror.test_sync",
     "tests.own.test_guide",
     "tests.parity.test_apart",
     "tests.parity.test_mutants",

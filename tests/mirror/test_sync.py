@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.cli.main import main
+from harness.mirror import sync
 from harness.store import provenance, status
-from harness.store.metrics import read_metrics
+from harness.store.metrics import encode, read_metrics
+from harness.store.rundir import RunDir
 from harness.store.status import Keeper, State
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config, edit_json
 from tests.parity.lab import as_study, write
-from tests.support import wandb_file
+from tests.support import wandb_file, wandb_stand_in
 from tests.support.disk import small_disk
+from tests.support.mutants import Slip, kills
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,122 @@ def test_a_damaged_run_is_named_and_hides_no_other(
     assert ": left out\n" in out
     assert "left alone, it is running" in out
     assert f"{damaged} is not valid JSON" in err
+
+
+def _runs(store: Path, root: Path) -> tuple[Path, Path]:
+    """A copy's control and arm; what trains is done, too, so that the record decides."""
+    shutil.copytree(store, root)
+    record = json.loads((root / "lab" / "study.json").read_text())
+    control, arm, _ = (root / "lab" / cell["directory"] for cell in record["cells"])
+    for run in (control, arm):
+        status.note(run, state=State.done)
+    return control, arm
+
+
+ODD = {
+    "steps again": (lambda lines: [*lines[:4], *lines[2:]], "line 5 is step 3 after step 4; wandb cannot keep that"),
+    "a hole": (lambda lines: [*lines[:2], *lines[4:]], "line 3 is step 5 after step 2; wandb cannot keep that"),
+    "cut off": (lambda lines: lines[:3], "ends with step 3, and the run with step"),
+    "no such step": (lambda lines: [re.sub('"step": 1', '"step": -1', lines[0]), *lines[1:]], "as no run has"),
+    "half a line": (lambda lines: [lines[0], lines[1][:40] + "\n", *lines[2:]], "line 2 is not a record"),
+}
+"""What a record may look like that somebody edited or cut: an edit of its lines, and what is told."""
+
+
+def _odd_is_told(odd: str, store: Path, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    edit, told = ODD[odd]
+    control, arm = _runs(store, root)
+    assert main(["sync", "lab", "--offline", "--root", str(root)]) == 0
+    whole = wandb_stand_in.sent(arm)
+    assert len(whole) == 1
+    lines = (arm / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (arm / "metrics.jsonl").write_text("".join(edit(lines)))
+    capsys.readouterr()
+    assert main(["sync", "lab", "--offline", "--root", str(root)]) == 2
+    out, err = capsys.readouterr()
+    assert f"{arm.name}: left out\n" in out
+    assert err.count(told) == 1
+    assert wandb_stand_in.sent(arm) == whole, "what an earlier mirror made of the whole record stays"
+    assert len(wandb_stand_in.sent(control)) == 1
+
+
+@pytest.mark.parametrize("odd", ODD)
+def test_a_record_that_wandb_could_not_keep_is_not_begun(
+    odd: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """wandb warned, dropped the steps and was said to have been sent; half a run took the place of a whole one."""
+    wandb_stand_in.put_in_place(monkeypatch)
+    _odd_is_told(odd, store, tmp_path / "runs", capsys)
+
+
+SYNC_SLIPS = {
+    "steps again": Slip(sync, "_last_step", "if last and step != last + 1:", "if last and False:",
+                        "steps that are told twice are sent, and wandb drops them"),
+    "cut off": Slip(sync, "_check_end", "last < ended", "last < 0",
+                    "the copy of a whole record is replaced by one of what was cut off since"),
+    "half a line": Slip(sync, "_held_back", "last = _last_step(run)", "last = 1",
+                        "a run is begun although its record cannot be read to its end"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("odd", [pytest.param(odd, marks=kills("mirror", f"sync, {odd}", slip.breaks))
+                                 for odd, slip in SYNC_SLIPS.items()])  # fmt: skip
+def test_a_slip_in_what_is_sent_is_found(
+    odd: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slip = SYNC_SLIPS[odd]
+    wandb_stand_in.put_in_place(monkeypatch)
+    monkeypatch.setattr(slip.owner, slip.name, slip.made())
+    with pytest.raises(AssertionError):
+        _odd_is_told(odd, store, tmp_path / "runs", capsys)
+
+
+def test_an_arm_is_sent_where_its_control_cannot_be_read(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each arm was left out, and the same line of the same file told once for each."""
+    wandb_stand_in.put_in_place(monkeypatch)
+    control, arm = _runs(store, tmp_path / "runs")
+    (control / "metrics.jsonl").write_text("x\n" + (control / "metrics.jsonl").read_text())
+    assert main(["sync", "lab", "--offline", "--root", str(tmp_path / "runs")]) == 2
+    out, err = capsys.readouterr()
+    assert f"{control.name}: left out\n" in out
+    assert f"{arm.name}: written, without its distance to the control\n" in out
+    assert err.count("metrics.jsonl, line 1 is not a record") == 1
+    assert len(wandb_stand_in.sent(arm)) == 1
+
+
+def test_losses_that_are_missing_have_no_distance(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb_stand_in.put_in_place(monkeypatch)
+    control, arm = _runs(store, tmp_path / "runs")
+    for run, gone in ((control, "grad_norm"), (arm, "loss")):
+        records = read_metrics(run / "metrics.jsonl")
+        del records[1][gone]
+        records[2][gone] = None
+        (run / "metrics.jsonl").write_text("".join(encode(each) + "\n" for each in records))
+    assert main(["sync", "lab", "--offline", "--root", str(tmp_path / "runs")]) == 0, capsys.readouterr().err
+    assert len(wandb_stand_in.sent(arm)) == 1
+
+
+def test_a_run_that_wandb_does_not_take_hides_no_other_offline(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wandb_stand_in.put_in_place(monkeypatch)
+    control, arm = _runs(store, tmp_path / "runs")
+
+    def init(**said: Any) -> wandb_stand_in.StandIn:
+        if said["job_type"] == "control":
+            raise ValueError("invalid project name")
+        return wandb_stand_in.StandIn(**said)
+
+    monkeypatch.setattr("wandb.init", init)
+    assert main(["sync", "lab", "--offline", "--root", str(tmp_path / "runs")]) == 2
+    out, err = capsys.readouterr()
+    assert f"{control.name}: left out\n" in out
+    assert f"wandb failed: {RunDir(control).name}: ValueError: invalid project name" in err
+    assert len(wandb_stand_in.sent(arm)) == 1
 
 
 def test_nothing_is_written_offline_beside_an_archive(
@@ -116,4 +237,6 @@ def test_what_wandb_raises_is_a_sentence(
 
     monkeypatch.setattr("wandb.init", init)
     assert main([*words, "--root", str(store)]) == 2
-    assert "lab: wandb failed: ConnectionError: no route to host" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "lab: wandb failed: " in told
+    assert "ConnectionError: no route to host" in told
