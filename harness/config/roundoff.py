@@ -21,6 +21,17 @@ FP8_UNIT = {recipe.name: (2.0**-4, 2.0**-recipe.gradient_precision) for recipe i
 """Unit roundoffs of 8-bit operands by recipe: of activations and weights, which are e4m3 in all, and of gradients."""
 
 
+def lost_in_integers(bits: int, terms: int, numel: int) -> float:
+    """Norm, in the root mean square, of what `numerics=exact` rounds off the mean of so many gradients of `numel`
+    elements: each is rounded to a multiple of 2^-bits, uniformly within a gap (1/12), and the sum of them is exact."""
+    return 2.0**-bits * math.sqrt(numel / (12 * terms))
+
+
+FINEST = RMS * UNIT["fp32"]
+"""Relative error that a reduction in integers is held to: where a gradient is so small that their resolution is more of
+it, its distance is told relative to the norm of which it would be this much."""
+
+
 def reach_name(compute: str, fp8: str | None) -> str:
     """What a run's arithmetic is called where a perturbed reference tells how far its roundings reach: "bf16", or
     "bf16 fp8 current" where projections multiply in 8 bits."""

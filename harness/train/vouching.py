@@ -16,17 +16,20 @@ is loaded, give the first rank the numbers of the whole model, which it writes i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.config.derived import microbatches_per_rank, tokens_per_step
-from harness.config.schema import MeasureMode
+from harness.config.derived import global_microbatches, microbatches_per_rank, tokens_per_step
+from harness.config.roundoff import FINEST, lost_in_integers
+from harness.config.schema import Config, MeasureMode, Numerics
 from harness.config.update_rule import KNOWN, Rule
 from harness.control import Control
 from harness.engines import optim
@@ -62,6 +65,14 @@ def _skipped_before(session: Session, control: Control, done: int) -> int:
     return control.gather([sum(map(bool, left_out))])[0][0]
 
 
+def integer_floor(config: Config, shapes: Sequence[tuple[int, ...]]) -> Table | float:
+    """Norm of each tensor from which on the integers of numerics=exact hold an averaged gradient to `FINEST`."""
+    if config.numerics.mode is not Numerics.exact:
+        return 0.0
+    bits, terms = config.numerics.exact_bits, global_microbatches(config)
+    return np.array([lost_in_integers(bits, terms, math.prod(shape)) / FINEST for shape in shapes])
+
+
 class Vouching:
     """Looks at every step of one run. `open` it after the first weights are there; *collective*.
 
@@ -93,6 +104,7 @@ class Vouching:
         """What the plain model said before the first step, where it is asked twice."""
         self.skipped = _skipped_before(session, control, done)
         """Steps so far whose updates a dynamic loss scale left out, which an optimizer does not count."""
+        self.least = integer_floor(config, [piece.shape for piece in pieces])
         self.writer: StreamWriter | None = None
         if self.is_first_rank:
             self.whole = None if not done else stream.last_weights(session.run_dir, done, self.names)
@@ -219,7 +231,7 @@ class Vouching:
             end()
             if self.writer is not None:
                 self._follow(step, summed, largest)
-                self.writer.write(step, *step_numbers(summed, largest, looked, divisor, norm))
+                self.writer.write(step, *step_numbers(summed, largest, looked, divisor, norm, self.least))
 
         return write
 

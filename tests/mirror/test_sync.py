@@ -112,7 +112,7 @@ SYNC_SLIPS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("odd", [pytest.param(odd, marks=kills("mirror", f"sync, {odd}", slip.breaks))
+@pytest.mark.parametrize("odd", [pytest.param(odd, marks=kills("The mirror", f"sync, {odd}", slip.breaks))
                                  for odd, slip in SYNC_SLIPS.items()])  # fmt: skip
 def test_a_slip_in_what_is_sent_is_found(
     odd: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

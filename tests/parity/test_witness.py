@@ -8,7 +8,8 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -43,6 +44,7 @@ from tests.parity.edits import edit_json
 from tests.parity.lab import CLEAN
 from tests.support.mutants import each, kills
 
+TINY_RUN = Arithmetic("fp32", "fp32", "fp32", "fp32", 4, 2, 2, 4, 2048, 512, 200_000)
 CONTROL = replace(FP32, witnessed=True)
 SEEN = replace(OURS, witnessed=True)
 SEEN_BF16 = replace(OURS_BF16, witnessed=True)
@@ -191,3 +193,31 @@ def test_a_wrong_scale_of_one_element_is_no_rounding() -> None:
     gain = np.array([9.0, *np.ones(31)])
     pair = gradients._fit("gain", 0.05 * gain, gain, gain**2, 1.0)
     assert pair.b / witness.scale_error(pair, UNIT["bf16"]) > 2 * witness.TENSOR_SIGMAS
+
+
+def _in_integers(size: float) -> bool:
+    """Whether a clean mean of four gradients under numerics=exact, whose elements have about so many times the
+    integers' resolution, is within its bound."""
+    run = replace(TINY_RUN, exact_bits=44)
+    local = np.random.default_rng(0).standard_normal((4, 32, 32)) * size * 2.0**-44
+    made = np.rint(local * 2.0**44).sum(0) * 2.0**-44 / 4
+    pair = gradients.compare_values("w", made.astype(np.float32).astype(float), local.mean(0))
+    told = SimpleNamespace(terms={"w": math.sqrt(float((local**2).sum())) / 4})
+    return pair.distance <= witness._allowed(pair, cast(Any, told), run)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e9, 1e12])
+def test_what_integers_cannot_hold_of_a_tiny_gradient_is_no_fault(size: float) -> None:
+    """A clean run of a user's model under numerics=exact was DIFFERENT though all bits were equal: its gradients, of
+    1e-8, were rounded to the integers' resolution of 6e-14, which no bound had counted."""
+    assert _in_integers(size)
+
+
+@kills(
+    "The comparator: a run's own witnesses",
+    "integers",
+    "What numerics=exact cannot hold of a tiny gradient counts as a fault",
+)
+def test_a_bound_without_the_integers_resolution_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Arithmetic, "lost", lambda *_: 0.0)
+    assert not _in_integers(1e3)

@@ -27,7 +27,9 @@ z(1 - p / 2n) deviations with probability p, so
 
     allowed = SAFETY e z(1 - RARE / (2 m T steps)),     refuted = twice that
 
-which for 65 tensors and 1,000 steps is 5.5 deviations, for 100,000 steps 6.2.
+which for 65 tensors and 1,000 steps is 5.5 deviations, for 100,000 steps 6.2. Under numerics=exact e has FINEST added
+to it: a gradient smaller than what integers hold to that accuracy is told relative to one that is not
+(`integer_floor`).
 
 `again` is the largest of m sketches of T tensors on N ranks, of two gradients that the same modules
 made of the same bits in the same shapes. Where kernels are the same too, as on CPUs (see [Note: Same kernels] in
@@ -55,7 +57,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING
 
-from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
+from harness.config.roundoff import FINEST, RMS, SIXTEEN_BITS, UNIT
 from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record
 from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
@@ -251,7 +253,8 @@ def bound(name: str, stream: Stream, arithmetic: Arithmetic) -> float:
     if name != "sum":
         return EXACT
     deviations = _deviations(stream.sketches * len(stream.tensors) * len(stream.column("sum")))
-    return SAFETY * arithmetic.reduction * deviations + arithmetic.stagnation + EXACT
+    error = math.hypot(arithmetic.reduction, 0.0 if arithmetic.exact_bits is None else FINEST)
+    return SAFETY * error * deviations + arithmetic.stagnation + EXACT
 
 
 def _deviations(draws: int) -> float:

@@ -4,6 +4,7 @@ it calls the step's gradient the sum of what its ranks computed?
 Both sides of the second question see the same local gradients, so no forward and no backward stands between them: all
 that rounding can do is the reduction's own, which in fp32 is a few parts in 1e8. An error of a sum is relative to its
 terms, not to what is left of them where they cancel: the bound is taken of the terms' norm where that is larger.
+Under numerics=exact it is absolute, too: the integers that gradients become have one resolution for all sizes.
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ def _allowed(pair: TensorPair, testimony: Testimony, arithmetic: Arithmetic) -> 
     """Relative to the sum's norm."""
     if pair.norm == 0.0:
         return 0.0
-    return SAFETY * arithmetic.reduction * max(1.0, testimony.terms[pair.name] / pair.norm)
+    rounded = arithmetic.reduction * max(1.0, testimony.terms[pair.name] / pair.norm)
+    return SAFETY * math.hypot(rounded, arithmetic.lost(pair.numel) / pair.norm)
 
 
 def _distance(run: Record, step: int, pair: TensorPair, allowed: float) -> Finding:

@@ -16,6 +16,7 @@ sum, always downwards, so there the worst case n * u is the honest bound.
     products   an inner sum of K terms is made in fp32 (fp64 for fp64): sqrt(K) * RMS * u(fp32), for each product
     reduction  k microbatches are added in the main-gradient dtype, N ranks in the accumulate dtype, in an order that a
                library chooses: all orders are simulated, and the one that errs most counts (`orders`)
+    integers   numerics=exact rounds each microbatch's gradient to a multiple of 2^-exact_bits, whatever its size
 
     ext        nobody counted the roundings of a user's own model: its bounds come from a perturbed reference alone, and
                without one there is no verdict beyond equal bits (`Arithmetic.observed`)
@@ -34,7 +35,7 @@ from typing import Any, NamedTuple
 
 from harness.config.capabilities import ENGINES
 from harness.config.derived import ODD_KERNEL, model_parameters, own_sum
-from harness.config.roundoff import FP8_UNIT, RMS, SIXTEEN_BITS, UNIT, reach_name
+from harness.config.roundoff import FP8_UNIT, RMS, SIXTEEN_BITS, UNIT, lost_in_integers, reach_name
 from harness.config.schema import Dtype, EngineName, ModelConfig, ModelFamily
 from harness.parity.tiers.admissible import global_microbatches, microbatches_per_rank
 from harness.parity.tiers.orders import noise
@@ -114,6 +115,8 @@ class Arithmetic:
     """Pattern of the parameters that a forward uses more than once; none where empty."""
     fp8: str = ""
     """Recipe of 8-bit products; none where empty."""
+    exact_bits: int | None = None
+    """Resolution of the integers that gradients become under `numerics=exact`; None where they become none."""
     seen_forward: float | None = None
     """What a perturbed reference showed in place of the count behind `forward`, for a model of one's own."""
     seen_gradient: float | None = None
@@ -142,6 +145,7 @@ class Arithmetic:
             experts_per_token=model.experts_per_token if routed else 1,
             reused=_reused(model),
             fp8=str(config.get("dtype.fp8") or ""),
+            exact_bits=int(config["numerics.exact_bits"]) if config.get("numerics.mode") == "exact" else None,
         )
 
     @cached_property
@@ -210,6 +214,11 @@ class Arithmetic:
         """Relative rounding error of adding k microbatches and N ranks, wire and division included, in the order that
         errs most (`orders`)."""
         return noise(self.ranks, self.microbatches, self.wire, self.accumulate, self.main)
+
+    def lost(self, numel: int) -> float:
+        """Norm of what integers cannot hold of an averaged gradient of so many elements, however small that is."""
+        terms = self.global_microbatches
+        return 0.0 if self.exact_bits is None else lost_in_integers(self.exact_bits, terms, numel)
 
     @property
     def logged_norm(self) -> float:

@@ -131,7 +131,12 @@ class Looked(NamedTuple):
 
 
 def step_numbers(
-    summed: SummedTable, largest: LargestTable, seen: Looked, divisor: float, norm: float
+    summed: SummedTable,
+    largest: LargestTable,
+    seen: Looked,
+    divisor: float,
+    norm: float,
+    least: Table | float = 0.0,
 ) -> tuple[list[float], Table]:
     """A step's row of the stream, and its tensors' (`harness.store.vouching`).
 
@@ -141,6 +146,7 @@ def step_numbers(
         seen: what of it was looked at.
         divisor: of the sum of local gradients.
         norm: the logged gradient norm.
+        least: norm [tensors] that a sum is at least held to: of one whose rounding does not shrink with it.
     """
     m = summed.sketches
     saw = seen.gradients and bool(summed.read("saw").any())
@@ -148,7 +154,9 @@ def step_numbers(
     reduced, squares = summed.read("reduced"), summed.read("reduced_squares")
     before, after = np.sqrt(summed.read("before_squares")), np.sqrt(summed.read("after_squares"))
     nothing = np.full(len(terms), np.nan)
-    added = np.sqrt(np.fmax(terms, squares))  # M equal terms have a sum that is sqrt(M) times as long as all of them
+    added = np.maximum(
+        np.sqrt(np.fmax(terms, squares)), least
+    )  # M equal terms have a sum that is sqrt(M) times as long as all of them
     with np.errstate(invalid="ignore"):  # of gradients that overflowed
         off = np.abs(reduced - local).max(1)
     sums = _relative(off, added) if saw and seen.reduced else nothing
