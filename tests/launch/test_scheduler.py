@@ -252,6 +252,30 @@ def test_another_job_under_the_number_of_a_run_is_not_its_own(commands):
     assert Scheduler().job_of(of()) is not None, "a step of somebody's own job has no token"
 
 
+RENAMED = (
+    "JobId=9 ArrayJobId=7 ArrayTaskId={which} JobName=mine JobState={state} Reason=None ExitCode=1:0 NodeList=n1 "
+    "Command=/my runs/s/.submit/0badcafe/submission.sh WorkDir=/my runs\n"
+)
+"""What scontrol says of a job after `scontrol update job=7 name=mine`."""
+
+
+def test_a_job_that_somebody_renamed_is_still_the_runs(commands):
+    """It counted as lost, and `retry` would have submitted it a second time."""
+    run = of(State.queued, submission="0badcafe")
+    scontrol = RENAMED.format(which="1", state="RUNNING")
+    commands(squeue="7|1|RUNNING|None|n1|mine\n", scontrol=scontrol)
+    assert Scheduler()(run) == (State.running, "SLURM job 7_1 is RUNNING on n1, starting")
+    commands(squeue="7|1|PENDING|Priority||mine\n", scontrol=RENAMED.format(which="0-3%2", state="PENDING"))
+    assert Scheduler()(run) == (State.queued, "SLURM job 7_1 is PENDING (Priority)")
+    commands(squeue="", scontrol=RENAMED.format(which="1", state="FAILED"))
+    found = Scheduler()(run)
+    assert found is not None
+    assert found[0] is State.failed
+    assert found[1].endswith("its log: */.submit/0badcafe/7_1_0_log.out")
+    commands(squeue="7|1|RUNNING|None|n1|mine\n", scontrol=scontrol.replace("0badcafe", "somebody"))
+    assert Scheduler().job_of(run) is None
+
+
 @pytest.mark.parametrize("word", ["EXPEDITING", "RUNNING,COMPLETING", "WHATEVER_26_05_SAYS"])
 def test_a_word_of_a_newer_version_is_no_end(commands, word):
     commands(squeue=f"7|1|{word}|None|n1|s\n", sacct=f"7_1|{word}|0:0|n1|s\n")
@@ -304,7 +328,11 @@ MUTANTS = {
     ),
     "another's job": (
         test_another_job_under_the_number_of_a_run_is_not_its_own,
-        Slip(scheduler, "_of", "not status.submission or", "True or", "A number is taken for a job's name"),
+        Slip(scheduler, "_of", "job is None or not status.submission", "True", "A number is taken for a job's name"),
+    ),
+    "renamed": (
+        test_a_job_that_somebody_renamed_is_still_the_runs,
+        Slip(scheduler, "_of", "in job.command", "in job.name", "A job that somebody renamed counts as lost"),
     ),
     "newer words": (
         lambda commands: test_a_word_of_a_newer_version_is_no_end(commands, "EXPEDITING"),

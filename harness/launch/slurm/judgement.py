@@ -81,5 +81,6 @@ def _advice(job: Job) -> str:
 
 def log_of(status: Status, job: Job) -> str:
     """Log of the batch script, under the store's root; a job's name begins with its study."""
-    study = job.name.rpartition("-")[0] or "*"
+    study = job.name.removesuffix(f"-{status.submission}") if status.submission else job.name.rpartition("-")[0]
+    study = study if study and study != job.name else "*"  # somebody renamed it
     return f"{study}/{SUBMISSIONS}/{status.submission or '*'}/{job.id}_0_log.out"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 SQUEUE = "%F|%K|%T|%r|%N|%j"
 """Format of squeue that `parse_squeue` reads; the name is last, for it may hold anything."""
@@ -25,6 +25,9 @@ class Job:
     """Why it waits, or its exit code."""
     nodes: str = ""
     """Nodes of its present or last start, in SLURM's notation: `n[1-2]`; empty before the first."""
+
+    command: str = field(default="", compare=False)
+    """All that scontrol says from the batch script's path on: that, unlike the name, nobody can change; else empty."""
 
     @property
     def main(self) -> str:
@@ -87,5 +90,6 @@ def parse_scontrol(text: str) -> list[Job]:
         waits = fields["JobState"] == "PENDING"
         detail = fields.get("Reason", "") if waits else f"exit code {fields.get('ExitCode')}"
         numbers = _numbers(main, fields.get("ArrayTaskId"))
-        jobs += [Job(number, fields.get("JobName", ""), fields["JobState"], detail, nodes) for number in numbers]
+        name, command = fields.get("JobName", ""), line.partition(" Command=")[2]
+        jobs += [Job(number, name, fields["JobState"], detail, nodes, command) for number in numbers]
     return jobs

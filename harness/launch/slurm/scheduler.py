@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from harness.launch.slurm.commands import NoAnswer, SlurmError, ask
 from harness.launch.slurm.judgement import RUNNING, WAITING, judge
 from harness.launch.slurm.records import SACCT, SQUEUE, Job, parse_sacct, parse_scontrol, parse_squeue
+from harness.store.batch_log import SUBMISSIONS
 from harness.store.status import State, Status, age_s
 
 SUBMISSION_GRACE_S = 60.0
@@ -71,9 +72,19 @@ class Scheduler:
 
     def _queued(self, status: Status) -> Job | None:
         if status.job:
-            return _of(status, self.queue().get(status.job)) or _of(status, self._of_another(status.job))
+            known = self.queue().get(status.job)
+            found = _of(status, known) or (self._renamed(status, known) if known else None)
+            return found or _of(status, self._of_another(status.job))
         named = [job for job in self.queue().values() if _of(status, job)]
         return next((job for job in named if job.id.partition("_")[2] in ("", str(status.index))), None)
+
+    def _renamed(self, status: Status, job: Job) -> Job | None:
+        """The job under a run's number, if its script is the run's though its name is not: somebody renamed it."""
+        try:
+            told = _told(self._array("scontrol", job.main)).get(job.id)
+        except SlurmError:
+            return None
+        return job if _of(status, told) else None
 
     def _of_another(self, number: str) -> Job | None:
         """A job that waits or runs for another user of the store: of an array's waiting elements only squeue tells."""
@@ -116,8 +127,11 @@ class Scheduler:
 
 
 def _of(status: Status, job: Job | None) -> Job | None:
-    """The job, if it is this run's: numbers begin again where a controller lost its state, and names hold a token."""
-    ours = job is not None and (not status.submission or job.name.endswith(f"-{status.submission}"))
+    """The job, if it is this run's: numbers begin again where a controller lost its state. Its name holds a token, and
+    so does the folder of its script, which stays where somebody renames the job."""
+    if job is None or not status.submission:
+        return job
+    ours = job.name.endswith(f"-{status.submission}") or f"/{SUBMISSIONS}/{status.submission}/" in job.command
     return job if ours else None
 
 
