@@ -16,7 +16,7 @@ from harness.config.mirror import has_key, mirror_mode, server
 from harness.config.schema import WandbMode
 from harness.launch.control import runs_of
 from harness.launch.slurm.scheduler import probe
-from harness.store.commands import shown
+from harness.store.commands import install, shown
 from harness.store.rundir import Store
 
 
@@ -38,7 +38,7 @@ def mode_of(arguments: Namespace, verb: str, *packages: str) -> WandbMode:
     for package in packages:
         if importlib.util.find_spec(package) is None:
             name = package.replace("_", "-")
-            raise refuse(verb, f"the package {name} is not installed", fix="pip install '.[wandb]'")
+            raise refuse(verb, f"the package {name} is not installed", fix=install("wandb"))
     if mode is WandbMode.disabled:
         raise refuse(verb, "WANDB_MODE=disabled sends nothing", fix="unset WANDB_MODE")
     if mode is WandbMode.online and not has_key(os.environ):

@@ -36,7 +36,9 @@ def _report(arguments: Namespace) -> int:
         from harness.report.contents import contents
         from harness.report.markdown import markdown
     except ImportError as error:
-        raise refuse("report", f"needs {error.name}, which is not installed", fix="pip install '.[analysis]'") from None
+        raise refuse(
+            "report", f"needs {error.name}, which is not installed", fix=commands.install("analysis")
+        ) from None
     found = study(root, name, **({"sources": None} if arguments.archived else {}))
     if found.verdict is not None and not found.missing:
         keep_verdict(Store(root).root, found.verdict)

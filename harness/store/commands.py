@@ -18,6 +18,9 @@ from harness.store.provenance import ROOT, SHIPPED
 SCRIPT = "harness"
 """The console script."""
 
+DISTRIBUTION = "sharding-harness"
+"""The package's name for pip, as in pyproject.toml."""
+
 TYPED = "HARNESS_TYPED"
 """The variable by which a process, and those it starts, know the console script they were started as, ready to type."""
 
@@ -47,6 +50,12 @@ def verb(words: str = "") -> str:
     return f"{os.environ.get(TYPED) or f'{python()} -m harness'} {words}".rstrip()
 
 
+def install(extra: str) -> str:
+    """What installs an optional part: from the checkout, or, of a wheel that is installed, by the package's name."""
+    package = DISTRIBUTION if ROOT.name == SHIPPED else _nearest(ROOT)
+    return f"{python()} -m pip install {shlex.quote(f'{package}[{extra}]')}"
+
+
 def script(path: Path | str) -> str:
     """What runs a Python file."""
     return f"{python()} {shown(path)}"
@@ -61,5 +70,9 @@ def python() -> str:
 
 def shown(path: Path | str) -> str:
     """A path as one would type it here."""
+    return shlex.quote(_nearest(path))
+
+
+def _nearest(path: Path | str) -> str:
     relative = os.path.relpath(path)
-    return shlex.quote(relative if not relative.startswith("..") else str(path))
+    return relative if not relative.startswith("..") else str(path)

@@ -34,6 +34,18 @@ def test_from_a_checkout_and_from_elsewhere(tmp_path: Path, monkeypatch: pytest.
     assert commands.request("-m study=x") == "python -m harness run -m study=x"
 
 
+def test_what_is_optional_is_installed_from_the_checkout_or_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel's user was told `pip install '.[analysis]'`, in a folder with no package in it."""
+    monkeypatch.setattr(commands, "python", lambda: "python")
+    monkeypatch.chdir(provenance.ROOT)
+    assert commands.install("wandb") == "python -m pip install '.[wandb]'"
+    monkeypatch.setattr(commands, "ROOT", tmp_path / "lib" / provenance.SHIPPED)
+    assert commands.install("wandb") == "python -m pip install 'sharding-harness[wandb]'"
+    assert f'name = "{commands.DISTRIBUTION}"' in (provenance.ROOT / "pyproject.toml").read_text()
+
+
 def test_where_python_is_another_its_path_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert commands.python() == commands.shown(sys.executable)
