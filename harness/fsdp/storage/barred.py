@@ -20,7 +20,7 @@ import torch
 BAR = "_fsdp_bar"
 """Attribute of a bucket whose storage is barred while it is empty."""
 _LOOKED_AT_BYTES = 80
-"""Of torch's storage object: its pointer, size and marks, and less than it has."""
+"""How many bytes of torch's storage object are compared: its pointer, size and marks. The object is larger."""
 _BY_TORCH = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 RELEASED = (
     "a view of weights of harness.fsdp is used after these were released: keep a copy, view.detach().clone(), or use it"
