@@ -63,7 +63,7 @@ class Kick:
     """Whether an update is a sign, as Adam's first is, which flips where a gradient is small."""
 
     def given(self, gradients: Float64) -> Float64:
-        """The kick of weights at a step where gradients are seen to be so far apart; never less than the kick of rounding."""
+        """The kick of weights at a step where gradients are seen to be so far apart; at least that of rounding."""
         import numpy as np
 
         moved = np.minimum(1.0, 2 * np.sqrt(2 * gradients / math.pi)) if self.signs else 2 * gradients
