@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,8 +33,8 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
         monkeypatch.delenv(name)
 
-    def answering(answer: str, *overrides: str, queued: bool = False) -> list[submission.Array]:
-        lines = "7|0|PENDING|None||s-$1\\n7|1|PENDING|None||s-$1\\n" if queued else ""
+    def answering(answer: str, *overrides: str, queued: Sequence[int] = ()) -> list[submission.Array]:
+        lines = "".join(f"7|{index}|PENDING|None||s-$1\\n" for index in queued)
         texts = {
             "sbatch": f"env > {tmp_path}/environment\nbasename $(dirname $1) > {tmp_path}/token\n{answer}",
             "squeue": f'set -- $(cat {tmp_path}/token 2>/dev/null)\nprintf "{lines}"',
@@ -72,9 +73,12 @@ def test_the_script_is_not_outvoted_by_variables(
     assert "--export=ALL" in next(line for line in script.splitlines() if line.startswith("srun"))
 
 
+@pytest.mark.parametrize("queued", [(0, 1), (1,)], ids=["both", "one has ended"])
 @pytest.mark.parametrize("answer", [f"echo '{TIMED_OUT}' >&2; exit 1", "echo 'the site greets you'"])
-def test_jobs_that_slurm_took_without_saying_so_are_submitted(submit: Submit, tmp_path: Path, answer: str) -> None:
-    (array,) = submit(answer, queued=True)
+def test_jobs_that_slurm_took_without_saying_so_are_submitted(
+    submit: Submit, tmp_path: Path, answer: str, queued: tuple[int, ...]
+) -> None:
+    (array,) = submit(answer, queued=queued)
     assert array.jobs == ("7_0", "7_1")
     assert {job for _, job in states(tmp_path)} == {"7_0", "7_1"}
     assert {state for state, _ in states(tmp_path)} == {State.queued}
@@ -93,14 +97,42 @@ def test_a_refusal_is_a_failure_in_the_words_of_sbatch(submit: Submit, tmp_path:
     assert states(tmp_path) == [(State.failed, "")] * 2
 
 
+def test_a_disk_error_is_not_called_a_refusal(submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(submission, "write_tasks", full)
+    with pytest.raises(StoreError, match=r"not submitted: .*No space left on device"):
+        submit(f"echo {TAKEN}")
+    assert states(tmp_path) == [(State.failed, "")] * 2
+
+
 MUTANTS = {
     "outvoted": (
         test_the_script_is_not_outvoted_by_variables,
         Slip(submission, "as_written", "or _option(name) in said", "", "Variables come before the script"),
     ),
     "answer lost": (
-        lambda submit, root, _: test_jobs_that_slurm_took_without_saying_so_are_submitted(submit, root, "exit 1"),
-        Slip(submission, "_taken", "if len(jobs) == count else []", "and []", "Jobs that SLURM took are called failed"),
+        lambda submit, root, _: test_jobs_that_slurm_took_without_saying_so_are_submitted(
+            submit, root, "exit 1", (0, 1)
+        ),
+        Slip(
+            submission,
+            "_taken",
+            "[] if number is None else _numbers(number, count)",
+            "[]",
+            "Jobs that SLURM took are called failed",
+        ),
+    ),
+    "some have ended": (
+        lambda submit, root, _: test_jobs_that_slurm_took_without_saying_so_are_submitted(submit, root, "exit 1", (1,)),
+        Slip(
+            submission,
+            "_taken",
+            "if number is None",
+            "if None in found",
+            "An array of which an element has ended is called failed",
+        ),
     ),
 }
 

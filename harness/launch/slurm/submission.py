@@ -144,36 +144,46 @@ def _submit(store: Store, batch: Batch, sources: Sources) -> Array:
     except Exception as error:
         jobs = _taken(batch, len(opened))
         if not jobs:
-            raise _not_submitted(batch, opened, _words_of(error)) from error
+            raise _not_submitted(batch, opened, error) from error
     for one, job in zip(opened, jobs, strict=True):
         status.note_job(one.run.path, one.attempt, job)
     return Array(tuple(jobs), tuple(one.run.path for one in opened), batch.exclude)
 
 
 def _taken(batch: Batch, count: int) -> list[str]:
-    """The jobs of a batch that SLURM has although sbatch failed: its answer was lost, or could not be read."""
+    """The jobs of a batch that SLURM has although sbatch failed: its answer was lost, or could not be read.
+
+    SLURM takes an array as a whole, so one element tells the numbers of all. Others may have ended and be forgotten.
+    """
     scheduler = Scheduler()
     try:
         found = [scheduler.job_of(_first_status(batch.token, index)) for index in range(count)]
     except SlurmError:
         return []
-    jobs = [job.id for job in found if job is not None]
-    return jobs if len(jobs) == count else []
+    number = next((job.main for job in found if job is not None), None)
+    return [] if number is None else _numbers(number, count)
+
+
+def _numbers(job: str, count: int) -> list[str]:
+    """A job's number for each cell: those of the elements, if it is an array."""
+    return [f"{job}_{index}" for index in range(count)] if count > 1 else [job]
 
 
 _NO_ANSWER = re.compile(r"timed out|timeout|zero bytes were transmitted|connection (reset|refused)", re.IGNORECASE)
 """sbatch's words where it does not know what became of its request."""
 
 
-def _not_submitted(batch: Batch, opened: Sequence[Opened], words: str) -> StoreError:
+def _not_submitted(batch: Batch, opened: Sequence[Opened], error: Exception) -> StoreError:
     """Say so in each run's status; where SLURM may have the jobs all the same, the next look tells."""
-    folder = f"\n(folder of the submission: {batch.folder})"
+    folder, words = f"\n(folder of the submission: {batch.folder})", _words_of(error)
     if _NO_ANSWER.search(words):
         told = f"sbatch had no answer: {words}; in a minute it shows whether SLURM took the jobs, then ask again"
         return StoreError(told + folder)
+    told = f"not submitted: {words}" if isinstance(error, OSError) else f"sbatch refused: {words}"
     for one in opened:
-        status.move(one.run.path, one.attempt, State.failed, f"sbatch refused: {words}")
-    return StoreError(f"sbatch refused: {words}{folder}")
+        with suppress(OSError):  # of a disk that is full the next look tells: nothing of the run was submitted
+            status.move(one.run.path, one.attempt, State.failed, told)
+    return StoreError(told + folder)
 
 
 def _copies(batch: Batch, opened: Sequence[Opened]) -> list[str]:
@@ -198,7 +208,7 @@ def _sbatch(batch: Batch, opened: Sequence[Opened], same: SameFiles) -> list[str
     executor.parameters.update(batch.parameters)
     with outside_any_job(), as_written(text):
         job = executor._submit_command(batch.command).job_id
-    return [f"{job}_{index}" for index in range(len(opened))] if len(opened) > 1 else [job]
+    return _numbers(job, len(opened))
 
 
 @contextmanager
