@@ -269,7 +269,7 @@ def live_bytes() -> int:
             plain = type(tensor) is Tensor or isinstance(tensor, nn.Parameter)
             if plain and not isinstance(tensor, DTensor) and tensor.device.type == "cpu":
                 storage = tensor.untyped_storage()
-                held[storage.data_ptr()] = max(held.get(storage.data_ptr(), 0), storage.nbytes())
+                held[storage._cdata] = storage.nbytes()  # of released weights there is no address
     return sum(held.values())
 
 
