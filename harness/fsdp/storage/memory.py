@@ -175,8 +175,8 @@ class BucketMemory:
             self.live_bytes -= nbytes
             storage.resize_(0)
             barred = getattr(bucket, BAR, None)  # an empty one is false
-            if barred is None:
-                barred = bar(self.device)  # a hook may have kept a view of any
+            if barred is None and (barred := bar(self.device)) is not None:  # a hook may have kept a view of any
+                bucket._fsdp_bar = barred  # type: ignore[attr-defined] # as `BAR`, for a later refill
             if barred is not None:
                 storage._swap_data_ptr_(barred)  # type: ignore[attr-defined] # as `exchange`, and one call less
 
