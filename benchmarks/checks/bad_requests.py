@@ -52,7 +52,7 @@ REQUESTS: dict[str, BadRequest] = {
         "engine.name=natve", "engine.name=natve", "did you mean engine.name=native?", "native, fsdp2, fsdp1"
     ),
     "engine that is not built": _bad("engine=horovod", "engine=horovod", "ddp, deepspeed, ext, fsdp1"),
-    "wrong type": _bad("train.steps=abc", "train.steps=abc", "a whole number", "Optimizer updates"),
+    "wrong type": _bad("train.steps=abc", "train.steps=abc", "a whole number", "Number of optimizer updates"),
     "no value": _bad("train.steps=", "train.steps=", "a whole number"),
     "a fraction for a count": _bad("train.steps=1e3", "train.steps=1000.0", "a whole number"),
     "null for a number": _bad("train.steps=null", "train.steps=null", "a whole number"),
