@@ -10,7 +10,7 @@ import pytest
 from tests.support.killing import kill_many
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(24, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [4, pytest.param(24, marks=pytest.mark.full)])
 def test_nothing_told_saved_is_lost(kills: int, tmp_path: Path) -> None:
     """Fifty kills are in docs/checkpoints.md."""
     seed = random.SystemRandom().randrange(1 << 30)

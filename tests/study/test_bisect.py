@@ -378,6 +378,7 @@ def project(tmp_path: Path) -> Path:
     return top
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_wrong_factor_is_found_in_a_real_history(project: Path) -> None:
     done = harness(project, "-m", "harness", "bisect", "main~3", "main", *ALONE)

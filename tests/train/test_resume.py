@@ -157,11 +157,9 @@ def against(whole: Path, run: Path, after: int = 0) -> list[str]:
     return told
 
 
-OURS = "native zero-3 bf16"
 CASES = [
-    pytest.param(OURS, EVERY_STEP, id=OURS),
-    *(pytest.param(name, SOME, id=f"{name}, some steps") for name in CONFIGS if name != OURS),
-    *(pytest.param(name, EVERY_STEP, id=name, marks=pytest.mark.full) for name in CONFIGS if name != OURS),
+    *(pytest.param(name, SOME, id=f"{name}, some steps") for name in CONFIGS),
+    *(pytest.param(name, EVERY_STEP, id=name, marks=pytest.mark.full) for name in CONFIGS),
 ]
 
 

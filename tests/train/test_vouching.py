@@ -58,16 +58,25 @@ UNEVEN = {"model__vocab_size": 65, "model__ffn_dim": 47, "optimizer__weight_deca
 """Rows that two ranks cannot share evenly: FSDP2 pads them in its first forward, and has other memory from then on."""
 
 
+FEW = ["native-no_shard", "native-optim_grads_params", "fsdp2"]
+"""For further optimizers; `make test-all` takes every engine with each."""
+
+
 @pytest.mark.parametrize(
-    ("optimizer", "changes"),
-    [(OptimizerName.sgd, {}), (OptimizerName.adam, UNEVEN), (OptimizerName.adamw, {})],
-    ids=["sgd", "adam, uneven rows", "adamw"],
+    ("optimizer", "changes", "kinds"),
+    [
+        pytest.param(OptimizerName.adamw, {}, list(SEEN), id="adamw"),
+        pytest.param(OptimizerName.sgd, {}, FEW, id="sgd, few"),
+        pytest.param(OptimizerName.adam, UNEVEN, FEW, id="adam, uneven rows, few"),
+        pytest.param(OptimizerName.sgd, {}, list(SEEN), id="sgd", marks=pytest.mark.full),
+        pytest.param(OptimizerName.adam, UNEVEN, list(SEEN), id="adam, uneven rows", marks=pytest.mark.full),
+    ],
 )
 def test_every_step_of_every_engine_vouches_for_itself(
-    tmp_path: Path, optimizer: OptimizerName, changes: dict[str, Any]
+    tmp_path: Path, optimizer: OptimizerName, changes: dict[str, Any], kinds: list[str]
 ) -> None:
     changes = {"optimizer__name": optimizer, "optimizer__clip_norm": 0.5, "measure__capture_steps": [4], **changes}
-    run_ranks(trains, 2, str(tmp_path), list(SEEN), changes)
+    run_ranks(trains, 2, str(tmp_path), kinds, changes)
     for run in tmp_path.iterdir():
         stream = read(run)
         assert len(stream.steps) == 6, "five, and one at the end"
