@@ -6,6 +6,7 @@ one before), and what its messages cannot hold, is an error here.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from itertools import count
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from wandb.sdk import wandb_init, wandb_run
 
 _NUMBERS = count()
 STEPS = "steps.json"
@@ -23,6 +25,7 @@ class StandIn:
     """A run."""
 
     def __init__(self, **said: Any) -> None:
+        inspect.signature(wandb_init.init).bind(**said)  # the installed one's: it refuses what that refuses
         _message({key: value for key, value in said.items() if key != "settings"})
         assert 0 < len(said["id"]) <= 64
         assert all(0 < len(tag) <= 64 for tag in said["tags"])
@@ -31,8 +34,9 @@ class StandIn:
         self.dir = str(self._home / "files")
         Path(self.dir).mkdir(parents=True)
 
-    def define_metric(self, name: str, **_: object) -> None:
-        """Nothing to do."""
+    def define_metric(self, name: str, **said: object) -> None:
+        """Only whether the installed one takes it."""
+        inspect.signature(wandb_run.Run.define_metric).bind(self, name, **said)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Take a line."""
@@ -53,7 +57,7 @@ class StandIn:
 
 
 class _Summary(dict[str, Any]):
-    def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def update(self, values: Mapping[str, Any]) -> None:  # type: ignore[override] # narrower than dict's, as wandb's is
         _message(dict(values))
         super().update(values)
 
