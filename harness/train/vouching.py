@@ -17,7 +17,7 @@ is loaded, give the first rank the numbers of the whole model, which it writes i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from operator import attrgetter
 from typing import Any
@@ -37,9 +37,9 @@ from harness.engines.torch_dtypes import TORCH_DTYPES
 from harness.models.registry import workload_for
 from harness.probe.vouching.forward import ForwardWatch
 from harness.probe.vouching.local import LocalWatch
-from harness.probe.vouching.pieces import Piece, own_places, shares
+from harness.probe.vouching.pieces import Piece, own_places, portions, shares
 from harness.probe.vouching.sample import Made, Sample, Values, unit_of
-from harness.probe.vouching.sketch import SKETCHES, Signs, Sketch
+from harness.probe.vouching.sketch import SKETCHES, Place, Signs, Sketch
 from harness.probe.vouching.table import LargestTable, Looked, SummedTable, Table, closing_numbers, step_numbers
 from harness.store import vouching as stream
 from harness.store.forward import write as write_forward
@@ -49,6 +49,9 @@ from harness.train import drift
 from harness.train.again import off_by, step_of, worked_out
 from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
+
+NOTHING = Sketch(torch.zeros(SKETCHES, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
+"""Of what a rank has no part of."""
 
 EXACT = 1e-9
 """Relative: beyond it, what a step that was left out has changed is a change."""
@@ -88,6 +91,7 @@ class Vouching:
         self.signs = Signs()
         rows = control.gather(own_places(pieces))
         self.counted, self.among = shares(pieces, rows, session.ranks.rank)
+        self.portions = portions(pieces, rows, session.ranks.rank)
         compute, main = TORCH_DTYPES[config.dtype.compute], TORCH_DTYPES[config.dtype.main_params]
         self.cast = None if compute is main else compute
         self.is_first_rank = session.ranks.rank == 0
@@ -154,9 +158,13 @@ class Vouching:
     def before(self) -> None:
         """Look at what the step begins with."""
         self._begin()
-        sketches = self._sketches()
+        sketches = self._sketches(squares=self.left is None)
+        if self.left is not None:  # a scale, of what is the same where `kept` is nought
+            sketches = sketches._replace(squares=self.left[0].squares)
         self.summed.put("before", sketches, self.counted)
-        cast = sketches if self.cast is None else self._sketches(lambda piece: piece.local.to(self.cast))
+        cast = sketches
+        if self.cast is not None:
+            cast = self._sketches(lambda piece: piece.local.to(self.cast), squares=False)
         self.summed.put("cast", cast, self.counted)
         self.values = self.sample.look()
         self.summed.part("moments_before")[:] = self.sample.of_moments(self.values, len(self.pieces))
@@ -204,7 +212,8 @@ class Vouching:
         gradients = self.session.engine.local_gradients()
         if gradients is None:
             return
-        self.summed.put("reduced", self._sketches(lambda piece: gradients.get(piece.name)), self.counted)
+        everything = torch.ones(len(self.pieces), dtype=torch.float64)
+        self.summed.put("reduced", self._sketch(self._portions_of(gradients)), everything)
         self.gradient_sample = self.sample.gradients(gradients)
         self.gradient_unit = max((unit_of(gradient.dtype) for gradient in gradients.values()), default=0.0)
 
@@ -313,16 +322,30 @@ class Vouching:
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
-    def _sketches(self, of: Callable[[Piece], Tensor | None] = attrgetter("local")) -> Sketch:
+    def _sketches(self, of: Callable[[Piece], Tensor] = attrgetter("local"), *, squares: bool = True) -> Sketch:
         """Sketch this rank's part of something of every tensor [tensors, m]; 0 of what it has no part of."""
-        nothing = Sketch(torch.zeros(SKETCHES, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
-        found = []
-        for piece in self.pieces:
-            local = None if piece.place is None else of(piece)
-            place = piece.place
-            found.append(
-                nothing if local is None or place is None else self.signs.sketch(piece.name, piece.shape, local, place)
-            )
+        return self._sketch(
+            ((None if piece.place is None else of(piece), piece.place) for piece in self.pieces), squares=squares
+        )
+
+    def _portions_of(self, gradients: Mapping[str, Tensor]) -> Iterator[tuple[Tensor | None, Place | None]]:
+        """What is this rank's to look at of gradients that lie where its pieces do: each of the ranks that keep copies
+        has some of the rows. What one copy has and others have not shows in the weights after the step (`dissent`)."""
+        for piece, portion in zip(self.pieces, self.portions, strict=True):
+            gradient = gradients.get(piece.name)
+            if gradient is not None and piece.place is not None and portion is not None:
+                top, bottom = piece.place.rows
+                begin, end = portion.rows
+                gradient = gradient.reshape(bottom - top, -1)[begin - top : end - top]
+            yield gradient, portion
+
+    def _sketch(self, parts: Iterable[tuple[Tensor | None, Place | None]], *, squares: bool = True) -> Sketch:
+        found = [
+            NOTHING
+            if part is None or place is None
+            else self.signs.sketch(piece.name, piece.shape, part, place, squares=squares)
+            for piece, (part, place) in zip(self.pieces, parts, strict=True)
+        ]
         return Sketch.stack(found)
 
     def _kept(self, sketches: Sketch, values: Values) -> Tensor:

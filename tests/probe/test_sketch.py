@@ -9,12 +9,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from harness.probe.vouching import pieces as pieces_module
 from harness.probe.vouching import sketch as module
 from harness.probe.vouching.local import LocalWatch
-from harness.probe.vouching.pieces import Piece, own_places, shares
+from harness.probe.vouching.pieces import Piece, own_places, portions, shares
 from harness.probe.vouching.sketch import SKETCHES, Place, Signs, Sketch
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, kills
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -143,6 +145,39 @@ def test_copies_count_once_and_their_weights_add_up_to_nought() -> None:
     assert torch.allclose(among[[0, 2], 1].sum(), torch.zeros((), dtype=torch.float64), atol=1e-12)
     assert bool((among[:, :2].abs() > 0.01).all())
     assert among[:, 2].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 5])
+def test_of_copies_every_row_is_looked_at_once(copies: int) -> None:
+    """Also where there are fewer rows than copies; sketches of the portions add up to that of the whole."""
+    whole, few = drawn(7, 6), drawn(2)
+    ranks = [[Piece.of("a", whole), Piece.of("b", few), Piece("c", (4, 2), drawn(0, 2), None)] for _ in range(copies)]
+    rows = [own_places(pieces) for pieces in ranks]
+    found = [portions(pieces, rows, rank) for rank, pieces in enumerate(ranks)]
+    assert all(each[2] is None for each in found)
+    for index, tensor in enumerate((whole, few)):
+        places = [each[index] for each in found]
+        assert [row for place in places if place for row in range(*place.rows)] == list(range(len(tensor)))
+        parts = [Signs().sketch("w", tensor.shape, tensor[slice(*place.rows)], place) for place in places if place]
+        summed = torch.stack([part.values for part in parts]).sum(0)
+        expected = Signs().sketch("w", tensor.shape, tensor, Place.whole(tensor.shape))
+        assert torch.allclose(summed, expected.values, rtol=0, atol=1e-12)
+
+
+@kills("The comparator: sketches", "the first rows of all", "Copies all look at the same rows, which count for each")
+def test_portions_that_overlap_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(pieces_module, "portions", "(earlier, earlier + 1)", "(0, 1)", "").put(monkeypatch)
+    monkeypatch.setitem(globals(), "portions", pieces_module.portions)
+    with pytest.raises(AssertionError):
+        test_of_copies_every_row_is_looked_at_once(3)
+
+
+def test_sketches_on_a_device_are_put_together_with_those_of_nothing() -> None:
+    with FakeTensorMode():
+        there, nothing = (
+            Sketch(torch.zeros(4, device=device), torch.zeros((), device=device)) for device in ("cuda", "cpu")
+        )
+        assert Sketch.stack([nothing, there]).values.device.type == "cpu"
 
 
 def test_a_stack_has_an_axis_in_front() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,14 @@ def alters_weights(engine: Faulty, when: str) -> None:
                 getattr(value, "_local_tensor", value).mul_(1 + 1e-6)
 
 
+def alters_rows(engine: Faulty, when: str, half: int) -> None:
+    """Of the second rank's averaged gradients alone."""
+    if when == "after backward" and torch.distributed.get_rank() == 1:
+        for gradient in engine.engine.local_gradients().values():  # type: ignore[union-attr] # these engines have them
+            rows = gradient.view(len(gradient), -1)
+            rows[half * len(rows) // 2 : (half + 1) * len(rows) // 2] *= 1.01
+
+
 LATE = {
     "skips_the_update": (skips_the_update, "rule", 3),
     "rounds_reduced_gradients": (rounds_reduced_gradients, "sum", 3),
@@ -220,19 +229,25 @@ LATE = {
     "is_a_step_ahead": (is_a_step_ahead, "rule", 3),
     "alters_weights": (alters_weights, "rule", 5),
 }
+OF_A_COPY = {
+    "rows_that_it_looks_at": (partial(alters_rows, half=1), "sum", 3),
+    "rows_that_the_other_looks_at": (partial(alters_rows, half=0), "replicas", 3),
+}
+"""Where ranks keep copies, each looks at some of the rows of gradients; all of the weights that come of them."""
+FAULTS = {"native-optim_grads_params": LATE, "ddp": LATE | OF_A_COPY}
 
 
 def faulty(rank: int, folder: str, kind: str) -> None:
-    for name, (fault, _, _) in LATE.items():
+    for name, (fault, _, _) in FAULTS[kind].items():
         config = configured(kind)
         train(config, Path(folder, name), rank, wrap_engine=lambda engine, fault=fault: Faulty(engine, fault))
 
 
-@pytest.mark.parametrize("kind", ["native-optim_grads_params", "ddp"])
+@pytest.mark.parametrize("kind", FAULTS)
 def test_what_goes_wrong_later_is_there_at_its_step(tmp_path: Path, kind: str) -> None:
     run_ranks(faulty, 2, str(tmp_path), kind)
     limits = {"sum": ROUNDED, "gather": 1e-9, "kept": 1e-9, "replicas": 1e-9, "rule": 1.0}
-    for name, (_, column, step) in LATE.items():
+    for name, (_, column, step) in FAULTS[kind].items():
         stream = read(tmp_path / name)
         first = {check: np.flatnonzero(~(stream.column(check) <= limit)) for check, limit in limits.items()}
         beyond = {check: int(found[0]) + 1 for check, found in first.items() if len(found) and found[0] < 5}

@@ -100,11 +100,30 @@ def shares(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) ->
     """
     counted, among = [], []
     for index in range(len(pieces)):
-        places = [tuple(row[4 * index : 4 * index + 4]) for row in rows]
-        copies = places.count(places[rank])
-        earlier = places[:rank].count(places[rank])
+        copies, earlier = _copies(index, rows, rank)
         counted.append(1.0 if earlier == 0 and pieces[index].place is not None else 0.0)
         # cosines over a whole period add up to nought, and the offset leaves none of them 0
         alone = copies == 1 or pieces[index].place is None
         among.append(0.0 if alone else math.cos(2 * math.pi * (earlier + 0.21) / copies))
     return torch.tensor(counted, dtype=torch.float64), torch.tensor(among, dtype=torch.float64)
+
+
+def portions(pieces: Sequence[Piece], rows: Sequence[Sequence[int]], rank: int) -> list[Place | None]:
+    """Which part of each piece is this rank's to look at, where each row of a tensor is looked at once, on one of the
+    ranks that keep copies of it; the whole piece where there is one copy. Arguments are those of `shares`."""
+    found: list[Place | None] = []
+    for index, piece in enumerate(pieces):
+        copies, earlier = _copies(index, rows, rank)
+        if piece.place is None:
+            found.append(None)
+            continue
+        top, bottom = piece.place.rows
+        begin, end = (top + (bottom - top) * part // copies for part in (earlier, earlier + 1))
+        found.append(Place((begin, end), piece.place.columns))
+    return found
+
+
+def _copies(index: int, rows: Sequence[Sequence[int]], rank: int) -> tuple[int, int]:
+    """How many ranks keep the same part of a tensor as this one, and how many of them come before it."""
+    places = [tuple(row[4 * index : 4 * index + 4]) for row in rows]
+    return places.count(places[rank]), places[:rank].count(places[rank])

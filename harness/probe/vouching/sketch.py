@@ -54,8 +54,10 @@ class Sketch(NamedTuple):
 
     @classmethod
     def stack(cls, several: Sequence[Sketch]) -> Sketch:
-        """Put several together, on the CPU: [n, m] and [n]."""
-        values, squares = (torch.stack([each[part] for each in several]).cpu() for part in (0, 1))
+        """Put several together, on the CPU: [n, m] and [n]. One copy from a device for all; those that are of nothing
+        may be on the CPU before."""
+        device = next((each.values.device for each in several if each.values.device.type != "cpu"), torch.device("cpu"))
+        values, squares = (torch.stack([each[part].to(device) for each in several]).cpu() for part in (0, 1))
         return cls(values, squares)
 
 
