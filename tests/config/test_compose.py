@@ -21,6 +21,7 @@ from harness.config.faults import corpus
 from harness.config.root import typed_root
 from harness.config.schema import Config, EngineName, Strategy
 from tests.support import composing
+from tests.support.programs import fork_trials
 
 DRY = "launch.dry_run=true"
 NEEDS = {
@@ -58,6 +59,13 @@ OF_HYDRA = [
 ]
 
 
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Classes of one's own are tried as tests/own and tests/engines/test_ext.py try them whole."""
+    fork_trials(monkeypatch)
+
+
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize("leaf", LEAVES)
 def test_every_option_composes(leaf: str) -> None:
     """A file of conf/ as studies read it."""

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +17,7 @@ from harness.config.errors import BadRequest, Violation
 from harness.config.schema import Dtype, Strategy
 from harness.store import provenance
 from tests.support.composing import compose
-from tests.support.programs import run_command
+from tests.support.programs import fork_trials
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = (Path(__file__).parent / "adapter.py").read_text(encoding="utf-8")
@@ -78,8 +77,7 @@ WRONG = {
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """The process that imports an adapter is a fork of one that has imported torch; the first test starts it whole."""
-    here = SimpleNamespace(run=run_command, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr("harness.config.adapter.subprocess", here)
+    fork_trials(monkeypatch)
 
 
 @pytest.mark.usefixtures("forked")

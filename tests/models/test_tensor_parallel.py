@@ -55,18 +55,18 @@ def config_of(
 
 CASES = [
     ("2x2", "plain", Strategy.no_shard),
-    ("2x2", "tied", Strategy.optim),
     ("2x2", "sequence", Strategy.optim_grads),
     ("1x4", "tied sequence, grouped", Strategy.optim_grads_params),
     ("4x1", "plain", Strategy.optim_grads_params),
     ("2x1x2", "tied sequence, grouped", Strategy.optim),
-    ("2x2", "sequence", Strategy.optim_grads_params, EngineName.fsdp2),
     ("2x1x2", "tied sequence, grouped", Strategy.optim_grads, EngineName.fsdp2),
     ("2x2", "tied sequence, grouped", Strategy.no_shard, EngineName.ddp),
     ("1x4", "tied", Strategy.no_shard, EngineName.single),
 ]
 """Every engine, mesh, model and strategy, and what tied, cut and grouped weights are met by."""
 MORE = [
+    ("2x2", "tied", Strategy.optim),
+    ("2x2", "sequence", Strategy.optim_grads_params, EngineName.fsdp2),
     ("2x2", "tied sequence, grouped", Strategy.optim_grads_params),
     ("1x4", "tied", Strategy.optim_grads_params),
     ("1x4", "sequence", Strategy.no_shard),
@@ -111,6 +111,13 @@ def trained(folder: Path, more: bool = False) -> list[list[dict[str, Tensor]]]:
     return run_ranks(run_all, 4, folder / "more" if more else folder, MORE if more else CASES)
 
 
+@once
+def trained_alone(folder: Path, model: str) -> dict[str, Tensor]:
+    """By one process: its record, and its last weights."""
+    train(config_of(None, model, ckpt__policy=CkptPolicy.last), folder / f"alone {model}")
+    return weights_of(config_of(None, model), 0, load=folder / f"alone {model}")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("runs")
@@ -124,16 +131,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for place, case in enumerate(MORE)
     ],
 )
-def test_the_loop_trains_what_one_process_trains(more: bool, place: int, folder: Path, tmp_path: Path) -> None:
+def test_the_loop_trains_what_one_process_trains(more: bool, place: int, folder: Path) -> None:
     """Losses, norms and data are recorded once for each microbatch, and the checkpoint holds what one process has."""
     ran, model = trained(folder, more), (MORE if more else CASES)[place][1]
-    train(config_of(None, model, ckpt__policy=CkptPolicy.last), tmp_path)
-    alone = weights_of(config_of(None, model), 0, load=tmp_path)
+    alone = trained_alone(folder, model)
     for of_rank in ran:
         assert list(of_rank[place]) == list(alone)
         assert max(float((value - alone[name]).abs().max()) for name, value in of_rank[place].items()) < 1e-10
     run = (folder / "more" if more else folder) / str(place)
-    mine, theirs = (read_metrics(path / "metrics.jsonl") for path in (run, tmp_path))
+    mine, theirs = (read_metrics(path / "metrics.jsonl") for path in (run, folder / f"alone {model}"))
     for line, other in zip(mine, theirs, strict=True):
         assert line["loss"] == pytest.approx(other["loss"], rel=1e-12)
         assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)

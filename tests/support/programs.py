@@ -30,9 +30,18 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import pytest
+
 from tests.support.forking import SERVER, fork_ranks
 
-IMPORTED = ("run", "harness.cli.main", "harness.worker.rank", "harness.engines.describe", "harness.checkpoint.__main__")
+IMPORTED = (
+    "run",
+    "harness.cli.main",
+    "harness.worker.rank",
+    "harness.worker.describe",
+    "harness.engines.describe",
+    "harness.checkpoint.__main__",
+)
 STARTING_S = 240.0
 """How long a busy machine may take to fork."""
 
@@ -98,7 +107,12 @@ class Program:
 
 
 def run_program(
-    words: Sequence[str], *, cwd: Path | str = ".", env: Mapping[str, str] | None = None, timeout: float | None = None
+    words: Sequence[str],
+    *,
+    cwd: Path | str = ".",
+    env: Mapping[str, str] | None = None,
+    timeout: float | None = None,
+    input: str = "",  # as `subprocess.run` names it
 ) -> subprocess.CompletedProcess[str]:
     """`subprocess.run([sys.executable, *words], capture_output=True, text=True)` of a program of this repository.
 
@@ -106,10 +120,11 @@ def run_program(
         TimeoutExpired: it was killed after `timeout` seconds.
     """
     with tempfile.TemporaryDirectory(prefix="program-") as name:
-        out, err, pid = (Path(name, each) for each in ("out", "err", "pid"))
+        out, err, pid, read = (Path(name, each) for each in ("out", "err", "pid", "in"))
+        read.write_text(input)
         variables = dict(os.environ if env is None else env)
         (code,) = fork_ranks(
-            _be, 1, list(words), os.path.abspath(cwd), variables, str(out), str(err), pid, seconds=timeout
+            _be, 1, list(words), os.path.abspath(cwd), variables, str(out), str(err), pid, str(read), seconds=timeout
         )
         if timeout is not None and code == -signal.SIGKILL:
             raise subprocess.TimeoutExpired(list(words), timeout)
@@ -117,24 +132,40 @@ def run_program(
 
 
 def run_command(command: Sequence[str], **named: Any) -> subprocess.CompletedProcess[str]:
-    """`subprocess.run` of a command that is Python's, for what calls it; `stdout` may be a file that is open."""
+    """`subprocess.run` of a command that is Python's, for what calls it; `stdout` and `stderr` may be open files, and
+    what is said on stderr goes to the one of `stdout` where it has none."""
     assert command[0] == sys.executable, command
-    allowed = {"capture_output", "text", "check", "stdin", "stdout", "stderr", "cwd", "env", "timeout"}
+    allowed = {"capture_output", "text", "check", "stdin", "input", "stdout", "stderr", "cwd", "env", "timeout"}
     assert not named.keys() - allowed, named
-    how = {key: named[key] for key in ("cwd", "env", "timeout") if key in named}
+    how = {key: named[key] for key in ("cwd", "env", "timeout", "input") if key in named}
     done = run_program(command[1:], **how)
-    if named.get("stdout") is not None:
-        named["stdout"].write((done.stdout + done.stderr).encode())
+    out = named.get("stdout")
+    if out is not None:
+        err = named.get("stderr")
+        err = out if err is None or isinstance(err, int) else err
+        for file, said in ((out, done.stdout), (err, done.stderr)):
+            file.write(said if named.get("text") else said.encode())
     return done
+
+
+def fork_trials(patch: pytest.MonkeyPatch) -> None:
+    """Have processes that try a user's own classes forked of one that has imported torch."""
+    here = SimpleNamespace(run=run_command, TimeoutExpired=subprocess.TimeoutExpired)
+    for module in ("adapter", "own"):
+        patch.setattr(f"harness.config.{module}.subprocess", here)
 
 
 # -- in the fork -------------------------------------------------------------------------------------------------------
 
 
-def _be(_: int, words: list[str], cwd: str, env: dict[str, str], out: str, err: str, pid: Path) -> None:
+def _be(
+    _: int, words: list[str], cwd: str, env: dict[str, str], out: str, err: str, pid: Path, read: str = os.devnull
+) -> None:
     """Never returns."""
     atexit._clear()
     _begin(env, stdin=True)
+    os.dup2(os.open(read, os.O_RDONLY), 0)
+    sys.stdin = os.fdopen(0, closefd=False)  # multiprocessing gave it another
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(cwd)
     for number, path in ((1, out), (2, err)):

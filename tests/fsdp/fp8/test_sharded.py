@@ -37,19 +37,15 @@ HELD = tuple(each for each in Fp8 if each.held)
 ZERO_3 = "optim_grads_params"
 FOLLOWED = (
     Case(Fp8.current, "optim"),
-    Case(Fp8.block, "optim_grads"),
     Case(Fp8.delayed, ZERO_3),
     Case(Fp8.block, ZERO_3, 2, recompute=True),
-    Case(Fp8.current, ZERO_3, 2, "optim"),
     Case(Fp8.delayed, "no_shard", 2, "optim"),
     Case(Fp8.mx_32x32, ZERO_3, 2, "optim"),
 )
 CUT = (
-    Case(Fp8.current, ZERO_3, tp=2),
     Case(Fp8.block, "optim_grads", tp=2),
     Case(Fp8.delayed, "optim", 2, "optim", tp=2),
     Case(Fp8.current, "no_shard", tp=4),
-    Case(Fp8.delayed, ZERO_3, 2, tp=2, recompute=True),
     Case(Fp8.mx, ZERO_3, tp=2),
     Case(Fp8.mx_32x32, "optim_grads", 2, tp=2, recompute=True),
 )
