@@ -21,6 +21,10 @@ SLOWEST = (
     "tests/launch",
     "tests/checkpoint",
     "tests/fsdp",
+    "tests/train",
+    "tests/models",
+    "tests/own",
+    "tests/cli",
 )
 """Begun first, in this order, so that no worker is left with a long file when the others have ended."""
 TOGETHER = ("tests/parity", "tests/slurm")
