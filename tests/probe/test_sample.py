@@ -7,7 +7,8 @@ import torch
 
 from harness.config.update_rule import Rule
 from harness.probe.vouching.pieces import Piece
-from harness.probe.vouching.sample import Sample
+from harness.probe.vouching.sample import Made, Sample
+from tests.support.mutants import Slip, kills
 
 RULE = Rule("adamw", (0.9, 0.95), 1e-8, 0.0, 0.0)
 SMALL = 1e-14
@@ -42,6 +43,48 @@ def test_a_small_moment_that_changes_has_moved(sample: Sample, held: dict[str, t
     large, small = sample.largest(sample.moved(left, sample.look()), 2).tolist()
     assert large == 0.0
     assert small == pytest.approx(1e-3, rel=1e-3)
+
+
+def stepped(sample: Sample, held: dict[str, torch.Tensor], wrong: str) -> tuple[float, float]:
+    """A step of torch's AdamW that clips by a half where `wrong` does not say otherwise: the largest distance from the
+    rule, and the error of the factor that clipped."""
+    made, before, lr = torch.Generator().manual_seed(2), sample.look(), 0.01
+    gradients = {name: torch.rand(8, 9, generator=made) - 0.5 for name in ("large", "small")}
+    factor = {"large": 0.5, "small": 0.7 if wrong == "a tensor's factor" else 0.5}
+    rates = {"large": lr, "small": 2 * lr if wrong == "a tensor's rate" else lr}
+    for name, gradient in gradients.items():
+        param = torch.nn.Parameter(held[f"{name}/weight"].clone())
+        moments = {entry: held[f"{name}/{entry}"] for entry in RULE.entries}
+        optimizer = torch.optim.AdamW([param], rates[name], RULE.betas, RULE.eps, weight_decay=0.0)
+        optimizer.state[param] = {"step": torch.tensor(2.0), **moments}
+        param.grad = factor[name] * gradient
+        if wrong == "an element":
+            param.grad.view(-1)[int(sample.followed[0].indices[0])] *= 1.4
+        optimizer.step()
+        held[f"{name}/weight"].copy_(param.detach())
+    given = sample.gradients(gradients)
+    found = sample.held_to_rule(before, sample.look(), given, 0.5, Made(3, lr, 2.0**-24))
+    return float(found.ratios.max()), found.clipping
+
+
+@pytest.mark.parametrize(
+    ("wrong", "follows", "clipping"),
+    [("", True, 0.0), ("a tensor's factor", True, 0.4), ("a tensor's rate", False, 0.0), ("an element", False, 0.0)],
+)
+def test_a_tensor_that_is_clipped_otherwise_follows_the_rule(
+    sample: Sample, held: dict[str, torch.Tensor], wrong: str, follows: bool, clipping: float
+) -> None:
+    ratio, found = stepped(sample, held, wrong)
+    assert (ratio <= 1) == follows, ratio
+    assert found == pytest.approx(clipping, abs=1e-5)
+
+
+@kills("The comparator: a sample", "one factor for all", "A bucket clipped by another factor is the optimizer's fault")
+def test_one_factor_for_all_is_noticed(
+    sample: Sample, held: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Slip(Sample, "held_to_rule", "([everywhere], of_tensors)", "([everywhere],)", "").put(monkeypatch)
+    assert stepped(sample, held, "a tensor's factor")[0] > 1
 
 
 def test_sums_of_moments_tell_what_a_resumed_run_begins_with(sample: Sample, held: dict[str, torch.Tensor]) -> None:

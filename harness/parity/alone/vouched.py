@@ -131,6 +131,9 @@ TAKEN = Look(
 )
 """What `norm` says of SGD where the logged norm itself is right."""
 
+CLIPPED = replace(TAKEN, stage=Stage.clipping, wrong=TAKEN.wrong.replace("momentum", "moments"), since=None)
+"""The same of optimizers whose moments tell a gradient's factor from their own."""
+
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
     """Every step of a run against its own stream; nothing for a run that has none."""
@@ -173,7 +176,7 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     found = []
     for part, said in (
         (~beyond & ~taken, look),
-        (taken, TAKEN if run.config.get("optimizer.clip_norm") is not None else replace(TAKEN, since=None)),
+        (taken, _factor(run)),
         (beyond, replace(look, check="weights after the last step", wrong="changed after the last update")),
     ):
         note = f"in {run.name}, {said.wrong}"
@@ -191,13 +194,17 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     return found
 
 
+def _factor(run: Record) -> Look:
+    """What is said of a wrong factor. SGD's dampening makes the same of gradients as another clipping."""
+    if run.config.get("optimizer.name") != "sgd":
+        return CLIPPED
+    return TAKEN if run.config.get("optimizer.clip_norm") is not None else replace(TAKEN, since=None)
+
+
 def _taken_otherwise(run: Record, stream: Stream, steps: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Steps whose logged norm is right, of SGD: what is wrong is the factor with which gradients entered the momentum,
-    and dampening makes the same of them as another clipping."""
+    """Steps whose logged norm is right: what is wrong is the factor with which gradients entered the moments."""
     import numpy as np
 
-    if run.config.get("optimizer.name") != "sgd":
-        return np.zeros(len(steps), dtype=bool)
     logged = np.array(run.series("grad_norm"), float)[steps - 1]
     whole, said = (stream.column(name)[steps - 1] for name in ("reduced_squares", "norm"))
     with np.errstate(divide="ignore", invalid="ignore"):

@@ -21,6 +21,9 @@ PER_TENSOR = 32
 """Elements followed of each tensor, over all ranks. A fault in a share p of a tensor's elements is among them with
 probability 1 - (1 - p)^32: 96 % for a tenth of them. What is smaller shows in the sketches."""
 
+ALIKE = 3
+"""Elements that must have been multiplied with one factor for it to be one."""
+
 
 def unit_of(dtype: torch.dtype) -> float:
     """Unit roundoff: half the gap between 1 and the next number."""
@@ -173,8 +176,8 @@ class Sample:
     def held_to_rule(self, before: Values, after: Values, gradients: Tensor, clipping: float, made: Made) -> Held:
         """How far the step is from what the rule makes of it, and from gradients that were clipped as they should.
 
-        Where all elements follow the rule with another factor than the one that clips, the rule was followed and the
-        factor is wrong.
+        Where all elements follow the rule with another factor than the one that clips, or those of each tensor with
+        one of its own, the rule was followed and the factor is wrong.
 
         Args:
             before, after: weights and moments around the step.
@@ -186,18 +189,27 @@ class Sample:
         ratios = self._ratios(state, after, clipping * gradients, made)
         if not len(ratios) or not ratios.max() > 1:
             return Held(ratios, 0.0)
-        factor = self._factor_taken(state, after, gradients)
-        again = ratios if factor is None else self._ratios(state, after, factor * gradients, made)
-        if factor is None or again.max() > 1:
-            return Held(ratios, 0.0)
-        return Held(again, abs(factor / clipping - 1))
-
-    def _factor_taken(self, state: UpdateState, after: Values, gradients: Tensor) -> float | None:
-        """What gradients were multiplied with, by the median of elements whose gradient is not small."""
         first = after.moments[0] if after.moments else torch.zeros_like(gradients)
         taken = self.rule.gradient_taken(state, first, self._decays)
-        large = (gradients.abs() >= gradients.abs().median()) & (gradients != 0) & (self._trained > 0)
-        return None if taken is None or not large.any() else float((taken[large] / gradients[large]).median())
+        if taken is None:
+            return Held(ratios, 0.0)
+        everywhere = torch.ones_like(ratios, dtype=torch.bool)
+        of_tensors = [self.tensor_of == tensor for tensor in torch.unique(self.tensor_of[ratios > 1])]
+        for parts in ([everywhere], of_tensors):
+            factors = torch.full_like(gradients, clipping)
+            for part in parts:
+                factors[part] = self._factor_taken(taken, gradients, part, clipping)
+            again = self._ratios(state, after, factors * gradients, made)
+            if not again.max() > 1:
+                return Held(again, float((factors / clipping - 1).abs().max()))
+        return Held(ratios, 0.0)
+
+    def _factor_taken(self, taken: Tensor, gradients: Tensor, part: Tensor, clipping: float) -> float:
+        """What gradients of a part were multiplied with, by the median of elements whose gradient is not small; where
+        they are fewer than `ALIKE`, which could be wrong in any way, what they should be."""
+        part = part & (gradients != 0) & (self._trained > 0)
+        large = part & (gradients.abs() >= gradients[part].abs().quantile(0.5)) if part.any() else part
+        return float((taken[large] / gradients[large]).median()) if int(large.sum()) >= ALIKE else clipping
 
     def _state(self, values: Values) -> UpdateState:
         nothing = torch.zeros_like(values.weights)
