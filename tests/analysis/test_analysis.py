@@ -18,6 +18,7 @@ from scipy.stats import binomtest
 from analysis import judge, labels, load, plot, stats
 from benchmarks.pages import readme_figure
 from harness.analysis import figures
+from harness.analysis import load as harness_load
 from harness.parity import Outcome
 from harness.store import provenance
 from harness.store.rundir import RunDir, flatten
@@ -26,6 +27,7 @@ from tests.parity.arms import Arm
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import as_study, write
+from tests.support.mutants import Slip, kills
 
 
 @pytest.fixture(scope="module")
@@ -286,6 +288,15 @@ def test_a_damaged_run_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     assert runs.loc[str(bad), "state"] == "damaged"
     assert "not valid YAML" in runs.loc[str(bad), "reason"]
     assert runs.loc[str(good), "state"] == "done"
+    assert runs.loc[str(good), "label"] == good.name, "one of two runs is not the only one"
+
+
+@kills("The terminal", "the only run", "A run beside a damaged one is called the only run in tables and pictures")
+def test_a_run_that_is_not_the_only_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(harness_load, "runs", " if len(known) > 1 or len(mine) == 1 else {}", "").put(monkeypatch)
+    monkeypatch.setattr(load, "runs", harness_load.runs)
+    with pytest.raises(AssertionError, match="not the only one"):
+        test_a_damaged_run_is_told_and_the_rest_is_read(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["", "notes: 'a\n\n  b: c'\n", "more:\n- 1\n- {a: [2]}\n", "e: {}\n"])

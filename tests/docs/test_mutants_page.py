@@ -9,6 +9,7 @@ from benchmarks.pages.mutants import PAGE, merged, page, read
 from tests.support.mutants import DECLARED, PROPERTY, Mutant, Recorder
 
 MODULES = (
+    "tests.analysis.test_analysis",
     "tests.checkpoint.test_matrix",
     "tests.checkpoint.test_tensor_file",
     "tests.engines.test_mutants",
@@ -55,9 +56,11 @@ MODULES = (
     "tests.mirror.test_sync",
     "tests.own.test_guide",
     "tests.parity.test_apart",
+    "tests.parity.test_comparable",
     "tests.parity.test_mutants",
     "tests.parity.test_optimizer",
     "tests.parity.test_stability",
+    "tests.parity.test_study",
     "tests.parity.test_structure",
     "tests.parity.test_vouched",
     "tests.parity.test_witness",
