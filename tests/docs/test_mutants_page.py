@@ -73,6 +73,7 @@ MODULES = (
     "tests.store.test_show",
     "tests.streams.test_faults",
     "tests.streams.test_numbers",
+    "tests.study.test_files",
     "tests.train.test_again",
     "tests.train.test_callbacks",
     "tests.train.test_default_captures",
