@@ -38,12 +38,16 @@ CAMPAIGN = Path(os.environ.get("CAMPAIGN", Path(analysis.__file__).parents[1] / 
 study = judge.study(STORE, STUDY, sources=SOURCES)
 print(study.question or f"The study {STUDY}.")
 print(study.told)
+table = judge.verdicts(study)
+for sentence in table.loc[~table["verdict"].isin(["EQUAL", "EQUIVALENT"]), "sentence"]:
+    print(f"\n{sentence}")
 
 # %% [markdown]
 # ## How near the bounds
 #
 # A dot is a kind of check, the worst of its kind: what was observed over what rounding explains. A bound that
-# everything stays a thousandfold below is loose; one that clean runs touch would raise false alarms.
+# everything stays a thousandfold below is loose; one that clean runs touch would raise false alarms. A check
+# without a number (is the loss finite?) has no dot; the sentence above says where one failed.
 
 # %%
 evidence = judge.evidence(study)
@@ -65,7 +69,6 @@ else:
 # rank is an error of 0.5.
 
 # %%
-table = judge.verdicts(study)
 resolution = table.set_index("run")["resolution"].dropna().astype(float).to_dict()
 if resolution:
     figure, ax = plot.bars(len(arms))

@@ -116,14 +116,14 @@ def _matrix(part: dict[str, Any]) -> str:
         "",
         _made(part, "matrix"),
         "",
-        f"{held} of {len(part['cells'])} cells hold: every weight, as the engine gathers it, and every tensor of the"
-        " state, chunk by chunk, has the bits of the one process that trained it, and the next update in fp64 lands"
-        f" within {part['tolerance']:.0e} of that process's (largest distance {largest:.1e}). Each row's checkpoint,"
-        " put together without DCP, has those bits too"
+        f"{held} of {len(part['cells'])} cells hold: after loading, every weight, as the engine gathers it, and every"
+        " chunk of the state has the same bits as in the one process that trained it, and the next update in fp64"
+        f" differs from that process's by at most {part['tolerance']:.0e} (largest difference {largest:.1e}). The files"
+        " of each row's checkpoint, put together without DCP, have the same bits too"
         + (f", but for {part['written_wrong']}" if part["written_wrong"] else "")
-        + ". The model is the awkward one: tied, frozen and unused weights, odd sizes; AdamW, clipped.",
+        + ". The model has tied, frozen and unused weights and odd sizes; it is trained with AdamW and clipping.",
         "",
-        "`=` bit for bit; `x` not. Rows wrote, columns loaded.",
+        "`=`: every bit agrees; `x`: not. The row's layout saved, the column's layout loaded.",
         "",
         *_table(part),
     ]
@@ -177,10 +177,11 @@ def _kills(part: dict[str, Any]) -> str:
         "",
         _made(part, "kills"),
         "",
-        f"Two ranks save without end; one of them is killed at a random moment, {len(kills)} times, and two new ranks"
-        " take up what is there. The state of step n is n in every element, so that a mixture of two saves would show.",
+        "Two ranks save one checkpoint after another, until one of them is killed at a random moment; then two new"
+        f" ranks load what is there. This was done {len(kills)} times. Every element of the state of step n is n, so a"
+        " mixture of two saves would be seen.",
         "",
-        "| kills | left a torn folder | new ranks took the step told saved | or the one under way | as it should be |",
+        "| kills | left an unfinished folder | loaded the last step reported saved | or the one being saved | right |",
         "|---|---|---|---|---|",
         f"| {len(kills)} | {torn} | {len(kills) - newer} | {newer} | {held} |",
         "",
@@ -200,12 +201,13 @@ def _cost(part: dict[str, Any]) -> str:
         _made(part, "cost"),
         "",
         f"State in the shape of Llama 3.2 1B with {part['layers']} of its 16 blocks, weights and AdamW in fp32,"
-        f" {part['ranks']} ranks that hold it twice and take turns, {part['rounds']} rounds, median (fastest to"
-        " slowest) of the slower rank. Ours sums every byte (XXH3) when it is written and before it is loaded, and"
-        " afterwards holds the loaded state against the files; DCP checks nothing. Memory is what rose while it worked,"
-        " of the larger rank: what cannot be given back, and all with mapped files.",
+        f" {part['ranks']} ranks. Each rank holds the state once per engine, and the engines take turns for"
+        f" {part['rounds']} rounds. Seconds are the median (fastest to slowest) of the slower rank. Ours computes a"
+        " checksum (XXH3) of every byte when it is written and before it is loaded, and then compares the loaded state"
+        " with the files; DCP checks nothing. Memory is the increase during the operation, on the rank where it is"
+        " larger: anonymous memory alone, and everything, with mapped files.",
         "",
-        "| | | seconds | cannot be given back, GiB | all, GiB | on the disk, GiB |",
+        "| | | seconds | anonymous memory, GiB | all memory, GiB | on the disk, GiB |",
         "|---|---|---|---|---|---|",
     ]
     for (who, what), row in rows.items():

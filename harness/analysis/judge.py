@@ -12,6 +12,7 @@ from harness.analysis import load, plot, stats
 from harness.analysis.plot import Style
 from harness.config.errors import BadRequest, Violation
 from harness.parity import CHECKOUT, StudyVerdict, Verdict, loss_bounds, so_far
+from harness.parity.study import absence
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir, Store
 from harness.store.study import read_study
@@ -98,7 +99,7 @@ def study(root: Path | str, name: str, *, sources: str | None = CHECKOUT, verdic
             runs = runs[places >= 0].iloc[places[places >= 0].argsort(kind="stable")].reset_index(drop=True)
         found, absent = (verdict, []) if verdict else so_far(Store(root).root, name, sources=sources)
         if absent:
-            missing = f"{len(absent)} of {len(order)} cells were never started: {', '.join(absent[:4])}"
+            missing = absence(absent, len(order))
     except BadRequest as error:
         alone = record is None and len(runs)
         missing = NO_STUDY if alone else "; ".join(_sentence(each) for each in error.violations)

@@ -127,7 +127,8 @@ def runs(root: Path | str, study: str | None = None) -> pd.DataFrame:
     for name in dict.fromkeys(row["study"] for row, _ in rows):
         mine = {row["path"]: (row, config) for row, config in rows if row["study"] == name}
         controls = _controls(store.root, name)
-        named = labels({path: config for path, (_, config) in mine.items() if config}, controls & mine.keys())
+        known = {path: config for path, (_, config) in mine.items() if config}
+        named = labels(known, controls & known.keys()) if len(known) > 1 or len(mine) == 1 else {}
         judged = {str(path): outcome for path, outcome in outcomes(store.root, name).items()}
         for path, (row, _) in mine.items():
             row |= {"label": named.get(path, Path(path).name), "verdict": judged.get(path)}

@@ -17,8 +17,8 @@ from harness.config.words import ask_again
 from harness.store import commands
 from harness.store.errors import StoreError
 from harness.store.provenance import sources_digest
-from harness.store.rundir import RunDir, Store, flatten
-from harness.store.study import read_study
+from harness.store.rundir import RunDir, flatten
+from harness.store.study import asked_for, read_study
 
 NATIVE = "native"
 """The engine held against the others of its strategy."""
@@ -130,7 +130,7 @@ def report(root: Path | str, study: str) -> Report:
     """
     record = read_study(Path(root), study)
     if record is None:
-        known = ", ".join(name for name in Store(root).studies() if read_study(Path(root), name)) or "none yet"
+        known = ", ".join(asked_for(Path(root))) or "none yet"
         text = f"no study of this name was run under {root}"
         raise refuse(f"bench {study}", text, choices=known, fix=commands.request("-m study=NAME"))
     folder = Path(root) / study

@@ -82,7 +82,8 @@ def _warn_of_dirt(repository: Repository, versions: Sequence[Version], tell: Tel
 
 def _run(snapshot: Snapshot, request: Request, tell: Tell) -> Path:
     before = snapshot.done(request.words) is not None
-    tell(f"{snapshot.version.label}: {'was run' if before else f'runs; {snapshot.log(request.words)} tells how far'}")
+    state = "was run before" if before else f"training; progress is in {snapshot.log(request.words)}"
+    tell(f"{snapshot.version.label}: {state}")
     return snapshot.run(request.words)
 
 

@@ -66,7 +66,7 @@ def text(found: Rehearsal) -> str:
     """The outcome of a rehearsal, as a person reads it."""
     if found.equal:
         head = (
-            f"EQUAL: stopped after step {found.preempt_at} and gone on with, all {found.numbers} logged numbers of"
+            f"EQUAL: stopped after step {found.preempt_at} and resumed: all {found.numbers} logged numbers of"
             f" {found.steps} steps and the final weights have the bits of the uninterrupted run"
         )
     else:
@@ -76,4 +76,4 @@ def text(found: Rehearsal) -> str:
     return "\n".join([*lines, f"next: {commands.verb(f'show {shlex.quote(str(found.resumed))}')}"])
 
 
-REHEARSE = Verb("rehearse", "stop a run after a step, go on, and hold every number against it", _arguments, _rehearse)
+REHEARSE = Verb("rehearse", "stop a run after a step, resume it, and compare every number", _arguments, _rehearse)

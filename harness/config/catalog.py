@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +22,7 @@ ROOT = provenance.ROOT
 """Where `conf/` and `sweeps/` lie."""
 
 STUDIES = "study"
-"""The group of studies: `sweeps/` here, `study/` in a folder of one's own."""
+"""The group of studies: `sweeps/` here; `study/` in a folder of the user's own, and in this checkout's `conf/`."""
 
 STUDY_FILE = "from_file"
 """What Hydra calls the study whose file is the user's own."""
@@ -78,16 +79,15 @@ def own_folder() -> Path | None:
 
 
 def study_path(value: str) -> Path | None:
-    """The file that `study=VALUE` names, by its path or by its name in a user's own folder, absolute.
+    """The file that `study=VALUE` names, by its path or by its name in a `conf/study/`, absolute.
 
     None where VALUE is a name in `sweeps/`, or nowhere.
     """
     bare = value.strip().strip("'\"")
     if "/" in bare or bare.endswith((".yaml", ".yml")):
         return Path(os.path.abspath(os.path.expanduser(bare)))
-    own = own_folder()
-    file = own / STUDIES / f"{bare}.yaml" if own is not None else None
-    return file if file is not None and file.is_file() else None
+    folders = [folder for folder in (own_folder(), ROOT / "conf") if folder is not None]
+    return next((file for each in folders if (file := each / STUDIES / f"{bare}.yaml").is_file()), None)
 
 
 @functools.cache
@@ -118,20 +118,28 @@ def _catalog(own: Path | None) -> Catalog:
     shipped = {folder.name: _stems(folder) for folder in _folders()}
     shipped |= {STUDIES: _stems(ROOT / "sweeps"), "fault": tuple(sorted((*corpus(), NONE)))}
     shipped |= {"engine": tuple(sorted({*shipped["engine"], *EngineName.__members__}))}
-    if own is None:
-        return Catalog(shipped)
-    added = {group: _stems(own / group) for group in _own_groups()}
-    hidden = [(group, name) for group, names in added.items() for name in names if name in shipped[group]]
+    found = _with(shipped, ROOT / "conf", (STUDIES,))
+    return Catalog(found if own is None else _with(found, own, _own_groups()))
+
+
+def _with(known: dict[str, tuple[str, ...]], folder: Path, groups: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """The options that are known and those of a folder.
+
+    Raises:
+        BadRequest: one of the folder has the name of a known one.
+    """
+    added = {group: _stems(folder / group) for group in groups}
+    hidden = [(group, name) for group, names in added.items() for name in names if name in known[group]]
     if hidden:
         raise BadRequest(
             Violation(
-                f"{own / group / name}.yaml",
+                f"{folder / group / name}.yaml",
                 f"has the name of an option that is here, {group}={name}, which would mean two things",
                 fix=f"another name, such as {group}/my_{name}.yaml",
             )
             for group, name in hidden
         )
-    return Catalog({group: tuple(sorted((*names, *added.get(group, ())))) for group, names in shipped.items()})
+    return {group: tuple(sorted((*names, *added.get(group, ())))) for group, names in known.items()}
 
 
 def _folders() -> list[Path]:
@@ -141,7 +149,7 @@ def _folders() -> list[Path]:
 @functools.cache
 def _own_groups() -> tuple[str, ...]:
     """Groups that a file of one's own can add an option to."""
-    return tuple(sorted((*(folder.name for folder in _folders()), STUDIES)))
+    return tuple(sorted({*(folder.name for folder in _folders()), STUDIES}))
 
 
 def _stems(folder: Path) -> tuple[str, ...]:

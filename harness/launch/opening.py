@@ -12,8 +12,9 @@ from harness.config.schema import Rerun
 from harness.launch.plan import Action, Decision, decide
 from harness.launch.snapshot import own_copy
 from harness.store import provenance, status
+from harness.store.errors import StoreError
 from harness.store.files import Lock, SameFiles
-from harness.store.rundir import RunDir, Store
+from harness.store.rundir import CONFIG, RunDir, Store
 from harness.store.status import JobProbe, Keeper, State, Status
 
 
@@ -63,6 +64,9 @@ def _obstacle(run: RunDir, cell: Cell, sources: Sources) -> str:
     """What would make the rest of a run another computation than its beginning."""
     if _is_stale(run, cell, sources):
         return "the sources changed since"
+    if not (run.path / CONFIG).exists():
+        what = f"{run.path} has the record of a run and no {CONFIG}"
+        raise StoreError(f"{what}; put the file back, or remove the folder and request the run again")
     before, now = run.config()["cluster"], cell.config["cluster"]
     for key in ("threads_per_rank", "device"):  # the signature leaves the cluster out, but sums depend on these
         if before[key] != now[key]:

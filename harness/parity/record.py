@@ -31,6 +31,9 @@ WEIGHTS = ("initial_weights", "final_weights")
 OF_ITSELF = ("restored", "structure", "other_replicas")
 """Facts of `summary.json` that say whether a run was sound."""
 
+NOT_STARTED, NOT_DONE, IS_STALE = "was never started", ", not done", "it is stale"
+"""What a run's problems say where a request would start it, or start it again with `launch.rerun=stale`."""
+
 
 class Settings(dict[str, Any]):
     """A frozen configuration, one level of dotted keys; who asks for one that a damaged file lost hears of the file."""
@@ -200,9 +203,9 @@ def _state_problems(run: RunDir) -> list[str]:
     except StoreError as error:
         return [str(error)]
     if state is None:
-        return ["it was never started"]
+        return [f"it {NOT_STARTED}"]
     if state.state is not status.State.done:
-        return [f"it is {state.state.value}, not done" + (f" ({state.reason})" if state.reason else "")]
+        return [f"it is {state.state.value}{NOT_DONE}" + (f" ({state.reason})" if state.reason else "")]
     return []
 
 
@@ -211,9 +214,9 @@ def _origin_problems(origin: Mapping[str, Any], sources: str | None) -> list[str
     if not digest:
         return ["provenance.json has no sources_digest: what code made it is not known"]
     if sources is not None and digest != sources:
-        return [f"it is stale: made by sources {digest[:8]}, and they are {sources[:8]} now"]
+        return [f"{IS_STALE}: made by sources {digest[:8]}, and they are {sources[:8]} now"]
     if sources is not None and (edited := provenance.edited(origin)):
-        return [f"it is stale: the files of {' and '.join(edited)} were edited since"]
+        return [f"{IS_STALE}: the files of {' and '.join(edited)} were edited since"]
     return []
 
 

@@ -19,7 +19,7 @@ from harness.parity.tiers.seeds import over_seeds
 from harness.store import commands
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, Store, flatten
-from harness.store.study import read_study
+from harness.store.study import asked_for, read_study
 
 REPETITION = "train.replicate"
 MANY = 64
@@ -43,12 +43,8 @@ def verdict(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> 
     record = _record(Path(root), study)
     absent = _absent(Store(root).root / study, record)
     if absent:
-        text = f"{len(absent)} of {len(record['cells'])} cells were never started: {', '.join(absent[:4])}"
-        raise refuse(
-            f"verdict {study}",
-            text,
-            fix=f"{ask_again(root, study)} starts what is missing",
-        )
+        fix = f"{ask_again(root, study)} starts what is missing"
+        raise refuse(f"verdict {study}", absence(absent, len(record["cells"])), fix=fix)
     return _judged(Store(root).root / study, record, sources)
 
 
@@ -66,11 +62,18 @@ def so_far(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> t
     return _judged(folder, {**record, "cells": cells}, sources), absent
 
 
+def absence(absent: Sequence[str], count: int) -> str:
+    """Which of a study's cells are not in the store, in a sentence."""
+    return f"{len(absent)} of {count} cells were never started, or were removed: {', '.join(absent[:4])}"
+
+
 def _record(root: Path, study: str) -> dict[str, Any]:
     """The study's record, if it has a control."""
     record = read_study(root, study)
     if record is None:
         raise _unknown(root, study)
+    if not record["cells"]:
+        raise refuse(f"verdict {study}", "its study.json lists no cells", fix=ask_again(root, study))
     if not any(cell["control"] for cell in record["cells"]):
         fix = f"control: {{sharding: no_shard}} in the study's file, then {ask_again(root, study)}"
         raise refuse(f"study.control of {study}", "is empty: an arm needs something to be held against", fix=fix)
@@ -144,6 +147,6 @@ def _repetitions(controls: list[Path]) -> list[tuple[Path, Path]]:
 
 
 def _unknown(root: Path, study: str) -> Exception:
-    known = ", ".join(name for name in Store(root).studies() if read_study(root, name) is not None) or "none yet"
+    known = ", ".join(asked_for(root)) or "none yet"
     text = f"no study of this name was run under {root}"
     return refuse(f"verdict {study}", text, choices=known, fix=commands.request("-m study=NAME"))

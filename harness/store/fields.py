@@ -44,54 +44,73 @@ METRICS = (
     Metric(
         "param_norm",
         "",
-        "Euclidean norm of the main weights after the update; null but every `train.param_norm_every` steps.",
+        "Euclidean norm of the main weights after the update; null in all but every `train.param_norm_every`-th step.",
     ),
     Metric("lr", "", "Learning rate of this step."),
-    Metric("tokens", "tokens", "Of the whole global batch."),
-    Metric("loss_scale", "", "What the loss was multiplied with; null without one (`dtype.loss_scale`)."),
+    Metric("tokens", "tokens", "Tokens of the whole global batch."),
+    Metric("loss_scale", "", "Factor by which the loss was multiplied; null if there is none (`dtype.loss_scale`)."),
     Metric(
         "skipped",
         "",
         "Whether gradients overflowed under a dynamic loss scale, so that no weight changed in this step; `grad_norm` "
         "is NaN then.",
     ),
-    Metric("data_digest", "", "16 hex digits over everything that was fed, the same for any layout.", mirrored=False),
+    Metric(
+        "data_digest", "", "Hash (16 hex digits) of all tokens of the step; the same in every layout.", mirrored=False
+    ),
     Metric(
         "step_time_s",
         "seconds",
-        "Loading the batch, forward, backward and update, on rank 0; without what lies between steps.",
+        "Loading the batch, forward, backward and update, on rank 0; work between steps is not counted.",
         cost=True,
     ),
     Metric("time/data_s", "seconds", "Loading this step's batch.", cost=True),
-    Metric("time/forward_s", "seconds", "All forwards; null for engines that hide where they begin.", cost=True),
+    Metric(
+        "time/forward_s",
+        "seconds",
+        "All forwards; null for engines that do not show where a forward begins.",
+        cost=True,
+    ),
     Metric(
         "time/backward_s",
         "seconds",
-        "All backwards, with what is reduced meanwhile; null where `forward_s` is.",
+        "All backwards, with the reductions that run meanwhile; null if `forward_s` is null.",
         cost=True,
     ),
     Metric(
         "time/exposed_comm_s",
         "seconds",
-        "The part of the other times in which rank 0's host stood still for a collective: 0 with one rank, null on "
-        "CUDA and for engines that do not announce their waits.",
+        "The part of the other times in which rank 0's host waited for a collective: 0 with one rank; null on "
+        "CUDA and for engines that do not report their waits.",
         cost=True,
     ),
     Metric("time/optimizer_s", "seconds", "Norm, clipping and update.", cost=True),
-    Metric("memory/allocated", "bytes", "Peak of the step in CUDA's allocator; null on CPU.", cost=True),
-    Metric("memory/reserved", "bytes", "Peak of what CUDA's allocator holds; null on CPU.", cost=True),
-    Metric("memory/alloc_retries", "retries", "Of CUDA's allocator, since the process began; null on CPU.", cost=True),
-    Metric("memory/accounted", "bytes", "What the engine says it keeps between steps.", cost=True),
+    Metric(
+        "memory/allocated",
+        "bytes",
+        "Most memory that tensors took in the step, by CUDA's allocator; null on CPU.",
+        cost=True,
+    ),
+    Metric(
+        "memory/reserved", "bytes", "Most memory that CUDA's allocator reserved in the step; null on CPU.", cost=True
+    ),
+    Metric(
+        "memory/alloc_retries",
+        "retries",
+        "Retries of CUDA's allocator since the process began; null on CPU.",
+        cost=True,
+    ),
+    Metric("memory/accounted", "bytes", "What the engine keeps between steps, by its own account.", cost=True),
     Metric(
         "memory/persistent_tensor_bytes",
         "bytes",
-        "Tensor storage between steps: on CUDA always, on CPU in the last warm-up step of `measure=bench` alone.",
+        "Tensor storage between steps: on CUDA always, on CPU only in the last warm-up step of `measure=bench`.",
         cost=True,
     ),
     Metric(
         "memory/peak_tensor_bytes",
         "bytes",
-        "Most tensor storage within the step; null where `persistent_tensor_bytes` is.",
+        "Most tensor storage within the step; null if `persistent_tensor_bytes` is null.",
         cost=True,
     ),
     Metric("memory/rss", "bytes", "Resident set of rank 0's process.", cost=True),
@@ -105,21 +124,21 @@ METRICS = (
     Metric(
         "counters/gathered_units_peak",
         "units",
-        "Most units, the root apart, whose gathered weights took memory at once in the step; null for engines that do "
-        "not count them.",
+        "Most units, not counting the root, whose gathered weights were in memory at once in the step; null for "
+        "engines that do not count them.",
         cost=True,
     ),
     Metric(
         "counters/peer_read_bytes",
         "bytes",
-        "Read straight from other ranks' memory in the step, captures of gradients included; 0 where ranks exchange "
-        "messages, null for engines that do not count it.",
+        "Bytes read directly from other ranks' memory in the step, captures of gradients included; 0 where ranks "
+        "exchange messages, null for engines that do not count it.",
         cost=True,
     ),
-    Metric("tflops_per_rank", "TFLOP/s", "Model arithmetic over step time; null for a model of one's own.", cost=True),
-    Metric("mfu", "", "`tflops_per_rank` over the device's peak; null where that is unknown.", cost=True),
-    Metric("comm/*/count", "calls", "Collectives of this kind that rank 0 issued for the engine.", cost=True),
-    Metric("comm/*/bytes", "bytes", "What rank 0 sent in them.", cost=True),
+    Metric("tflops_per_rank", "TFLOP/s", "The model's arithmetic per second; null for a model of your own.", cost=True),
+    Metric("mfu", "", "`tflops_per_rank` divided by the device's peak; null if that is unknown.", cost=True),
+    Metric("comm/*/count", "calls", "Number of collectives of this kind that the engine issued on rank 0.", cost=True),
+    Metric("comm/*/bytes", "bytes", "Bytes that rank 0 sent in them.", cost=True),
     Metric("own/*", "", "What the classes of `measure.callbacks` returned, by the names they give."),
 )
 """Every metric, in the order of a line."""

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.store.errors import StoreError
 from harness.store.files import write_json
 from harness.store.identity import directory_name, signature, study_name
 from harness.store.reading import read_json
-from harness.store.rundir import CellLike
+from harness.store.rundir import CellLike, Store
 from harness.store.shapes import STUDY
 
 FILE = "study.json"
@@ -63,9 +64,25 @@ def asking_word(root: Path, study: str) -> str:
 
 
 def read_study(root: Path, study: str) -> dict[str, Any] | None:
-    """The record of a study; None where it was never asked for as a whole."""
-    record: dict[str, Any] | None = read_json(root / study / FILE, STUDY)
+    """The record of a study; None where it was never asked for as a whole.
+
+    Raises:
+        StoreError: it cannot be read, or holds an arm against a cell that it does not list.
+    """
+    path = root / study / FILE
+    record: dict[str, Any] | None = read_json(path, STUDY)
+    cells = record["cells"] if record else []
+    listed = {cell["signature"] for cell in cells}
+    for cell in cells:
+        if cell["control"] and cell["control"] not in listed:
+            what = f"compares {cell['directory']} with {cell['control'][:8]}, which it does not list"
+            raise StoreError(f"{path} {what}; remove the file and request the study again")
     return record
+
+
+def asked_for(root: Path) -> list[str]:
+    """Names of the studies that have a record, whether or not it can be read."""
+    return [name for name in Store(root).studies() if (root / name / FILE).exists()]
 
 
 def judging_verb(root: Path, study: str, runs: Sequence[str], alone: str) -> str:

@@ -99,10 +99,10 @@ def rehearse(
         if changes:
             parts.append(((*ALONE, "launch.preempt_at=0", *changes), store / "resumed"))
         _check_room(run, parts, root)
-        tell(f"training to step {preempt_at}, and stopping there")
+        tell(f"training to step {preempt_at} and stopping")
         _call([*again, *begin], store / "interrupted", PREEMPTED)
         first = _only_run(store / "interrupted")
-        tell(f"going on as {' '.join(changes)}" if changes else "going on")
+        tell(f"resuming with {' '.join(changes)}" if changes else "resuming")
         words, where = parts[-1]
         _call([*again, *words, *([f"ckpt.load={quote(str(first / 'ckpt'))}"] if changes else [])], where, 0)
         return _compared(run, first, _only_run(where), preempt_at)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from scipy.stats import binomtest
 
 from analysis import judge, labels, load, plot, stats
 from benchmarks.pages import readme_figure
-from harness.analysis import figures
+from harness.analysis import drawing, figures
+from harness.analysis import load as harness_load
+from harness.analysis import plot as plot_module
+from harness.analysis import stats as stats_module
 from harness.parity import Outcome
 from harness.store import provenance
 from harness.store.rundir import RunDir, flatten
@@ -26,6 +30,7 @@ from tests.parity.arms import Arm
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import as_study, write
+from tests.support.mutants import Slip, each, kills
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +220,47 @@ def test_what_is_not_a_number_is_a_cross_that_is_explained() -> None:
     plt.close(figure)
 
 
+MUTANTS = {
+    "names of any length": (
+        lambda: test_long_names_stay_inside_and_apart("rows"),
+        Slip(drawing, "LONGEST", "", lambda _: 1000, "A long name pushes the axes out of the figure"),
+    ),
+    "cut alike": (
+        test_labels_that_are_cut_alike_are_numbered_and_others_stand,
+        Slip(drawing, "shortened", "seen[text] > 1", "False", "Two long names are cut to the same one"),
+    ),
+    "a step between numbers": (
+        test_one_step_stands_on_a_whole_number_with_its_bound,
+        Slip(drawing, "over_steps", "integer=True, min_n_ticks=1", "", "Ticks stand between whole steps"),
+    ),
+    "no cross": (
+        test_what_is_not_a_number_is_a_cross_that_is_explained,
+        Slip(plot_module, "_not_numbers", "if len(broken)", "if False", "NaN is drawn as if it had not been there"),
+    ),
+    "an invented scale": (
+        test_what_is_not_a_number_is_a_cross_that_is_explained,
+        Slip(plot_module, "_mind_numbers", "if len(values)", "if False and len(values)", "NaN alone gets a scale"),
+    ),
+    "zero by zero": (
+        lambda: test_two_losses_of_zero_do_not_differ(),
+        Slip(stats_module, "against", ".mask((joined[column] == 0) & (base == 0), 0.0)", "", "Two zeros differ by NaN"),
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:constrained_layout not applied")
+@pytest.mark.parametrize("name", each("Pictures", [(name, slip.breaks) for name, (_, slip) in MUTANTS.items()]))
+def test_mutants_of_pictures_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    claim, slip = MUTANTS[name]
+    slip.put(monkeypatch)
+    for module in (plot, stats):  # the notebooks' names for the same functions
+        for own in set(vars(module)) & set(vars(theirs := sys.modules[f"harness.{module.__name__}"])):
+            monkeypatch.setattr(module, own, vars(theirs)[own])
+    with pytest.raises(AssertionError):
+        claim()
+    plt.close("all")
+
+
 def test_two_losses_of_zero_do_not_differ() -> None:
     steps = pd.DataFrame({"run": ["c", "c", "a", "a"], "step": [1, 2, 1, 2], "loss": [0.0, 0.0, 0.0, 1.0]})
     assert list(stats.against(steps, "c")["difference"]) == [0.0, float("inf")]
@@ -230,13 +276,20 @@ def test_a_picture_of_some_runs_shows_the_control_and_what_failed(store: Path, m
     failed = replace(last, outcome=Outcome.DIFFERENT)
     object.__setattr__(study.verdict, "arms", (*study.verdict.arms[:-1], failed))
     wanted = {RunDir(Path(path)).name for path in (last.arm, last.control)}
-    for each in figures.figures(study):
-        if each.title == "Loss":
-            shown = {line.get_label() for line in each.figure.axes[0].lines}
+    for drawn in figures.figures(study):
+        if drawn.title == "Loss":
+            shown = {line.get_label() for line in drawn.figure.axes[0].lines}
             assert shown == {study.styles[run].label for run in wanted}
         few = " 2 of 3 runs are shown; those that did not pass come first."
-        assert each.caption.endswith(few) == (each.title != "Distance to the control" and each.title != "Gradients")
-        plt.close(each.figure)
+        assert drawn.caption.endswith(few) == (drawn.title != "Distance to the control" and drawn.title != "Gradients")
+        plt.close(drawn.figure)
+
+
+@kills("Pictures", "the first ones", "A picture of some runs shows the first ones, without the control and what failed")
+def test_a_picture_of_the_first_runs_is_found(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(figures, "_every_and_some", "ranked[:most]", "list(every)[:most]").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_picture_of_some_runs_shows_the_control_and_what_failed(store, monkeypatch)
 
 
 def test_runs_are_named_by_what_differs_between_arms() -> None:
@@ -286,6 +339,15 @@ def test_a_damaged_run_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
     assert runs.loc[str(bad), "state"] == "damaged"
     assert "not valid YAML" in runs.loc[str(bad), "reason"]
     assert runs.loc[str(good), "state"] == "done"
+    assert runs.loc[str(good), "label"] == good.name, "one of two runs is not the only one"
+
+
+@kills("The terminal", "the only run", "A run beside a damaged one is called the only run in tables and pictures")
+def test_a_run_that_is_not_the_only_one_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(harness_load, "runs", " if len(known) > 1 or len(mine) == 1 else {}", "").put(monkeypatch)
+    monkeypatch.setattr(load, "runs", harness_load.runs)
+    with pytest.raises(AssertionError, match="not the only one"):
+        test_a_damaged_run_is_told_and_the_rest_is_read(tmp_path)
 
 
 @pytest.mark.parametrize("change", ["", "notes: 'a\n\n  b: c'\n", "more:\n- 1\n- {a: [2]}\n", "e: {}\n"])

@@ -18,7 +18,9 @@ import pytest
 
 from harness.store import status
 from harness.store.status import State
+from harness.store.study import read_study
 from tests.parity.corpus import FP32, OURS
+from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
 from tests.support.programs import run_program
 
@@ -85,7 +87,7 @@ def test_it_runs_as_a_program(
         assert "distance" in out
 
 
-@pytest.mark.parametrize("left", ["nothing", "frozen", "torn", "failed", "not begun"])
+@pytest.mark.parametrize("left", ["nothing", "frozen", "torn", "failed", "not begun", "not listed", "not text"])
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_an_unfinished_study_is_told_in_a_sentence(
     name: str, left: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -95,6 +97,10 @@ def test_an_unfinished_study_is_told_in_a_sentence(
         as_study(tmp_path, {control: None, arm: control}, "Is it the same?")
         if left == "failed":
             status.note(arm, state=State.failed, reason="no luck")
+        elif left == "not listed":
+            edit_json(tmp_path / "lab/study.json", cells=read_study(tmp_path, "lab")["cells"][1:])
+        elif left == "not text":
+            (arm / "config.yaml").write_bytes(b"notes: caf\xe9\n")
         elif left == "not begun":
             for run in (control, arm):
                 for file in ("status.json", "metrics.jsonl", "summary.json", "provenance.json"):
@@ -104,9 +110,11 @@ def test_an_unfinished_study_is_told_in_a_sentence(
     out = told(name, {**environment(tmp_path, "lab"), "ARCHIVED": "1"}, monkeypatch, capsys)
     sentences = {
         "nothing": "No study of this name was run",
-        "frozen": "1 of 2 cells were never started",
+        "frozen": "1 of 2 cells were never started, or were removed",
         "torn": "No arm could be held against its control",
         "failed": "Not every run is done: 1 failed",
+        "not listed": "which it does not list; remove the file",
+        "not text": "config.yaml is not UTF-8 text",
         "not begun": "Not every run is done: 2 not started",
     }
     assert sentences[left] in out

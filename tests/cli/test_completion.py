@@ -20,6 +20,7 @@ from harness.cli.verbs import KINDS, VERBS
 from harness.config.catalog import load_catalog
 from tests.parity.corpus import FP32, OURS
 from tests.parity.lab import as_study, write
+from tests.support.mutants import kills
 
 ASKED = {
     "python -m harness verd": ["verdict"],
@@ -144,3 +145,10 @@ def test_help_is_no_wider_than_the_terminal(columns: str, depth: int, monkeypatc
     for words, about in REQUESTS.items():
         place = next(n for n, line in enumerate(lines) if line.startswith(f"{python} run.py {words}".rstrip()))
         assert about in lines[place] + lines[place + 1]
+
+
+@kills("The terminal", "help of one width", "--help is as wide on any terminal")
+def test_help_of_one_width_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.cli.help.screen.width", lambda: 1000)
+    with pytest.raises(AssertionError):
+        test_help_is_no_wider_than_the_terminal("60", 0, monkeypatch)

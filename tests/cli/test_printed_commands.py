@@ -39,7 +39,7 @@ ELSEWHERE = (
     r"ckpt\.load=\S+: \S+ holds no checkpoint).*"
 )
 """Refusals that are about this machine, or about a name that stands for the reader's own."""
-SEPARATE = re.compile(r"\s{2,}|\s+#\s")
+SEPARATE = re.compile(r"\s+#\s")
 
 
 def commands() -> list[str]:

@@ -69,7 +69,7 @@ def test_the_same_layout_keeps_every_bit(rehearsed: dict[str, Any]) -> None:
 def test_another_layout_keeps_every_bit_under_exact(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--as", "sharding=hfsdp", "mesh=two_by_two")
     assert rehearse(run, "--preempt-at", "2", *words) == 0
-    assert capsys.readouterr().out.startswith("EQUAL: stopped after step 2 and gone on with")
+    assert capsys.readouterr().out.startswith("EQUAL: stopped after step 2 and resumed")
 
 
 def test_a_record_that_differs_is_told(

@@ -17,7 +17,7 @@ from harness.config.compose import Cell
 from harness.launch.local import pool as pool_module
 from harness.launch.local import ranks as ranks_module
 from harness.launch.local.pool import Pool, listening
-from harness.launch.opening import Sources
+from harness.launch.opening import Sources, look
 from harness.launch.order import in_blocks
 from harness.store.errors import StoreError
 from harness.store.files import Lock
@@ -147,6 +147,15 @@ def test_an_interrupted_study_goes_on_with_what_is_missing(tmp_path: Path, monke
     assert again.pool.run(cells) == [0, 0]
     assert again.decisions == ["done"]
     assert [name for what, name in again.told if what == "begin"] == [cell.name for cell in cells[1:]]
+
+
+def test_a_record_without_its_configuration_is_not_gone_on_with(tmp_path: Path) -> None:
+    cell = make_cell(tmp_path)
+    run = Store(tmp_path).create(cell)
+    (run.path / "config.yaml").unlink()
+    run.metrics.write_text('{"step": 1}\n')
+    with pytest.raises(StoreError, match=r"no config\.yaml; put the file back, or remove the folder"):
+        look(Store(tmp_path), cell, Sources({"sources_digest": ""}, ""), None)
 
 
 @pytest.mark.parametrize("fail_fast", [True, False])

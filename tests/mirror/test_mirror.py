@@ -90,6 +90,14 @@ def test_a_file_that_is_not_awaited_is_found(tmp_path: Path, monkeypatch: pytest
         test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
 
 
+@kills("wandb", "a mode in capitals", "WANDB_MODE=OFFLINE, which holds here, is left for wandb to refuse")
+def test_a_mode_that_wandb_refuses_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror_run.settle()  # wandb reads the variable where it begins
+    Slip(mirror_run, "opened", "os.environ.pop(VARIABLE, None)", "None").put(monkeypatch)
+    with pytest.raises(MirrorFailed):
+        test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
+
+
 @kills("wandb", "tags of any length", "A tag is longer than wandb takes")
 def test_tags_of_any_length_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.mirror.run.MAX_TAG", 200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,6 +13,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from harness.parity import Outcome, Verdict, compare
+from harness.parity.record import load
+from harness.parity.telling import wording
 from harness.parity.tiers.admissible import admissible
 from harness.parity.tiers.bitwise import same_float
 from harness.store.rundir import flatten
@@ -51,6 +54,10 @@ def test_a_repetition_is_equal(bench: Bench, tmp_path: Path) -> None:
     verdict = judged(bench, tmp_path, lambda run: None)
     assert verdict.outcome is Outcome.EQUAL
     assert "every recorded bit" in verdict.sentence
+    run, rows = load(bench.run(ORDERED), CLEAN), [row for row in verdict.evidence if row.tier == "T1"]
+    (count,) = (row.count for row in rows if row.check == "gradient bits")
+    several = wording._sentence(Outcome.EQUAL, run, run, [*rows, *rows], (), None, False)
+    assert re.findall(r"(\d+) gradient", several) == [str(2 * count)], "of several steps: one number"
     assert verdict.admissible.startswith("T1")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from harness.config.errors import BadRequest
 from harness.config.schema import Config
 from harness.parity import Outcome, Verdict, compare
+from harness.parity.telling import deciding
 from harness.parity.tiers.comparable import must_agree
 from harness.store.errors import StoreError
 from harness.store.rundir import flatten
@@ -21,6 +23,7 @@ from tests.parity.conftest import Bench
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import CLEAN
+from tests.support.mutants import Slip, kills
 
 Edit = Callable[[Path], None]
 
@@ -155,6 +158,36 @@ def test_sources_may_be_the_same_old_ones_in_both(bench: Bench, tmp_path: Path) 
     verdict = judged(bench, tmp_path, lambda run: edit_json(run / "provenance.json", sources_digest="other"))
     assert "stale" in verdict.sentence
     assert "launch.rerun=stale" in verdict.commands[0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "word"),
+    [
+        ("failed", ""),
+        ("never started", ""),
+        ("stale", "launch.rerun=stale"),
+        ("provenance gone", "launch.rerun=always"),
+        ("summary gone", "launch.rerun=always"),
+        ("last step missing", "launch.rerun=always"),
+        ("capture truncated", "launch.rerun=always"),
+    ],
+)
+def test_the_command_after_a_refusal_makes_the_run_again(damage: str, word: str, bench: Bench, tmp_path: Path) -> None:
+    """A run that is done is not started by asking again, whatever its folder lost."""
+    (command,) = judged(bench, tmp_path, REFUSALS[damage][0]).commands
+    words = shlex.split(command)
+    assert words[words.index("--from") + 2 :] == ([word] if word else [])
+
+
+@kills(
+    "The terminal",
+    "next: of a damaged run",
+    "The command after a damaged record starts nothing",
+)
+def test_a_command_that_starts_nothing_is_found(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(deciding, "ALWAYS", "", lambda _: "launch.rerun=stale").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_the_command_after_a_refusal_makes_the_run_again("summary gone", "launch.rerun=always", bench, tmp_path)
 
 
 def test_one_run_named_twice_is_a_bad_request(bench: Bench) -> None:

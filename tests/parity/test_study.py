@@ -14,14 +14,17 @@ from pathlib import Path
 import pytest
 
 from harness.config.errors import BadRequest
-from harness.parity import Outcome, compare, study_text, text, verdict, zoom
+from harness.parity import Outcome, compare, so_far, study_text, text, verdict, zoom
 from harness.parity.outcome import Stage
 from harness.parity.record import load
+from harness.store import study as records
+from harness.store.errors import StoreError
 from tests.parity.arms import broken
 from tests.parity.conftest import Bench
 from tests.parity.corpus import FAULTS, FP32, OURS, duplicated
 from tests.parity.edits import edit_config, edit_json, edit_lines
 from tests.parity.lab import CLEAN, as_study, write
+from tests.support.mutants import Slip, kills
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +86,46 @@ def test_a_study_without_a_control_is_a_bad_request(store: Path, tmp_path: Path)
         verdict(tmp_path / "copy", "lab", sources=CLEAN)
 
 
+def test_a_record_that_lists_no_cells_is_a_bad_request(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "copy")
+    edit_json(tmp_path / "copy" / "lab" / "study.json", cells=[])
+    with pytest.raises(BadRequest, match=r"study\.json lists no cells"):
+        verdict(tmp_path / "copy", "lab", sources=CLEAN)
+
+
+def test_an_arm_whose_control_is_not_listed_is_told_of_the_record(store: Path, tmp_path: Path) -> None:
+    shutil.copytree(store, tmp_path / "copy")
+    record = tmp_path / "copy" / "lab" / "study.json"
+    cells = [cell for cell in json.loads(record.read_text())["cells"] if cell["control"]]
+    edit_json(record, cells=cells)
+    with pytest.raises(StoreError, match=rf"study\.json compares .* with {cells[0]['control'][:8]}, which it does not"):
+        so_far(tmp_path / "copy", "lab", sources=CLEAN)
+    with pytest.raises(BadRequest, match="valid: lab"):  # the damaged record hides no answer about another study
+        verdict(tmp_path / "copy", "typo")
+
+
+@kills("The terminal", "unlisted control", "An unlisted control ends a verdict with a KeyError")
+def test_a_record_that_nobody_checks_is_found(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(records, "read_study", 'cell["control"] not in listed', "False").put(monkeypatch)
+    with pytest.raises(KeyError):
+        test_an_arm_whose_control_is_not_listed_is_told_of_the_record(store, tmp_path)
+
+
+def test_a_study_asks_for_damaged_runs_alone(store: Path, tmp_path: Path) -> None:
+    """Asking for the study leaves a run that is done as it is; the damaged one is named."""
+    shutil.copytree(store, tmp_path / "copy")
+    victim = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-fp32-dp2-k2-[!s]*"))
+    edit_lines(victim, lambda lines: lines.pop())
+    last = study_text(verdict(tmp_path / "copy", "lab", sources=CLEAN)).splitlines()[-1]
+    assert victim.name in last
+    assert last.endswith("launch.rerun=always")
+
+
 def test_a_cell_that_was_never_started_is_named(store: Path, tmp_path: Path) -> None:
     shutil.copytree(store, tmp_path / "copy")
     gone = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-fp32-dp2-k2-[!s]*"))
     shutil.rmtree(gone)
-    with pytest.raises(BadRequest, match=f"1 of 6 cells were never started: {gone.name}"):
+    with pytest.raises(BadRequest, match=f"1 of 6 cells were never started, or were removed: {gone.name}"):
         verdict(tmp_path / "copy", "lab", sources=CLEAN)
 
 

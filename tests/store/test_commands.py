@@ -20,6 +20,7 @@ from harness.config.compose import compose_cell, composed
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
 from harness.store import commands, provenance
+from tests.support.mutants import Slip, kills
 
 RUN = provenance.ROOT / "run.py"
 
@@ -44,6 +45,13 @@ def test_what_is_optional_is_installed_from_the_checkout_or_by_name(
     monkeypatch.setattr(commands, "ROOT", tmp_path / "lib" / provenance.SHIPPED)
     assert commands.install("wandb") == "python -m pip install 'sharding-harness[wandb]'"
     assert f'name = "{commands.DISTRIBUTION}"' in (provenance.ROOT / "pyproject.toml").read_text()
+
+
+@kills("The terminal", "install from nowhere", "The user of a wheel is told to install from a folder without a package")
+def test_an_install_from_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(commands, "install", "ROOT.name == SHIPPED", "False").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_what_is_optional_is_installed_from_the_checkout_or_by_name(tmp_path, monkeypatch)
 
 
 def test_where_python_is_another_its_path_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

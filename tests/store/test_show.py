@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from harness.store import show
 from harness.store.show import _cost, _short
+from tests.support.mutants import Slip, kills
 
 
 def test_memory_by_role_and_traffic_by_bucket() -> None:
@@ -41,3 +43,10 @@ def test_long_values_that_differ_are_not_shown_alike(room: int) -> None:
     assert all(len(each) <= min(80, room - 8) for each in shown)
     assert _short([1], "b", room) == ("[1]", "b")
     assert _short("x" * 200, "x" * 201, room)[0] != _short("x" * 200, "x" * 201, room)[1]
+
+
+@kills("The terminal", "the first letters", "diff shows the first 77 letters of two long values that part later")
+def test_values_that_are_shown_alike_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "_short", Slip(show, "_short", "if parts > size // 2", "if False").made())
+    with pytest.raises(AssertionError):
+        test_long_values_that_differ_are_not_shown_alike(80)

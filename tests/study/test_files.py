@@ -11,14 +11,17 @@ from pathlib import Path
 import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from hydra.types import RunMode
 
 from harness.cli.failure import REQUEST_ERRORS, explained
 from harness.config import catalog
 from harness.config.compose import register
+from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides, hydra_words
 from harness.study import file as study_file
 from harness.study.request import cells_of
+from tests.support.mutants import Slip, kills
 
 
 @pytest.fixture
@@ -76,9 +79,30 @@ def test_a_study_of_ones_own_is_named_by_its_path_or_in_conf(
     file: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As run.py asks: Hydra is told a name of ours, and what is recorded is what was typed."""
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / file).write_text("name: mine\ngrid: {train.seed: [1, 2]}\nbase: {data: synthetic}\n")
-    monkeypatch.chdir(tmp_path)
+    asked_for_by(tmp_path / file, word, monkeypatch, tmp_path)
+
+
+def test_a_study_in_the_conf_of_the_checkout_is_named_too(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who walks docs/own.md in the checkout itself writes it there, beside the options of the other groups."""
+    asked_for_by(checkout / "conf/study/seeds.yaml", "study=seeds", monkeypatch, checkout)
+    (checkout / "conf/study/strategies.yaml").write_text("grid: {train.seed: [1]}\n")
+    catalog._catalog.cache_clear()
+    with pytest.raises(BadRequest, match="has the name of an option that is here, study=strategies"):
+        catalog.load_catalog()
+
+
+@kills("own classes", "a study in the checkout", "A study in the checkout's conf/study is no option")
+def test_a_study_that_is_not_looked_for_is_found(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(catalog, "study_path", '(own_folder(), ROOT / "conf")', "(own_folder(),)").put(monkeypatch)
+    with pytest.raises(HydraException, match="In 'study/seeds'"):
+        asked_for_by(checkout / "conf/study/seeds.yaml", "study=seeds", monkeypatch, checkout)
+
+
+def asked_for_by(file: Path, word: str, monkeypatch: pytest.MonkeyPatch, here: Path) -> None:
+    """Write a study, ask for it as run.py does, and look at its cells."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("name: mine\ngrid: {train.seed: [1, 2]}\nbase: {data: synthetic}\n")
+    monkeypatch.chdir(here)
     typed = [word, "train.steps=3", "train.warmup_steps=0"]
     check_overrides(typed, multirun=True)
     words = hydra_words(typed)

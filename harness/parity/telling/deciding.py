@@ -10,9 +10,12 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 from harness.parity.outcome import Finding, Grade, Outcome
-from harness.parity.record import Record
+from harness.parity.record import IS_STALE, NOT_DONE, NOT_STARTED, Record
 from harness.parity.reference import BOUNDS
 from harness.store.commands import request, shown, verb
+
+ALWAYS = "launch.rerun=always"
+"""Makes a run that is done once more."""
 
 VOUCH = "measure.vouch"
 """The setting by which a run vouches for its steps."""
@@ -22,14 +25,15 @@ def after_refusal(arm: Record, control: Record, differing: Sequence[Finding]) ->
     """What makes two runs comparable that are not; where no command does, the one that says in what they differ."""
     if differing[0].check == BOUNDS:
         return (_again(control, "experiment=oracle", "mesh=one"),)
-    commands = []
-    for run in (arm, control):
-        text = " ".join(run.problems)
-        if "stale" in text:
-            commands.append(_again(run, "launch.rerun=stale"))
-        elif run.problems:
-            commands.append(_again(run))
+    commands = [_again(run, *_anew(run.problems)) for run in (arm, control) if run.problems]
     return tuple(commands) or (verb(f"diff {shown(arm.path)} {shown(control.path)}"),)
+
+
+def _anew(problems: Sequence[str]) -> tuple[str, ...]:
+    """The word without which a request leaves a run as it is: one that is done counts as done, whatever it lost."""
+    if any(IS_STALE in each for each in problems):
+        return ("launch.rerun=stale",)
+    return () if any(NOT_DONE in each or NOT_STARTED in each for each in problems) else (ALWAYS,)
 
 
 def commands(outcome: Outcome, arm: Record, control: Record, findings: Sequence[Finding]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from harness.config.words import ask_again
 from harness.parity.outcome import Finding, Grade, StudyVerdict, Verdict, percent
 from harness.parity.telling import explain
+from harness.parity.telling.deciding import ALWAYS
 from harness.store import screen
 from harness.store.commands import shown
 from harness.store.screen import fold
@@ -83,8 +84,11 @@ def _arms(study: StudyVerdict, room: int) -> list[str]:
 
 
 def _study_commands(study: StudyVerdict, failed: Sequence[Verdict]) -> list[str]:
-    """The first commands of the arms that did not pass; for stale or unfinished ones the study itself again."""
+    """The first commands of the arms that did not pass; for stale or unfinished ones the study itself again, and
+    for finished ones whose record is not whole those runs anew."""
     if study.study and any(finding.check == "whole record" for arm in failed for finding in arm.findings):
+        if anew := [command for arm in failed for command in arm.commands if ALWAYS in command]:
+            return list(dict.fromkeys(anew))[:2]
         root = Path(study.arms[0].arm).parents[1]
         return [ask_again(root, study.study, "launch.rerun=stale")]
     return list(dict.fromkeys(command for arm in failed or study.arms for command in arm.commands[:1]))[:2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -80,8 +81,10 @@ def _sentence(
 ) -> str:
     pair = f"{arm.name} against {control.name}"
     if outcome is Outcome.EQUAL:
-        bits = [row for row in evidence if row.tier == "T1"]
-        recorded = ", ".join(f"{row.count} {row.check.removesuffix(' bits')}" for row in bits if row.count > 1)
+        counts: Counter[str] = Counter()  # a check has a row for each step
+        for row in evidence:
+            counts[row.check.removesuffix(" bits")] += row.count if row.tier == "T1" and row.count > 1 else 0
+        recorded = ", ".join(f"{count} {check}" for check, count in counts.items() if count)
         return f"{pair} agrees in every recorded bit ({recorded}, and the final weights)"
     if outcome is Outcome.EQUIVALENT:
         reach = f"; a wrong scale of {percent(resolution)} or more would have shown" if resolution is not None else ""
