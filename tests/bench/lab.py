@@ -117,10 +117,10 @@ def study(
 
 def record(root: Path, configs: Sequence[dict[str, Any]]) -> None:
     """Write `study.json`: the control of every arm is DDP in its block."""
-    controls = {}
+    controls, listed = {}, {signature(values) for values in configs}
     for values in configs:
         control = signature(config_like(values, "ddp", "no_shard"))
-        if signature(values) != control:
+        if signature(values) != control and control in listed:
             controls[signature(values)] = control
     write_study(root, [Cell(values) for values in configs], controls)
 
