@@ -12,8 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.guards import deadlock, watchdog
-from harness.fsdp.guards.deadlock import Stand, all_stuck
+from harness.fsdp.guards.deadlock import Stand, Stands, all_stuck
+from harness.fsdp.guards.watchdog import Watchdog
 from tests.fsdp.hanging import GENEROUS_S, Told, agree, build, provoke, step
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.covering import once
@@ -132,8 +134,27 @@ def late(rank: int, mutant: bool) -> Told:
     return found
 
 
-def test_a_late_rank_is_none() -> None:
-    assert [told.error for told in run_ranks(late, 2, False)] == ["", ""]
+def well(rank: int) -> tuple[str, list[bool], list[bool]]:
+    """What a late rank is told; who looks for such ranks; and whether one that has found them says so, where others
+    look beside it, and alone."""
+    parts = [dist.new_group([each_rank]) for each_rank in range(2)]
+    world, runtime = dist.group.WORLD, DeviceRuntime(torch.device("cpu"))
+    groups: list[Any] = [[world], [world, parts[rank]], [world]]
+    limits = (LIMIT_S, LIMIT_S, 2 * deadlock.SUSPECT_S)
+    with mock.patch.object(Watchdog, "_listen"):  # it is asked here alone
+        made = [Watchdog(of, runtime, limit, lambda: "") for of, limit in zip(groups, limits, strict=True)]
+    looks, found = [each_one._stands is not None for each_one in made], []
+    with mock.patch.object(Stands, "is_deadlock", return_value=True):
+        found.append(made[0]._finds_deadlock())
+        for other in made[1:]:
+            other.close()
+        found.append(made[0]._finds_deadlock())
+    made[0].close()
+    return late(rank, False).error, looks, found
+
+
+def test_a_late_rank_is_none_and_parts_of_ranks_or_several_models_are_not_judged() -> None:
+    assert run_ranks(well, 2) == [("", [True, False, False], [False, True])] * 2
 
 
 @pytest.mark.parametrize(
