@@ -16,6 +16,8 @@ from harness.fsdp.wrapper import is_sharded, part_of
 
 TABLES = (nn.Embedding, nn.EmbeddingBag)
 """Modules that make sparse gradients, or edit their weights in a forward, when they are asked to."""
+SCRIPTED = (torch.jit.ScriptModule,)
+"""Modules whose forward is no Python any more."""
 OTHER_ENGINES = ("torch.nn.parallel", "torch.distributed.fsdp")
 """Where classes of torch's own engines are defined."""
 
@@ -55,7 +57,7 @@ def _check_part(path: str, part: nn.Module) -> None:
             f"{path} ({kind}) is wrapped by another data-parallel engine, which would reduce gradients too: shard the"
             " plain module"
         )
-    if isinstance(part, torch.jit.ScriptModule):
+    if isinstance(part, SCRIPTED):
         raise ValueError(
             f"{path} ({kind}) is made by torch.jit.script or trace, which has no hooks that gather weights: shard the"
             " plain module, and compile with torch.compile"

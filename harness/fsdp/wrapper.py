@@ -21,9 +21,10 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.utils.parametrize import ParametrizationList
 
 from harness.fsdp.state.hooks import refuse_state_dict
-from harness.fsdp.storage.parameter_access import HOME
+from harness.fsdp.storage.parameter_access import HOME, refuse_parametrized
 from harness.fsdp.storage.whereabouts import refuse_unknown
 
 FORWARD_METHODS = ("generate",)
@@ -257,6 +258,8 @@ def _refuse_unknown(module: nn.Module, name: str, given: Tensor | nn.Module | No
     Raises:
         RuntimeError: it is a part of a sharded model that does not know the parameter.
     """
+    if isinstance(module, ParametrizationList):
+        refuse_parametrized(given)
     if _PART not in module.__dict__ or part_of(module) is None or given is None:
         return
     params = given.parameters() if isinstance(given, nn.Module) else [given]

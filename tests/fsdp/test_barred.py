@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import fully_shard_model
 from harness.fsdp.runtime import forward_hooks
-from harness.fsdp.storage import barred, memory, parameter_views
+from harness.fsdp.storage import barred, memory, parameter_views, turns
 from tests.fsdp.checked import ZERO3, Mutant, holds, is_found, patched
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.test_habits import said
@@ -51,12 +51,12 @@ class Capturing(nn.Module):
         return self.linear(x)
 
 
-def made(strategy: str) -> tuple[Any, list[Tensor], list[Callable[[], Tensor]]]:
+def made(strategy: str, units: int = 2, **more: Any) -> tuple[Any, list[Tensor], list[Callable[[], Tensor]]]:
     kept: list[Tensor] = []
     later: list[Callable[[], Tensor]] = []
     torch.manual_seed(0)
-    module = nn.Sequential(Capturing(kept, later), Capturing(kept, later))
-    return fully_shard_model(module, zero_dp_strategy=strategy, fsdp_unit_modules=[Capturing]), kept, later
+    module = nn.Sequential(*(Capturing(kept, later) for _ in range(units)))
+    return fully_shard_model(module, zero_dp_strategy=strategy, fsdp_unit_modules=[Capturing], **more), kept, later
 
 
 def unread(use: Callable[[], Any], strategy: str) -> list[str]:
@@ -99,6 +99,33 @@ def training(rank: int, strategy: str) -> list[str]:
     return told
 
 
+def taking_turns(rank: int, strategy: str) -> list[str]:
+    """The same where units take turns in two buffers: a view never shows another unit's weights."""
+    model, kept, later = made(strategy, 4, double_buffer=True)
+    right = [w for n, w in model.full_weights() if n.endswith("weight")]
+    seen: list[Any] = []
+    hook = model.module[0].linear.register_forward_hook(
+        lambda linear, *_: seen.append(linear.weight.detach().numpy()), always_call=True
+    )
+    with torch.no_grad():
+        model(torch.ones(2, 6))
+    hook.remove()
+    told = [] if np.array_equal(seen[0], right[0].numpy()) else ["what numpy has seen is other weights"]
+    for view, closure in zip(kept[1:], later[1:], strict=True):  # the first shows what numpy holds
+        told += unread(closure, strategy) + unread(view.sum, strategy) + unread(partial(torch.tensor, view), strategy)
+    for unit in "123":
+        with model.gathered(unit):
+            told += [] if torch.equal(kept[int(unit)], right[int(unit)]) else [f"weights of {unit} are not there"]
+            told += [] if unit == "1" else unread(later[1], strategy)
+    x = torch.full((2, 6), 1.0 + rank)
+    plain, _, _ = made("no_shard", 4)
+    for net in (model, plain):
+        net(x).square().sum().backward()
+    one, other = dict(model.full_gradients()), dict(plain.full_gradients())
+    told += [name for name in one if not torch.allclose(one[name], other[name])]
+    return told
+
+
 def released_parameters(rank: int, strategy: str) -> list[str]:
     """What C++ reads of a released parameter itself."""
     model, _, _ = made(strategy)
@@ -134,7 +161,7 @@ def named(rank: int, strategy: str) -> list[str]:
 
 
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    check.__name__: check for check in (evaluating, training, released_parameters, named)
+    check.__name__: check for check in (evaluating, training, taking_turns, released_parameters, named)
 }
 
 
@@ -166,6 +193,21 @@ MUTANTS = {
         "Weights that are gathered again cannot be read through earlier views",
         patched(memory.BucketMemory, "refill", lambda self, bucket: None),
         "training",
+    ),
+    "units share a storage": Mutant(
+        "Under double_buffer a view in a closure shows another unit's weights",
+        patched(turns, "bar", lambda device: None),
+        "taking_turns",
+    ),
+    "a turn does not end": Mutant(
+        "Under double_buffer a view stays readable after its unit's weights were released",
+        patched(turns.Turn, "end", lambda self: setattr(self._buffer, "user", None)),
+        "taking_turns",
+    ),
+    "numpy sees on": Mutant(
+        "Under double_buffer an array of numpy's shows another unit's weights",
+        patched(turns.Turn, "renew", lambda self, bucket: False),
+        "taking_turns",
     ),
     "a NaN stands in": Mutant(
         "What C++ reads of a released parameter is NaN",

@@ -18,14 +18,15 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing._internal.two_tensor import TwoTensor
 
 from harness.fsdp import ReleasedWeightError, fully_shard_model, preconditions, wrapper
 from harness.fsdp.state import access
+from harness.fsdp.storage import parameter_access
 from harness.fsdp.storage.whereabouts import Whereabouts
 from harness.fsdp.tensor_parallel.parameters import UnknownPlan
-from tests.fsdp.checked import Mutant, holds, is_found
+from tests.fsdp.checked import ZERO3, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.refusing import Block, Net, built, data, said, trained
 from tests.support.mutants import each
@@ -71,6 +72,10 @@ def checkpointed_whole() -> nn.Module:
     return checkpoint_wrapper(Net())
 
 
+def scripted() -> nn.Module:
+    return nn.Sequential(torch.jit.script(nn.Linear(6, 6)), nn.Linear(6, 6))
+
+
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "sparse embedding": (made_sparse, r"0 \(Embedding\) has sparse=True.*sparse=False"),
     "DTensors": (made_of_dtensors, r"ranks \[0, 1\] are on the tensor-parallel axis and on the sharding one"),
@@ -82,6 +87,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "a sharded child": (partly_sharded, r"second \(Block\) is sharded already.*outermost module once"),
     "a child of a sharded one": (part_of_a_sharded_one, r"the module \(Block\) is sharded already"),
     "twice": (lambda: fully_shard_model(Net()), r"is sharded already"),
+    "scripted": (scripted, r"0 \(RecursiveScriptModule\) is made by torch.jit.script.*compile with torch.compile"),
     "DDP": (lambda: DistributedDataParallel(Net()), r"the module \(DistributedDataParallel\) is wrapped by another"),
 }
 UNITS: dict[str, tuple[Any, str]] = {
@@ -179,18 +185,71 @@ def written_over(rank: int, strategy: str) -> list[str]:
     return found
 
 
+REPLACING: dict[str, Callable[[nn.Module], Any]] = {
+    "nn.Parameter": lambda module: nn.Parameter(module.weight),
+    "torch.nn.utils.parametrizations.weight_norm": parametrizations.weight_norm,
+    "torch.nn.utils.weight_norm": nn.utils.weight_norm,
+    "torch.nn.utils.spectral_norm": nn.utils.spectral_norm,
+    "torch.nn.utils.parametrizations.spectral_norm": parametrizations.spectral_norm,
+    "torch.nn.utils.parametrizations.orthogonal": parametrizations.orthogonal,
+    "torch.nn.utils.parametrize.register_parametrization": lambda module: parametrize.register_parametrization(
+        module, "weight", nn.Identity(), unsafe=True
+    ),
+    "torch.nn.utils.prune": lambda module: prune.random_unstructured(module, "weight", amount=2),
+}
+"""What puts another parameter in a weight's place. The first two always do, the others are right where it stays."""
+
+
+def replacing(rank: int, strategy: str) -> list[str]:
+    """torch's functions that make new parameters of sharded ones."""
+    found, always = [], tuple(REPLACING)[:2]
+    for name in REPLACING if strategy == ZERO3 else always:
+        model, _ = built(strategy)
+        kind = ReleasedWeightError if strategy == ZERO3 and name != always[0] else RuntimeError
+        with torch.no_grad():
+            found += said(
+                lambda f=REPLACING[name], m=model: f(m.module.second.linear),
+                kind,
+                f"parameter second.linear.weight of unit second is sharded, and {name}.*before the model is sharded",
+            )
+        model.close()
+    return found
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
     "written over": written_over,
     "modules": modules,
     "units": units,
     "replaced": replaced,
     "copies": copies,
+    "replacing": replacing,
 }
 MUTANTS = {
     "parts": Mutant(
         "Sparse embeddings and parts of sharded models are sharded like others",
         lambda: mock.patch.object(preconditions, "_check_part"),
         "modules",
+    ),
+    "scripted": Mutant(
+        "A module whose forward has no hooks is sharded like others",
+        lambda: mock.patch.object(preconditions, "SCRIPTED", ()),
+        "modules",
+    ),
+    "torch's words": Mutant(
+        "What makes new parameters of sharded ones is refused in torch's words",
+        lambda: mock.patch.object(parameter_access, "is_made_parameter", return_value=False),
+        "replacing",
+        "optim",
+    ),
+    "nobody is named": Mutant(
+        "What parametrizes a released weight is told to gather it",
+        lambda: mock.patch.object(parameter_access, "replacer", return_value=""),
+        "replacing",
+    ),
+    "parametrized": Mutant(
+        "A released weight is parametrized, and the forward says that it was edited",
+        lambda: mock.patch.object(wrapper, "refuse_parametrized"),
+        "replacing",
     ),
     "parameters": Mutant(
         "Parameters without a shape are sharded like others",

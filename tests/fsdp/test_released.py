@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from harness.fsdp import ReleasedWeightError, fully_shard_model
 from harness.fsdp.runtime import handed_on
 from harness.fsdp.runtime.forward import Forward
 from harness.fsdp.runtime.forward_hooks import ForwardHooks
-from harness.fsdp.storage import bucket, parameter_access, parameter_views
+from harness.fsdp.storage import bucket, parameter_access, parameter_views, turns
 from harness.fsdp.storage.parameter_access import Access, GatheredView
 from tests.fsdp.checked import RANKS, ZERO3, Mutant, holds, is_found, patched
 from tests.fsdp.pairs import STRATEGIES
@@ -265,10 +267,16 @@ def _refuses(self: GatheredView, by: str) -> None:
     raise ReleasedWeightError(by)
 
 
+@contextmanager
+def _sharing_storage() -> Iterator[None]:
+    with mock.patch.object(turns, "bar", return_value=None), mock.patch.object(bucket, "_is_whole", return_value=True):
+        yield
+
+
 MUTANTS = {
     "views of other weights": Mutant(
-        "A view that is kept under double_buffer shows another unit's weights",
-        patched(bucket, "_is_whole", lambda _: True),
+        "A view that is kept under double_buffer shows another unit's weights, with a torch that cannot bar storage",
+        _sharing_storage,
         "keeping_views",
     ),
     "views are refused": Mutant(

@@ -23,9 +23,11 @@ from harness.fsdp.runtime import installation, unit_weights
 from harness.fsdp.runtime.bucket_reduction import Job
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.unit_weights import UnitWeights
+from harness.fsdp.storage import turns
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
-from harness.fsdp.storage.memory import BucketMemory, _SharedBuffer
+from harness.fsdp.storage.memory import BucketMemory
+from harness.fsdp.storage.turns import Turn
 from harness.fsdp.update import clipping
 from tests.streams import programs
 from tests.streams.programs import Case, run
@@ -121,13 +123,9 @@ def early_event(self: Job) -> None:
         pass
 
 
-def all_in_one(self: _SharedBuffer, bucket: Tensor) -> bool:
-    return True
-
-
 @contextmanager
 def swapped_early() -> Iterator[None]:
-    """Units take turns in two buffers as if each were done with a unit before its time: all fit at any time."""
+    """Units take turns in one buffer as if each were done with a unit before its time: all fit at any time."""
     right = BucketMemory.unit
 
     @contextmanager
@@ -136,7 +134,12 @@ def swapped_early() -> Iterator[None]:
         with right(self, shares=shares):
             yield
 
-    with mock.patch.object(_SharedBuffer, "is_mates", all_in_one), mock.patch.object(BucketMemory, "unit", one_place):
+    fits, shared = property(lambda self: True), lambda device: None
+    with (
+        mock.patch.object(Turn, "can_begin", fits),
+        mock.patch.object(turns, "bar", shared),
+        mock.patch.object(BucketMemory, "unit", one_place),
+    ):
         yield
 
 

@@ -142,6 +142,11 @@ def watch(watcher: Watcher) -> Callable[[], None]:
     return lambda: _watchers.remove(watcher)
 
 
+def num_watchers() -> int:
+    """How many are told of waits: one for each model of several ranks."""
+    return len(_watchers)
+
+
 def explained(error: Exception) -> Exception:
     """What watchers make of an error of a collective: itself where nobody knows more."""
     for watcher in _watchers:

@@ -47,11 +47,11 @@ class Alarm:
         self._timeout_s = timeout_s
         self._tick_s = tick_s
         # Two connections: who agrees does not wait for who listens.
-        self._ear, self._voice = stores_of(group, timeout_s=ANSWER_S + timeout_s, clones=2)
+        self.ear, self._voice = stores_of(group, timeout_s=ANSWER_S + timeout_s, clones=2)
 
     def is_raised(self) -> bool:
         """Whether some rank has raised it."""
-        raised: bool = self._ear.check([_ALARM])
+        raised: bool = self.ear.check([_ALARM])
         return raised
 
     def agree(self, position: Position) -> str:

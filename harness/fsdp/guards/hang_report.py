@@ -9,9 +9,10 @@ from harness.fsdp.comm.events import Label
 
 SAME_WORK = (
     "All ranks must run the same forwards, backwards and steps, and the same units in them: a rank that has no data, or"
-    " leaves a batch out, runs one with its loss times 0. Where a rank is only slow, set watchdog_timeout_s higher"
+    " leaves a batch out, runs one with its loss times 0"
 )
 """What to do where every rank answers, and they are not at the same collective."""
+ONLY_SLOW = ". Where a rank is only slow, set watchdog_timeout_s higher"
 
 
 class CollectiveError(RuntimeError):
@@ -25,7 +26,7 @@ class Position:
 
     where: unit and direction. waits: the collective it waits for, or None. number: that collective's place among all
     this rank has begun, 0 if unknown. seconds: how long it has waited. history: number and name of the collectives it
-    began last. failure: what its backend said.
+    began last. failure: what its backend said. is_deadlock: whether this rank found that all wait for each other.
     """
 
     where: str
@@ -34,6 +35,7 @@ class Position:
     seconds: float
     history: list[tuple[int, str]]
     failure: str | None = None
+    is_deadlock: bool = False
 
 
 def tell(positions: Mapping[int, Position], ranks: Sequence[int], timeout_s: float) -> str:
@@ -50,8 +52,12 @@ def tell(positions: Mapping[int, Position], ranks: Sequence[int], timeout_s: flo
             " (the rank's own log tells)"
         )
     failed = any(each.failure for each in positions.values())
+    deadlocked = any(each.is_deadlock for each in positions.values())
     cause = "a collective failed" if failed else f"a collective did not come about within {timeout_s:g} s"
-    return f"{cause}: " + "; ".join(told) + ("" if failed or silent else f". {SAME_WORK}")
+    if deadlocked and not failed:
+        cause = "ranks wait for each other, each for a collective that another one has not begun"
+    advice = "" if failed or silent else f". {SAME_WORK}{'' if deadlocked else ONLY_SLOW}"
+    return f"{cause}: " + "; ".join(told) + advice
 
 
 def first_difference(positions: Mapping[int, Position]) -> str:

@@ -6,7 +6,7 @@ failed one, it raises an alarm in the process group's store (`harness.fsdp.guard
 also where the program still computes, and answers with its position. One rank makes one message of all positions, each
 rank reads it, and only then are the groups aborted: waits on this rank and, through closed connections, on others fail,
 and what they raise is replaced by `CollectiveError` with that message. A rank that waits for nothing raises it at its
-next collective.
+next collective. Ranks that wait for each other are found sooner (`harness.fsdp.guards.deadlock`).
 
 [Note: A store that is silent] The store lives in some process, often rank 0, which may be the one that has stopped. So
 the thread that looks at this rank's waits never asks the store itself: another one listens, a third one asks and is
@@ -33,11 +33,14 @@ import torch.distributed as dist
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.events import Label
+from harness.fsdp.guards import deadlock
 from harness.fsdp.guards.alarm import PATIENCE_S, TICK_S, Alarm
+from harness.fsdp.guards.deadlock import Stand, Stands
 from harness.fsdp.guards.hang_report import CollectiveError, Position, tell, text_of
 
 HISTORY = 256
 """Collectives remembered, to find the first one in which ranks differ."""
+_MAIN = threading.main_thread().ident
 EXIT_S = 1.0
 """Seconds that the program's end waits for a thread; one that came back later would abort the interpreter."""
 
@@ -46,13 +49,14 @@ EXIT_S = 1.0
 class _Wait:
     """One wait of one thread; `reached` tells of a wait on a device whether it is over.
 
-    group: of an exchange of the program's own, which is aborted too.
+    group: of an exchange of the program's own, which is aborted too. is_main: whether the program's main thread waits.
     """
 
     labels: tuple[Label, ...]
     since: float
     group: dist.ProcessGroup | None = None
     reached: Event | None = None
+    is_main: bool = False
 
 
 @dataclass
@@ -62,9 +66,11 @@ class _Log:
     number: int = 0
     recent: deque[tuple[int, Label]] = field(default_factory=lambda: deque(maxlen=HISTORY))
     last: dict[Label, int] = field(default_factory=dict)
+    counts: dict[Label, int] = field(default_factory=dict)
 
     def add(self, label: Label) -> None:
         self.number += 1
+        self.counts[label] = self.counts.get(label, 0) + 1
         self.recent.append((self.number, label))
         self.last[label] = self.number
 
@@ -103,6 +109,7 @@ class Watchdog:
         self._waits: dict[int, _Wait] = {}
         self._on_device: deque[_Wait] = deque()
         self._failure: str | None = None
+        self._is_deadlock = False
         self._message: str | None = None
         self._closed = False
         self._wake = threading.Event()
@@ -112,6 +119,7 @@ class Watchdog:
         self._threads: list[threading.Thread] = []
         if len(self.ranks) > 1:
             self._alarm = Alarm(groups[0], timeout_s, self.tick_s)
+            self._stands = Stands(self._alarm.ear, self.ranks, self.rank) if self._can_suspect() else None
             self._ends = [events.on_begin(self._begun), events.watch(self)]
             self._threads = [_start(self._watch, "fsdp-watchdog"), _start(self._listen, "fsdp-watchdog-store")]
             atexit.register(self._leave)
@@ -148,7 +156,8 @@ class Watchdog:
         """
         self._raise_if_over()
         token = next(self._tokens)
-        self._waits[token] = _Wait(waited, time.monotonic(), group)
+        is_main = threading.get_ident() == _MAIN
+        self._waits[token] = _Wait(waited, time.monotonic(), group, is_main=is_main)
         return token
 
     def leave(self, token: int) -> None:
@@ -187,9 +196,29 @@ class Watchdog:
     def _listen(self) -> None:
         while not self._wake.wait(self.tick_s):
             with suppress(Exception):  # the store is gone: the run is over, or a wait will fail and say why
-                if self._alarm.is_raised():
+                if self._alarm.is_raised() or self._finds_deadlock():
                     self._heard.set()
                     self._wake.set()
+
+    def _can_suspect(self) -> bool:
+        """See [Note: Mutual waits]."""
+        everywhere = all(dist.get_process_group_ranks(group) == self.ranks for group in self._groups)
+        return everywhere and self.timeout_s > 2 * deadlock.SUSPECT_S
+
+    def _finds_deadlock(self) -> bool:
+        if self._stands is None:
+            return False
+        self._stands.tell(self._stand())
+        self._is_deadlock = self._stands.is_deadlock() and events.num_watchers() == 1
+        return self._is_deadlock
+
+    def _stand(self) -> Stand | None:
+        """Where this rank stands, if its main thread has waited for long enough to be asked."""
+        waits, limit = list(self._waits.values()), time.monotonic() - deadlock.SUSPECT_S
+        if not any(wait.is_main and wait.since < limit for wait in waits):
+            return None
+        begun = {text_of(label): count for label, count in list(self._log.counts.items())}
+        return Stand([list(map(text_of, wait.labels)) for wait in waits], begun)
 
     def _overdue(self) -> _Wait | None:
         """The innermost wait that has lasted too long."""
@@ -218,6 +247,7 @@ class Watchdog:
             seconds=0.0 if wait is None else time.monotonic() - wait.since,
             history=history,
             failure=self._failure,
+            is_deadlock=self._is_deadlock,
         )
 
     def _conclude(self) -> None:

@@ -34,21 +34,28 @@ def explain_stale_view(buckets: Iterable[Bucket], unit: str) -> None:
 
 @by_engine
 def _named(trace: TracebackType | None, buckets: list[Bucket]) -> list[str]:
-    places = {bucket.compute.untyped_storage()._cdata: bucket for bucket in buckets if not bucket.is_whole}
+    released = [(bucket.compute.untyped_storage()._cdata, bucket) for bucket in buckets if not bucket.is_whole]
     found = []
     while trace is not None:
         for value in trace.tb_frame.f_locals.values():
             if type(value) is Tensor and value.layout is torch.strided and not value.is_nested:
-                bucket = places.get(value.untyped_storage()._cdata)
-                if bucket is not None:
-                    found.append(_parameter_at(int(value.storage_offset()), bucket))
+                place = value.untyped_storage()._cdata
+                found += [
+                    _parameter_at(value, bucket) for at, bucket in released if at == place and _has(bucket, value)
+                ]
         trace = trace.tb_next
     return found
 
 
-def _parameter_at(offset: int, bucket: Bucket) -> str:
+def _has(bucket: Bucket, view: Tensor) -> bool:
+    """Whether a view of its storage is of this bucket, and not of another one of its unit."""
+    begin = bucket.compute.storage_offset() * bucket.compute.itemsize
+    return begin <= view.storage_offset() * view.itemsize < begin + bucket.compute.nbytes
+
+
+def _parameter_at(view: Tensor, bucket: Bucket) -> str:
     begins = [begin for _, _, begin in bucket.layout.views]
-    first = bucket.compute.storage_offset()
-    place = max((p for p, begin in enumerate(begins) if first + begin <= offset), key=lambda p: begins[p])
+    offset = int(view.storage_offset()) - bucket.compute.storage_offset()
+    place = max((p for p, begin in enumerate(begins) if begin <= offset), key=lambda p: begins[p])
     name, unit = getattr(bucket.params[place][1], HOME)
     return f"parameter {name} of unit {unit}"

@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from harness.fsdp.storage.parameter_access import METADATA
+from harness.fsdp.storage.metadata import METADATA
 
 _DESCRIBED = frozenset(getattr(Tensor, name).__get__ for name in ("device", "is_meta"))
 _ITSELF = frozenset([Tensor.data.__get__, Tensor.detach])  # type: ignore[attr-defined] # a descriptor of C

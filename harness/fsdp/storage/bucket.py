@@ -293,7 +293,7 @@ class Bucket:
 
     def release_weights(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
-        if not self.memory.fixed and self.memory.renew(self.compute):
+        if self.memory.renew(self.compute):
             self.views.renew(self._views())
         self.memory.free(self.compute)
         self.point_at_weights()

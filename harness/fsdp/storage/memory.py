@@ -6,9 +6,11 @@ weights in them without holding memory in between. While a unit is released its 
 to their shape, and neither that nor the emptied storage can be read; see [Note: Barred storage].
 
 [Note: Double buffer] With fixed buffers nothing is allocated after the first step: the gathered weights of all units
-but the root's lie in two buffers, those of even and of odd units, each as large as its largest unit. A unit has the
-same place in the forward and in the backward, so what autograd saved still points at it. Two units alive at once is
-then a limit, not a habit. Unreduced gradients take two more.
+but the root's lie in two buffers, those of even and of odd units, each as large as its largest unit. Two units alive at
+once is then a limit, not a habit. Unreduced gradients take two more. Each unit has a storage object of its own, which
+has the buffer's memory while the unit has its turn, and is barred otherwise: what autograd saved finds the memory in
+the backward, and a view that the program has kept never shows another unit's weights. The memory itself never moves.
+Where torch cannot bar storage, all units of a buffer share its object.
 """
 
 from __future__ import annotations
@@ -21,9 +23,7 @@ from torch import Tensor
 
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.storage.barred import BAR, bar, exchange, forbid
-
-ALIGN_BYTES = 256
-"""Places in a shared buffer begin on multiples of this."""
+from harness.fsdp.storage.turns import SharedBuffer, Turn
 
 
 class BucketMemory:
@@ -48,10 +48,11 @@ class BucketMemory:
         self.live_bytes = 0
         self.peak_bytes = 0
         self._spare: list[Tensor] = []
-        self._shared: list[_SharedBuffer] = []
-        self._placed: dict[int, _SharedBuffer] = {}
+        self._shared: list[SharedBuffer] = []
+        self._placed: dict[int, Turn] = {}
         """By address of the tensor object: buckets that lie in a shared buffer."""
-        self._turn: _SharedBuffer | None = None
+        self._turn: Turn | None = None
+        """What the unit that is being made has of a shared buffer."""
         self._num_units = 0
 
     # -- weights -------------------------------------------------------------------------------------------------
@@ -61,13 +62,15 @@ class BucketMemory:
         """Buckets made in the body belong to one unit; `shares`: to one that takes turns with the others."""
         if shares and self.fixed:
             if len(self._shared) < 2:
-                self._shared.append(_SharedBuffer(self.device))
-            self._turn = self._shared[self._num_units % 2]
-            self._turn.cursor = 0
+                self._shared.append(SharedBuffer(self.device))
+            self._turn = Turn(self._shared[self._num_units % 2])
+            self._turn.begin()
             self._num_units += 1
         try:
             yield
         finally:
+            if self._turn is not None:
+                self._turn.end()
             self._turn = None
 
     def transient(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -98,8 +101,8 @@ class BucketMemory:
 
     def has_room(self, bucket: Tensor) -> bool:
         """Whether a bucket of `bucket` could be refilled now."""
-        shared = self._placed.get(id(bucket))
-        return shared is None or not shared.holders or shared.is_mates(bucket)
+        turn = self._placed.get(id(bucket))
+        return turn is None or turn.can_begin
 
     def refill(self, bucket: Tensor) -> None:
         """Give a bucket whose storage was emptied its storage back, uninitialised.
@@ -107,15 +110,16 @@ class BucketMemory:
         Raises:
             ValueError: its place is taken: more than two units are wanted at once.
         """
-        shared = self._placed.get(id(bucket))
-        if shared is not None:
-            if not self.has_room(bucket):
+        turn = self._placed.get(id(bucket))
+        if turn is not None:
+            if not turn.can_begin:
                 raise ValueError(
                     "a third unit's weights are wanted while both buffers are in use: under double_buffer at most two"
                     " units are alive, and neighbours take turns. Units that run inside one another or far out of"
                     " order need double_buffer=False"
                 )
-            shared.holders.add(id(bucket))
+            turn.begin()
+            turn.filled.add(id(bucket))
             return
         storage = bucket.untyped_storage()
         if (barred := getattr(bucket, BAR, None)) is not None:
@@ -126,9 +130,9 @@ class BucketMemory:
 
     def is_filled(self, bucket: Tensor) -> bool:
         """Whether a bucket has storage, which a bucket without elements always has."""
-        shared = self._placed.get(id(bucket))
-        if shared is not None:
-            return id(bucket) in shared.holders
+        turn = self._placed.get(id(bucket))
+        if turn is not None:
+            return id(bucket) in turn.filled
         return bucket.untyped_storage().nbytes() > 0 or bucket.numel() == 0
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -166,9 +170,11 @@ class BucketMemory:
 
     def free(self, bucket: Tensor) -> None:
         """Empty a bucket's storage, or leave its place to others; freeing one twice does nothing."""
-        shared = self._placed.get(id(bucket))
-        if shared is not None:
-            shared.holders.discard(id(bucket))
+        turn = self._placed.get(id(bucket))
+        if turn is not None:
+            turn.filled.discard(id(bucket))
+            if not turn.filled:
+                turn.end()
             return
         storage = bucket.untyped_storage()
         if nbytes := storage.nbytes():
@@ -185,6 +191,9 @@ class BucketMemory:
         it: that is freed when nobody does. Whether this was so; views are of the old storage then."""
         if bucket.untyped_storage().resizable():
             return False
+        if (turn := self._placed.get(id(bucket))) is not None:
+            with self.allocating():
+                return turn.renew(bucket)
         bucket.set_(torch.empty_like(bucket).untyped_storage(), 0, bucket.shape, bucket.stride())
         return True
 
@@ -196,41 +205,6 @@ class BucketMemory:
         self.live_bytes += bucket.untyped_storage().nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         return bucket
-
-
-class _SharedBuffer:
-    """One of the two buffers: a storage that grows while units are placed, and never after.
-
-    holders: buckets whose contents it has now, all of one unit.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.holders: set[int] = set()
-        self.cursor = 0
-        self._device = device
-        self._storage = torch.empty(0, dtype=torch.uint8, device=device).untyped_storage()
-        self._mates: list[set[int]] = []
-
-    @property
-    def nbytes(self) -> int:
-        return self._storage.nbytes()
-
-    def place(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor behind those placed since the cursor was at 0, which belong to the same unit."""
-        if self.cursor == 0:
-            self._mates.append(set())
-        end = self.cursor + -(-numel * dtype.itemsize // ALIGN_BYTES) * ALIGN_BYTES
-        if end > self._storage.nbytes():
-            self._storage.resize_(end)
-        bucket = torch.empty(0, dtype=dtype, device=self._device)
-        bucket.set_(self._storage, self.cursor // dtype.itemsize, (numel,), (1,))
-        self.cursor = end
-        self._mates[-1].add(id(bucket))
-        return bucket
-
-    def is_mates(self, bucket: Tensor) -> bool:
-        """Whether what it holds belongs to the unit of `bucket`."""
-        return any(id(bucket) in mates and self.holders <= mates for mates in self._mates)
 
 
 def _reshaped(bucket: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

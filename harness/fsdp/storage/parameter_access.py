@@ -22,7 +22,7 @@ themselves, and be made twice there. So whoever touches values of a resting para
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from enum import Enum
 from functools import cache, wraps
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -32,6 +32,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import resolve_name
 from torch.utils._pytree import tree_leaves
+
+from harness.fsdp.storage.metadata import FROM_SHAPE, METADATA
+from harness.fsdp.storage.replacing import before_sharding, is_made_parameter, replacer
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -154,6 +157,16 @@ class _Guarded:
             answer.assign(value)
         if answer is None or value is None:
             put_grad(_param(self), value)
+
+    def detach(self) -> Tensor:
+        """As torch has it.
+
+        Raises:
+            RuntimeError: it is made another parameter of.
+        """
+        if is_made_parameter(1):
+            raise RuntimeError(before_sharding(_called(self), replacer()))
+        return Tensor.detach(_param(self))
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Any], Any]) -> Any:
         """As torch has it; see `harness.fsdp.runtime.program_hooks`."""
@@ -328,34 +341,6 @@ def _watch_backward(found: Any, lent: Any, by: str) -> None:
 # -- released ----------------------------------------------------------------------------------------------------------
 
 
-def _named(names: str) -> Iterator[Any]:
-    return (getattr(Tensor, name) for name in names.split() if hasattr(Tensor, name))
-
-
-_FROM_SHAPE = frozenset(_named("stride is_contiguous"))
-"""What gathered weights would say, and what stands in for them does not."""
-METADATA = frozenset(
-    [
-        *(
-            each.__get__
-            for each in _named(
-                "shape dtype device layout requires_grad grad grad_dtype grad_fn is_leaf ndim itemsize nbytes names"
-                " name output_nr retains_grad is_cuda is_cpu is_meta is_sparse is_sparse_csr is_quantized is_mkldnn"
-                " is_mps is_xla is_xpu is_nested _version _base _backward_hooks _post_accumulate_grad_hooks"
-            )
-        ),
-        *(each.__set__ for each in _named("requires_grad grad grad_dtype _backward_hooks _post_accumulate_grad_hooks")),
-        *_named(
-            "size dim ndimension numel nelement element_size get_device is_floating_point is_complex is_signed"
-            " is_inference is_same_size __len__ __hash__ requires_grad_ register_hook"
-            " register_post_accumulate_grad_hook retain_grad new_empty new_zeros new_ones new_full new_tensor"
-        ),
-        *(torch.is_floating_point, torch.is_complex, torch.is_signed, torch.numel, torch.is_same_size),
-        *(torch.autograd.backward, torch.autograd.grad),  # which look at `inputs`, or refuse them, by themselves
-        *(torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like, torch.rand_like, torch.randn_like),
-    ]
-)
-"""What needs no values."""
 _STAND_INS = frozenset([Tensor.data.__get__, Tensor.detach])  # type: ignore[attr-defined] # a descriptor of C
 """What gives another tensor of the same values."""
 
@@ -375,7 +360,7 @@ class _Released(_Guarded):
         with torch._C.DisableTorchFunctionSubclass():
             if func in METADATA:
                 return func(*args, **(kwargs or {}))
-            if func in _FROM_SHAPE:
+            if func in FROM_SHAPE:
                 return func(torch.empty(args[0].shape, device="meta"), *args[1:], **(kwargs or {}))
             if func in _STAND_INS:
                 return _stand_in(args[0])
@@ -431,7 +416,16 @@ def _called(param: Any) -> str:
     return f"parameter {name} of unit {unit}"
 
 
+def refuse_parametrized(param: Any) -> None:
+    """Raise ReleasedWeightError where a parametrization takes a parameter in while it is released: what torch checks
+    and writes then are not its values."""
+    if isinstance(param, _Released):
+        raise ReleasedWeightError(_refusal(param, "a parametrization"))
+
+
 def _refusal(param: Any, by: str) -> str:
+    if replacing := replacer():
+        return before_sharding(_called(param), replacing)
     return (
         f"{_called(param)} is used by {by} while its weights are not gathered: outside the forward and the backward of"
         " its unit this rank holds a part of them only. Read or edit them inside `with model.gathered():`, on all"

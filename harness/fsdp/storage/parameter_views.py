@@ -78,8 +78,8 @@ class ParameterViews:
             if _is_same(values, view) or _is_same(values, nothing):
                 continue
             raise RuntimeError(
-                f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved or"
-                " replaced); change it before sharding"
+                f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved,"
+                " parametrized or replaced); change it before sharding"
             )
 
     def flags(self) -> list[bool]:

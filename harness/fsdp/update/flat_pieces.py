@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from harness.fsdp.storage.parameter_access import METADATA, grad_of, put_grad
+from harness.fsdp.storage.metadata import METADATA
+from harness.fsdp.storage.parameter_access import grad_of, put_grad
 
 ASKED = "_fsdp_step_has_gradients"
 """Attribute of a stretch that is guarded: tells whether its model has gradients that the step would bring."""
