@@ -51,7 +51,7 @@ from harness.train.pieces import WEIGHTS, pieces_of
 from harness.train.session import Session
 
 NOTHING = Sketch(torch.zeros(SKETCHES, dtype=torch.float64), torch.zeros((), dtype=torch.float64))
-"""Of what a rank has no part of."""
+"""Sketches of a tensor that a rank has no part of."""
 
 EXACT = 1e-9
 """Relative: beyond it, what a step that was left out has changed is a change."""

@@ -132,7 +132,7 @@ TAKEN = Look(
 """What `norm` says of SGD where the logged norm itself is right."""
 
 CLIPPED = replace(TAKEN, stage=Stage.clipping, wrong=TAKEN.wrong.replace("momentum", "moments"), since=None)
-"""The same of optimizers whose moments tell a gradient's factor from their own."""
+"""What `norm` says where the logged norm itself is right and moments tell a gradient's factor from their own."""
 
 
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
