@@ -57,6 +57,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, apart: 
 def _run(rank: int, world_size: int, folder: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """The pickled result, in a default group of this call's own."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # else a pool of compiling processes per rank
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)
