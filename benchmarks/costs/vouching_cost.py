@@ -103,8 +103,7 @@ class EveryOther:
         return self.step % 2 == 0
 
     def before(self) -> None:
-        self.step += 1
-        self.vouching.left = None
+        self.step += 1  # what the last step that was looked at left is another's by now, and costs as much to compare
         if self.looks:
             self._timed(self.vouching.before)
 

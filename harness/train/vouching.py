@@ -3,7 +3,9 @@
 [Note: Vouching] A captured step is examined whole (`captures`); every other one is looked at through sketches and a
 sample, which cost a few passes over what a rank holds and nothing on the wire but a small sum. From step to step:
 
-    before      weights and a sample of moments against what the step before left; weights as forwards should see them
+    before      weights and a sample of moments against what the step before left; weights as forwards should see them.
+                Weights that a rank keeps whole, and computes with where it keeps them, are looked at by the forward:
+                once is enough of one memory
     again       in the last captured step, local gradients by the plain model (`harness.train.again`); and whether that
                 is the function it was when the run began (`harness.train.drift`)
     forward     weights as modules look them up; local gradients as autograd hands them over (`LocalWatch`)
@@ -146,6 +148,10 @@ class Vouching:
     def _begin(self) -> None:
         self.summed = SummedTable(len(self.pieces), SKETCHES)
         self.largest = LargestTable(len(self.pieces), SKETCHES)
+        self.begun: dict[int, Sketch] = {}
+        """What the step begins with, by place."""
+        self.in_forward: dict[int, Tensor] = {}
+        """Weights, by place, that the step's first forward looks at for `begun`."""
         self.watching: LocalWatch | None = None
         self.forward: ForwardWatch | None = None
         self.again: Sketch | None = None
@@ -156,20 +162,36 @@ class Vouching:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def before(self) -> None:
-        """Look at what the step begins with."""
+        """Look at what the step begins with, but for what its first forward looks at (`_settle`)."""
         self._begin()
-        sketches = self._sketches(squares=self.left is None)
-        if self.left is not None:  # a scale, of what is the same where `kept` is nought
-            sketches = sketches._replace(squares=self.left[0].squares)
-        self.summed.put("before", sketches, self.counted)
-        cast = sketches
+        if self.cast is None and self.left is not None and self.session.engine.seen() is not None:
+            self.in_forward = {place: piece.local for place, piece in enumerate(self.pieces) if piece.is_whole}
+        self.begun = {place: self._begins(place) for place in range(len(self.pieces)) if place not in self.in_forward}
         if self.cast is not None:
             cast = self._sketches(lambda piece: piece.local.to(self.cast), squares=False)
-        self.summed.put("cast", cast, self.counted)
+            self.summed.put("cast", cast, self.counted)
         self.values = self.sample.look()
         self.summed.part("moments_before")[:] = self.sample.of_moments(self.values, len(self.pieces))
-        if self.left is not None:
+
+    def _begins(self, place: int) -> Sketch:
+        piece = self.pieces[place]
+        if piece.place is None:
+            return NOTHING
+        return self.signs.sketch(piece.name, piece.shape, piece.local, piece.place, squares=self.left is None)
+
+    def _settle(self) -> None:
+        """Put together what the step began with, after the forwards and before the update; what none of them computed
+        with where it is kept is looked at now."""
+        seen = {} if self.watching is None else self.watching.begun
+        for place in self.in_forward:
+            self.begun[place] = seen[place] if place in seen else self._begins(place)
+        sketches = Sketch.stack([self.begun[place] for place in range(len(self.pieces))])
+        if self.left is not None:  # squares are a scale, of what is the same where `kept` is nought
+            sketches = sketches._replace(squares=self.left[0].squares)
             self.largest.kept[:] = self._kept(sketches, self.values)
+        self.summed.put("before", sketches, self.counted)
+        if self.cast is None:
+            self.summed.put("cast", sketches, self.counted)
 
     def work_out_again(self, step: int) -> None:
         """Ask the plain model, before the first step and in the last captured one: for this rank's local gradients of
@@ -192,7 +214,7 @@ class Vouching:
         if seen is None:
             return nullcontext()
         self.divisor = seen.divisor
-        self.watching = LocalWatch(seen.module, self.names, self.signs)
+        self.watching = LocalWatch(seen.module, self.names, self.signs, kept=self.in_forward)
         if step > 1 or not (seen.compute.is_floating_point and seen.compute.itemsize == 2):
             return self.watching
         config, rank = self.session.config, self.session.ranks.data_rank
@@ -209,6 +231,7 @@ class Vouching:
 
     def reduced(self) -> None:
         """Look at the engine's averaged gradients, before they are clipped."""
+        self._settle()
         gradients = self.session.engine.local_gradients()
         if gradients is None:
             return

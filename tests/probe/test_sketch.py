@@ -92,7 +92,38 @@ def test_cells() -> None:
     assert list(wrong_cells()) == []
 
 
+def wrong_places() -> Iterator[str]:
+    """The first look at a weight is also one at what is kept, where that is the very memory, and nowhere else."""
+    layer, other = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
+    model = torch.nn.Sequential(layer, other)
+    names = [name for name, _ in model.named_parameters()]
+    kept = {0: layer.weight.detach(), 2: other.weight.detach().clone(), 3: other.bias.detach()[:1]}
+    first = layer.weight.detach().clone()
+    with LocalWatch(model, names, Signs(), kept=kept) as watch:
+        model(torch.ones(4, 3))
+        with torch.no_grad():
+            layer.weight += 1
+        model(torch.ones(4, 3))
+    if list(watch.begun) != [0]:
+        yield f"looks at {list(watch.begun)} are taken for looks at what is kept"
+    elif not torch.equal(watch.begun[0].values, Signs().sketch(names[0], (2, 3), first, Place.whole((2, 3))).values):
+        yield "not the first look"
+
+
+def test_the_first_look_at_what_is_kept_is_shared() -> None:
+    assert list(wrong_places()) == []
+
+
+def wrong() -> Iterator[str]:
+    yield from wrong_cells()
+    yield from wrong_places()
+
+
 MUTANTS = {
+    "every look is one at what is kept": Slip(
+        LocalWatch, "_forward", "_is_same_memory(weight, kept)", "True",
+        "A step begins with what its forward computes with, whatever the rank keeps",
+    ),
     "a row is one cell": Slip(
         module, "cell_of", "width // CELLS", "width", "All sketches of a row alone have one size, and may all be small"
     ),
@@ -115,7 +146,7 @@ MUTANTS = {
 )
 def test_a_mutant_is_noticed(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     MUTANTS[name].put(monkeypatch)
-    assert any(wrong_cells()), f"{name} survives"
+    assert any(wrong()), f"{name} survives"
 
 
 @pytest.mark.parametrize("shape", [(40, 30), (300,), (1, 200), (5, 3, 3, 3), ()])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from harness.config.schema import CkptPolicy, Config, Dtype, EngineName, OptimizerName, OuterStrategy, Strategy
 from harness.engines.protocol import Engine
-from harness.probe.vouching.sketch import SKETCHES
+from harness.probe.vouching.sketch import SKETCHES, Signs, Sketch
 from harness.store import vouching
 from harness.store.rundir import RunDir, read_summary
 from harness.store.vouching import ONCE, Stream
@@ -111,6 +112,35 @@ def test_who_looks_changes_nothing_of_what_is_counted(tmp_path: Path) -> None:
         assert left is not None
         assert looked["collectives"] == left["collectives"]
         assert sum(row["bytes"] for row in looked["collectives"]) > 0
+
+
+def passes(rank: int, folder: str, kinds: list[str]) -> dict[str, float]:
+    """How often a step looks at a weight's elements, by engine."""
+    looked, sketch = [0], Signs.sketch
+
+    def counting(signs: Signs, name: str, shape: Any, piece: Tensor, *args: Any, **named: Any) -> Sketch:
+        looked[0] += piece.numel()
+        return sketch(signs, name, shape, piece, *args, **named)
+
+    found, Signs.sketch = {}, counting  # type: ignore[method-assign] # in this rank alone
+    for kind in kinds:
+        counts = []
+        for steps in (3, 5):
+            looked[0] = 0
+            once = {"train__global_batch_size": 4, "measure__capture_steps": [1]}
+            config = configured(kind, train__steps=steps, **once)
+            train(config, Path(folder, f"{kind}-{steps}"), rank)
+            counts.append(looked[0])
+        found[kind] = (counts[1] - counts[0]) / 2
+    return found
+
+
+def test_weights_in_their_place_are_looked_at_once_before_an_update(tmp_path: Path) -> None:
+    """Local gradients, weights in the forward and after the update, and half of the averaged gradients a rank: what
+    the step begins with is what its forward computes with. Of FSDP2's it is looked at in shards."""
+    one, other = run_ranks(passes, 2, str(tmp_path), ["native-no_shard", "ddp", "fsdp2"])
+    whole = sum(math.prod(tensor.shape) for tensor in read(tmp_path / "ddp-3").tensors)
+    assert {kind: (one[kind] + other[kind]) / whole for kind in one} == {"native-no_shard": 7, "ddp": 7, "fsdp2": 7}
 
 
 def test_sketches_of_all_layouts_agree(tmp_path: Path) -> None:
@@ -213,6 +243,15 @@ def alters_weights(engine: Faulty, when: str) -> None:
                 getattr(value, "_local_tensor", value).mul_(1 + 1e-6)
 
 
+@torch.no_grad()
+def alters_an_element_before_a_forward(engine: Faulty, when: str) -> None:
+    """After the step was looked at for what it begins with."""
+    if when == "before forward" and engine.number == 4:
+        (*_, key) = (key for key in engine.engine.state().tensors if key.startswith("weights/"))
+        tensor = engine.engine.state().tensors[key]
+        getattr(tensor, "_local_tensor", tensor).view(-1)[5] += 1e-3
+
+
 def alters_rows(engine: Faulty, when: str, half: int) -> None:
     """Of the second rank's averaged gradients alone."""
     if when == "after backward" and torch.distributed.get_rank() == 1:
@@ -234,7 +273,11 @@ OF_A_COPY = {
     "rows_that_the_other_looks_at": (partial(alters_rows, half=0), "replicas", 3),
 }
 """Where ranks keep copies, each looks at some of the rows of gradients; all of the weights that come of them."""
-FAULTS = {"native-optim_grads_params": LATE, "ddp": LATE | OF_A_COPY}
+ELEMENT = alters_an_element_before_a_forward
+FAULTS = {
+    "native-optim_grads_params": LATE | {"an_element": (ELEMENT, "gather", 4)},
+    "ddp": LATE | OF_A_COPY | {"an_element": (ELEMENT, "kept", 4)},  # its forwards compute with what it keeps
+}
 
 
 def faulty(rank: int, folder: str, kind: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 import numpy as np
@@ -27,10 +27,23 @@ class LocalWatch:
         names: of its parameters, in model order.
         signs: of all sketches.
         weights: whether the weights of forwards are looked at too.
+        kept: weights that are kept whole, by the places of their names: where a forward computes with that very memory,
+            the first look at it is `begun`'s too.
     """
 
-    def __init__(self, module: nn.Module, names: list[str], signs: Signs, *, weights: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        names: list[str],
+        signs: Signs,
+        *,
+        weights: bool = True,
+        kept: Mapping[int, Tensor] | None = None,
+    ) -> None:
         self.module = module
+        self._kept = dict(kept or {})
+        self.begun: dict[int, Sketch] = {}
+        """Sketches, without squares, of the weights in `kept` as a forward of this step first found them there."""
         self._looks_at_weights = weights
         self.signs = signs
         self._places = {name: place for place, name in enumerate(names)}
@@ -62,13 +75,17 @@ class LocalWatch:
         if name in self._quantized:  # used in 8 bits, not cast: no sketch of the main weight is its own
             self.hidden.add(self._places[name])
         else:
-            self._look(self._weights, name, weight, squares=False)
+            found = self._look(self._weights, name, weight, squares=False)
+            kept = self._kept.pop(self._places[name], None)
+            if kept is not None and _is_same_memory(weight, kept):
+                self.begun[self._places[name]] = found
 
-    def _look(self, seen: list[tuple[int, Sketch]], name: str, tensor: Tensor, *, squares: bool = True) -> None:
+    def _look(self, seen: list[tuple[int, Sketch]], name: str, tensor: Tensor, *, squares: bool = True) -> Sketch:
         began = time.perf_counter()
-        place = Place.whole(tensor.shape)
-        seen.append((self._places[name], self.signs.sketch(name, tensor.shape, tensor, place, squares=squares)))
+        found = self.signs.sketch(name, tensor.shape, tensor, Place.whole(tensor.shape), squares=squares)
+        seen.append((self._places[name], found))
         self.seconds += time.perf_counter() - began
+        return found
 
     @property
     def saw_gradients(self) -> bool:
@@ -96,6 +113,12 @@ class LocalWatch:
 
     def _table(self, value: float) -> Tensor:
         return torch.full((len(self._places), self.signs.sketches), value, dtype=torch.float64)
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    if (one.dtype, one.shape, one.stride(), one.device) != (other.dtype, other.shape, other.stride(), other.device):
+        return False
+    return one.data_ptr() == other.data_ptr()
 
 
 def _together(seen: Sequence[tuple[int, Sketch]]) -> tuple[Tensor, Sketch]:

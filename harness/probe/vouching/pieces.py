@@ -51,6 +51,11 @@ class Piece:
         """This rank's part, the engine's own memory, as it is now (engines replace the tensor that looks at it)."""
         return local_part(self.source)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank has the whole tensor."""
+        return self.place == Place.whole(self.shape)
+
     def indices(self, wanted: Sequence[int]) -> Tensor:
         """Flat indices into `local` of those of the tensor's elements (flat, of the whole) that are here; int64."""
         if self.place is None:
