@@ -63,7 +63,7 @@ def await_files(run: LocalRun, *names: str) -> None:
     deadline = time.monotonic() + 20
     while not all((run.opened.run.path / name).exists() for name in names):
         assert time.monotonic() < deadline
-        run.poll()
+        assert (ended := run.poll()) is None, f"over before {', '.join(names)}: {ended}"
         time.sleep(0.02)
 
 
@@ -85,7 +85,7 @@ def test_a_rank_that_raises_takes_the_others_down_with_its_traceback_first(start
     run = start("stuck|raise|stuck")
     began = time.monotonic()
     ended = finish(run)
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 16  # on a loaded machine; the others would stay for ever
     assert (ended.state, ended.exit_code) == (State.failed, 1)
     assert ended.reason == "rank 1: KeyError: 'the cause'"
     assert ended.report.startswith("rank 1 failed first:\n\nTraceback")
@@ -166,11 +166,11 @@ def test_cancel_on_request_from_anywhere(start):
 
 
 def test_a_hang_shows_the_stack_of_every_rank(start):
-    run = start("sleep|sleep", "launch.hang_timeout_s=4")
+    run = start("sleep|sleep", "launch.hang_timeout_s=10")
     await_files(run, "pid0", "pid1")
     ended = finish(run, 30)
     assert ended.state is State.failed
-    assert ended.reason == "hang: no step for 4 s"
+    assert ended.reason == "hang: no step for 10 s"
     assert "last steps: rank 0: 1, rank 1: 1" in ended.report
     assert "stacks-rank0" in ended.report
     assert "stacks-rank1" in ended.report
