@@ -97,6 +97,13 @@ def test_a_refusal_is_a_failure_in_the_words_of_sbatch(submit: Submit, tmp_path:
     assert states(tmp_path) == [(State.failed, "")] * 2
 
 
+def test_a_refusal_is_said_once(submit: Submit, capfd: pytest.CaptureFixture[str]) -> None:
+    """By whoever catches the error; submitit prints the words of sbatch too."""
+    with pytest.raises(StoreError, match="Invalid account"):
+        submit("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_disk_error_is_not_called_a_refusal(submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -108,12 +115,16 @@ def test_a_disk_error_is_not_called_a_refusal(submit: Submit, tmp_path: Path, mo
 
 
 MUTANTS = {
+    "said twice": (
+        lambda submit, _, __, capfd: test_a_refusal_is_said_once(submit, capfd),
+        Slip(submission, "_sbatch", ", redirect_stderr(io.StringIO())", "", "The words of sbatch are printed twice"),
+    ),
     "outvoted": (
-        test_the_script_is_not_outvoted_by_variables,
+        lambda submit, root, monkeypatch, _: test_the_script_is_not_outvoted_by_variables(submit, root, monkeypatch),
         Slip(submission, "as_written", "or _option(name) in said", "", "Variables come before the script"),
     ),
     "answer lost": (
-        lambda submit, root, _: test_jobs_that_slurm_took_without_saying_so_are_submitted(
+        lambda submit, root, *_: test_jobs_that_slurm_took_without_saying_so_are_submitted(
             submit, root, "exit 1", (0, 1)
         ),
         Slip(
@@ -125,7 +136,9 @@ MUTANTS = {
         ),
     ),
     "some have ended": (
-        lambda submit, root, _: test_jobs_that_slurm_took_without_saying_so_are_submitted(submit, root, "exit 1", (1,)),
+        lambda submit, root, *_: test_jobs_that_slurm_took_without_saying_so_are_submitted(
+            submit, root, "exit 1", (1,)
+        ),
         Slip(
             submission,
             "_taken",
@@ -138,8 +151,10 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", each("slurm", [(name, slip.breaks) for name, (_, slip) in MUTANTS.items()]))
-def test_mutants_are_found(name: str, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_are_found(
+    name: str, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     claim, slip = MUTANTS[name]
     slip.put(monkeypatch)
     with pytest.raises((AssertionError, StoreError)):
-        claim(submit, tmp_path, monkeypatch)
+        claim(submit, tmp_path, monkeypatch, capfd)

@@ -6,11 +6,12 @@ name. Whatever dies between the two, the next look finds the job by its name, or
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -206,7 +207,7 @@ def _sbatch(batch: Batch, opened: Sequence[Opened], same: SameFiles) -> list[str
     write_tasks(batch.folder, [(one.run.path, one.attempt) for one in opened])
     executor = submitit.SlurmExecutor(batch.folder)
     executor.parameters.update(batch.parameters)
-    with outside_any_job(), as_written(text):
+    with outside_any_job(), as_written(text), redirect_stderr(io.StringIO()):  # submitit prints a refusal, as we do
         job = executor._submit_command(batch.command).job_id
     return _numbers(job, len(opened))
 
