@@ -70,6 +70,7 @@ MODULES = (
     "tests.probe.test_forward_watch",
     "tests.probe.test_sample",
     "tests.probe.test_sketch",
+    "tests.report.test_report",
     "tests.store.test_commands",
     "tests.store.test_screen",
     "tests.store.test_show",
