@@ -16,6 +16,7 @@ from harness.store.forward import Forward
 from harness.store.metrics import read_columns
 from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
+from harness.store.screen import counted
 from harness.store.shapes import CAPTURED, ROUNDING, WITNESS
 from harness.store.vouching import Stream
 
@@ -237,8 +238,8 @@ def _gaps(numbers: Sequence[Any], expected: int) -> str:
     there = set(numbers)
     missing = [step for step in range(1, expected + 1) if step not in there]
     if missing:
-        return f"{expected - len(missing)} of {expected} steps; the first missing one is {missing[0]}"
-    return f"{len(numbers)} lines for {expected} steps: repeated, out of order, or beyond the end"
+        return f"{expected - len(missing)} of {counted(expected, 'step')}; the first missing one is {missing[0]}"
+    return f"{counted(len(numbers), 'line')} for {counted(expected, 'step')}: repeated, out of order, or beyond the end"
 
 
 def _is_number(value: Any) -> bool:

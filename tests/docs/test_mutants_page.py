@@ -13,6 +13,7 @@ MODULES = (
     "tests.checkpoint.test_matrix",
     "tests.checkpoint.test_tensor_file",
     "tests.cli.test_completion",
+    "tests.cli.test_eighty_columns",
     "tests.engines.test_mutants",
     "tests.fsdp.behaviours.test_behaviours",
     "tests.fsdp.fp8.test_mutants",
