@@ -75,6 +75,7 @@ MODULES = (
     "tests.store.test_commands",
     "tests.store.test_screen",
     "tests.store.test_show",
+    "tests.store.test_vouching",
     "tests.streams.test_faults",
     "tests.streams.test_numbers",
     "tests.study.test_files",

@@ -18,7 +18,7 @@ from pathlib import Path
 from harness.config.compose import Cell
 from harness.config.schema import Backend
 from harness.launch.opening import Opened, Sources, look, open_attempt
-from harness.launch.plan import Decision
+from harness.launch.plan import Action, Decision
 from harness.launch.slurm.batch import Batch, Wanted, batches
 from harness.launch.slurm.commands import SlurmError
 from harness.launch.slurm.facts import check_facts
@@ -113,6 +113,8 @@ def _wanted(
         if decision.starts:
             _blame(store, cell, decision, jobs)
             wanted.append((cell, decision))
+            if decision.action is Action.start_over:
+                on_decision(cell, decision)
         else:
             on_decision(cell, decision)
     return wanted
