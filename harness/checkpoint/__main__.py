@@ -71,7 +71,8 @@ def _export(arguments: argparse.Namespace) -> str:
         source, arguments.target, load_config(run.config()), dtype, arguments.shard_mb * 1_000_000
     )
     files, total = set(index["weight_map"].values()), index["metadata"]["total_size"]
-    return f"{arguments.target}: {len(index['weight_map'])} tensors, {total} bytes in {len(files)} files, of {source}"
+    number = f"{len(files)} file{'s' * (len(files) > 1)}"
+    return f"{arguments.target}: {len(index['weight_map'])} tensors, {total} bytes in {number}, of {source}"
 
 
 def _import(arguments: argparse.Namespace) -> str:
