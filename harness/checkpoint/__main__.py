@@ -16,13 +16,23 @@ from harness.checkpoint import folder as folders
 from harness.checkpoint import foreign
 from harness.checkpoint.manifest import Damaged
 from harness.config.compose import load_config
+from harness.config.errors import BadRequest
 from harness.config.schema import Dtype
 from harness.config.words import setting
 from harness.store import commands
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir
 
-REFUSED = (Damaged, foreign.Unfit, StoreError, OSError, CheckpointException, SafetensorError, UnpicklingError)
+REFUSED = (
+    BadRequest,
+    Damaged,
+    foreign.Unfit,
+    StoreError,
+    OSError,
+    CheckpointException,
+    SafetensorError,
+    UnpicklingError,
+)
 """What files that are not what they should be raise."""
 PICKLE = "warning: DCP's .metadata is a pickle: {}"
 
@@ -36,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         else:
             print(_import(arguments))
     except REFUSED as error:
-        print(f"bad request:\n  {error}", file=sys.stderr)
+        print(error if isinstance(error, BadRequest) else f"bad request:\n  {error}", file=sys.stderr)
         return 2
     return 0
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.captured import Captured
+from harness.config.doc import unknown_words
 from harness.parity.tensors import Capture, Unreadable
 from harness.store import forward, provenance, status, vouching
 from harness.store.errors import StoreError
@@ -156,7 +157,7 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
     """
     run = RunDir(Path(path))
     config = Settings(run.path / CONFIG, {**(assumed or {}), **flatten(run.config())})
-    problems: list[str] = []
+    problems = [f"{CONFIG} has {each}: was it edited, or made by newer code?" for each in unknown_words(config)]
     problems += _state_problems(run)
     origin = _read(lambda: provenance.read(run.path), {}, problems)
     problems += _origin_problems(origin, sources)
