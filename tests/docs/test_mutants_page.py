@@ -62,6 +62,7 @@ MODULES = (
     "tests.parity.test_comparable",
     "tests.parity.test_mutants",
     "tests.parity.test_optimizer",
+    "tests.parity.test_reach",
     "tests.parity.test_stability",
     "tests.parity.test_study",
     "tests.parity.test_structure",
