@@ -7,6 +7,7 @@ override is parsed with Hydra's own grammar and held against the typed root and 
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -282,6 +283,9 @@ def _malformed(text: str, catalog: Catalog) -> Violation:
         return Violation(repr(text), "is not key=value", fix=fix)
     if not _can_be_key(key.lstrip("+~")):
         return replace(explain_key(key, catalog), subject=repr(key))
+    if len(apart := re.split(r"[,;]?\s+(?=[\w.]+=)", text)) > 1:
+        fix = " ".join(shlex.quote(each) for each in apart)
+        return Violation(text, "is several settings in one word; write each as a word of its own", fix=fix)
     return Violation(
         text,
         "cannot be read: quotes, braces, commas, line breaks and letters beyond ASCII need quoting",

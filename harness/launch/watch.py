@@ -134,6 +134,8 @@ def _names(found: Sequence[Row], room: int) -> list[str]:
     several = len({one.study for one in found}) > 1
     studies = [f"{one.study}/" * several for one in found]
     labels = screen.named({one.name for one in found}, room - max(map(len, studies)))
+    if len(found) == 1:  # there is nothing that it must be told from
+        labels = {one.name: screen.shorten(one.name, max(room, LEGIBLE)) for one in found}
     return [study + labels[one.name] for study, one in zip(studies, found, strict=True)]
 
 
