@@ -10,6 +10,7 @@ import pytest
 
 from harness.cli.main import main
 from harness.launch import watch
+from harness.parity.telling import render
 from harness.store import provenance, screen, status
 from harness.store.status import State, Status
 from hydra_plugins.harness_hydra import StudySource
@@ -17,7 +18,7 @@ from tests.parity.arms import Arm, broken
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
-from tests.support.mutants import Slip, each
+from tests.support.mutants import Slip, each, kills
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,6 +157,29 @@ def test_verdict_says_verdict_and_margin_of_every_arm(
     out = capsys.readouterr().out
     assert re.search(r"^\S+ +EQUAL +T1 +[\d.]+ % +\S+", out, re.M)
     assert re.search(r"^\S+ +DIFFERENT +T2 +\S+", out, re.M)
+
+
+def test_a_verdict_keeps_what_tells_arms_apart(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In 60 columns an arm's name goes into a line of its own."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["verdict", "lab", "--root", str(root)]) == 1
+    table = capsys.readouterr().out.partition("control ")[2].partition("\n\n")[0]
+    arms = screen.labels({path.parent.name for path in root.glob("lab/*/config.yaml")})
+    shown = [line for line in table.splitlines()[1:] if re.fullmatch(r"\S+-[0-9a-f]{8}", line)]
+    assert len(shown) == 3
+    assert set(shown) < set(arms.values())
+    assert re.search(r"^    EQUAL +T1 +[\d.]+ % +\S+", table, re.M)
+
+
+@kills("The terminal", "an arm for a check", "The name of an arm is cut for the name of a check")
+def test_an_arm_that_is_cut_is_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Slip(render, "_arms", "breaks=breaks", "breaks=()").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_verdict_keeps_what_tells_arms_apart(root, monkeypatch, capsys)
 
 
 def test_what_comes_after_runs_that_are_no_study_is_no_verdict(

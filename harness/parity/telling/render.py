@@ -65,7 +65,9 @@ def _arms(study: StudyVerdict, room: int) -> list[str]:
     texts = [("verdict", "tier", "of the bound"), *((a.outcome.value, a.tier, _farthest(a)[0]) for a in study.arms)]
     besides = sum(max(map(len, column)) + len(screen.GAP) for column in zip(*texts, strict=True))
     runs = {Path(path).name for arm in study.arms for path in (arm.arm, arm.control)}
-    names = screen.named(runs, room - besides - len(screen.GAP) - screen.LEAST)
+    left = room - besides - len(screen.GAP) - screen.LEAST
+    names = screen.named(runs, left)
+    breaks = () if max(len(names[Path(arm.arm).name]) for arm in study.arms) <= left else (1,)
     rows = {
         control: [
             (names[Path(arm.arm).name], arm.outcome.value, arm.tier, *_farthest(arm))
@@ -84,6 +86,8 @@ def _arms(study: StudyVerdict, room: int) -> list[str]:
                 flexible=(0, 4),
                 folded=(4,),
                 firm=(0,),
+                breaks=breaks,
+                rule=not breaks,
             ),
         ]
         for control, each in rows.items()
