@@ -6,6 +6,7 @@ override is parsed with Hydra's own grammar and held against the typed root and 
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
 import shlex
@@ -188,7 +189,13 @@ def _own_fault(group: str, option: str) -> Violation | None:
 
 def _no_study_file(option: str, file: Path, catalog: Catalog) -> Violation:
     valid = f"a path, or {', '.join(catalog.options['study'])}"
-    return Violation(f"study={option}", f"there is no file {file}", valid, "the path of a study file")
+    try:
+        beside = sorted(each.name for each in file.parent.iterdir() if each.suffix in (".yaml", ".yml"))
+    except OSError:
+        beside = []
+    meant = [option[: -len(file.name)] + name for name in difflib.get_close_matches(file.name, beside)]
+    fix = f"did you mean study={' or study='.join(meant)}?" if meant else "the path of a study file"
+    return Violation(f"study={option}", f"there is no file {file}", valid, fix)
 
 
 @dataclass(frozen=True)
