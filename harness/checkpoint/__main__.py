@@ -9,6 +9,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -17,6 +18,7 @@ from harness.checkpoint import foreign
 from harness.checkpoint.manifest import Damaged
 from harness.config.compose import load_config
 from harness.config.errors import BadRequest
+from harness.config.hints import explain
 from harness.config.schema import Dtype
 from harness.config.words import setting
 from harness.store import commands
@@ -47,6 +49,9 @@ def main(argv: Sequence[str]) -> int:
             print(_import(arguments))
     except REFUSED as error:
         print(error if isinstance(error, BadRequest) else f"bad request:\n  {error}", file=sys.stderr)
+        return 2
+    except OmegaConfBaseException as error:  # a setting that every run has now, and an older one has not
+        print(explain(error), file=sys.stderr)
         return 2
     return 0
 

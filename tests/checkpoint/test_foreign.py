@@ -166,3 +166,7 @@ def test_nothing_is_lost_where_two_are_of_one_name(tmp_path: Path, capsys: pytes
     edit_config(run, "engine", warp=True)
     assert tool.main(["export", str(run), str(tmp_path / "newer"), "--format", "hf"]) == 2
     assert capsys.readouterr().err.startswith("bad request:\n  engine.warp: engine has no such setting\n")
+    frozen = run / "config.yaml"
+    frozen.write_text(re.sub(r"^ +(family|warp): .*\n", "", frozen.read_text(), flags=re.MULTILINE))
+    assert tool.main(["export", str(run), str(tmp_path / "older"), "--format", "hf"]) == 2
+    assert capsys.readouterr().err.startswith("bad request:\n  model.family: takes one of llama, ")
