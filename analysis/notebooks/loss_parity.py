@@ -51,7 +51,9 @@ print(study.runs[shown].to_string(index=False) if len(study.runs) else f"There i
 # worst check used up.
 
 # %%
-print(f"{study.verdict.outcome.value}: study {STUDY}, {len(study.verdict.arms)} comparisons" if study.verdict else "")
+if study.verdict:
+    count = len(study.verdict.arms)
+    print(f"{study.verdict.outcome.value}: study {STUDY}, {count} comparison{'s' * (count != 1)}")
 table = judge.verdicts(study)
 shown = ["label", "control", "verdict", "tier", "used", "check", "resolution"]
 print(table[shown].to_string(index=False, float_format="{:.3g}".format) if len(table) else "Nothing was judged.")

@@ -15,6 +15,7 @@ from harness.store.identity import canonical
 from harness.store.metrics import read_metrics
 from harness.store.reading import checked
 from harness.store.rundir import CONFIG, RunDir, read_summary
+from harness.store.screen import counted
 from harness.store.shapes import TIMED
 from harness.store.status import State
 
@@ -82,7 +83,7 @@ class Process:
         """What else the machine did, where that was much; else empty."""
         ranks, found = int(self.config["mesh"]["world_size"]), []
         if self.load > ranks + 1:
-            found.append(f"load average {self.load:.1f} with {ranks} ranks")
+            found.append(f"load average {self.load:.1f} with {counted(ranks, 'rank')}")
         if self.others_cores > OTHERS_LIMIT_CORES:
             found.append(f"other programs kept {self.others_cores:.2f} cores busy")
         return ", ".join(found)

@@ -149,15 +149,18 @@ def _oversubscribed(process: Process) -> str:
     ranks, cores = process.config["mesh"]["world_size"], process.origin.get("cpu_count")
     if process.config["cluster"]["device"] != "cpu" or cores is None or ranks <= cores:
         return ""
-    return f"{ranks} ranks on {cores} cores take turns: their times compare {ranks}-rank arms with each other alone"
+    shared = f"{screen.counted(ranks, 'rank')} on {screen.counted(cores, 'core')}"
+    return f"{shared} take turns: their times compare {ranks}-rank arms with each other alone"
 
 
 def _sizes(regime: Regime) -> str:
     s = regime.settings
     return (
-        f"{s['model.num_layers']} layers of width {s['model.dim']}, {s['model.vocab_size']} tokens, sequences of "
-        f"{s['data.seq_len']}, {s['train.microbatch_size']} to a microbatch, {s['train.global_batch_size']} to a step, "
-        f"{s['mesh.world_size']} ranks, dtype {s['dtype.name']}, {s['measure.warmup_steps']} warm-up steps of "
+        f"{screen.counted(s['model.num_layers'], 'layer')} of width {s['model.dim']}, "
+        f"{s['model.vocab_size']} tokens, sequences of {s['data.seq_len']}, "
+        f"{s['train.microbatch_size']} to a microbatch, {s['train.global_batch_size']} to a step, "
+        f"{screen.counted(s['mesh.world_size'], 'rank')}, dtype {s['dtype.name']}, "
+        f"{screen.counted(s['measure.warmup_steps'], 'warm-up step')} of "
         f"{s['train.steps']}."
     )
 
@@ -167,9 +170,8 @@ def machine_lines(report: Report) -> Iterator[str]:
     facts = machine(report.processes)
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     dirty = " with changes" if facts["dirty"] else ""
-    yield f"- {facts['cpu_model']}, {facts['cpu_count']} cores, {facts['threads_per_rank']} threads a rank, " + str(
-        facts["device"]
-    )
+    cores, threads = screen.counted(facts["cpu_count"], "core"), screen.counted(facts["threads_per_rank"], "thread")
+    yield f"- {facts['cpu_model']}, {cores}, {threads} a rank, {facts['device']}"
     yield f"- {versions}; commit {str(facts['commit'])[:12]}{dirty}, sources {str(facts['sources_digest'])[:12]}"
     ended = f"{facts['first_run_ended']}, the last one {facts['last_run_ended']}"
     yield f"- the first run ended {ended}; order seed {report.order_seed}"

@@ -17,6 +17,7 @@ from harness.config.errors import BadRequest, refuse
 from harness.launch.room import NoRoom
 from harness.parity import Outcome, Verdict
 from harness.parity.versions import Side, changed_defaults, compare_versions
+from harness.store.screen import counted
 
 Tell = Callable[[str], None]
 """Is given a line of progress."""
@@ -181,7 +182,7 @@ class Bisection:
         missing = sum(end.done(self._request.words) is None for end in ends)
         fresh = missing == len(ends)  # asked again, most trials are done
         self._request.check_room(missing + fresh * ceil(log2(len(self._line) - 1)), self._repository.cache)
-        self._tell(f"{len(self._line) - 1} versions after {self.good.title}, each held against it")
+        self._tell(f"{counted(len(self._line) - 1, 'version')} after {self.good.title}, each held against it")
         self._tell(f"how far the first one is: {ends[0].log(self._request.words)}; each version has such a file")
         self._control = ends[0].run(self._request.words)
         verdict = self._verdict(self.bad)

@@ -33,6 +33,7 @@ from harness.store import commands
 from harness.store.errors import EXIT_BUSY, Busy
 from harness.store.identity import EXCLUDED
 from harness.store.rundir import RunDir, Store, flatten
+from harness.store.screen import counted
 from harness.study.replay import replay
 
 STUDY = "bisect"
@@ -121,9 +122,8 @@ class KeySearch:
             raise refuse(
                 self._good_run.name, f"is wrong by itself, so nothing can be held against it: {fault}", fix=fix
             )
-        self._tell(
-            f"{self._good_run.name} and {self._bad_run.name} differ in {len(names)} settings: {', '.join(names)}"
-        )
+        differing = f"{counted(len(names), 'setting')}: {', '.join(names)}"
+        self._tell(f"{self._good_run.name} and {self._bad_run.name} differ in {differing}")
         everything = self._judge(names)
         bad_end = "the good run with every setting of the bad one"
         check_ends(everything, "the good run", bad_end, undecided=self._request.undecided)

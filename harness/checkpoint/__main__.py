@@ -9,6 +9,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
+from omegaconf.errors import OmegaConfBaseException
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -16,13 +17,24 @@ from harness.checkpoint import folder as folders
 from harness.checkpoint import foreign
 from harness.checkpoint.manifest import Damaged
 from harness.config.compose import load_config
+from harness.config.errors import BadRequest
+from harness.config.hints import explain
 from harness.config.schema import Dtype
 from harness.config.words import setting
 from harness.store import commands
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir
 
-REFUSED = (Damaged, foreign.Unfit, StoreError, OSError, CheckpointException, SafetensorError, UnpicklingError)
+REFUSED = (
+    BadRequest,
+    Damaged,
+    foreign.Unfit,
+    StoreError,
+    OSError,
+    CheckpointException,
+    SafetensorError,
+    UnpicklingError,
+)
 """What files that are not what they should be raise."""
 PICKLE = "warning: DCP's .metadata is a pickle: {}"
 
@@ -36,7 +48,10 @@ def main(argv: Sequence[str]) -> int:
         else:
             print(_import(arguments))
     except REFUSED as error:
-        print(f"bad request:\n  {error}", file=sys.stderr)
+        print(error if isinstance(error, BadRequest) else f"bad request:\n  {error}", file=sys.stderr)
+        return 2
+    except OmegaConfBaseException as error:  # a setting that every run has now, and an older one has not
+        print(explain(error), file=sys.stderr)
         return 2
     return 0
 
@@ -71,7 +86,8 @@ def _export(arguments: argparse.Namespace) -> str:
         source, arguments.target, load_config(run.config()), dtype, arguments.shard_mb * 1_000_000
     )
     files, total = set(index["weight_map"].values()), index["metadata"]["total_size"]
-    return f"{arguments.target}: {len(index['weight_map'])} tensors, {total} bytes in {len(files)} files, of {source}"
+    number = f"{len(files)} file{'s' * (len(files) > 1)}"
+    return f"{arguments.target}: {len(index['weight_map'])} tensors, {total} bytes in {number}, of {source}"
 
 
 def _import(arguments: argparse.Namespace) -> str:

@@ -292,11 +292,13 @@ class Checkpoints:
         if told and self.config.ckpt.strict:
             shown = "; ".join(told[:SHOWN]) + (f"; and {len(told) - SHOWN} more" if len(told) > SHOWN else "")
             raise ValueError(
-                f"{path} does not fit this run, nothing was loaded ({len(told)} differences): {shown}. Is it another"
-                " model's, or another optimizer's? ckpt.strict=false loads what fits and leaves the rest as it is"
+                f"{path} does not fit this run, nothing was loaded "
+                f"({len(told)} difference{'s' * (len(told) > 1)}): {shown}. Is it another model's, or another "
+                "optimizer's? ckpt.strict=false loads what fits and leaves the rest as it is"
             )
         if told and self.ranks.rank == 0:
-            self.warn(f"ckpt.strict=false: of {path}, {len(told)} names do not fit: {'; '.join(told[:SHOWN])}")
+            do = "names do" if len(told) > 1 else "name does"
+            self.warn(f"ckpt.strict=false: of {path}, {len(told)} {do} not fit: {'; '.join(told[:SHOWN])}")
         return {key for key in mine if key not in held} | set(shapes)
 
     def _read(self, path: Path, reader: Reader, tensors: Mapping[str, Tensor]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from hydra._internal.utils import get_args_parser
 
 from harness.config import catalog
 from harness.config.doc import settings
-from harness.config.errors import refuse
+from harness.config.errors import BadRequest, refuse
 from harness.config.overrides import check_overrides, hydra_words, typed_value
 from harness.store import commands
 
@@ -53,12 +54,14 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
         implied: overrides added where their key is not typed.
 
     Raises:
-        BadRequest: an override is wrong, or flags contradict each other.
-        SystemExit: argparse refuses a flag (code 2).
+        BadRequest: an override is wrong, there is no such flag, or flags contradict each other.
+        SystemExit: argparse refuses a flag's value (code 2).
     """
     parser = get_args_parser()
     parser.add_argument("--from", dest="frozen", metavar="RUN", help="run that frozen cell again, changed by overrides")
-    parsed = parser.parse_intermixed_args(list(argv))
+    parsed, unknown = parser.parse_known_intermixed_args(list(argv))
+    if unknown:
+        raise _no_flag(unknown[0])
     overrides = list(parsed.overrides)
     flags = _without(list(argv), overrides)
     _consistent(parsed)
@@ -72,6 +75,13 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
         overrides += [text for text in implied if text.partition("=")[0] not in typed]
     shows = about_hydra or bool(parsed.cfg)
     return Arguments(tuple(overrides), tuple(flags), bool(parsed.multirun), parsed.frozen, shows, parsed.help)
+
+
+def _no_flag(word: str) -> BadRequest:
+    """Who comes from argparse writes a setting as a flag."""
+    if "=" in word:
+        return refuse(word, "is no flag; settings have no dashes", fix=shlex.quote(word.lstrip("-")))
+    return refuse(word, "no such flag", fix=commands.request("--help"))
 
 
 def _without(argv: list[str], overrides: list[str]) -> list[str]:

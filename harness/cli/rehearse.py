@@ -13,7 +13,7 @@ from harness.cli.verb import Verb
 from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.rundir import Store
-from harness.store.screen import INDENT, fold, width
+from harness.store.screen import INDENT, counted, fold, width
 from harness.study.rehearse import Rehearsal, rehearse
 
 SHOWN = 8
@@ -67,10 +67,10 @@ def text(found: Rehearsal) -> str:
     if found.equal:
         head = (
             f"EQUAL: stopped after step {found.preempt_at} and resumed: all {found.numbers} logged numbers of"
-            f" {found.steps} steps and the final weights have the bits of the uninterrupted run"
+            f" {counted(found.steps, 'step')} and the final weights have the bits of the uninterrupted run"
         )
     else:
-        head = f"DIFFERENT: {len(found.differences)} differences, the first: {found.differences[0]}"
+        head = f"DIFFERENT: {counted(len(found.differences), 'difference')}, the first: {found.differences[0]}"
     told = [head, *(f"  {each}" for each in found.differences[1:SHOWN])]
     lines = [line for each in told for line in fold(each, width(), INDENT)]
     return "\n".join([*lines, f"next: {commands.verb(f'show {shlex.quote(str(found.resumed))}')}"])

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from harness.config.schema import DataConfig, DataKind, TokenDtype
+from harness.store.screen import counted
 
 TOKEN_BYTES = {TokenDtype.uint16: 2, TokenDtype.uint32: 4}
 """Bytes of one token in a token file."""
@@ -94,7 +95,9 @@ def pieces(data: DataConfig) -> list[Piece]:
         found = [_piece(path, width, header) for path in _chosen_files(data)]
     kept = [piece for piece in found if piece.num_tokens]
     if not kept:
-        raise ValueError(f"{describe(data)} is empty ({len(found)} files, no tokens): point data.path at some text")
+        raise ValueError(
+            f"{describe(data)} is empty ({counted(len(found), 'file')}, no tokens): point data.path at some text"
+        )
     return kept
 
 

@@ -12,7 +12,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -77,6 +77,16 @@ _WORDS: dict[Any, str] = {
 def settings() -> dict[str, Setting]:
     """Every setting of the typed root by its dotted path, in schema order."""
     return {setting.path: setting for setting in _walk(schema.Config, "")}
+
+
+def unknown_words(config: Mapping[str, Any]) -> list[str]:
+    """Settings, by dotted path, whose value is none of the words that they may have: other code than this froze them,
+    or somebody edited them."""
+    return [
+        f"{setting.path}={config[setting.path]}, which is none of {', '.join(setting.choices)}"
+        for setting in settings().values()
+        if setting.choices and config.get(setting.path) not in (None, *setting.choices)
+    ]
 
 
 @functools.cache

@@ -6,7 +6,9 @@ override is parsed with Hydra's own grammar and held against the typed root and 
 
 from __future__ import annotations
 
+import difflib
 import math
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -187,7 +189,13 @@ def _own_fault(group: str, option: str) -> Violation | None:
 
 def _no_study_file(option: str, file: Path, catalog: Catalog) -> Violation:
     valid = f"a path, or {', '.join(catalog.options['study'])}"
-    return Violation(f"study={option}", f"there is no file {file}", valid, "the path of a study file")
+    try:
+        beside = sorted(each.name for each in file.parent.iterdir() if each.suffix in (".yaml", ".yml"))
+    except OSError:
+        beside = []
+    meant = [option[: -len(file.name)] + name for name in difflib.get_close_matches(file.name, beside)]
+    fix = f"did you mean study={' or study='.join(meant)}?" if meant else "the path of a study file"
+    return Violation(f"study={option}", f"there is no file {file}", valid, fix)
 
 
 @dataclass(frozen=True)
@@ -282,6 +290,9 @@ def _malformed(text: str, catalog: Catalog) -> Violation:
         return Violation(repr(text), "is not key=value", fix=fix)
     if not _can_be_key(key.lstrip("+~")):
         return replace(explain_key(key, catalog), subject=repr(key))
+    if len(apart := re.split(r"[,;]?\s+(?=[\w.]+=)", text)) > 1:
+        fix = " ".join(shlex.quote(each) for each in apart)
+        return Violation(text, "is several settings in one word; write each as a word of its own", fix=fix)
     return Violation(
         text,
         "cannot be read: quotes, braces, commas, line breaks and letters beyond ASCII need quoting",

@@ -102,4 +102,4 @@ def check_state(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> 
             faults.append(f"{key} is {have.dtype} {list(have.shape)}, expected {want.dtype} {list(want.shape)}")
     if faults:
         shown = "; ".join(sorted(faults)[:5])
-        raise ValueError(f"state does not fit this layout ({len(faults)} differences): {shown}")
+        raise ValueError(f"state does not fit this layout ({len(faults)} difference{'s' * (len(faults) > 1)}): {shown}")

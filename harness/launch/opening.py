@@ -43,6 +43,8 @@ class Opened:
     cell: Cell
     run: RunDir
     attempt: int
+    over: str = ""
+    """Why it begins at step 0 although an earlier attempt got further; empty where it does not."""
 
 
 def look(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> Decision:
@@ -97,7 +99,7 @@ def open_attempt(
         mine = [own_copy(store.root, each) for each in mine]
     provenance.record_start(run.path, {**sources.facts, "own": mine}, sources.diff, same)
     status.write(run.path, replace(first, attempt=attempt, steps=cell.config["train"]["steps"]))
-    return Opened(cell, run, attempt)
+    return Opened(cell, run, attempt, decision.why if decision.action is Action.start_over else "")
 
 
 def open_here(store: Store, cell: Cell, sources: Sources, jobs: JobProbe | None) -> tuple[Opened, Lock] | Decision:

@@ -14,6 +14,7 @@ from harness.launch.opening import Sources, look
 from harness.launch.plan import Action
 from harness.launch.slurm.submission import probe
 from harness.store.rundir import Store
+from harness.store.screen import counted
 
 FIX = "launch.root=A_FOLDER_WITH_ROOM, ckpt=none, a smaller measure.capture_limit_mib, or fewer cells"
 
@@ -79,10 +80,8 @@ def require(root: Path, need: Kept, what: str, *, subject: str, fix: str, there:
 def say_room(store: Store, starting: Sequence[Cell]) -> str:
     """How much cells will keep, and how much there is: a line for people."""
     need = kept_by(starting)
-    return (
-        f"{len(starting)} runs keep at least {shown(need.total)}: {_told(need)}; {store.root} has "
-        f"{shown(free_bytes(store.root))} free"
-    )
+    keep = f"{counted(len(starting), 'run')} keep{'s' * (len(starting) == 1)}"
+    return f"{keep} at least {shown(need.total)}: {_told(need)}; {store.root} has {shown(free_bytes(store.root))} free"
 
 
 def kept_by(cells: Iterable[Cell]) -> Kept:

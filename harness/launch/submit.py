@@ -122,7 +122,9 @@ class _Request:
     def _on_start(self, opened: Opened) -> Callable[[dict[str, Any]], None]:
         """Begin to show a cell. Each cell of a set has one line of a terminal, which moves, and stays as its end."""
         world_size = opened.cell.typed.mesh.world_size
-        begun = f"{world_size} rank{'s' * (world_size > 1)}, attempt {opened.attempt}"
+        if opened.over:
+            self._terminal.settle(f"{self._place(opened.cell)}{opened.run.path}: {opened.over}")
+        begun = f"{screen.counted(world_size, 'rank')}, attempt {opened.attempt}"
         label = self._place(opened.cell) + self._labels[opened.cell.signature] if self._several else ""
         if self._several and self._terminal.moving:
             self._terminal.update(f"{label}  {begun}")

@@ -19,6 +19,9 @@ from harness.store.status import JobProbe, State
 POLL_S = 2.0
 MOVING = frozenset({State.queued, State.running, State.preempted})
 HEADER = ("run", "state", "step", "loss", "ms/step", "left", "reason")
+REASON = HEADER.index("reason")
+LEGIBLE = 24
+"""A reason that has less room than this goes into a line of its own."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Row:
             "" if self.loss is None else f"{self.loss:.4f}",
             "" if self.step_time_s is None else f"{1e3 * self.step_time_s:.0f}",
             "" if self.left_s is None else duration(self.left_s),
-            "" if self.reason == f"{self.steps} steps" else self.reason,
+            "" if self.reason in (f"{self.steps} steps", "1 step") else " ".join(self.reason.split()),
         )
 
 
@@ -100,16 +103,44 @@ def rows(store: Store, study: str | None, jobs: JobProbe | None) -> list[Row]:
 
 def render(found: Sequence[Row], width: int) -> str:
     """The table, what failed grouped by its first line, and the count of states, in lines of `width` columns."""
-    labels = screen.labels({one.name for one in found})
-    several = len({one.study for one in found}) > 1
-    cells = [(f"{one.study}/" * several + labels[one.name], *one.cells()[1:]) for one in found]
-    told = any(reason for *_, reason in cells)
-    head, *body = (row if told else row[:-1] for row in (HEADER, *cells))
-    lines = screen.table(head, body, width, flexible=(len(head) - 1, 0) if told else (0,), rule=False)
+    lines = _table(found, width)
     lines += [line for each in _groups(found) for line in screen.fold(each, width, " " * 6)]
     counts = Counter(one.state for one in found)
     lines += screen.fold(", ".join(f"{count} {state}" for state, count in sorted(counts.items())), width)
     return "\n".join(lines)
+
+
+def _table(found: Sequence[Row], width: int) -> list[str]:
+    """A row a run. Where there is no room for everything, first the reason is shortened, then it has a line of its own,
+    then all but the name goes on in another line: what tells a name from the others stays."""
+    texts = [HEADER, *(one.cells() for one in found)]
+    widths = [max(len(text[place]) for text in texts) for place in range(len(HEADER))]
+    told = widths[REASON] > len(HEADER[REASON])
+    fixed = sum(len(screen.GAP) + each for each in widths[1:REASON])
+    reason = told * (len(screen.GAP) + min(LEGIBLE, widths[REASON]))
+    breaks: tuple[int, ...] = ()
+    names = _names(found, width - fixed - reason)
+    if not _fit(names, width - fixed - reason):
+        breaks, names = (REASON,), _names(found, width - fixed)
+    if not _fit(names, width - fixed):
+        breaks, names = (1,), _names(found, width)
+    shown = slice(None) if told else slice(REASON)
+    head, *body = ((name, *text[1:])[shown] for name, text in zip([HEADER[0], *names], texts, strict=True))
+    return screen.table(head, body, width, flexible=(REASON, 0), firm=(0,), breaks=breaks, rule=False)
+
+
+def _names(found: Sequence[Row], room: int) -> list[str]:
+    """A label a run, with its study where there are several; of `room` characters if possible."""
+    several = len({one.study for one in found}) > 1
+    studies = [f"{one.study}/" * several for one in found]
+    labels = screen.named({one.name for one in found}, room - max(map(len, studies)))
+    if len(found) == 1:  # there is nothing that it must be told from
+        labels = {one.name: screen.shorten(one.name, max(room, LEGIBLE)) for one in found}
+    return [study + labels[one.name] for study, one in zip(studies, found, strict=True)]
+
+
+def _fit(texts: Sequence[str], room: int) -> bool:
+    return max(map(len, texts)) <= room
 
 
 def _groups(found: Iterable[Row]) -> list[str]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.captured import Captured
+from harness.config.doc import unknown_words
 from harness.parity.tensors import Capture, Unreadable
 from harness.store import forward, provenance, status, vouching
 from harness.store.errors import StoreError
@@ -16,6 +17,7 @@ from harness.store.forward import Forward
 from harness.store.metrics import read_columns
 from harness.store.reading import read_json
 from harness.store.rundir import CONFIG, RunDir, flatten, read_summary
+from harness.store.screen import counted
 from harness.store.shapes import CAPTURED, ROUNDING, WITNESS
 from harness.store.vouching import Stream
 
@@ -155,7 +157,7 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
     """
     run = RunDir(Path(path))
     config = Settings(run.path / CONFIG, {**(assumed or {}), **flatten(run.config())})
-    problems: list[str] = []
+    problems = [f"{CONFIG} has {each}: was it edited, or made by newer code?" for each in unknown_words(config)]
     problems += _state_problems(run)
     origin = _read(lambda: provenance.read(run.path), {}, problems)
     problems += _origin_problems(origin, sources)
@@ -237,8 +239,8 @@ def _gaps(numbers: Sequence[Any], expected: int) -> str:
     there = set(numbers)
     missing = [step for step in range(1, expected + 1) if step not in there]
     if missing:
-        return f"{expected - len(missing)} of {expected} steps; the first missing one is {missing[0]}"
-    return f"{len(numbers)} lines for {expected} steps: repeated, out of order, or beyond the end"
+        return f"{expected - len(missing)} of {counted(expected, 'step')}; the first missing one is {missing[0]}"
+    return f"{counted(len(numbers), 'line')} for {counted(expected, 'step')}: repeated, out of order, or beyond the end"
 
 
 def _is_number(value: Any) -> bool:

@@ -19,6 +19,7 @@ from harness.parity.tiers.seeds import over_seeds
 from harness.store import commands
 from harness.store.provenance import sources_digest
 from harness.store.rundir import RunDir, Store, flatten
+from harness.store.screen import counted
 from harness.store.study import asked_for, read_study
 
 REPETITION = "train.replicate"
@@ -64,7 +65,8 @@ def so_far(root: Path | str, study: str, *, sources: str | None = CHECKOUT) -> t
 
 def absence(absent: Sequence[str], count: int) -> str:
     """Which of a study's cells are not in the store, in a sentence."""
-    return f"{len(absent)} of {count} cells were never started, or were removed: {', '.join(absent[:4])}"
+    was = "was" if len(absent) == 1 else "were"
+    return f"{len(absent)} of {counted(count, 'cell')} {was} never started, or {was} removed: {', '.join(absent[:4])}"
 
 
 def _record(root: Path, study: str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from harness.store.errors import StoreError
 from harness.store.files import write_json
-from harness.store.reading import read_json
+from harness.store.reading import read_format
 from harness.store.shapes import FORWARD
 from harness.store.vouching import FOLDER
 
@@ -55,11 +55,9 @@ def read(run_dir: Path) -> Forward | None:
         StoreError: it cannot be read, and why.
     """
     path = run_dir / FOLDER / NAME
-    facts = read_json(path, FORWARD)
+    facts = read_format(path, VERSION, FORWARD)
     if facts is None:
         return None
-    if facts["version"] != VERSION:
-        raise StoreError(f"{path} has version {facts['version']}, and {VERSION} is read here")
     try:
         modules = {
             each["name"]: (_numbers(each["sketches"]), _numbers([each["squares"]])[0]) for each in facts["modules"]

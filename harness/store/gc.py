@@ -17,6 +17,7 @@ from harness.store.errors import StoreError
 from harness.store.files import is_held
 from harness.store.reading import folder_names, read_text
 from harness.store.rundir import CODE, CODE_OF, CONFIG, DRY_RUN, MARK, RunDir, Store
+from harness.store.screen import counted
 from harness.store.status import JobProbe, State, Status
 
 SETTLED_S = 3600.0
@@ -81,7 +82,7 @@ def gc(
         say(f"{item.size / 2**20:9.1f} MiB  {item.path}  ({item.why})")
     gone = [item for item in items if _removed(item.path)] if apply else items
     verb = "removed" if apply else "could go; run again with --yes to remove"
-    say(f"{len(gone)} items, {sum(item.size for item in gone) / 2**20:.1f} MiB {verb}")
+    say(f"{counted(len(gone), 'item')}, {sum(item.size for item in gone) / 2**20:.1f} MiB {verb}")
     if len(gone) < len(items):
         say(f"{len(items) - len(gone)} cannot be removed")
 

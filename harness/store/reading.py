@@ -122,6 +122,22 @@ def read_json(path: Path, shape: Shape | None = None) -> Any | None:
     return value if shape is None else checked(value, shape, str(path))
 
 
+def read_format(path: Path, version: int, shape: Shape | None = None) -> Any | None:
+    """As `read_json`, of a file that says under `version` which format it has: another one is told before its shape.
+
+    Raises:
+        StoreError: as `read_json`; or other code than this wrote the file, in a format that is not read here.
+    """
+    facts = read_json(path)
+    if isinstance(facts, dict) and isinstance(facts.get("version"), int) and facts["version"] != version:
+        made = "older" if facts["version"] < version else "newer"
+        raise StoreError(
+            f"{path} has format {facts['version']}, and {version} is read here: {made} code made the run; judge it "
+            "with that code, or run it again with this one (launch.rerun=stale)"
+        )
+    return facts if facts is None or shape is None else checked(facts, shape, str(path))
+
+
 def read_yaml(path: Path, shape: Shape) -> Any | None:
     """The value in a YAML file; None where there is no such file.
 

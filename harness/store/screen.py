@@ -62,6 +62,48 @@ def labels(names: Collection[str]) -> dict[str, str]:
     return {name: "-".join(part for part in each if part not in common) or name for name, each in parts.items()}
 
 
+def named(names: Collection[str], room: int) -> dict[str, str]:
+    """Labels of at most `room` characters where that can be done without two runs losing what tells them apart: of
+    names with equally many parts, parts that say no more than the others go, the last first, and leave an ellipsis.
+    Where it cannot be done, labels are longer."""
+    parts = {name: name.split("-") for name in names}
+    found = labels(names)
+    if len({len(each) for each in parts.values()}) != 1 or len(parts) < 2:
+        return found
+    rows = list(parts.values())
+    last = len(rows[0]) - 1  # the signature, which stays
+    differ = [place for place in range(last) if len({row[place] for row in rows}) > 1]
+    kept = differ
+    for place in reversed(differ):
+        if max(map(len, found.values())) <= room:
+            break
+        fewer = [each for each in kept if each != place]
+        if fewer and _kinds(rows, fewer) == _kinds(rows, differ):
+            kept = fewer
+            found = {name: "-".join(_elided(row, differ, kept)) for name, row in parts.items()}
+    return found
+
+
+def _kinds(rows: Sequence[Sequence[str]], places: Sequence[int]) -> int:
+    """How many rows differ in these places."""
+    return len({tuple(row[place] for place in places) for row in rows})
+
+
+def _elided(row: Sequence[str], differ: Sequence[int], kept: Sequence[int]) -> list[str]:
+    """Parts of a name, each run of those left out as one ellipsis."""
+    found = [row[place] if place in kept else "…" for place in differ]
+    return [each for place, each in enumerate(found) if each != "…" or found[place - 1 : place] != ["…"]] + [row[-1]]
+
+
+def counted(count: int, what: str) -> str:
+    """`1 run`, `2 runs`.
+
+    Args:
+        count: how many. what: of what, in the singular; its plural must end with that and an s.
+    """
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def shorten(text: str, size: int) -> str:
     """`text` in at most `size` characters, less of its middle: what a name ends with tells runs apart."""
     if len(text) <= size:
@@ -84,6 +126,8 @@ def table(
     *,
     flexible: Sequence[int] = (),
     folded: Sequence[int] = (),
+    firm: Sequence[int] = (),
+    breaks: Sequence[int] = (),
     rule: bool = True,
 ) -> list[str]:
     """Columns padded to their widest entry, two spaces apart. Where they do not fit side by side, every row goes on in
@@ -95,9 +139,11 @@ def table(
         columns: room for a line.
         flexible: places of columns that may be made narrower, the widest first; what they hold is shortened.
         folded: those among them that hold words: they go on in the next line instead.
+        firm: those among them that give way only where the others have.
+        breaks: places of columns that begin another line of the row.
         rule: whether a line of dashes stands below the head.
     """
-    parts = _parts([head, *rows], columns, flexible)
+    parts = _parts([head, *rows], columns, flexible, firm, breaks)
     rules = [indent + GAP.join("-" * size for size in part.values()) for indent, part in parts] if rule else []
     return [*_lines(head, parts, folded), *rules, *(line for row in rows for line in _lines(row, parts, folded))]
 
@@ -117,29 +163,40 @@ def _lines(row: Sequence[str], parts: Sequence[Part], folded: Sequence[int]) -> 
     return [found[0], *filter(None, found[1:])]
 
 
-def _parts(everything: Sequence[Sequence[str]], columns: int, flexible: Sequence[int]) -> list[Part]:
+def _parts(
+    everything: Sequence[Sequence[str]],
+    columns: int,
+    flexible: Sequence[int],
+    firm: Sequence[int],
+    breaks: Sequence[int],
+) -> list[Part]:
     """The lines that every row has."""
     parts: list[Part] = []
     left = list(range(len(everything[0])))
     while left:
         indent = INDENT if parts else ""
-        taken = len(left)
-        while _sizes(everything, left[:taken], columns - len(indent), flexible)[1] > 0 and taken > 1:
+        taken = next((count for count, place in enumerate(left) if count and place in breaks), len(left))
+        while _sizes(everything, left[:taken], columns - len(indent), flexible, firm)[1] > 0 and taken > 1:
             taken -= 1
-        parts.append((indent, _sizes(everything, left[:taken], columns - len(indent), flexible)[0]))
+        parts.append((indent, _sizes(everything, left[:taken], columns - len(indent), flexible, firm)[0]))
         left = left[taken:]
     return parts
 
 
 def _sizes(
-    everything: Sequence[Sequence[str]], places: Sequence[int], columns: int, flexible: Sequence[int]
+    everything: Sequence[Sequence[str]],
+    places: Sequence[int],
+    columns: int,
+    flexible: Sequence[int],
+    firm: Sequence[int],
 ) -> tuple[dict[int, int], int]:
     """Widths of some columns side by side, and by how much they are still too wide."""
     sizes = {place: max(len(row[place]) for row in everything) for place in places}
     excess = sum(sizes.values()) + len(GAP) * (len(sizes) - 1) - columns
     while excess > 0:
-        widest = max((place for place in places if place in flexible), key=lambda place: sizes[place], default=None)
-        if widest is None or sizes[widest] <= LEAST:
+        giving = [place for place in places if place in flexible and sizes[place] > LEAST]
+        widest = max([place for place in giving if place not in firm] or giving, key=sizes.__getitem__, default=None)
+        if widest is None:
             break
         sizes[widest] -= 1
         excess -= 1

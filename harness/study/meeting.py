@@ -25,6 +25,7 @@ from harness.store.files import Lock, write_json
 from harness.store.rank_place import RankPlace
 from harness.store.reading import read_json
 from harness.store.rundir import Store
+from harness.store.screen import counted
 
 ANSWER_TIMEOUT_S = 600.0
 """How long a rank waits for rank 0: machines load the environment at very different speeds."""
@@ -139,5 +140,5 @@ def lead(cell: Cell) -> tuple[Answer, Lock | None]:
         path = Store(cell.typed.launch.root).path_of(cell)
         return Answer(exit_code=0, message=f"nothing to run: {path} is {opened.why}"), None
     attempt, lock = opened
-    message = f"{attempt.run.path}: {cell.typed.mesh.world_size} ranks, attempt {attempt.attempt}"
+    message = f"{attempt.run.path}: {counted(cell.typed.mesh.world_size, 'rank')}, attempt {attempt.attempt}"
     return Answer(message=message, run=str(attempt.run.path), attempt=attempt.attempt), lock

@@ -28,6 +28,7 @@ from harness.store.files import Lock
 from harness.store.metrics import read_metrics
 from harness.store.reading import checked
 from harness.store.rundir import CONFIG, RunDir, Store, read_summary
+from harness.store.screen import counted
 from harness.store.status import State
 from harness.study.replay import replay
 
@@ -200,7 +201,10 @@ def _ends(run: RunDir, resumed: RunDir, preempt_at: int) -> list[str]:
     if restored is None or restored["step"] != preempt_at:
         found.append(f"it went on from {restored and restored['step']}, not from step {preempt_at}")
     elif restored["wrong"]:
-        found.append(f"before the first resumed update {len(restored['wrong'])} tensors are not what was saved:"
-                     f" {', '.join(restored['wrong'][:3])}")  # fmt: skip
+        are = "is" if len(restored["wrong"]) == 1 else "are"
+        wrong = (
+            f"{counted(len(restored['wrong']), 'tensor')} {are} not what was saved: {', '.join(restored['wrong'][:3])}"
+        )
+        found.append(f"before the first resumed update {wrong}")
     differing = (key for key in ("initial_weights", "final_weights") if ours[key] != theirs[key])
     return [*found, *(f"{key} differ: {ours[key][:12]}, uninterrupted {theirs[key][:12]}" for key in differing)]

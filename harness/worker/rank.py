@@ -22,6 +22,7 @@ from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
 from harness.store.rank_place import RankPlace, rank_place
 from harness.store.rundir import RunDir
+from harness.store.screen import counted
 from harness.store.status import State
 from harness.worker import job, lifeline, requeue
 from harness.worker.hang import HangWatch, dump_on_request
@@ -110,7 +111,8 @@ def _run(run: RunDir, place: RankPlace, reporter: Reporter, stop: StopFlag) -> i
 def _check_size(config: Config, place: RankPlace) -> None:
     if place.world_size != config.mesh.world_size:
         raise ValueError(
-            f"mesh.world_size={config.mesh.world_size}, but {place.launcher} started {place.world_size} ranks; "
+            f"mesh.world_size={config.mesh.world_size}, but {place.launcher} started "
+            f"{counted(place.world_size, 'rank')}; "
             f"start {config.mesh.world_size}, or ask for mesh.world_size={place.world_size}"
         )
 
@@ -217,7 +219,7 @@ def _train(
 
 def _finish(place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outcome, seen: Divergence) -> int:
     if outcome.status == "done":
-        reporter.ended(State.done, f"{outcome.step} steps{seen}")
+        reporter.ended(State.done, f"{counted(outcome.step, 'step')}{seen}")
         return DONE
     saved = f"saved at step {outcome.step}" if outcome.saved else f"not saved, stopped after step {outcome.step}"
     reason = f"{stop.reason or 'another rank was asked to stop'}; {saved}"

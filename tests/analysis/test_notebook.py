@@ -83,7 +83,7 @@ def test_it_runs_as_a_program(
     assert "There is no run" not in out
     assert len(plt.get_fignums()) == NOTEBOOKS[name]
     if name == "loss_parity":
-        assert "EQUIVALENT: study parity_pair, 1 comparisons" in out
+        assert "EQUIVALENT: study parity_pair, 1 comparison\n" in out
         assert "distance" in out
 
 
@@ -110,7 +110,7 @@ def test_an_unfinished_study_is_told_in_a_sentence(
     out = told(name, {**environment(tmp_path, "lab"), "ARCHIVED": "1"}, monkeypatch, capsys)
     sentences = {
         "nothing": "No study of this name was run",
-        "frozen": "1 of 2 cells were never started, or were removed",
+        "frozen": "1 of 2 cells was never started, or was removed",
         "torn": "No arm could be held against its control",
         "failed": "Not every run is done: 1 failed",
         "not listed": "which it does not list; remove the file",

@@ -22,6 +22,7 @@ from harness.checkpoint.manifest import Damaged
 from harness.checkpoint.storage import whole_tensor
 from harness.config.schema import Config
 from tests.engines.test_replicated import build
+from tests.parity.edits import edit_config
 from tests.support.factory import freeze, small_config
 from tests.train.test_checkpoint import checkpoints
 
@@ -162,3 +163,10 @@ def test_nothing_is_lost_where_two_are_of_one_name(tmp_path: Path, capsys: pytes
     run, _, _ = saved(tmp_path / "run")
     assert tool.main(["export", str(run), str(folder), "--format", "dcp"]) == 2
     assert "exists" in capsys.readouterr().err
+    edit_config(run, "engine", warp=True)
+    assert tool.main(["export", str(run), str(tmp_path / "newer"), "--format", "hf"]) == 2
+    assert capsys.readouterr().err.startswith("bad request:\n  engine.warp: engine has no such setting\n")
+    frozen = run / "config.yaml"
+    frozen.write_text(re.sub(r"^ +(family|warp): .*\n", "", frozen.read_text(), flags=re.MULTILINE))
+    assert tool.main(["export", str(run), str(tmp_path / "older"), "--format", "hf"]) == 2
+    assert capsys.readouterr().err.startswith("bad request:\n  model.family: takes one of llama, ")

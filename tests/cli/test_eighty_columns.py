@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 
 from harness.cli.main import main
-from harness.store import provenance, status
+from harness.launch import watch
+from harness.parity.telling import render
+from harness.store import provenance, screen, status
 from harness.store.status import State, Status
 from hydra_plugins.harness_hydra import StudySource
 from tests.parity.arms import Arm, broken
 from tests.parity.corpus import FP32, OURS
 from tests.parity.edits import edit_json
 from tests.parity.lab import as_study, write
+from tests.support.mutants import Slip, each, kills
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,8 +61,92 @@ def test_watch_says_state_step_loss_and_time_of_every_run(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:5] == ["run", "state", "step", "loss", "ms/step"]
     names = sorted(path.parent.name for path in root.glob("lab/*/config.yaml"))
-    for line, name in zip(lines[1:5], names, strict=True):
+    rows = [line for line in lines[1:] if line[:1] not in ("", " ")][:4]  # a reason stands below its run
+    for line, name in zip(rows, names, strict=True):
         assert re.match(rf"\S*{name[-8:]} +(done|failed) +12/12 +\d\.\d+ +\d+", line), line
+
+
+STATES = (
+    ("failed", "rank 1: ValueError: the batch of 17 sequences does not divide into microbatches of 4 on 2 ranks"),
+    ("lost", "its process on a-host-with-a-name-17 is gone (pid 12345)"),
+    ("queued", "SLURM job 123456_7 is PENDING (Resources: nodes required for this job are down or drained)"),
+    ("done", "20 steps"),
+)
+GRID = [
+    f"{engine}-{strategy}-{dtype}-dp2-k2"
+    for engine in ("native", "megatron_fsdp")
+    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params", "hfsdp")
+    for dtype in ("fp32", "bf16_comm", "fp8_block")
+]
+STUDIES = {2: ["single-no_shard-fp32-dp1-k4", GRID[10]], 6: GRID[7:13], 30: GRID}
+
+
+def the_rows(cells: int) -> list[watch.Row]:
+    return [
+        watch.Row(f"tiny-{name}-{place:08x}", "s", *_state(place), 3, 20, 3.3, 0.123, STATES[place % 4][1])
+        for place, name in enumerate(STUDIES[cells])
+    ]
+
+
+def _state(place: int) -> tuple[str, bool]:
+    return STATES[place % 4][0], place % 5 == 0
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100])
+@pytest.mark.parametrize("cells", STUDIES)
+def test_names_keep_what_tells_them_apart_beside_long_reasons(cells: int, columns: int) -> None:
+    """Eighty columns left `nativ…-7a3b2e35` of each: the reason and the parts that say nothing give way."""
+    rows = the_rows(cells)
+    lines = watch.render(rows, columns).splitlines()
+    assert max(map(len, lines)) <= columns
+    shown = [line.split()[0] for line in lines if re.search(r"-[0-9a-f]{8}( |$)", line)]
+    assert len(shown) == cells
+    told = {name.rpartition("-")[0] for name in shown}
+    assert len(told) == cells, "without its signature a name is told from the others too"
+    assert all(set(one.split("-")) - {"…"} <= set("-".join(STUDIES[cells]).split("-")) for one in told), "whole parts"
+    text = " ".join(" ".join(lines).split())
+    assert f"{(cells + 2) // 4} x {STATES[1][1]}" in text
+    assert all(state in text for state, _ in STATES[: min(cells, 4)])
+
+
+def test_a_reason_has_its_column_where_there_is_room() -> None:
+    lines = watch.render(the_rows(2), 100).splitlines()
+    assert lines[0].split() == ["run", "state", "step", "loss", "ms/step", "left", "reason"]
+    assert [line.split()[0] for line in lines[1:3]] == ["single-…-00000000", "native-…-00000001"]
+    assert "rank 1: " in lines[1]
+    rows = the_rows(6)
+    lines = watch.render(rows, 112).splitlines()
+    assert lines[0].endswith("reason")
+    names = screen.labels([row.name for row in rows])
+    assert [line.split()[0] for line in lines[1:7]] == list(names.values())
+
+
+MUTANTS = {
+    "names give way": Slip(watch, "_table", "firm=(0,), ", "", "A long reason takes the room of a run's name"),
+    "everything in a line": Slip(
+        watch, "_table", "breaks, names = (1,),", "_, names = (), ", "A long name is cut for a column"
+    ),
+    "every part": Slip(
+        watch,
+        "_names",
+        "screen.named({one.name for one in found}, room - max(map(len, studies)))",
+        "screen.labels({one.name for one in found})",
+        "Parts of names that say nothing take the room of reasons",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("The terminal", [(name, slip.breaks) for name, slip in MUTANTS.items()]))
+def test_mutants_of_watch_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    MUTANTS[name].put(monkeypatch)
+    with pytest.raises(AssertionError):
+        names_and_reasons()
+
+
+def names_and_reasons() -> None:
+    test_a_reason_has_its_column_where_there_is_room()
+    for cells in STUDIES:
+        test_names_keep_what_tells_them_apart_beside_long_reasons(cells, 80)
 
 
 def test_verdict_says_verdict_and_margin_of_every_arm(
@@ -70,6 +157,29 @@ def test_verdict_says_verdict_and_margin_of_every_arm(
     out = capsys.readouterr().out
     assert re.search(r"^\S+ +EQUAL +T1 +[\d.]+ % +\S+", out, re.M)
     assert re.search(r"^\S+ +DIFFERENT +T2 +\S+", out, re.M)
+
+
+def test_a_verdict_keeps_what_tells_arms_apart(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In 60 columns an arm's name goes into a line of its own."""
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["verdict", "lab", "--root", str(root)]) == 1
+    table = capsys.readouterr().out.partition("control ")[2].partition("\n\n")[0]
+    arms = screen.labels({path.parent.name for path in root.glob("lab/*/config.yaml")})
+    shown = [line for line in table.splitlines()[1:] if re.fullmatch(r"\S+-[0-9a-f]{8}", line)]
+    assert len(shown) == 3
+    assert set(shown) < set(arms.values())
+    assert re.search(r"^    EQUAL +T1 +[\d.]+ % +\S+", table, re.M)
+
+
+@kills("The terminal", "an arm for a check", "The name of an arm is cut for the name of a check")
+def test_an_arm_that_is_cut_is_found(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Slip(render, "_arms", "breaks=breaks", "breaks=()").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_verdict_keeps_what_tells_arms_apart(root, monkeypatch, capsys)
 
 
 def test_what_comes_after_runs_that_are_no_study_is_no_verdict(

@@ -92,7 +92,7 @@ def test_a_record_that_differs_is_told(
     run.metrics.write_text("\n".join(lines) + "\n")
     try:
         assert rehearse(run, "--preempt-at", "3") == 1
-        assert capsys.readouterr().out.startswith("DIFFERENT: 1 differences, the first: step 5: loss is ")
+        assert capsys.readouterr().out.startswith("DIFFERENT: 1 difference, the first: step 5: loss is ")
         summary = run.summary.read_text()
         run.summary.write_text('{"status": "done"}')
         assert rehearse(run, "--preempt-at", "3") == 2

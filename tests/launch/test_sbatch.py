@@ -9,9 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from harness.launch.opening import Sources
+from harness.launch.opening import Sources, open_here
 from harness.launch.slurm import submission
 from harness.launch.snapshot import Snapshot
+from harness.launch.submit import _Request
+from harness.launch.terminal import Terminal
+from harness.store import status
 from harness.store.errors import StoreError
 from harness.store.rundir import Store
 from harness.store.status import State
@@ -33,7 +36,9 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_"))]:
         monkeypatch.delenv(name)
 
-    def answering(answer: str, *overrides: str, queued: Sequence[int] = ()) -> list[submission.Array]:
+    def answering(
+        answer: str, *overrides: str, queued: Sequence[int] = (), code: str = "x", told: list[str] | None = None
+    ) -> list[submission.Array]:
         lines = "".join(f"7|{index}|PENDING|None||s-$1\\n" for index in queued)
         texts = {
             "sbatch": f"env > {tmp_path}/environment\nbasename $(dirname $1) > {tmp_path}/token\n{answer}",
@@ -45,8 +50,11 @@ def submit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
             (commands / name).write_text(f"#!/bin/sh\n{text}\n")
             (commands / name).chmod(0o755)
         cells = [make_cell(tmp_path, "cluster.backend=slurm", f"train.replicate={n}", *overrides) for n in (0, 1)]
-        sources = Sources({"sources_digest": "x"}, "")
-        return submission.submit_cells(Store(tmp_path), cells, sources, None, on_decision=lambda *_: None)
+        sources = Sources({"sources_digest": code}, "")
+        hear = [].append if told is None else told.append
+        return submission.submit_cells(
+            Store(tmp_path), cells, sources, None, on_decision=lambda _, decision: hear(decision.why)
+        )
 
     return answering
 
@@ -97,6 +105,36 @@ def test_a_refusal_is_a_failure_in_the_words_of_sbatch(submit: Submit, tmp_path:
     assert states(tmp_path) == [(State.failed, "")] * 2
 
 
+def test_a_refusal_is_said_once(submit: Submit, capfd: pytest.CaptureFixture[str]) -> None:
+    """By whoever catches the error; submitit prints the words of sbatch too."""
+    with pytest.raises(StoreError, match="Invalid account"):
+        submit("echo 'sbatch: error: Batch job submission failed: Invalid account' >&2; exit 1")
+    assert capfd.readouterr() == ("", "")
+
+
+def test_steps_that_are_not_gone_on_with_are_told(
+    submit: Submit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After an edit a preempted run began at step 1 again, and nothing said so."""
+    why = "lost before: x; the sources changed since, so from step 0"
+    told: list[str] = []
+    for code in ("x", "x", "y"):
+        assert told == []
+        submit(f"echo {TAKEN}", code=code, told=told)
+        for run in Store(tmp_path).runs():
+            status.note(run.path, state=State.lost, reason="x", job="")
+            run.metrics.write_text("")
+    assert told == [why, why]
+    found = open_here(
+        Store(tmp_path), make_cell(tmp_path, "train.replicate=1"), Sources({"sources_digest": "z"}, ""), None
+    )
+    assert isinstance(found, tuple)
+    opened, lock = found
+    lock.release()
+    _Request([opened.cell], Terminal())._on_start(opened)
+    assert capsys.readouterr().out == f"{opened.run.path}: {why}\n{opened.run.path}: 2 ranks, attempt 3\n"
+
+
 def test_a_disk_error_is_not_called_a_refusal(submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -108,12 +146,20 @@ def test_a_disk_error_is_not_called_a_refusal(submit: Submit, tmp_path: Path, mo
 
 
 MUTANTS = {
+    "said twice": (
+        lambda submit, _, __, capfd: test_a_refusal_is_said_once(submit, capfd),
+        Slip(submission, "_sbatch", ", redirect_stderr(io.StringIO())", "", "The words of sbatch are printed twice"),
+    ),
     "outvoted": (
-        test_the_script_is_not_outvoted_by_variables,
+        lambda submit, root, monkeypatch, _: test_the_script_is_not_outvoted_by_variables(submit, root, monkeypatch),
         Slip(submission, "as_written", "or _option(name) in said", "", "Variables come before the script"),
     ),
+    "from step 0 without a word": (
+        lambda submit, root, _, capfd: test_steps_that_are_not_gone_on_with_are_told(submit, root, capfd),
+        Slip(submission, "_wanted", "decision.action is Action.start_over", "False", "Lost steps are not told of"),
+    ),
     "answer lost": (
-        lambda submit, root, _: test_jobs_that_slurm_took_without_saying_so_are_submitted(
+        lambda submit, root, *_: test_jobs_that_slurm_took_without_saying_so_are_submitted(
             submit, root, "exit 1", (0, 1)
         ),
         Slip(
@@ -125,7 +171,9 @@ MUTANTS = {
         ),
     ),
     "some have ended": (
-        lambda submit, root, _: test_jobs_that_slurm_took_without_saying_so_are_submitted(submit, root, "exit 1", (1,)),
+        lambda submit, root, *_: test_jobs_that_slurm_took_without_saying_so_are_submitted(
+            submit, root, "exit 1", (1,)
+        ),
         Slip(
             submission,
             "_taken",
@@ -138,8 +186,10 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("name", each("slurm", [(name, slip.breaks) for name, (_, slip) in MUTANTS.items()]))
-def test_mutants_are_found(name: str, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutants_are_found(
+    name: str, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     claim, slip = MUTANTS[name]
     slip.put(monkeypatch)
     with pytest.raises((AssertionError, StoreError)):
-        claim(submit, tmp_path, monkeypatch)
+        claim(submit, tmp_path, monkeypatch, capfd)

@@ -23,7 +23,7 @@ def done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[RunDir]:
     monkeypatch.setattr(waiting, "probe", lambda: None)
     runs = [Store(tmp_path).create(make_cell(tmp_path, f"train.replicate={number}")) for number in (0, 1, 2)]
     for run in runs:
-        status.write(run.path, Status(State.done, "1 steps", 0))
+        status.write(run.path, Status(State.done, "1 step", 0))
     return runs
 
 

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from harness.analysis import load
+from harness.config import rules
 from harness.config.compose import compose
 from harness.config.errors import BadRequest
 from harness.config.mirror import has_key, mirror_mode
+from harness.config.rules import environment
 from harness.config.schema import CkptPolicy, WandbMode
 from harness.mirror import run as mirror_run
 from harness.mirror.follow import follow
@@ -59,7 +61,7 @@ def summarise(run: RunDir, state: str, step: int) -> None:
 def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None:
     """The second attempt goes back two steps, as from a checkpoint; the third begins where the second ended."""
     run = RunDir(tmp_path / "adhoc" / "arm-01234567")
-    freeze(small_config(wandb__mode=WandbMode.offline), run.path)
+    freeze(small_config(wandb__mode=WandbMode.offline, wandb__project="lab"), run.path)
     for seed, (back_to, last, state) in enumerate([(0, 5, "preempted"), (3, 8, "preempted"), (8, 15, "done")]):
         if back_to:
             cut_back(run.metrics, back_to)
@@ -75,7 +77,7 @@ def test_after_three_attempts_one_file_equals_the_record(tmp_path: Path) -> None
     for row, wanted in zip(rows, expected, strict=True):
         assert {key: float(row[key]).hex() for key in row} == {key: float(wanted[key]).hex() for key in wanted}
     opened, summary = wandb_file.run_of(found), wandb_file.summary(found)
-    assert opened.run_id == mirror_id("adhoc", run.signature())
+    assert (opened.run_id, opened.project) == (mirror_id("adhoc", run.signature()), "lab")
     assert (opened.run_group, opened.job_type, list(opened.tags)) == ("adhoc", "train", ["single", "no_shard", "fp32"])
     assert (summary["result/state"], summary["result/sent_bytes"]) == ("done", 120)
     assert (summary["result/peak_bytes"], summary["result/rss_bytes"]) == (2**20 + 15, 2**40 + 15)
@@ -96,6 +98,22 @@ def test_a_mode_that_wandb_refuses_is_found(tmp_path: Path, monkeypatch: pytest.
     Slip(mirror_run, "opened", "os.environ.pop(VARIABLE, None)", "None").put(monkeypatch)
     with pytest.raises(MirrorFailed):
         test_the_file_is_whole_when_following_ends(tmp_path, monkeypatch)
+
+
+@kills("wandb", "project left out", "The run opens in wandb's own project instead of wandb.project")
+def test_a_run_in_another_project_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(mirror_run.MirrorRun, "__init__", 'project=config["wandb"]["project"],', "").put(monkeypatch)
+    with pytest.raises(AssertionError, match="lab"):
+        test_after_three_attempts_one_file_equals_the_record(tmp_path)
+
+
+@kills("wandb", "any project", "A project name that wandb refuses is refused after the training")
+def test_a_project_that_is_not_checked_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tuple(each for each in rules.RULES if each is not environment.project_has_a_name)
+    assert len(kept) == len(rules.RULES) - 1
+    monkeypatch.setattr(rules, "RULES", kept)
+    with pytest.raises(pytest.fail.Exception, match="DID NOT RAISE"):
+        test_a_project_that_wandb_refuses_is_refused_before_ranks_start()
 
 
 @kills("wandb", "tags of any length", "A tag is longer than wandb takes")

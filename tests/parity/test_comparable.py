@@ -95,6 +95,11 @@ REFUSALS: dict[str, tuple[Edit, str]] = {
     "other model": (lambda run: edit_config(run, "model", rope_theta=1.0), "model.rope_theta is 1.0"),
     "other seed": (lambda run: edit_config(run, "train", seed=5), "train.seed is 5"),
     "other optimizer": (lambda run: edit_config(run, "optimizer", eps=1e-6), "optimizer.eps is 1e-06"),
+    "an engine of the future": (
+        lambda run: edit_config(run, "engine", name="warp"),
+        "config.yaml has engine.name=warp, which is none of native",
+    ),
+    "a dtype of the future": (lambda run: edit_config(run, "dtype", compute="fp4"), "dtype.compute=fp4"),
     "a setting of the future": (lambda run: edit_config(run, "train", loss_scale=2), "train.loss_scale is 2"),
 }
 
@@ -188,6 +193,13 @@ def test_a_command_that_starts_nothing_is_found(bench: Bench, tmp_path: Path, mo
     Slip(deciding, "ALWAYS", "", lambda _: "launch.rerun=stale").put(monkeypatch)
     with pytest.raises(AssertionError):
         test_the_command_after_a_refusal_makes_the_run_again("summary gone", "launch.rerun=always", bench, tmp_path)
+
+
+@kills("The comparator", "words of the future", "A verdict on a run with an unknown engine or dtype is a traceback")
+def test_unknown_words_that_are_let_in_are_found(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.parity.record.unknown_words", lambda _: [])
+    with pytest.raises(AssertionError):
+        test_what_must_agree_is_named_and_refused(bench, tmp_path, "an engine of the future")
 
 
 def test_one_run_named_twice_is_a_bad_request(bench: Bench) -> None:

@@ -125,7 +125,7 @@ def test_a_cell_that_was_never_started_is_named(store: Path, tmp_path: Path) -> 
     shutil.copytree(store, tmp_path / "copy")
     gone = next((tmp_path / "copy" / "lab").glob("tiny-native-optim-fp32-fp32-dp2-k2-[!s]*"))
     shutil.rmtree(gone)
-    with pytest.raises(BadRequest, match=f"1 of 6 cells were never started, or were removed: {gone.name}"):
+    with pytest.raises(BadRequest, match=f"1 of 6 cells was never started, or was removed: {gone.name}"):
         verdict(tmp_path / "copy", "lab", sources=CLEAN)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from contextlib import nullcontext
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,6 +18,7 @@ from harness.store.rundir import RunDir
 from harness.store.status import State
 from tests.parity.edits import edit_config
 from tests.report.stores import EVIL, broken_study, whole
+from tests.support.mutants import kills
 
 OUTSIDE = re.compile(r"^(?!data:|#)")
 """An address that a browser would ask for."""
@@ -85,6 +87,15 @@ def test_names_in_any_script_are_shown_without_a_warning(tmp_path: Path, recwarn
     assert main(["report", "lab", "--root", str(tmp_path)]) == 0
     assert "日本語の名前" in (tmp_path / "lab/report.html").read_text()
     assert [str(each.message) for each in recwarn if "Glyph" in str(each.message)] == []
+
+
+@kills("Pictures", "a warning a letter", "A name in a script that the font lacks prints a warning for each letter")
+def test_warnings_of_missing_letters_are_found(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.report.pictures.quietly", nullcontext)
+    with pytest.raises(AssertionError, match="Glyph"):
+        test_names_in_any_script_are_shown_without_a_warning(tmp_path, recwarn)
 
 
 def test_markdown_says_the_same_and_nothing_in_it_is_markup_of_a_run(

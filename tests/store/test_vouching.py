@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from harness.store import vouching
+from harness.store import forward, reading, vouching
 from harness.store.errors import StoreError
 from harness.store.vouching import (
     DENSE,
@@ -21,6 +22,7 @@ from harness.store.vouching import (
     step_columns,
     tensor_columns,
 )
+from tests.support.mutants import kills
 
 TENSORS = [VouchedTensor("a", (3, 2)), VouchedTensor("b", ())]
 M = 4
@@ -86,7 +88,25 @@ def test_tensors_are_kept_as_often_as_fits(tmp_path: Path) -> None:
     assert cadence(400, 2, M, 1) == 1
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"version": 2}', '{"version": 1}', '{"version": 1, "tensors": 3}'])
+@pytest.mark.parametrize(("version", "made"), [(1, "older"), (99, "newer")])
+def test_another_format_is_no_damage(tmp_path: Path, version: int, made: str) -> None:
+    """It was `damaged: StoreError('... has version 1 ...')`; its shape is another one too, and is not spoken of."""
+    for name, read in (("stream.json", vouching.read), ("forward.json", forward.read)):
+        (tmp_path / "vouch").mkdir(exist_ok=True)
+        (tmp_path / "vouch" / name).write_text(json.dumps({"version": version, "modules": 3}))
+        with pytest.raises(StoreError, match=rf"{name} has format {version}, .*: {made} code made the run") as caught:
+            read(tmp_path)
+        assert "damaged" not in str(caught.value)
+
+
+@kills("The store", "format after shape", "A run of another version of the code is called damaged")
+def test_another_format_that_is_called_damage_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "read_format", lambda path, _, shape: reading.read_json(path, shape))
+    with pytest.raises(AssertionError):
+        test_another_format_is_no_damage(tmp_path, 99, "newer")
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 2}', '{"version": 4}', '{"version": 4, "tensors": 3}'])
 def test_a_damaged_description_is_named(tmp_path: Path, text: str) -> None:
     write(tmp_path, range(1, 3))
     (tmp_path / "vouch" / "stream.json").write_text(text)

@@ -117,6 +117,17 @@ def asked_for_by(file: Path, word: str, monkeypatch: pytest.MonkeyPatch, here: P
     assert all(typed[0] in cell.overrides for cell in wanted.cells)
 
 
+@pytest.mark.parametrize("word", ["study=./mine.yml", "study=./mien.yaml", "study=mime.yaml"])
+def test_a_study_file_of_nearly_that_name_is_proposed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("grid: {train.seed: [1]}\n")
+    folder = word.removeprefix("study=").rpartition("/")[0]
+    with pytest.raises(BadRequest, match=rf"did you mean study={folder and './'}mine\.yaml\?"):
+        check_overrides([word], multirun=True)
+
+
 @pytest.mark.parametrize(
     ("text", "told"),
     [

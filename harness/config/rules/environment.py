@@ -26,6 +26,7 @@ from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import Backend, Device, EngineName, Registration, WandbMode
 from harness.store import commands
 from harness.store.provenance import versions
+from harness.store.screen import counted
 
 ALLOCATORS = ("megatron", "apex")
 """Packages with an allocator for megatron-fsdp's user buffers."""
@@ -47,7 +48,7 @@ def devices_exist(request: Request) -> Iterator[Violation]:
         each = f", cluster.ranks_per_device={c.ranks_per_device}" if c.ranks_per_device > 1 else ""
         yield Violation(
             "cluster.device=cuda",
-            f"this process may use {found} CUDA devices for {ranks} ranks{each}",
+            f"this process may use {counted(found, 'CUDA device')} for {counted(ranks, 'rank')}{each}",
             "cpu, cuda",
             fix,
         )

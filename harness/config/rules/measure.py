@@ -8,6 +8,7 @@ from harness.config.captured import captured
 from harness.config.errors import Violation
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import CkptPolicy, Device, Dtype, EngineName, MeasureMode, WandbMode
+from harness.store.screen import counted
 
 LEAST_WARM_UP = 3
 """Memory is read in the last warm-up step, and in the one before to see that it has settled; the first makes what is
@@ -58,7 +59,7 @@ def warm_up_leaves_steps_to_time(request: Request) -> Iterator[Violation]:
     if steps - warm_up < 2:
         yield Violation(
             request.show("train.steps"),
-            f"leaves {max(steps - warm_up, 0)} steps to time after measure.warmup_steps={warm_up}",
+            f"leaves {counted(max(steps - warm_up, 0), 'step')} to time after measure.warmup_steps={warm_up}",
             f"{warm_up + 2} or more; ten timed steps make a median",
             f"train.steps={warm_up + 10}",
         )

@@ -168,7 +168,11 @@ class GradientGuard:
         if not found:
             return
         told = "; ".join(self._describe(finding, rank) for _, rank, finding in found[:MAX_TOLD])
-        more = f"; and on {len(found) - MAX_TOLD} more ranks" if len(found) > MAX_TOLD else ""
+        more = (
+            f"; and on {len(found) - MAX_TOLD} more rank{'s' * (len(found) > MAX_TOLD + 1)}"
+            if len(found) > MAX_TOLD
+            else ""
+        )
         raise FloatingPointError(
             f"gradients are not finite before their reduction: {told}{more}. No weight was changed; zero_grad() forgets"
             " the step"
@@ -177,7 +181,11 @@ class GradientGuard:
     def _describe(self, finding: Finding, rank: int) -> str:
         name, shape = self._params[finding.param]
         numel = torch.Size(shape).numel()
-        others = f" ({finding.num_others} other tensors of its unit too)" if finding.num_others else ""
+        others = (
+            f" ({finding.num_others} other tensor{'s' * (finding.num_others > 1)} of its unit too)"
+            if finding.num_others
+            else ""
+        )
         wire = ", finite until it was cast for sending" if finding.by_wire else ""
         where = f"{name} on rank {rank} in microbatch {finding.microbatch}"
         if finding.first < 0:

@@ -115,7 +115,11 @@ def _describe(bucket: str, names: list[str], hashes: list[int], num_tensors: int
     sides = sorted(by_value(dict(enumerate(map(str, hashes)))).values(), key=len, reverse=True)
     rest = sorted(rank for side in sides[1:] for rank in side)
     others = f" (and {len(names) - 1} more of its parameters)" if len(names) > 1 else ""
-    buckets = f", and {num_tensors - 1} more buckets differ" if num_tensors > 1 else ""
+    buckets = (
+        f", and {num_tensors - 1} more {'buckets differ' if num_tensors > 2 else 'bucket differs'}"
+        if num_tensors > 1
+        else ""
+    )
     alike = "" if len(sides) == 2 else f", in {len(sides) - 1} ways"
     return (
         f"replicas differ {when}: {names[0]}{others} of bucket {bucket} has other bits on {ranks_text(rest)}{alike}"

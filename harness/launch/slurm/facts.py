@@ -16,6 +16,7 @@ from harness.config.errors import BadRequest, Violation
 from harness.config.hints import nearest
 from harness.launch.slurm.commands import SlurmError, ask
 from harness.launch.slurm.shape import Shape
+from harness.store.screen import counted
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ def _too_much(shape: Shape, there: Sequence[Nodes], where: str) -> Iterator[Viol
 
 def _needs(shape: Shape) -> Iterator[Need]:
     ranks, each = shape.ranks_per_node, shape.cpus_per_rank
-    cpus = f"{ranks} ranks a node with cluster.cpus_per_rank={each} need {ranks * each} processors"
+    need = f"need{'s' * (ranks == 1)} {counted(ranks * each, 'processor')}"
+    cpus = f"{counted(ranks, 'rank')} a node with cluster.cpus_per_rank={each} {need}"
     yield Need(cpus, ranks * each, lambda nodes: nodes.cpus, "processors")
     gpus = shape.gpus_per_node if shape.gres is None else gpus_of_gres(shape.gres)
     if gpus:

@@ -6,18 +6,19 @@ name. Whatever dies between the two, the next look finds the job by its name, or
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from harness.config.compose import Cell
 from harness.config.schema import Backend
 from harness.launch.opening import Opened, Sources, look, open_attempt
-from harness.launch.plan import Decision
+from harness.launch.plan import Action, Decision
 from harness.launch.slurm.batch import Batch, Wanted, batches
 from harness.launch.slurm.commands import SlurmError
 from harness.launch.slurm.facts import check_facts
@@ -112,6 +113,8 @@ def _wanted(
         if decision.starts:
             _blame(store, cell, decision, jobs)
             wanted.append((cell, decision))
+            if decision.action is Action.start_over:
+                on_decision(cell, decision)
         else:
             on_decision(cell, decision)
     return wanted
@@ -206,7 +209,7 @@ def _sbatch(batch: Batch, opened: Sequence[Opened], same: SameFiles) -> list[str
     write_tasks(batch.folder, [(one.run.path, one.attempt) for one in opened])
     executor = submitit.SlurmExecutor(batch.folder)
     executor.parameters.update(batch.parameters)
-    with outside_any_job(), as_written(text):
+    with outside_any_job(), as_written(text), redirect_stderr(io.StringIO()):  # submitit prints a refusal, as we do
         job = executor._submit_command(batch.command).job_id
     return _numbers(job, len(opened))
 

@@ -17,6 +17,7 @@ from harness.parity.record import Record, Testimony
 from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS, Arithmetic
 from harness.parity.tiers.gradients import HANDFUL, TensorPair, compare_tensor, names, pool
 from harness.parity.tiers.numeric import explain
+from harness.store.screen import counted
 
 TENSOR_SIGMAS = 6.0
 """Standard errors of one tensor's scale: a run has thousands of these, some of few elements, and none may be beyond."""
@@ -61,7 +62,7 @@ def restored(run: Record) -> list[Finding]:
     kind = "state as saved"
     if not wrong:
         return [Finding("T1", kind, Stage.checkpoint, Grade.ok, "as saved", "as saved", step=step)]
-    said = f"{len(wrong)} tensors differ"
+    said = f"{counted(len(wrong), 'tensor')} differ{'s' * (len(wrong) == 1)}"
     return [
         Finding("T1", kind, Stage.checkpoint, Grade.bad, said, "as saved", step=step, tensor=wrong[0], note=run.name)
     ]

@@ -29,7 +29,8 @@ def text(verdict: Verdict, *, explained: bool = False) -> str:
     lines += ["", *_findings(verdict, verdict.evidence, room)]
     failed = [finding for finding in verdict.findings if finding not in verdict.evidence]
     if failed and verdict.tier != "T0":
-        lines += ["", f"first of {len(verdict.findings)} checks that did not pass:"]
+        first = f"first of {len(verdict.findings)} checks that" if len(verdict.findings) > 1 else "the one check that"
+        lines += ["", f"{first} did not pass:"]
         lines += _findings(verdict, verdict.findings[:LISTED], room)
     if explained:
         lines += ["", *(line for each in explain.lines(verdict.evidence) for line in fold(each, room, "    "))]
@@ -43,7 +44,7 @@ def study_text(study: StudyVerdict, *, explained: bool = False) -> str:
         return f"{study.outcome.value}: study {study.study} has no arm to hold against its control."
     room = screen.width()
     what = f"study {study.study}" if study.study else "runs held against one control"
-    lines = [f"{study.outcome.value}: {what}, {len(study.arms)} comparisons"]
+    lines = [f"{study.outcome.value}: {what}, {screen.counted(len(study.arms), 'comparison')}"]
     if study.question:
         lines += fold(study.question, room)
     lines += fold(explain.OUTCOMES[study.outcome], room)
@@ -61,7 +62,12 @@ def study_text(study: StudyVerdict, *, explained: bool = False) -> str:
 
 def _arms(study: StudyVerdict, room: int) -> list[str]:
     """A row an arm, named by what tells it from the others, under the control it is held against."""
-    names = screen.labels({Path(path).name for arm in study.arms for path in (arm.arm, arm.control)})
+    texts = [("verdict", "tier", "of the bound"), *((a.outcome.value, a.tier, _farthest(a)[0]) for a in study.arms)]
+    besides = sum(max(map(len, column)) + len(screen.GAP) for column in zip(*texts, strict=True))
+    runs = {Path(path).name for arm in study.arms for path in (arm.arm, arm.control)}
+    left = room - besides - len(screen.GAP) - screen.LEAST
+    names = screen.named(runs, left)
+    breaks = () if max(len(names[Path(arm.arm).name]) for arm in study.arms) <= left else (1,)
     rows = {
         control: [
             (names[Path(arm.arm).name], arm.outcome.value, arm.tier, *_farthest(arm))
@@ -74,7 +80,14 @@ def _arms(study: StudyVerdict, room: int) -> list[str]:
         [
             *fold(f"control {names[Path(control).name]}", room, " " * 8),
             *screen.table(
-                ("arm", "verdict", "tier", "of the bound", "farthest out"), each, room, flexible=(0, 4), folded=(4,)
+                ("arm", "verdict", "tier", "of the bound", "farthest out"),
+                each,
+                room,
+                flexible=(0, 4),
+                folded=(4,),
+                firm=(0,),
+                breaks=breaks,
+                rule=not breaks,
             ),
         ]
         for control, each in rows.items()

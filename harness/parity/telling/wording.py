@@ -11,6 +11,7 @@ from harness.parity.record import Record
 from harness.parity.reference import BOUNDS
 from harness.parity.telling import deciding
 from harness.parity.tiers.admissible import Admission
+from harness.store.screen import counted
 
 __all__ = ["describe", "not_comparable", "standing_for", "verdict"]
 
@@ -89,7 +90,7 @@ def _sentence(
     if outcome is Outcome.EQUIVALENT:
         reach = f"; a wrong scale of {percent(resolution)} or more would have shown" if resolution is not None else ""
         seen = "; each run was seen to be right at every step" if certain else ""
-        return f"{pair} differs by no more than rounding explains over {arm.length} steps{seen}{reach}"
+        return f"{pair} differs by no more than rounding explains over {counted(arm.length, 'step')}{seen}{reach}"
     grave = Grade.bad if outcome is Outcome.DIFFERENT else Grade.doubt
     first = next(finding for finding in findings if finding.grade is grave)
     named = first if first.tensor else _named(first, findings, grave)

@@ -21,10 +21,12 @@ from statistics import NormalDist
 from typing import TYPE_CHECKING
 
 from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT, reach_name
+from harness.config.schema import ModelFamily
 from harness.parity.tiers.arithmetic import RARE, SAFETY, SIGMAS, Arithmetic, margin
 
 if TYPE_CHECKING:
     from harness.parity.record import Record
+    from harness.parity.tiers.gradients import TensorPair
 
 FEW = 7
 """Elements from which on SAFETY covers how much smaller than its terms a gradient may happen to be."""
@@ -136,6 +138,14 @@ class Envelope:
             return run.gradient
         found = self.reach.get(reach_name(run.compute, run.fp8), {}).get(name)
         return None if found is None else math.hypot(found["distance"], run.reduction)
+
+    def share(self, pair: TensorPair) -> float:
+        """How far rounding may move a piece of this tensor, to hold it against pieces of others: one number where
+        roundings are counted, as every tensor has as many. The tensors of a model of the user's own are no kin, and how
+        far each of them moves was observed."""
+        if self.arm.family is not ModelFamily.ext or not self.reach:
+            return 1.0
+        return self.piece(self.tensor(pair.name, pair.numel), pair.block.stop - pair.block.start)
 
     def floor(self, name: str) -> float:
         """Distance that reductions alone explain, of a single element too: what tells kernels that agree from equal

@@ -180,19 +180,21 @@ def _block(pair: TensorPair, envelope: Envelope) -> Finding:
 
 
 def _outliers(pairs: Sequence[TensorPair], envelope: Envelope) -> list[Finding]:
-    """Each tensor's worst piece against those of its fellows: rounding moves all tensors of a pair alike.
+    """Each tensor's worst piece against those of its fellows: rounding moves all tensors of a pair alike, or by as much
+    of what it may move each (`Envelope.share`).
 
     Two bf16 runs with the same kernels agree to 1e-7, and the envelope of bf16 would pass a wrong row in one of them. A
     kernel may differ for one tensor only, so this can raise a doubt and never refute.
     """
     if not pairs:
         return []
-    typical = statistics.median(pair.block.distance for pair in pairs)
+    typical = statistics.median(pair.block.distance / envelope.share(pair) for pair in pairs)
     found = []
     for pair in pairs:
-        allowed = envelope.few(pair.numel) * max(OUTLIER * typical, envelope.floor(pair.name))
+        usual = typical * envelope.share(pair)
+        allowed = envelope.few(pair.numel) * max(OUTLIER * usual, envelope.floor(pair.name))
         verdict = grade(pair.block.distance, allowed, math.inf)
-        note = "" if verdict is Grade.ok else f"{percent(typical)} is typical of this pair's tensors"
+        note = "" if verdict is Grade.ok else f"{percent(usual)} is typical of this pair's tensors"
         check = "gradient among its fellows"
         off = pair.block.distance
         found.append(Finding("T2", check, Stage.gradient, verdict, off, allowed, step=1, tensor=pair.name, note=note))
