@@ -159,7 +159,8 @@ class ForwardHooks:
                 unit.readiness.note_recomputation()
             return None
         self.forward.running.add(unit.name)
-        unit.readiness.note_call(hidden=self.forward.hides(with_gradients=with_gradients))
+        hidden = self.forward.hides(with_gradients=with_gradients)
+        unit.readiness.note_call(hidden=hidden, forward=self.forward.number)
         if self.lost_edits.looks:
             self.lost_edits.note(unit.buckets)
         self._passed[unit.name].append(None)
@@ -178,7 +179,7 @@ class ForwardHooks:
             self._inputs_passed[unit.name], *inputs
         )
         node = passed[0].grad_fn
-        unit.readiness.begin_call(node)
+        unit.readiness.begin_call(node, self.forward.number)
         self._passed[unit.name][-1] = Passed(inputs, passed, node)
         following = iter(passed)
         return replaced(args, following), {key: replaced((v,), following)[0] for key, v in kwargs.items()}

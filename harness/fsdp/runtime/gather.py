@@ -141,7 +141,7 @@ class GatherPipeline:
         """Have the unit whole that is wanted next, before it is asked for; None: the one the sweep comes to, if it is
         used here: others may come to one that is not much later."""
         following = unit or self._following
-        if following is None or not (unit or following.readiness.was_called):
+        if following is None or not (unit or following.readiness.is_called):
             return
         self._wake(following)
         if self._has_room(following) or self._is(following, WeightState.UNSHARDING):
