@@ -119,6 +119,13 @@ def test_a_rank_that_leaves_out_a_backward_is_told_at_once(strategy: str) -> Non
     assert message.endswith("leaves a batch out, runs one with its loss times 0")
 
 
+def _pause(wrapped: Any, seconds: float) -> None:
+    """Come late, but for an alarm: on a loaded machine it takes longer."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not wrapped._parts.watches.is_over:
+        time.sleep(0.02)
+
+
 def late(rank: int, mutant: bool) -> Told:
     """The second rank comes late, longer than others wait before they tell what for."""
     slip = mock.patch.object(deadlock, "all_stuck", return_value=True)
@@ -129,7 +136,7 @@ def late(rank: int, mutant: bool) -> Told:
         model, wrapped, optimizer = build(dist.new_group([0, 1]), "optim_grads_params", watchdog_timeout_s=LIMIT_S)
         step(wrapped, optimizer)
         if rank == 1:
-            model.stop = lambda: time.sleep(2 * watchdog.TICK_S + SUSPECT_S + 0.5)
+            model.stop = lambda: _pause(wrapped, GENEROUS_S if mutant else 2 * watchdog.TICK_S + SUSPECT_S + 0.5)
         found = provoke(lambda: step(wrapped, optimizer))
         provoke(wrapped.close)
         mock.patch.stopall()
@@ -144,7 +151,7 @@ def watching(*parts: Any, limit: float = LIMIT_S) -> Watchdog:
 
 
 def stands(made: Watchdog, while_asked: Callable[[], None] = lambda: None) -> bool:
-    """Whether a rank tells where it stands that has begun something and waits for it; `while_asked` is done meanwhile."""
+    """Whether a rank tells where it stands that has begun something and waits for it; `while_asked` runs meanwhile."""
 
     class Counts(dict[Label, int]):
         def items(self) -> Any:
