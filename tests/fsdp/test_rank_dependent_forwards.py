@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 from unittest import mock
@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel
+from harness.fsdp.runtime import backward_hooks
 from harness.fsdp.runtime.forward import Forward
-from harness.fsdp.runtime.readiness import Readiness
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.readiness import Readiness, begin_backward
 from tests.support.covering import once
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -58,17 +60,19 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.first = nn.Linear(DIM, DIM, dtype=torch.float64)
         self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.last = nn.Linear(DIM, DIM, dtype=torch.float64)
 
     def forward(self, x: Tensor, used: tuple[int, ...], inside: tuple[int, ...] = ()) -> Tensor:
         x = self.first(x)
         for place in used:
             layer = self.layers[place]
             x = Inside.apply(x, layer) if place in inside else layer(x)  # type: ignore[no-untyped-call] # torch's
-        return x.square().mean()
+        return self.last(x).square().mean()
 
-    def generate(self, x: Tensor) -> Any:
+    def generate(self, x: Tensor, used: tuple[int, ...] = ALL) -> Any:
+        """A forward for each of two tokens."""
         with torch.no_grad():
-            return self(x, ALL)
+            return self(x, used) + self(x, used)
 
 
 def x_of(rank: int, salt: int = 0) -> Tensor:
@@ -97,6 +101,12 @@ def _after_generating(model: Any, rank: int) -> list[Tensor]:
     return _plain(model, rank)
 
 
+def _generating_with_other_layers(model: Any, rank: int) -> list[Tensor]:
+    """The last layer is used by one rank, in a method that stands for a forward."""
+    model.generate(x_of(rank, 1), USED[rank])
+    return _plain(model, rank)
+
+
 def _beside_a_loss_given_up(model: Any, rank: int) -> list[Tensor]:
     model.kept = model(x_of(rank, 1), USED[1 - rank])
     return _plain(model, rank)
@@ -106,18 +116,28 @@ def _two_forwards_two_backwards(model: Any, rank: int) -> list[Tensor]:
     return [*_plain(model, rank), model(x_of(rank, 1), USED[1 - rank])]
 
 
+def _without_a_layer(model: Any, rank: int) -> Iterator[Tensor]:
+    """One rank uses no layer at all, so that no call tells which forward the backward goes through."""
+    yield model(x_of(rank, 1), USED[rank])
+    model.kept = model(x_of(rank, 2), ALL)
+    yield model(x_of(rank), ((5,), ())[rank])
+
+
 def _inside_a_backward(model: Any, rank: int) -> list[Tensor]:
     """Layers of which autograd knows nothing, after one that it knows, which all ranks use."""
     _after_evaluation(model, rank)
     return [model(x_of(rank), (0, 2, 4, 5), inside=(2, 4))]
 
 
-HABITS: dict[str, Callable[[Any, int], list[Tensor]]] = {
+OF_TWO = ("two forwards, then two backwards", "one rank uses no layer")
+HABITS: dict[str, Callable[[Any, int], Iterable[Tensor]]] = {
     "after an evaluation": _after_evaluation,
     "an evaluation between forward and backward": _before_evaluation,
     "after generate()": _after_generating,
+    "generate() with other layers on each rank": _generating_with_other_layers,
     "beside a loss that was given up": _beside_a_loss_given_up,
     "two forwards, then two backwards": _two_forwards_two_backwards,
+    "one rank uses no layer": _without_a_layer,
     "layers that are differentiated inside the backward": _inside_a_backward,
 }
 
@@ -130,11 +150,13 @@ def gradients(rank: int, strategy: str, habit: str, limit_s: float) -> dict[str,
         strategy=strategy,
         mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
         watchdog_timeout_s=limit_s,
+        prefetch=0,
+        eager_limit_bytes=0,  # ranks wait for each other the most
     )
+    model.register_forward_methods("generate")
     try:
-        losses = HABITS[habit](model, rank)
-        for number, loss in enumerate(losses):
-            model.set_model_auto_sync(number == len(losses) - 1)
+        for number, loss in enumerate(HABITS[habit](model, rank), 1):
+            model.set_model_auto_sync(number == (2 if habit in OF_TWO else 1))
             loss.backward()
         return dict(model.full_gradients())
     finally:
@@ -164,7 +186,13 @@ def test_forwards_that_a_backward_does_not_go_through_hold_nobody_up(habit: str,
             torch.testing.assert_close(found[strategy, habit][name], expected, rtol=1e-10, atol=1e-14)
 
 
-_note_forwards = Readiness.note_forwards
+_note_forwards, _post_forward = Readiness.note_forwards, GatherPipeline.post_forward
+
+
+def keeping(self: GatherPipeline, *, backward_follows: bool, inside: bool = False) -> None:
+    _post_forward(self, backward_follows=backward_follows or inside, inside=inside)
+
+
 MUTANTS: dict[str, tuple[str, str, Callable[[], Any], str]] = {
     "every forward counts": (
         "A rank waits for gradients of units that it called in an evaluation alone, and others wait for the rank",
@@ -176,6 +204,18 @@ MUTANTS: dict[str, tuple[str, str, Callable[[], Any], str]] = {
         "A rank waits for gradients of units that only a forward with a backward of its own called",
         "two forwards, then two backwards",
         lambda: mock.patch.object(Forward, "number", property(lambda self: 1)),
+        "did not come about within 3 s",
+    ),
+    "last unit kept": (
+        "A unit that a rank did not use in a forward of generate() stays whole there, and is not in its next sweep",
+        "generate() with other layers on each rank",
+        lambda: mock.patch.object(GatherPipeline, "post_forward", keeping),
+        "did not come about within 3 s",
+    ),
+    "no call tells": (
+        "A rank that uses no unit waits for gradients of those that other forwards called",
+        "one rank uses no layer",
+        lambda: mock.patch.object(backward_hooks, "begin_backward", lambda units, _: begin_backward(units)),
         "did not come about within 3 s",
     ),
     "no forward counts": (

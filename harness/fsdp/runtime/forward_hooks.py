@@ -122,16 +122,16 @@ class ForwardHooks:
         if self.step.in_backward:
             return output
         output = self._own(self.units[0], output)
-        leaves = tensors_with_grad(output)
+        leaves, number = tensors_with_grad(output), self.forward.number
         inside = self.forward.depth > 0
         if self.lost_edits.looks and not inside:
             self.lost_edits.end()
-        self.gather.post_forward(backward_follows=bool(leaves) or inside or self.forward.made_nodes)
+        self.gather.post_forward(backward_follows=bool(leaves) or self.forward.made_nodes, inside=inside)
         if not inside:
             for bucket in buckets_of(self.units):
                 bucket.receive()
             self.forward.post_forward()
-        self.backward.watch_outputs(self.units[0], leaves)
+        self.backward.watch_outputs(self.units[0], leaves, forward=number)
         return output
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

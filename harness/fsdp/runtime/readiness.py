@@ -20,7 +20,8 @@ a unit waits until each was computed again and brought a gradient to every param
 [Note: Forwards of a backward] A unit of which autograd knows nothing may still get gradients that way, but only from a
 call in a forward that this backward goes through. Calls in other ones (an evaluation, a loss that was given up or has a
 backward of its own) do not count: while a rank waits for what never comes, its reductions hold up ranks that use other
-units, and these hold up its gathers. Where no call that autograd knows tells which forwards those are, all count.
+units, and these hold up its gathers. Where no call that autograd knows tells which forwards those are, the forward is
+taken whose output the backward came to first; or, where a call without gradients may be computed again, all count.
 """
 
 from __future__ import annotations
@@ -245,8 +246,9 @@ class Readiness:
 
 
 @by_engine
-def begin_backward(units: Sequence[Readiness]) -> None:
-    """A backward begins: ask autograd what of these units it will reach. Only inside a hook of that backward.
+def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
+    """A backward begins: ask autograd what of these units it will reach. Only inside a hook of that backward; forward:
+    number of the model's, where that hook stands on its outputs.
 
     Raises:
         GradientAccessError: see `due_among`.
@@ -256,6 +258,8 @@ def begin_backward(units: Sequence[Readiness]) -> None:
     for unit, of_unit in zip(units, trained, strict=True):
         unit.pre_backward(of_unit, due)
     forwards = {number for unit in units for number in unit.due_forwards}
+    if not forwards and forward and not any(unit.has_hidden_calls for unit in units):
+        forwards = {forward}  # in which this rank uses no unit, most likely
     for unit in units:
         unit.note_forwards(forwards)
 
