@@ -159,17 +159,17 @@ class ForwardHooks:
                 unit.readiness.note_recomputation()
             return None
         self.forward.running.add(unit.name)
-        hidden = self.forward.hides(with_gradients=with_gradients)
-        unit.readiness.note_call(hidden=hidden, forward=self.forward.number)
+        hidden, number = self.forward.hides(with_gradients=with_gradients), self.forward.number
+        unit.readiness.note_call(hidden=hidden, forward=number)
         if self.lost_edits.looks:
             self.lost_edits.note(unit.buckets)
         self._passed[unit.name].append(None)
         if with_gradients:
-            return self._watch_inputs(unit, args, kwargs)
+            return self._watch_inputs(unit, number, args, kwargs)
         unit.readiness.begin_call()
         return None
 
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+    def _watch_inputs(self, unit: Unit, forward: int, args: Any, kwargs: Any) -> Any:
         inputs = [*direct_tensors(args), *direct_tensors(tuple(kwargs.values()))]
         if not inputs:
             unit.readiness.begin_call()
@@ -179,7 +179,7 @@ class ForwardHooks:
             self._inputs_passed[unit.name], *inputs
         )
         node = passed[0].grad_fn
-        unit.readiness.begin_call(node, self.forward.number)
+        unit.readiness.begin_call(node, forward)
         self._passed[unit.name][-1] = Passed(inputs, passed, node)
         following = iter(passed)
         return replaced(args, following), {key: replaced((v,), following)[0] for key, v in kwargs.items()}

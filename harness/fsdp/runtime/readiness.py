@@ -89,7 +89,9 @@ class Readiness:
         self._hidden_calls = 0
         self._called_in: set[int] = set()
         """The model's forwards, since the last backward ended, in which the unit was called; 0: in none of them."""
-        self._is_reached = self._may_come = False
+        self._is_reached = False
+        self.is_called = False
+        """Whether the unit was called in a forward that this backward goes through, as far as is known."""
         self.is_due_once = True
         """Whether this backward is known to come to one call of the unit at most."""
 
@@ -139,15 +141,10 @@ class Readiness:
         self._is_reached = bool(self._due_calls or self._due_params)
         self.is_due_once = len(self._due_calls) + len(self._unseen) <= 1
 
-    @property
-    def due_forwards(self) -> set[int]:
-        """Forwards of the model that hold the calls this backward is to pass, as far as is known."""
-        return {self._calls[identity].forward for identity in self._due_calls}
-
     def note_forwards(self, numbers: Set[int]) -> None:
         """The backward that begins goes through these forwards of the model; none: nobody knows through which. See
         [Note: Forwards of a backward]."""
-        self._may_come = bool(self._called_in & numbers or 0 in self._called_in) if numbers else bool(self._called_in)
+        self.is_called = bool(self._called_in & numbers or 0 in self._called_in) if numbers else bool(self._called_in)
 
     def post_backward(self) -> None:
         """A backward has ended, or was given up: forget it, and the unit's calls before it."""
@@ -157,7 +154,7 @@ class Readiness:
         self._arrived.clear()
         self._hidden_calls = 0
         self._called_in.clear()
-        self._is_reached = self._may_come = False
+        self._is_reached = self.is_called = False
 
     def enter(self, call: Call) -> None:
         """The backward has come to the outputs of a call; where no identity tells when it has passed the inputs, the
@@ -226,14 +223,9 @@ class Readiness:
         return self._hidden_calls > 0
 
     @property
-    def is_called(self) -> bool:
-        """Whether the unit was called in a forward that this backward goes through, as far as is known."""
-        return self._may_come
-
-    @property
     def is_unused(self) -> bool:
         """Whether no gradient can come: not reached, and not called where autograd does not look."""
-        return not self._is_reached and not self._may_come
+        return not self._is_reached and not self.is_called
 
     @property
     def is_over(self) -> bool:
@@ -257,7 +249,7 @@ def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
     due = {id(param) for param in due_among([param for of_unit in trained for param in of_unit])}
     for unit, of_unit in zip(units, trained, strict=True):
         unit.pre_backward(of_unit, due)
-    forwards = {number for unit in units for number in unit.due_forwards}
+    forwards = {unit._calls[identity].forward for unit in units for identity in unit._due_calls}
     if not forwards and forward and not any(unit.has_hidden_calls for unit in units):
         forwards = {forward}  # in which this rank uses no unit, most likely
     for unit in units:
