@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from torch.nn.utils.parametrize import ParametrizationList
 
 from harness.fsdp.state.hooks import refuse_state_dict
-from harness.fsdp.storage.parameter_access import HOME, refuse_parametrized
+from harness.fsdp.storage.parameter_access import HOME, refuse_replacing
 from harness.fsdp.storage.whereabouts import refuse_unknown
 
 FORWARD_METHODS = ("generate",)
@@ -256,14 +256,16 @@ def _refuse_unknown(module: nn.Module, name: str, given: Tensor | nn.Module | No
     """A module gets a parameter or a submodule; see `mark_sharded`.
 
     Raises:
-        RuntimeError: it is a part of a sharded model that does not know the parameter.
+        RuntimeError: it is a part of a sharded model that does not know the parameter; or one of torch's functions
+            moves a parameter.
     """
     if isinstance(module, ParametrizationList):
-        refuse_parametrized(given)
+        refuse_replacing(given)
     if _PART not in module.__dict__ or part_of(module) is None or given is None:
         return
     params = given.parameters() if isinstance(given, nn.Module) else [given]
     if all(hasattr(param, HOME) for param in params):
+        refuse_replacing(given)
         return
     had = module._parameters.get(name) is not None or module._modules.get(name) is not None
     _, path = module.__dict__[_PART]

@@ -42,6 +42,7 @@ MODULES = (
     "tests.fsdp.test_optimizers",
     "tests.fsdp.test_peer_memory",
     "tests.fsdp.test_rank_dependent",
+    "tests.fsdp.test_rank_dependent_forwards",
     "tests.fsdp.test_deadlock",
     "tests.fsdp.test_released",
     "tests.fsdp.test_requires_grad",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 from unittest import mock
 
@@ -162,7 +161,7 @@ def copies(_: int, strategy: str) -> list[str]:
 
 
 def written_over(rank: int, strategy: str) -> list[str]:
-    """What code that writes into a module's own dictionaries does, as loaders and pruning do; taking out is none."""
+    """What code that writes into a module's own dictionaries does, as loaders do; taking out is none."""
     model, optimizer = built(strategy)
     module: Any = model.module
     module.first.linear.bias = None
@@ -175,12 +174,11 @@ def written_over(rank: int, strategy: str) -> list[str]:
     held["weight"] = kept
     model.zero_grad()
     trained(model, optimizer, rank, 1)
-    with suppress(ReleasedWeightError):  # where weights are whole, it looks at them
-        prune.random_unstructured(module.second.linear, "weight", amount=2)
-        says = "parameter second.linear.weight is called second.linear.weight_orig since it was sharded"
-        for reads in (model.state_dict, model.sharded_state, lambda: model.load_state_dict({}, strict=False)):
-            found += said(reads, RuntimeError, says)
-        found += said(lambda: trained(model, optimizer, rank, 1), RuntimeError, says)
+    held = module.second.linear._parameters
+    held["weight_orig"] = held.pop("weight")
+    says = "parameter second.linear.weight is called second.linear.weight_orig since it was sharded"
+    for reads in (model.state_dict, model.sharded_state, lambda: model.load_state_dict({}, strict=False)):
+        found += said(reads, RuntimeError, says)
     model.close()
     return found
 
@@ -197,22 +195,27 @@ REPLACING: dict[str, Callable[[nn.Module], Any]] = {
     ),
     "torch.nn.utils.prune": lambda module: prune.random_unstructured(module, "weight", amount=2),
 }
-"""What puts another parameter in a weight's place. The first two always do, the others are right where it stays."""
+"""What puts another parameter in a weight's place, or gives it another name, or lets it stand for another value."""
 
 
 def replacing(rank: int, strategy: str) -> list[str]:
-    """torch's functions that make new parameters of sharded ones."""
-    found, always = [], tuple(REPLACING)[:2]
-    for name in REPLACING if strategy == ZERO3 else always:
+    """torch's functions that make new parameters of sharded ones, or move them; a closed model may be changed."""
+    found = []
+    for name, function in REPLACING.items():
         model, _ = built(strategy)
-        kind = ReleasedWeightError if strategy == ZERO3 and name != always[0] else RuntimeError
+        kind = ReleasedWeightError if strategy == ZERO3 and name != "nn.Parameter" else RuntimeError
         with torch.no_grad():
             found += said(
-                lambda f=REPLACING[name], m=model: f(m.module.second.linear),
+                lambda f=function, m=model: f(m.module.second.linear),
                 kind,
-                f"parameter second.linear.weight of unit second is sharded, and {name}.*before the model is sharded",
+                f"second.linear.weight of unit second is sharded, and {name}.*before the model is sharded"
+                "|second.linear.weight_g was added after sharding.*before it is sharded",
             )
         model.close()
+    model, _ = built(strategy)
+    model.close()
+    if strategy != ZERO3:
+        prune.random_unstructured(model.module.second.linear, "weight", amount=2)
     return found
 
 
@@ -247,8 +250,8 @@ MUTANTS = {
         "replacing",
     ),
     "parametrized": Mutant(
-        "A released weight is parametrized, and the forward says that it was edited",
-        lambda: mock.patch.object(wrapper, "refuse_parametrized"),
+        "Spectral norm and pruning go over a sharded weight, and it is refused when its state is read",
+        lambda: mock.patch.object(wrapper, "refuse_replacing"),
         "replacing",
     ),
     "parameters": Mutant(

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.comm.events import Label
 from harness.fsdp.guards import deadlock, watchdog
-from harness.fsdp.guards.deadlock import Stand, Stands, all_stuck
+from harness.fsdp.guards.deadlock import Stand, all_stuck
 from harness.fsdp.guards.watchdog import Watchdog
 from tests.fsdp.hanging import GENEROUS_S, Told, agree, build, provoke, step
 from tests.fsdp.pairs import STRATEGIES
@@ -23,6 +24,7 @@ from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
 SUSPECT_S, LIMIT_S = 0.3, 60.0
+LABEL = Label("all_gather", "a")
 SHARDED = STRATEGIES[1:]
 """Strategies under which ranks that skip a backward do not go on with other ranks' next one."""
 
@@ -117,6 +119,13 @@ def test_a_rank_that_leaves_out_a_backward_is_told_at_once(strategy: str) -> Non
     assert message.endswith("leaves a batch out, runs one with its loss times 0")
 
 
+def _pause(wrapped: Any, seconds: float) -> None:
+    """Come late, but for an alarm: on a loaded machine it takes longer."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until and not wrapped._parts.watches.is_over:
+        time.sleep(0.02)
+
+
 def late(rank: int, mutant: bool) -> Told:
     """The second rank comes late, longer than others wait before they tell what for."""
     slip = mock.patch.object(deadlock, "all_stuck", return_value=True)
@@ -126,35 +135,100 @@ def late(rank: int, mutant: bool) -> Told:
             slip.start(), tells.start()
         model, wrapped, optimizer = build(dist.new_group([0, 1]), "optim_grads_params", watchdog_timeout_s=LIMIT_S)
         step(wrapped, optimizer)
-        if rank == 1:  # whoever is to tell of it has time to, on a loaded machine
-            model.stop = lambda: time.sleep(2 * watchdog.TICK_S + SUSPECT_S + (4 if mutant else 0.5))
+        if rank == 1:
+            model.stop = lambda: _pause(wrapped, GENEROUS_S if mutant else 2 * watchdog.TICK_S + SUSPECT_S + 0.5)
         found = provoke(lambda: step(wrapped, optimizer))
         provoke(wrapped.close)
         mock.patch.stopall()
     return found
 
 
+def watching(*parts: Any, limit: float = LIMIT_S) -> Watchdog:
+    """A watchdog of all ranks, and of parts of them, that looks when it is asked."""
+    groups: list[Any] = [dist.group.WORLD, *parts]
+    with mock.patch.object(Watchdog, "_listen"):
+        return Watchdog(groups, DeviceRuntime(torch.device("cpu")), limit, lambda: "")
+
+
+def stands(made: Watchdog, while_asked: Callable[[], None] = lambda: None) -> bool:
+    """Whether a rank tells where it stands that has begun something and waits for it; `while_asked` runs meanwhile."""
+
+    class Counts(dict[Label, int]):
+        def items(self) -> Any:
+            while_asked()
+            return super().items()
+
+    made._log.counts = Counts()
+    made._begun(LABEL)
+    token = made.enter((LABEL,))
+    try:
+        with mock.patch.object(deadlock, "SUSPECT_S", -1.0):
+            return made._stand() is not None
+    finally:
+        if token in made._waits:
+            made.leave(token)
+
+
 def well(rank: int) -> tuple[str, list[bool], list[bool]]:
-    """What a late rank is told; who looks for such ranks; and whether one that has found them says so, where others
-    look beside it, and alone."""
+    """What a late rank is told; who looks for such ranks; and who tells where it waits: a rank of one model, one that
+    goes on meanwhile, one of two models, and one that had two."""
     parts = [dist.new_group([each_rank]) for each_rank in range(2)]
-    world, runtime = dist.group.WORLD, DeviceRuntime(torch.device("cpu"))
-    groups: list[Any] = [[world], [world, parts[rank]], [world]]
-    limits = (LIMIT_S, LIMIT_S, 2 * deadlock.SUSPECT_S)
-    with mock.patch.object(Watchdog, "_listen"):  # it is asked here alone
-        made = [Watchdog(of, runtime, limit, lambda: "") for of, limit in zip(groups, limits, strict=True)]
-    looks, found = [each_one._stands is not None for each_one in made], []
-    with mock.patch.object(Stands, "is_deadlock", return_value=True):
-        found.append(made[0]._finds_deadlock())
-        for other in made[1:]:
-            other.close()
-        found.append(made[0]._finds_deadlock())
-    made[0].close()
-    return late(rank, False).error, looks, found
+    made = watching()
+    looks = [made._stands is not None]
+    for other in (watching(parts[rank]), watching(limit=2 * deadlock.SUSPECT_S)):
+        looks.append(other._stands is not None)
+        other.close()
+    made.close()
+    return late(rank, False).error, looks, who_tells()
+
+
+def who_tells() -> list[bool]:
+    made = watching()
+    tells = [stands(made), stands(made, lambda: made.leave(next(iter(made._waits))))]
+    other = watching()
+    tells.append(stands(made))
+    other.close()
+    tells.append(stands(made))
+    made.close()
+    return tells
+
+
+TELLS = [True, False, False, False]
 
 
 def test_a_late_rank_is_none_and_parts_of_ranks_or_several_models_are_not_judged() -> None:
-    assert run_ranks(well, 2) == [("", [True, False, False], [False, True])] * 2
+    assert run_ranks(well, 2) == [("", [True, False, False], TELLS)] * 2
+
+
+TELLING = {
+    "several models": (
+        "A rank tells counts in which those of another model are, which other ranks do not have",
+        Slip(watchdog._Log, "add", "== 1", ">= 1"),
+    ),
+    "another moment": (
+        "A rank that goes on while it is asked tells a wait that is over, and what it has begun since",
+        Slip(Watchdog, "_stand", "dict(self._waits).keys() != waits.keys()", "False"),
+    ),
+}
+
+
+def slipped(_: int) -> dict[str, list[bool]]:
+    found = {}
+    for name, (_, slip) in TELLING.items():
+        with pytest.MonkeyPatch.context() as patch:
+            slip.put(patch)
+            found[name] = who_tells()
+    return found
+
+
+@once
+def what_they_tell() -> list[dict[str, list[bool]]]:
+    return run_ranks(slipped, 2)
+
+
+@pytest.mark.parametrize("name", each("Deadlocks", [(name, breaks) for name, (breaks, _) in TELLING.items()]))
+def test_a_rank_that_tells_too_much_is_found(name: str) -> None:
+    assert all(told[name] != TELLS for told in what_they_tell())
 
 
 @pytest.mark.parametrize(

@@ -421,8 +421,9 @@ def _cut_off(output: Any, weights: Sequence[Tensor], unit: str) -> Any:
     return found if found is output else tree_map_only(Tensor, Tensor.detach, found)
 
 
-def _watches_leaves(self: BackwardHooks, unit: Any, leaves: list[Tensor], call: Any = None) -> None:
-    hook = backward_hooks.WeakHook(self._pre_backward, unit, call, backward_hooks.ABOVE_ALL, self.step.num_updates)
+def _watches_leaves(self: BackwardHooks, unit: Any, leaves: list[Tensor], call: Any = None, forward: int = 0) -> None:
+    newest, updates = backward_hooks.ABOVE_ALL, self.step.num_updates
+    hook = backward_hooks.WeakHook(self._pre_backward, unit, call, forward, newest, updates)
     if leaves:
         torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
 

@@ -4,8 +4,11 @@
 which collectives it has begun, each so many times. One rank reads this of all. Where each rank has told, and each of
 its waits is for a collective that another of them has not begun so many times, nobody can begin it any more: the one
 that should waits, too. So it is when a rank leaves out a backward that others run, or a forward. Nothing is told or
-read while all is well, and a slow exchange is none: its ranks have all begun it. Where groups have fewer ranks than the
-model, or a process has several models, counts differ without a fault, and only the limit counts.
+read while all is well, and a slow exchange is none: its ranks have all begun it. What a rank has told may be old (it
+was stopped, or its threads did not come to run), and is right all the same: counts only grow, and of ranks that all
+waited in vain none could be the first to go on. For this a rank tells waits and counts of one moment. Where groups have
+fewer ranks than the model, or a process has or had several models, counts differ without a fault, and only the limit
+counts: a rank that knows other models tells nothing.
 """
 
 from __future__ import annotations

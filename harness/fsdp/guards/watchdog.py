@@ -67,9 +67,12 @@ class _Log:
     recent: deque[tuple[int, Label]] = field(default_factory=lambda: deque(maxlen=HISTORY))
     last: dict[Label, int] = field(default_factory=dict)
     counts: dict[Label, int] = field(default_factory=dict)
+    is_of_one_model: bool = True
+    """Whether no other model was watched when any of them began: names of models may be alike."""
 
     def add(self, label: Label) -> None:
         self.number += 1
+        self.is_of_one_model &= events.num_watchers() == 1
         self.counts[label] = self.counts.get(label, 0) + 1
         self.recent.append((self.number, label))
         self.last[label] = self.number
@@ -209,16 +212,18 @@ class Watchdog:
         if self._stands is None:
             return False
         self._stands.tell(self._stand())
-        self._is_deadlock = self._stands.is_deadlock() and events.num_watchers() == 1
+        self._is_deadlock = self._stands.is_deadlock()
         return self._is_deadlock
 
     def _stand(self) -> Stand | None:
         """Where this rank stands, if its main thread has waited for long enough to be asked."""
-        waits, limit = list(self._waits.values()), time.monotonic() - deadlock.SUSPECT_S
-        if not any(wait.is_main and wait.since < limit for wait in waits):
+        waits, limit = dict(self._waits), time.monotonic() - deadlock.SUSPECT_S
+        if not any(wait.is_main and wait.since < limit for wait in waits.values()) or not self._log.is_of_one_model:
             return None
         begun = {text_of(label): count for label, count in list(self._log.counts.items())}
-        return Stand([list(map(text_of, wait.labels)) for wait in waits], begun)
+        if dict(self._waits).keys() != waits.keys():  # it has gone on between the two looks
+            return None
+        return Stand([list(map(text_of, wait.labels)) for wait in waits.values()], begun)
 
     def _overdue(self) -> _Wait | None:
         """The innermost wait that has lasted too long."""

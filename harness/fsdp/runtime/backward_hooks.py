@@ -134,22 +134,24 @@ class BackwardHooks:
         rest(self.units)
         self.step.fail()
 
-    def watch_outputs(self, unit: Unit, leaves: list[Tensor], call: Call | None = None) -> None:
-        """Have autograd tell when the first gradient comes to one of these outputs of a call, or of the model.
+    def watch_outputs(self, unit: Unit, leaves: list[Tensor], call: Call | None = None, forward: int = 0) -> None:
+        """Have autograd tell when the first gradient comes to one of these outputs of a call, or of a forward of the
+        model, whose number that is.
 
         A leaf (an input or a parameter that is handed on) was made by no call, and would keep the hook for ever.
         """
         leaves = [each for each in leaves if each.grad_fn is not None]
         if leaves:
             newest = max(number_of(each) for each in leaves)
-            hook = WeakHook(self._pre_backward, unit, call, newest, self.step.num_updates)
+            hook = WeakHook(self._pre_backward, unit, call, forward, newest, self.step.num_updates)
             if len(leaves) == 1:  # as almost always, and a third of the host's time
                 leaves[0].register_hook(hook)
             else:
                 torch.autograd.graph.register_multi_grad_hook(leaves, hook, mode="any")
 
-    def _root_pre_backward(self) -> None:
-        """The first thing that any hook of a backward does; further calls do nothing."""
+    def _root_pre_backward(self, forward: int = 0) -> None:
+        """The first thing that any hook of a backward does; further calls do nothing. forward: of the model, whose
+        outputs the hook stands on; 0: on no such."""
         if torch._C._current_graph_task_id() == self._task:
             return
         self.recover()
@@ -157,7 +159,7 @@ class BackwardHooks:
             return
         self._refuse_unsupported()
         self._number = ABOVE_ALL
-        begin_backward([unit.readiness for unit in self.units])
+        begin_backward([unit.readiness for unit in self.units], forward)
         coming = ((begin, unit) for unit in self.units for begin in unit.readiness.due_numbers)
         self._coming = sorted(coming, key=lambda each: each[0])
         self.step.pre_backward(of_inputs=self._is_of_inputs)
@@ -208,16 +210,18 @@ class BackwardHooks:
             self.step.fail()
             refuse_backward(self.forward.running, self.units[0].name)
 
-    def _pre_backward(self, unit: Unit, call: Call | None, newest: int, num_updates: int, gradient: Tensor) -> None:
+    def _pre_backward(
+        self, unit: Unit, call: Call | None, forward: int, newest: int, num_updates: int, gradient: Tensor
+    ) -> None:
         """The first gradient of a call's outputs is here.
 
         Args:
-            call: of the unit; None: the model's.
+            call: of the unit; None: the model's, and `forward` is its number.
             newest: highest number of the nodes that made the outputs.
             num_updates: of the weights, when these were computed.
         """
         self.step.check_forward(num_updates)
-        self._root_pre_backward()
+        self._root_pre_backward(forward)
         self._pass_to(newest)
         self.reached = unit.name
         if call is not None:

@@ -43,6 +43,7 @@ class Forward(StateMachine[ForwardState, Call]):
         self.with_gradients = False
         """Whether the model's forward was called with gradients on."""
         self._begin = 0
+        self._number = 0
         self.depth = 0
         """How many forwards of the model run inside the outermost one."""
 
@@ -57,6 +58,12 @@ class Forward(StateMachine[ForwardState, Call]):
         self.running, self.with_gradients = {self.root}, with_gradients
         self.depth = 0
         self._begin = next_number()
+        self._number += 1
+
+    @property
+    def number(self) -> int:
+        """Which forward of the model the program is in, counted from 1; 0: in none."""
+        return self._number if self.state is ForwardState.FORWARD else 0
 
     @property
     def made_nodes(self) -> bool:

@@ -122,16 +122,16 @@ class ForwardHooks:
         if self.step.in_backward:
             return output
         output = self._own(self.units[0], output)
-        leaves = tensors_with_grad(output)
+        leaves, number = tensors_with_grad(output), self.forward.number
         inside = self.forward.depth > 0
         if self.lost_edits.looks and not inside:
             self.lost_edits.end()
-        self.gather.post_forward(backward_follows=bool(leaves) or inside or self.forward.made_nodes)
+        self.gather.post_forward(backward_follows=bool(leaves) or self.forward.made_nodes, inside=inside)
         if not inside:
             for bucket in buckets_of(self.units):
                 bucket.receive()
             self.forward.post_forward()
-        self.backward.watch_outputs(self.units[0], leaves)
+        self.backward.watch_outputs(self.units[0], leaves, forward=number)
         return output
 
     def run_as_forward(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -159,16 +159,17 @@ class ForwardHooks:
                 unit.readiness.note_recomputation()
             return None
         self.forward.running.add(unit.name)
-        unit.readiness.note_call(hidden=self.forward.hides(with_gradients=with_gradients))
+        hidden, number = self.forward.hides(with_gradients=with_gradients), self.forward.number
+        unit.readiness.note_call(hidden=hidden, forward=number)
         if self.lost_edits.looks:
             self.lost_edits.note(unit.buckets)
         self._passed[unit.name].append(None)
         if with_gradients:
-            return self._watch_inputs(unit, args, kwargs)
+            return self._watch_inputs(unit, number, args, kwargs)
         unit.readiness.begin_call()
         return None
 
-    def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> Any:
+    def _watch_inputs(self, unit: Unit, forward: int, args: Any, kwargs: Any) -> Any:
         inputs = [*direct_tensors(args), *direct_tensors(tuple(kwargs.values()))]
         if not inputs:
             unit.readiness.begin_call()
@@ -178,7 +179,7 @@ class ForwardHooks:
             self._inputs_passed[unit.name], *inputs
         )
         node = passed[0].grad_fn
-        unit.readiness.begin_call(node)
+        unit.readiness.begin_call(node, forward)
         self._passed[unit.name][-1] = Passed(inputs, passed, node)
         following = iter(passed)
         return replaced(args, following), {key: replaced((v,), following)[0] for key, v in kwargs.items()}

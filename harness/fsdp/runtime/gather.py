@@ -77,16 +77,18 @@ class GatherPipeline:
             if unit.is_root:
                 self.unshard(unit)
 
-    def post_forward(self, *, backward_follows: bool) -> None:
+    def post_forward(self, *, backward_follows: bool, inside: bool = False) -> None:
         """The model's forward ends: units that did not run take their turn in the sweep, and are resharded; the last
-        one stays unsharded if a backward follows."""
-        self._take_turns(len(self._sweep), keep=self.last if backward_follows else None)
+        one stays unsharded if a backward follows. Whether a rank has used it must not matter: the next sweep begins
+        with what is sharded. inside: a method that stands for a forward goes on, and the root stays unsharded."""
+        keep = self.last if backward_follows else None
+        self._take_turns(len(self._sweep), keep=keep)
         for unit in self.order:  # joined modules of which the last did not run
-            if unit is not self.last:
+            if unit is not keep:
                 self.reshard_after_forward(unit)
         if self._late:
             self._learn_order()
-        if not backward_follows:
+        if not backward_follows and not inside:
             self._reshard_all_but(self._kept)
 
     def pre_backward(self) -> None:
@@ -141,7 +143,7 @@ class GatherPipeline:
         """Have the unit whole that is wanted next, before it is asked for; None: the one the sweep comes to, if it is
         used here: others may come to one that is not much later."""
         following = unit or self._following
-        if following is None or not (unit or following.readiness.was_called):
+        if following is None or not (unit or following.readiness.is_called):
             return
         self._wake(following)
         if self._has_room(following) or self._is(following, WeightState.UNSHARDING):

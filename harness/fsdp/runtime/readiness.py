@@ -16,6 +16,12 @@ that is older than the call.
 [Note: Backwards inside a backward] Reentrant activation checkpointing runs the forward without gradients and later
 records and differentiates it inside the backward: the outer graph holds none of its nodes. Such calls are counted, and
 a unit waits until each was computed again and brought a gradient to every parameter, or until the backward ends.
+
+[Note: Forwards of a backward] A unit of which autograd knows nothing may still get gradients that way, but only from a
+call in a forward that this backward goes through. Calls in other ones (an evaluation, a loss that was given up or has a
+backward of its own) do not count: while a rank waits for what never comes, its reductions hold up ranks that use other
+units, and these hold up its gathers. Where no call that autograd knows tells which forwards those are, the forward is
+taken whose output the backward came to first; or, where a call without gradients may be computed again, all count.
 """
 
 from __future__ import annotations
@@ -38,10 +44,12 @@ class Call:
     """One call of a unit.
 
     begin: autograd's number of the first node it makes. identity: gives the one on its inputs while its graph lives.
+    forward: number of the model's forward it is in, 0 where it is in none.
     """
 
     begin: int
     identity: Callable[[], Any]
+    forward: int = 0
 
     @property
     def is_unseen(self) -> bool:
@@ -69,8 +77,8 @@ class Readiness:
         self.params = params
         self.trained = params
         """Parameters of the unit that were not frozen as the last backward began."""
-        # identities on the inputs, as long as their graphs live, and the numbers at which their calls began
-        self._calls: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        # identities on the inputs, as long as their graphs live, and their calls
+        self._calls: WeakKeyDictionary[Any, Call] = WeakKeyDictionary()
         self._due_params: set[int] = set()
         self._due_calls: set[Any] = set()
         self._running: list[Call] = []
@@ -79,15 +87,18 @@ class Readiness:
         self._entered: set[int] = set()  # numbers at which calls without a due identity began
         self._arrived: set[int] = set()
         self._hidden_calls = 0
-        self.was_called = False
-        """Whether the unit was called since the last backward ended."""
+        self._called_in: set[int] = set()
+        """The model's forwards, since the last backward ended, in which the unit was called; 0: in none of them."""
         self._is_reached = False
+        self.is_called = False
+        """Whether the unit was called in a forward that this backward goes through, as far as is known."""
         self.is_due_once = True
         """Whether this backward is known to come to one call of the unit at most."""
 
-    def note_call(self, *, hidden: bool) -> None:
-        """The unit's forward runs; hidden: without gradients, in a forward of the model that has them."""
-        self.was_called = True
+    def note_call(self, *, hidden: bool, forward: int) -> None:
+        """The unit's forward runs, in this forward of the model (0: in none); hidden: without gradients, in one that
+        has them."""
+        self._called_in.add(forward)
         self._hidden_calls += hidden
 
     def note_recomputation(self) -> None:
@@ -96,11 +107,12 @@ class Readiness:
             self._hidden_calls -= 1
             self._arrived.clear()
 
-    def begin_call(self, identity: Any = None) -> None:
-        """A call begins, to be watched from outside: `identity` stands on its inputs, for backwards to pass."""
-        self._running.append(Call(next_number(), _nothing if identity is None else ref(identity)))
+    def begin_call(self, identity: Any = None, forward: int = 0) -> None:
+        """A call begins, to be watched from outside: `identity` stands on its inputs, for backwards to pass. forward:
+        of the model, that it is in."""
+        self._running.append(Call(next_number(), _nothing if identity is None else ref(identity), forward))
         if identity is not None:
-            self._calls[identity] = self.call.begin
+            self._calls[identity] = self.call
 
     def end_call(self) -> None:
         """The call that began last is over, also by an exception."""
@@ -129,6 +141,11 @@ class Readiness:
         self._is_reached = bool(self._due_calls or self._due_params)
         self.is_due_once = len(self._due_calls) + len(self._unseen) <= 1
 
+    def note_forwards(self, numbers: Set[int]) -> None:
+        """The backward that begins goes through these forwards of the model; none: nobody knows through which. See
+        [Note: Forwards of a backward]."""
+        self.is_called = bool(self._called_in & numbers or 0 in self._called_in) if numbers else bool(self._called_in)
+
     def post_backward(self) -> None:
         """A backward has ended, or was given up: forget it, and the unit's calls before it."""
         self._entered.clear()
@@ -136,7 +153,8 @@ class Readiness:
         self._due_calls, self._due_params = set(), set()
         self._arrived.clear()
         self._hidden_calls = 0
-        self.was_called = self._is_reached = False
+        self._called_in.clear()
+        self._is_reached = self.is_called = False
 
     def enter(self, call: Call) -> None:
         """The backward has come to the outputs of a call; where no identity tells when it has passed the inputs, the
@@ -192,7 +210,7 @@ class Readiness:
     @property
     def due_numbers(self) -> list[int]:
         """At which numbers the calls began that this backward is still to pass, as far as is known."""
-        return [self._calls[identity] for identity in self._due_calls]
+        return [self._calls[identity].begin for identity in self._due_calls]
 
     @property
     def is_due(self) -> bool:
@@ -207,7 +225,7 @@ class Readiness:
     @property
     def is_unused(self) -> bool:
         """Whether no gradient can come: not reached, and not called where autograd does not look."""
-        return not self._is_reached and not self.was_called
+        return not self._is_reached and not self.is_called
 
     @property
     def is_over(self) -> bool:
@@ -220,8 +238,9 @@ class Readiness:
 
 
 @by_engine
-def begin_backward(units: Sequence[Readiness]) -> None:
-    """A backward begins: ask autograd what of these units it will reach. Only inside a hook of that backward.
+def begin_backward(units: Sequence[Readiness], forward: int = 0) -> None:
+    """A backward begins: ask autograd what of these units it will reach. Only inside a hook of that backward; forward:
+    number of the model's, where that hook stands on its outputs.
 
     Raises:
         GradientAccessError: see `due_among`.
@@ -230,6 +249,11 @@ def begin_backward(units: Sequence[Readiness]) -> None:
     due = {id(param) for param in due_among([param for of_unit in trained for param in of_unit])}
     for unit, of_unit in zip(units, trained, strict=True):
         unit.pre_backward(of_unit, due)
+    forwards = {unit._calls[identity].forward for unit in units for identity in unit._due_calls}
+    if not forwards and forward and not any(unit.has_hidden_calls for unit in units):
+        forwards = {forward}  # in which this rank uses no unit, most likely
+    for unit in units:
+        unit.note_forwards(forwards)
 
 
 class _Above(torch.autograd.Function):

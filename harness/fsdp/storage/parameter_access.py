@@ -416,11 +416,12 @@ def _called(param: Any) -> str:
     return f"parameter {name} of unit {unit}"
 
 
-def refuse_parametrized(param: Any) -> None:
-    """Raise ReleasedWeightError where a parametrization takes a parameter in while it is released: what torch checks
-    and writes then are not its values."""
-    if isinstance(param, _Released):
-        raise ReleasedWeightError(_refusal(param, "a parametrization"))
+def refuse_replacing(param: Any) -> None:
+    """Raise where one of torch's functions takes a sharded parameter away from its module, or under another name there:
+    ReleasedWeightError where it is released, else RuntimeError."""
+    if is_guarded(param) and (by := replacer()):
+        kind = ReleasedWeightError if isinstance(param, _Released) else RuntimeError
+        raise kind(before_sharding(_called(param), by))
 
 
 def _refusal(param: Any, by: str) -> str:

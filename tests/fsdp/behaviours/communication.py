@@ -25,8 +25,8 @@ UNITS = 3
 _post_forward = GatherPipeline.post_forward
 
 
-def _root_is_dropped(self: GatherPipeline, *, backward_follows: bool) -> None:
-    _post_forward(self, backward_follows=backward_follows)
+def _root_is_dropped(self: GatherPipeline, *, backward_follows: bool, inside: bool = False) -> None:
+    _post_forward(self, backward_follows=backward_follows, inside=inside)
     self.reshard_all()
 
 
