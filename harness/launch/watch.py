@@ -115,7 +115,7 @@ def _table(found: Sequence[Row], width: int) -> list[str]:
     then all but the name goes on in another line: what tells a name from the others stays."""
     texts = [HEADER, *(one.cells() for one in found)]
     widths = [max(len(text[place]) for text in texts) for place in range(len(HEADER))]
-    told = widths[REASON] > len(HEADER[REASON])
+    told = any(text[REASON] for text in texts[1:])
     fixed = sum(len(screen.GAP) + each for each in widths[1:REASON])
     reason = told * (len(screen.GAP) + min(LEGIBLE, widths[REASON]))
     breaks: tuple[int, ...] = ()

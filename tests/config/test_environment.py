@@ -95,7 +95,7 @@ def test_devices_are_counted_without_torch(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(Path, "glob", lambda *_: iter([Path("/dev/nvidia0"), Path("/dev/nvidiactl")]))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     with pytest.raises(
-        BadRequest, match=r"(?s)may use 1 CUDA devices for 2 ranks.*cluster.ranks_per_device=2 \(NCCL 2.30\)"
+        BadRequest, match=r"(?s)may use 1 CUDA device for 2 ranks.*cluster.ranks_per_device=2 \(NCCL 2.30\)"
     ):
         compose(["cluster.device=cuda"])
     compose(["cluster.device=cuda", "mesh=one"])

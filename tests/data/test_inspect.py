@@ -61,7 +61,7 @@ def test_sample_finds_the_largest_token_at_both_ends(tmp_path: Path) -> None:
     [
         (lambda p: text(None), r"data=text needs data\.path"),
         (lambda p: text(p / "nowhere"), r"data\.path=.*nowhere does not exist"),
-        (lambda p: text(p / "empty"), r"is empty \(1 files, no tokens\)"),
+        (lambda p: text(p / "empty"), r"is empty \(1 file, no tokens\)"),
         (lambda p: text(p / "short"), r"holds 4 tokens, too few .*data\.seq_len=4 \(it needs 5\)"),
         (lambda p: text(p / "folder"), r"is a folder without \* files"),
         (lambda p: tokens(p / "folder"), r"is a folder without \*\.bin files"),

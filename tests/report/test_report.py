@@ -75,7 +75,7 @@ def test_the_page_tells_the_answer_and_what_is_missing(page: str) -> None:
     assert "1 damaged" in text
     assert "1 failed" in text
     assert "1 lost" in text
-    assert "of 7 cells were never started" in text
+    assert "1 of 7 cells was never started" in text
     assert "its process on a-host is gone" in text
     assert "off by" in text, "the sentence on the arm that is wrong"
     assert "python run.py --from" in text
@@ -105,7 +105,7 @@ def test_markdown_says_the_same_and_nothing_in_it_is_markup_of_a_run(
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith("## `lab`: DIFFERENT\n")
-    assert "of 7 cells were never started" in out
+    assert "1 of 7 cells was never started" in out
     rows = [line for line in out.splitlines() if line.startswith("| ") and " DIFFERENT |" in line]
     assert len(rows) == 1
     assert len(re.findall(r"(?<!\\)\|", rows[0])) == 7, "a bar in a name ends no cell"
