@@ -107,10 +107,14 @@ def load_catalog() -> Catalog:
 
 
 def file_of(group: str, name: str) -> Path:
-    """The file of an option, a user's own where that is where it lies."""
+    """The file of an option, a user's own where that is where it lies; of one that is made from code, as engines and
+    faults are, where it would lie here."""
     here = ROOT / "conf" / group / f"{name}.yaml"
     own = own_folder()
-    return own / group / f"{name}.yaml" if own is not None and not here.exists() else here
+    if own is None or here.exists():
+        return here
+    mine = own / group / f"{name}.yaml"
+    return mine if os.path.lexists(mine) else here  # a link that leads nowhere is theirs
 
 
 @functools.cache

@@ -263,11 +263,13 @@ def read(run_dir: Path) -> Stream | None:
         return None
     try:
         return _stream(folder, facts)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # an endless number is no integer
         raise StoreError(f"{folder / 'stream.json'} is damaged: {error!r}") from None
 
 
 def _stream(folder: Path, facts: Mapping[str, Any]) -> Stream:
+    if facts["version"] != VERSION:
+        raise ValueError(f"version={facts['version']!r}")
     tensors = tuple(VouchedTensor(str(each["name"]), tuple(map(int, each["shape"]))) for each in facts["tensors"])
     sketches, every = int(facts["sketches"]), int(facts["every"])
     if sketches < 1 or every < 1:

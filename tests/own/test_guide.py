@@ -20,7 +20,7 @@ from harness.engines.describe import Unusable
 from harness.store import provenance
 from harness.worker.describe import described
 from tests.own.guide import COMMANDS, FILES, ROOT, written
-from tests.support.mutants import kills
+from tests.support.mutants import Slip, kills
 
 pytestmark = pytest.mark.timeout(900)
 SMALL = ("train.steps=2", "train.global_batch_size=4", "train.microbatch_size=2", "train.warmup_steps=0")
@@ -191,6 +191,29 @@ def test_options_lie_in_a_folder_of_ones_own(tmp_path: Path, monkeypatch: pytest
     catalog._beside.cache_clear()
     assert catalog.own_folder() is None, "another program's"
     catalog._beside.cache_clear()
+
+
+def test_options_that_have_no_file_are_taken_beside_a_folder_of_ones_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines and faults are made from code. `study=strategies` beside `conf/cluster/mine.yaml` was told that
+    `conf/engine/native.yaml` there leads nowhere."""
+    (tmp_path / "conf" / "cluster").mkdir(parents=True)
+    shutil.copy(ROOT / "conf" / "cluster" / "slurm.yaml", tmp_path / "conf" / "cluster" / "mine.yaml")
+    (tmp_path / "conf" / "cluster" / "gone.yaml").symlink_to(tmp_path / "nowhere")
+    monkeypatch.chdir(tmp_path)
+    asked = ["engine=native", "fault=F01_duplicated_gradient", "optimizer=adamw", "cluster=mine"]
+    assert [f"{word.key}={word.values[0]}" for word in check_overrides(asked, multirun=False)] == asked
+    with pytest.raises(BadRequest, match=r"gone\.yaml leads nowhere"):
+        check_overrides(["cluster=gone"], multirun=False)
+
+
+@kills("own classes", "every file beside", "An engine's name is taken for a file in one's own conf/engine")
+def test_a_name_that_is_taken_for_a_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(catalog, "file_of", "if os.path.lexists(mine) else here", "if True else here").put(monkeypatch)
+    monkeypatch.setattr("harness.config.overrides.file_of", catalog.file_of)
+    with pytest.raises(BadRequest, match=r"native\.yaml leads nowhere"):
+        test_options_that_have_no_file_are_taken_beside_a_folder_of_ones_own(tmp_path, monkeypatch)
 
 
 def test_a_folder_without_options_is_refused(tmp_path: Path) -> None:

@@ -106,7 +106,13 @@ def test_another_format_that_is_called_damage_is_found(tmp_path: Path, monkeypat
         test_another_format_is_no_damage(tmp_path, 99, "newer")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"version": 2}', '{"version": 4}', '{"version": 4, "tensors": 3}'])
+ENDLESS = '{"version": 4, "tensors": [], "sketches": 4, "every": Infinity}'
+UNSAID = '{"tensors": [], "sketches": 4, "every": 1}'
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"version": 2}', '{"version": 4}', '{"version": 4, "tensors": 3}', ENDLESS, UNSAID]
+)
 def test_a_damaged_description_is_named(tmp_path: Path, text: str) -> None:
     write(tmp_path, range(1, 3))
     (tmp_path / "vouch" / "stream.json").write_text(text)

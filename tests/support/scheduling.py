@@ -13,6 +13,7 @@ from xdist.workermanage import WorkerController
 
 SLOWEST = (
     "tests/test_fresh_clone.py",
+    "tests/cli/test_damaged_runs.py",  # of `make test-all`, where one worker has it for a quarter of an hour
     "tests/parity",
     "tests/slurm",
     "tests/fsdp/behaviours",
