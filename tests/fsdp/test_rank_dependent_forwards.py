@@ -66,7 +66,8 @@ class Net(nn.Module):
         x = self.first(x)
         for place in used:
             layer = self.layers[place]
-            x = Inside.apply(x, layer) if place in inside else layer(x)  # type: ignore[no-untyped-call] # torch's
+            # torch declares no types of `Function.apply`
+            x = Inside.apply(x, layer) if place in inside else layer(x)  # type: ignore[no-untyped-call]
         return self.last(x).square().mean()
 
     def generate(self, x: Tensor, used: tuple[int, ...] = ALL) -> Any:
