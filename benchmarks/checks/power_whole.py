@@ -1,11 +1,12 @@
 """The power of verdicts over whole runs: make the runs of `harness.study.whole`, judge them, write what was found.
 
-    python benchmarks/checks/power_whole.py train   --root DIR [--part fixed|held_out|all]
+    python benchmarks/checks/power_whole.py train   --root DIR [--part fixed|held_out|all|fresh]
     python benchmarks/checks/power_whole.py judge   --root DIR [--part ...] --out FILE
 
 Runs are made one after another on ranks that are forked once for many of them (tests/study/short.py), so that a run
 costs its steps and no start. What is there is not made again: a campaign that was broken off is taken up by the same
-command. Judging reads the runs, and may be done as often as judges change; held-out pairs are for once.
+command. Judging reads the runs, and may be done as often as judges change; held-out pairs are for once. `all` has the
+parts before it; `fresh`, which is held out as a whole, stands apart.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from harness.store.provenance import PACKAGE, git_facts, versions
 from harness.store.rundir import Store
 from harness.store.status import State
 from harness.study.power import Kind, compose_all
-from harness.study.whole import PREEMPT_AT, SPREAD, STEPS, STUDY, WholePair, pairs
+from harness.study.whole import PREEMPT_AT, SPREAD, STEPS, STUDY, WholePair, fresh, pairs
 from tests.study import short
 from tests.study.short import Job
 from tests.support.spawn import RankFailed, run_ranks
@@ -64,7 +65,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("verb", choices=("train", "judge"))
     parser.add_argument("--root", type=Path, required=True, help="where the runs are")
-    parser.add_argument("--part", choices=("fixed", "held_out", "all"), default="fixed")
+    parser.add_argument("--part", choices=("fixed", "held_out", "all", "fresh"), default="fixed")
     parser.add_argument("--only", default="", help="pairs whose name contains it")
     parser.add_argument("--kind", choices=("faulty", "clean"))
     parser.add_argument("--strength", choices=tuple(AMOUNTS), help="faults of this strength, and no clean pairs")
@@ -72,8 +73,8 @@ def main() -> int:
     arguments = parser.parse_args()
     chosen = [
         pair
-        for pair in pairs()
-        if (arguments.part == "all" or pair.held_out is (arguments.part == "held_out"))
+        for pair in (fresh() if arguments.part == "fresh" else pairs())
+        if (arguments.part in ("all", "fresh") or pair.held_out is (arguments.part == "held_out"))
         and arguments.only in pair.name
         and arguments.kind in (None, pair.kind.value)
         and arguments.strength in (None, pair.strength)
@@ -164,7 +165,8 @@ def judged(
     """Every pair in every view that is asked of it."""
     for number, pair in enumerate(chosen, start=1):
         arm, control = (root / STUDY / directory_name(cells[each].config) for each in (pair.arm, pair.control))
-        facts = {key: value for key, value in asdict(pair).items() if key not in ("arm", "control", "kind")}
+        left_out = ("arm", "control", "kind", "is_fresh")
+        facts = {key: value for key, value in asdict(pair).items() if key not in left_out}
         stage = corpus()[pair.name].stage if pair.kind is Kind.faulty else ""
         yield {
             "kind": pair.kind.value,

@@ -191,7 +191,7 @@ def _faults(judged: Sequence[Judged]) -> list[str]:
 def _later() -> list[str]:
     found = (read_json(LATER) or {})["pairs"]
     rows = []
-    for fault in (each for each in corpus().values() if not each.measured):
+    for fault in (each for each in corpus().values() if not (each.measured or each.is_sealed)):
         each = found[fault.name]
         named = each["named"] if each["named"] == fault.stage else f"**{each['named']}**"
         rows.append((fault.name, _says(fault), f"{LETTERS[each['outcome']]} {each['step']} {each['tier']} {named}"))

@@ -44,8 +44,8 @@ def _power(arguments: Namespace) -> int:
     chosen = [pair for pair in pairs(short=arguments.short) if _wanted(pair, arguments)]
     if not chosen:
         subject = f"power --only {arguments.only}" if arguments.only is not None else f"power --part {arguments.part}"
-        wanted = arguments.only or ""
-        near = ", ".join(nearest(wanted, [*corpus()])) or f"such as {next(iter(corpus()))}"
+        wanted, names = arguments.only or "", [each.name for each in corpus().values() if not each.is_sealed]
+        near = ", ".join(nearest(wanted, names)) or f"such as {names[0]}"
         listed = f"{near}; all in docs/records/power.md"
         choices = f"a part of a fault's name ({listed}), or of a difference's ({'; '.join(DIFFERENCES)})"
         raise refuse(subject, "names no fault and no difference", choices=choices)

@@ -9,6 +9,10 @@ it. So the desk evaluates the decorators alone, with the names that this module 
 [Note: Strength] `full` is the fault as reported. `middle` and `weak` are a tenth and a hundredth of it: the wrong part
 of a number times 0.1 or 0.01, or that share of the elements; a fault of precision keeps 8, 11 or 16 significant bits.
 
+[Note: Edition] Faults come in editions. Those of the edition that is `SEALED` were written by somebody who had not seen
+the judges, and no judge has seen them: nothing but the campaign over whole runs may hold one against a verdict, once,
+after judges were frozen. Then `SEALED` becomes 0, and what is asked of other faults is asked of them.
+
 [Note: Late] `fault.begins_at` names the step from which on a fault acts. Whatever it needs to know of earlier steps (a
 stale gradient) it has seen by then. What acts once, at a moment of its own (a resume, the end), takes no step.
 """
@@ -32,6 +36,9 @@ AMOUNTS = {"full": 1.0, "middle": 0.1, "weak": 0.01}
 
 BITS = {"full": 8, "middle": 11, "weak": 16}
 """Significant bits that a fault of precision keeps: those of bf16, those of fp16, and a third of what fp32 drops."""
+
+SEALED = 2
+"""The edition that no judge has seen; 0: there is none. See [Note: Edition]."""
 
 NONE = "none"
 """The option of the group `fault` that is a normal run."""
@@ -65,6 +72,13 @@ class Fault:
     """Whether docs/records/power.md has it at every strength; of those that came later, CI has the full one."""
     report: str = ""
     """Where the fault was reported; empty for a family."""
+    edition: int = 1
+    """When the fault came into the corpus; see [Note: Edition]."""
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether no judge has seen the fault."""
+        return self.edition == SEALED
 
 
 K2 = ("train.global_batch_size=8", "train.microbatch_size=2")

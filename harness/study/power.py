@@ -93,8 +93,8 @@ def _shortly() -> Iterator[Pair]:
 
 
 def faulty() -> Iterator[Pair]:
-    """Every fault, at every strength, against its twin and against a reference."""
-    for fault in corpus().values():
+    """Every fault that judges may see, at every strength, against its twin and against a reference."""
+    for fault in (each for each in corpus().values() if not each.is_sealed):
         for strength in AMOUNTS:
             twin = (*BASE, *(RESUMED if fault.resumes else ()), *fault.cell)
             arm = (*twin, f"fault={fault.name}", f"fault.strength={strength}")

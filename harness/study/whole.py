@@ -9,6 +9,10 @@ other settings would not have (`harness.parity.record.Record.seen_at`), so that 
 [Note: New third] A third of the faults and of the clean groups is held out, by a hash that has nothing to do with that
 of `harness.study.power`, and judged once, after judges and bounds were frozen.
 
+[Note: Fresh part] Once a held-out third was judged it guards nothing any more. `fresh` is a part of its own, of faults
+that no judge has seen (an edition of the corpus) and of clean groups with other seeds and with arms that no campaign
+had; all of it is held out, and the parts before it stay what they were.
+
 [Note: Clean groups] The arms of one group have one world and one seed and differ in what must not matter; every two of
 them are a pair. Pairs of a group share runs: groups are independent, pairs are not.
 """
@@ -16,9 +20,9 @@ them are a pair. Pairs of a group share runs: groups are independent, pairs are 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import combinations
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
 
 from harness.config.captured import spread
 from harness.config.faults import AMOUNTS, Fault, corpus
@@ -100,6 +104,31 @@ ARMS = {
 }
 """What must not matter, by name."""
 
+FRESH_EDITION = 2
+"""The edition of faults in the fresh part."""
+FRESH_SEEDS = {"fp32": 3, "fp32 sgd": 1, "bf16": 2, "hot x60": 2, "hot x300": 1, "hot sgd": 1, "hot bf16": 1}
+"""Clean groups of the fresh part, by world; seeds from `FIRST_FRESH_SEED` on."""
+FIRST_FRESH_SEED = 10
+FRESH_ARMS = {
+    **{
+        name: ARMS[name]
+        for name in ("single k=1", "single k=4", "one rank k=2", "ddp", "fsdp2", "no_shard", "optim_grads k=4")
+    },
+    "optim_grads_params": ARMS["optim_grads_params"],
+    "hsdp": ("sharding=hsdp", "mesh=two_by_two", "train.microbatch_size=2"),
+    "hfsdp k=2": ("sharding=hfsdp", "mesh=two_by_two", "train.microbatch_size=1"),
+    "four ranks": ("sharding=optim", "mesh.world_size=4", "train.microbatch_size=2"),
+    "unsharded k=2": ("sharding=optim_grads", "engine.accumulate_unsharded=true", "train.microbatch_size=2"),
+    "buffers k=4": (
+        "sharding=optim_grads_params",
+        "engine.double_buffer=true",
+        "engine.grad_buffer=concat",
+        "train.microbatch_size=1",
+    ),
+    "messages": ("sharding=optim_grads_params", "engine.prefetch=2", "engine.eager_limit_bytes=0"),
+}
+"""What must not matter in the fresh part, by name."""
+
 
 @dataclass(frozen=True)
 class WholePair:
@@ -119,22 +148,32 @@ class WholePair:
     control: tuple[str, ...]
     resumes: bool = False
     group: str = ""
+    is_fresh: bool = False
 
     @property
     def held_out(self) -> bool:
-        """Whether the pair is of the third that judges were not mended on; see [Note: New third]."""
+        """Whether the pair is of what judges were not mended on; see [Note: New third] and [Note: Fresh part]."""
+        if self.is_fresh:
+            return True
         text = f"whole runs: {self.name if self.kind is Kind.faulty else self.group}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") % 3 == 0
 
 
 def pairs() -> list[WholePair]:
-    """Every pair of the study."""
+    """Every pair of the study but the fresh ones."""
     return [*faulty(), *clean()]
 
 
-def faulty() -> Iterator[WholePair]:
-    """Every fault that can act in the cell, late and early, against its twin and against DDP."""
-    for fault in corpus().values():
+def fresh() -> list[WholePair]:
+    """Every pair of the fresh part; see [Note: Fresh part]."""
+    seeds = {world: range(FIRST_FRESH_SEED, FIRST_FRESH_SEED + count) for world, count in FRESH_SEEDS.items()}
+    groups = (_group(WORLDS[world], seed, FRESH_ARMS) for world in seeds for seed in seeds[world])
+    return [replace(pair, is_fresh=True) for pair in chain(faulty(FRESH_EDITION), *groups)]
+
+
+def faulty(edition: int = 1) -> Iterator[WholePair]:
+    """Every fault of an edition that can act in the cell, late and early, against its twin and against DDP."""
+    for fault in (each for each in corpus().values() if each.edition == edition):
         if (
             fault.recipes or fault.tensor_parallel
         ):  # of 8 bits and of cut weights: other twins, in docs/records/power.md
@@ -164,8 +203,12 @@ def clean() -> Iterator[WholePair]:
     """Every two arms of every group."""
     for world in WORLDS.values():
         for seed in range(world.seeds):
-            group = f"{world.name}, seed {seed}"
-            arms = {name: world.cell(f"train.seed={seed}", *overrides) for name, overrides in ARMS.items()}
-            for left, right in combinations(ARMS, 2):
-                said = f"{left}, {right}"
-                yield WholePair(Kind.clean, said, world.name, "", "", "arm", arms[left], arms[right], group=group)
+            yield from _group(world, seed, ARMS)
+
+
+def _group(world: World, seed: int, differing: Mapping[str, tuple[str, ...]]) -> Iterator[WholePair]:
+    group = f"{world.name}, seed {seed}"
+    arms = {name: world.cell(f"train.seed={seed}", *overrides) for name, overrides in differing.items()}
+    for left, right in combinations(arms, 2):
+        said = f"{left}, {right}"
+        yield WholePair(Kind.clean, said, world.name, "", "", "arm", arms[left], arms[right], group=group)

@@ -24,7 +24,7 @@ def inject(session: Any) -> Any:
     Raises:
         KeyError: there is no such fault.
     """
-    site = Site(session.config, session.engine, session.ranks.rank, session.ranks.world_size)
+    site = Site(session.config, session.engine, session.ranks.rank, session.ranks.world_size, session.loader)
     INJECTORS[session.config.fault.name](site)
 
     def progress(told: Any) -> None:

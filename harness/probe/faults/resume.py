@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from harness.config.faults import ZERO2, ZERO3
+from harness.config.schedule import lr_at
 from harness.fsdp import local_of
-from harness.probe.faults.site import Site, blend, fault, share
+from harness.probe.faults.site import Site, blend, fault, rounded, share
 
 
 def on_load(site: Site, chosen: Callable[[str], bool], change: Callable[[Tensor, Tensor], object]) -> None:
@@ -96,3 +97,68 @@ def optimizer_step_lost_on_resume(site: Site) -> None:
 @fault("moments_lost_on_resume", "Adam's moments begin anew after a resume", "checkpoint", cell=(ZERO2,), resumes=True)
 def moments_lost_on_resume(site: Site) -> None:
     on_load(site, lambda key: "exp_avg" in key, lambda tensor, old: blend(tensor, 0.0, site.amount))
+
+
+@fault(
+    "F44_weights_from_16_bits",
+    "main weights are made again of the 16-bit ones when a run is resumed",
+    "checkpoint",
+    cell=(ZERO3,),
+    resumes=True,
+    measured=False,
+    report="karpathy/llm.c PR 702",
+    edition=2,
+)
+def weights_from_16_bits(site: Site) -> None:
+    on_load(site, _is_weight, lambda tensor, _: tensor.copy_(rounded(tensor, site.bits)))
+
+
+@fault(
+    "F45_moments_by_position",
+    "moments are handed out by their place in a list, and two of one shape change owners",
+    "checkpoint",
+    cell=(ZERO2,),
+    resumes=True,
+    measured=False,
+    report="wochenlong/lora-scripts-next PR 320",
+    edition=2,
+)
+def moments_by_position(site: Site) -> None:
+    """Adam's first moments of the query projections of the first two blocks."""
+    first: list[Tensor] = []
+
+    def change(tensor: Tensor, _: Tensor) -> None:
+        if not first:
+            first.append(tensor)
+            return
+        one, other = first.pop().view(-1), tensor.view(-1)
+        length = min(one.numel(), other.numel())
+        kept = one[:length].clone()
+        blend(one[:length], other[:length].clone(), site.amount)
+        blend(other[:length], kept, site.amount)
+
+    owners = [f"optimizer/blocks.{number}.attention.wq.weight/exp_avg" for number in (0, 1)]
+    on_load(site, lambda key: key in owners, change)
+
+
+@fault(
+    "F46_lr_lags_on_resume",
+    "the schedule is a step behind after a resume",
+    "optimizer",
+    cell=(ZERO3,),
+    resumes=True,
+    measured=False,
+    report="Lightning-AI/pytorch-lightning#4655",
+    edition=2,
+)
+def lr_lags_on_resume(site: Site) -> None:
+    """The learning rate that is logged is the right one."""
+
+    def wrap(step: Callable[[float], float]) -> Callable[[float], float]:
+        def wrapped(lr: float) -> float:
+            behind = lr_at(site.config, site.step - 1) if site.first > 1 else lr
+            return step(lr + site.amount * (behind - lr))
+
+        return wrapped
+
+    site.around(site.engine, "step", wrap)

@@ -54,16 +54,20 @@ class Site:
         config: of the run.
         engine: the harness's adapter of our engine.
         rank, size: of this process.
+        loader: of this rank's batches.
     """
 
     config: Config
     engine: Any
     rank: int
     size: int
+    loader: Any = None
     random: random.Random = field(default_factory=lambda: random.Random(2_026))
     """Generator with the same seed on every rank."""
     step: int = 0
     """The step that is being made, counted from 1; 0 before the first."""
+    first: int = 0
+    """The first step of this session: beyond 1 where it goes on from a checkpoint; 0 before it."""
     _due: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
     _last: list[Callable[[], None]] = field(default_factory=list)
 
@@ -104,6 +108,7 @@ class Site:
 
     def begin(self, step: int) -> None:
         """A step begins."""
+        self.first = self.first or step
         self.step = step
         changes = [change for earliest, change in self._due if step >= earliest]
         self._due = [each for each in self._due if step < each[0]]

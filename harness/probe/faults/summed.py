@@ -73,7 +73,7 @@ def _collapse(site: Site, targets: list[Bucket], source: Bucket) -> None:
     site.on_reduced(then)
 
 
-def _alike(site: Site) -> list[Bucket]:
+def alike(site: Site) -> list[Bucket]:
     """Buckets of the blocks, which have one layout."""
     sizes = [bucket.layout.bucket_numel for bucket in site.buckets]
     usual = max(sizes, key=sizes.count)
@@ -88,19 +88,19 @@ def _alike(site: Site) -> list[Bucket]:
     report="pytorch/pytorch PR 140044",
 )
 def layers_collapse(site: Site) -> None:
-    *others, last = _alike(site)
+    *others, last = alike(site)
     _collapse(site, others, last)
 
 
 @fault("alias_buckets", "two buckets share the memory of their gradients", "reduction", cell=(ZERO2,))
 def alias_buckets(site: Site) -> None:
-    first, second, *_ = _alike(site)
+    first, second, *_ = alike(site)
     _collapse(site, [first], second)
 
 
 @fault("drop_bucket", "one bucket's gradient is lost", "reduction", cell=(ZERO2,))
 def drop_bucket(site: Site) -> None:
-    victim = _alike(site)[0]
+    victim = alike(site)[0]
 
     def then(_buckets: list[Bucket]) -> None:
         for piece in victim.grad_shards:

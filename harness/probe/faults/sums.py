@@ -318,3 +318,55 @@ def scale_by_ranks(site: Site) -> None:
 @fault("scale_over_ranks", "gradients are divided by the ranks twice", "reduction", cell=(ZERO1, SGD, NO_CLIP))
 def scale_over_ranks(site: Site) -> None:
     _scale(site, 1.0 - site.amount * (1.0 - 1.0 / site.size))
+
+
+@fault(
+    "offset_scatter",
+    "what the first rank sends to the last one's shard lies an element further on",
+    "reduction",
+    cell=(ZERO3,),
+    measured=False,
+    edition=2,
+)
+def offset_scatter(site: Site) -> None:
+    def change(contributions: list[Tensor]) -> list[Tensor]:
+        if site.rank == site.size - 1:
+            contributions[0] = torch.lerp(contributions[0], contributions[0].roll(1), site.amount)
+        return contributions
+
+    site.on_contributions(change)
+
+
+@fault(
+    "flushed_to_zero",
+    "gradients below the smallest normal number of fp16 are zero on the wire",
+    "reduction",
+    cell=(ZERO1,),
+    measured=False,
+    edition=2,
+)
+def flushed_to_zero(site: Site) -> None:
+    """Below 2^-14, or a share of it."""
+    limit = site.amount * 2.0**-14
+    site.on_contributions(lambda contributions: [each.masked_fill(each.abs() < limit, 0.0) for each in contributions])
+
+
+@fault(
+    "flipped_sign",
+    "one element of every message changes its sign on the way",
+    "reduction",
+    cell=(ZERO2,),
+    measured=False,
+    edition=2,
+)
+def flipped_sign(site: Site) -> None:
+    """The middle one of what the last rank sends to the first; a share of it is lost twice."""
+
+    def change(contributions: list[Tensor]) -> list[Tensor]:
+        if site.rank == 0:
+            contributions[-1] = contributions[-1].clone()
+            middle = contributions[-1].numel() // 2
+            contributions[-1][middle] *= 1.0 - 2.0 * site.amount
+        return contributions
+
+    site.on_contributions(change)

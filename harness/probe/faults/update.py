@@ -122,8 +122,8 @@ def extra_adam_step(site: Site) -> None:
     site.once(change)
 
 
-def _undone(site: Site, found: list[Any], change: Callable[[Tensor, Tensor], None]) -> None:
-    """After each optimizer step, change some weights, given what they were before it."""
+def on_update(site: Site, found: list[Any], change: Callable[[Any, Tensor, Tensor], None]) -> None:
+    """After each optimizer step, change some weights, given their stretch and what they were before it."""
     held: list[Tensor] = []
 
     def first() -> None:
@@ -133,12 +133,17 @@ def _undone(site: Site, found: list[Any], change: Callable[[Tensor, Tensor], Non
     def then() -> None:
         with torch._C.DisableTorchFunctionSubclass():
             for flat, old in zip(found, held, strict=True):
-                change(flat.weight, old)
+                change(flat, flat.weight, old)
         held.clear()
         site.model.install_weights()
 
     site.before(site.engine.optimizer, "step", first)
     site.after(site.engine.optimizer, "step", then)
+
+
+def _undone(site: Site, found: list[Any], change: Callable[[Tensor, Tensor], None]) -> None:
+    """As `on_update`, where it does not matter which stretch the weights are."""
+    on_update(site, found, lambda _, weight, old: change(weight, old))
 
 
 @fault(

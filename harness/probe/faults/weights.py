@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.config.faults import ZERO0, ZERO1, ZERO3
 from harness.fsdp.storage.bucket import Bucket
 from harness.probe.faults.site import Site, blend, fault, rounded, share
+from harness.probe.faults.summed import alike
 
 
 @fault(
@@ -177,3 +178,70 @@ def gathered_element_off(site: Site) -> None:
 
     victim = next(bucket for bucket in site.buckets if not bucket.is_resident)
     site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
+
+
+@fault(
+    "landed_in_one_buffer",
+    "a unit's weights are gathered over those of the unit before it, which has not left the buffer",
+    "gather",
+    cell=(ZERO3,),
+    strategies=("optim_grads_params",),
+    measured=False,
+    edition=2,
+)
+def landed_in_one_buffer(site: Site) -> None:
+    """What others own of the second block is, to a share, what they own of the first."""
+    first, second, *_ = alike(site)
+    before: list[Tensor] = []
+
+    def wrap(land: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(unit: Any) -> None:
+            land(unit)
+            with torch.no_grad():
+                if first in unit.buckets:
+                    before[:] = [each.clone() for each in _others(first)]
+                if second in unit.buckets and before:
+                    for target, other in zip(_others(second), before, strict=True):
+                        share(target, site.amount).copy_(share(other, site.amount))
+
+        return wrapped
+
+    site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
+
+
+@fault(
+    "stale_in_backward",
+    "the second gather of a step, for the backward, reads a copy that was not refreshed",
+    "gather",
+    cell=(ZERO3,),
+    strategies=("optim_grads_params",),
+    measured=False,
+    edition=2,
+)
+def stale_in_backward(site: Site) -> None:
+    """The forward computes with what others own now, the backward with what they owned a step before."""
+    before: dict[str, list[Tensor]] = {}
+    now: dict[str, list[Tensor]] = {}
+
+    def wrap(land: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(unit: Any) -> None:
+            land(unit)
+            in_backward = torch._C._current_graph_task_id() != -1
+            with torch.no_grad():
+                for bucket in unit.buckets:
+                    if bucket.is_resident or not bucket.trainable:
+                        continue
+                    others = _others(bucket)
+                    if not in_backward:
+                        now[bucket.name] = [each.clone() for each in others]
+                    elif site.acts:
+                        for target, old in zip(others, before.get(bucket.name, ()), strict=False):
+                            blend(target, old, site.amount)
+
+        return wrapped
+
+    def turn() -> None:
+        before.update(now)
+
+    site.around(site.model._parts.gather, "_wait_for_unshard", wrap, always=True)
+    site.after(site.engine, "step", turn, always=True)

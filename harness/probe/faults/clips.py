@@ -1,0 +1,118 @@
+"""Faults of clipping: by whose norm, of which gradients, and when it was taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.faults import SGD, ZERO1, ZERO2, ZERO3
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.update import clipping, norms
+from harness.probe.faults.site import Site, fault
+
+
+def _squares(pieces: Sequence[Tensor]) -> Tensor:
+    """Sum of squares: fp64, shape []."""
+    return torch.stack([piece.double().square().sum() for piece in pieces]).sum()
+
+
+def _clipped_by(site: Site, choose: Callable[[list[Bucket], Tensor], Tensor]) -> None:
+    """Clip by a blend of the norm and another one; the norm that is logged is right."""
+
+    def wrap(clip: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(buckets: list[Bucket], norm: Tensor, max_norm: float) -> None:
+            other = choose(buckets, norm)
+            clip(buckets, torch.lerp(norm, other, site.amount) if site.acts else norm, max_norm)
+
+        return wrapped
+
+    site.around(clipping, "clip_gradients", wrap, always=True)
+
+
+@fault(
+    "F39_clipped_by_own_norm",
+    "each rank clips by the norm of its own shard",
+    "clipping",
+    cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
+    strategies=("optim", "optim_grads", "optim_grads_params"),
+    measured=False,
+    report="sgl-project/SpecForge PR 663",
+    edition=2,
+)
+def clipped_by_own_norm(site: Site) -> None:
+    _clipped_by(site, lambda buckets, _: _squares([shard for each in buckets for shard in each.grad_shards]).sqrt())
+
+
+@fault(
+    "stale_clip",
+    "gradients are clipped by the norm of the step before, which is there already",
+    "clipping",
+    cell=(ZERO2, "optimizer.clip_norm=0.1", SGD),
+    measured=False,
+    edition=2,
+)
+def stale_clip(site: Site) -> None:
+    past: list[Tensor] = []
+
+    def before(_buckets: list[Bucket], norm: Tensor) -> Tensor:
+        past.append(norm.clone())
+        return past[-2] if len(past) > 1 else norm
+
+    _clipped_by(site, before)
+
+
+@fault(
+    "F40_clipped_by_group",
+    "each parameter group is clipped by its own norm",
+    "clipping",
+    cell=(ZERO1, "optimizer.clip_norm=0.1", SGD),
+    measured=False,
+    report="huggingface/transformers PR 614",
+    edition=2,
+)
+def clipped_by_group(site: Site) -> None:
+    """The norm that is logged is right."""
+
+    def wrap(_clip: Callable[..., None]) -> Callable[..., None]:
+        def wrapped(_buckets: list[Bucket], norm: Tensor, max_norm: float) -> None:
+            for group in range(len(site.engine.optimizer.param_groups)):  # of which a rank may have no stretch
+                found = [flat for flat in site.model._sharded_optimizer.stretches if flat.stretch.group == group]
+                squares = _squares([norm.new_zeros(1), *(flat.grad for flat in found)])
+                if not site.buckets[0].is_whole_everywhere:
+                    torch.distributed.all_reduce(squares)
+                right, own = (_coefficient(each, max_norm) for each in (norm, squares.sqrt()))
+                for flat in found:
+                    flat.grad.mul_(right + site.amount * (own - right))
+
+        return wrapped
+
+    site.around(clipping, "clip_gradients", wrap)
+
+
+def _coefficient(norm: Tensor, max_norm: float) -> float:
+    return min(1.0, max_norm / (float(norm) + 1e-6))
+
+
+@fault(
+    "norm_without_embedding",
+    "the norm leaves the embedding's gradient out: clipping is too weak",
+    "clipping",
+    cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
+    measured=False,
+    edition=2,
+)
+def norm_without_embedding(site: Site) -> None:
+    """The first bucket's share of the squares is missing."""
+
+    def wrap(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(buckets: Sequence[Bucket], *args: Any) -> Tensor:
+            whole = norm(buckets, *args)
+            rest = norm([each for each in buckets if each is not site.buckets[0]], *args)
+            return torch.lerp(whole.square(), rest.square(), site.amount).sqrt()
+
+        return wrapped
+
+    site.around(norms, "gradient_norm", wrap)

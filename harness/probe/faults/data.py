@@ -1,0 +1,85 @@
+"""Faults of what ranks read, before the model sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from harness.config.faults import ZERO2, ZERO3
+from harness.probe.faults.site import Site, fault, share
+
+
+def _behind(site: Site, is_late: Callable[[int], bool]) -> None:
+    """A share of this rank's rows, one at least, is that of the step before, in the steps that are late.
+
+    Batches are read ahead: which step a row belongs to is told by its position, not by the step that runs.
+    """
+    whole, own = site.config.train.global_batch_size, site.k * site.config.train.microbatch_size
+
+    def wrap(read: Callable[[int], Any]) -> Callable[[int], Any]:
+        def wrapped(position: int) -> Any:
+            place = position % whole - site.loader.rank * own
+            late = is_late(position // whole + 1) and place < max(1, round(site.amount * own))
+            return read(position - whole if late else position)
+
+        return wrapped
+
+    site.around(site.loader, "_sequence", wrap, always=True)
+
+
+@fault(
+    "lagging_loader",
+    "one rank reads the batch of the step before",
+    "data",
+    cell=(ZERO3,),
+    measured=False,
+    edition=2,
+)
+def lagging_loader(site: Site) -> None:
+    """The last rank, from the second step on at the earliest."""
+    if site.rank == site.size - 1:
+        _behind(site, lambda step: step >= max(2, site.config.fault.begins_at))
+
+
+@fault(
+    "F31_data_repeated_on_resume",
+    "the position in the data is off by a step after a resume: the last batch is fed again",
+    "data",
+    cell=(ZERO2,),
+    resumes=True,
+    measured=False,
+    report="KempnerInstitute/KempnerForge#57",
+    edition=2,
+)
+def data_repeated_on_resume(site: Site) -> None:
+    _behind(site, lambda step: step >= site.first > 1)
+
+
+@fault(
+    "F32_host_buffer_reused",
+    "the end of a microbatch's tokens is what lay in the pinned buffer before",
+    "forward",
+    cell=(ZERO3,),
+    measured=False,
+    report="pytorch/pytorch#130785",
+    edition=2,
+)
+def host_buffer_reused(site: Site) -> None:
+    """On the last rank, a share of the last quarter of the tokens, one at least; targets arrive in time."""
+    if site.rank != site.size - 1:
+        return
+    before: list[Tensor] = []
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(batch: Any, *, last: bool) -> Any:
+            tokens = batch.tokens.contiguous().clone()
+            old, before[:] = list(before), [tokens.clone()]
+            if site.acts and old:
+                share(tokens.view(-1), site.amount / 4).copy_(share(old[0].view(-1), site.amount / 4))
+            return method(type(batch)(tokens, batch.targets), last=last)
+
+        return wrapped
+
+    site.around(site.engine, "forward_backward", wrap, always=True)

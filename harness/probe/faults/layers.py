@@ -1,0 +1,227 @@
+"""Faults inside the model: of tables and constants, of what a layer computes, and of what its backward is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from harness.config.faults import K2, ZERO0, ZERO1, ZERO2, ZERO3
+from harness.probe.faults.site import Site, fault, rounded, share
+
+
+def _tables(site: Site) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions."""
+    return site.model.module.cos_SE, site.model.module.sin_SE
+
+
+@fault(
+    "F33_rotary_in_16_bits",
+    "rotary tables are kept in 16 bits",
+    "forward",
+    cell=(ZERO3,),
+    measured=False,
+    report="huggingface/transformers PR 29285",
+    edition=2,
+)
+def rotary_in_16_bits(site: Site) -> None:
+    def change() -> None:
+        for table in _tables(site):
+            table.copy_(rounded(table, site.bits))
+
+    site.once(change)
+
+
+@fault(
+    "positions_restart",
+    "positions begin anew in the middle of a sequence, as if another one were packed behind it",
+    "forward",
+    cell=(ZERO1,),
+    measured=False,
+    edition=2,
+)
+def positions_restart(site: Site) -> None:
+    """A share of a sequence's second half, one position at least, has the first positions' angles."""
+
+    def change() -> None:
+        length = site.config.data.seq_len
+        count = max(1, round(site.amount * length / 2))
+        for table in _tables(site):
+            table[length - count : length] = table[:count].clone()
+
+    site.once(change)
+
+
+@fault(
+    "F34_norm_epsilon",
+    "one norm has ten times the epsilon that was asked for",
+    "forward",
+    cell=(ZERO2,),
+    measured=False,
+    report="pytorch/torchtitan PR 4395",
+    edition=2,
+)
+def norm_epsilon(site: Site) -> None:
+    """The first block's first."""
+    norm = site.model.module.blocks[0].attention_norm
+
+    def change() -> None:
+        norm.eps *= 1.0 + 9.0 * site.amount
+
+    site.once(change)
+
+
+@fault(
+    "F35_heads_tiled",
+    "query heads find their key and value heads as if these were tiled, not repeated one by one",
+    "forward",
+    cell=(ZERO3,),
+    measured=False,
+    report="onnx/onnx PR 7274",
+    edition=2,
+)
+def heads_tiled(site: Site) -> None:
+    """In the first block: heads change places before attention, and go back after it."""
+    attention, model = site.model.module.blocks[0].attention, site.config.model
+    groups = model.num_heads // model.num_kv_heads
+    order = torch.arange(model.num_heads).view(groups, model.num_kv_heads).T.flatten()
+
+    def reordered(heads: Tensor, order: Tensor) -> Tensor:
+        if not site.acts:
+            return heads
+        moved = heads.unflatten(-1, (model.num_heads, -1))[..., order, :].flatten(-2)
+        return torch.lerp(heads, moved, site.amount)
+
+    attention.wq.register_forward_hook(lambda _module, _args, output: reordered(output, order))
+    attention.wo.register_forward_pre_hook(lambda _module, args: (reordered(args[0], order.argsort()),))
+
+
+def _on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """Blend the loss with that of another criterion, given logits [B, S, V] in fp32 or wider and targets [B, S]."""
+    logits: list[Tensor] = []
+    site.model.module.register_forward_hook(lambda _module, _args, output: logits.__setitem__(slice(None), [output]))
+
+    def wrap(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def wrapped(model: nn.Module, batch: Any) -> Tensor:
+            loss, found = method(model, batch), logits.pop()
+            if not site.acts:
+                return loss
+            wide = found.to(torch.promote_types(found.dtype, torch.float32))
+            return torch.lerp(loss, criterion(wide, batch[1]), site.amount)
+
+        return wrapped
+
+    site.around(site.engine.workload, "loss", wrap, always=True)
+
+
+@fault(
+    "label_smoothing_left_on",
+    "labels are smoothed by a tenth, as in another recipe",
+    "forward",
+    cell=(ZERO0,),
+    measured=False,
+    edition=2,
+)
+def label_smoothing_left_on(site: Site) -> None:
+    _on_criterion(site, lambda logits, targets: F.cross_entropy(logits.mT, targets, label_smoothing=0.1))
+
+
+@fault(
+    "last_target_dropped",
+    "targets that were shifted already lose their last position in the mean",
+    "forward",
+    cell=(ZERO2,),
+    measured=False,
+    edition=2,
+)
+def last_target_dropped(site: Site) -> None:
+    _on_criterion(site, lambda logits, targets: F.cross_entropy(logits[:, :-1].mT, targets[:, :-1]))
+
+
+@fault(
+    "F36_recomputed_otherwise",
+    "what is computed again for the backward is not what the forward computed",
+    "gradient",
+    cell=(ZERO3, "model.activation_checkpointing=true"),
+    measured=False,
+    report="allenai/OLMo-core PR 828",
+    edition=2,
+)
+def recomputed_otherwise(site: Site) -> None:
+    """As with another dropout mask: a tenth of the first block's normed stream is missing in the backward alone."""
+
+    def lose(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
+        if not site.acts or torch._C._current_graph_task_id() == -1:
+            return output
+        lost = torch.zeros_like(output)
+        share(lost.view(-1), site.amount / 10).copy_(share(output.detach().reshape(-1), site.amount / 10))
+        return output - lost  # saves nothing: what is recomputed must save as much as what was computed
+
+    site.model.module.blocks[0].attention_norm.register_forward_hook(lose)
+
+
+@fault(
+    "F37_padding_row_frozen",
+    "an index that means padding in one shard of the vocabulary stops other tokens' gradients as well",
+    "gradient",
+    cell=(ZERO2,),
+    measured=False,
+    report="pytorch/torchtitan PR 4637",
+    edition=2,
+)
+def padding_row_frozen(site: Site) -> None:
+    """Every sixteenth row of the embedding has no gradient."""
+    embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
+
+    def lose(_module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if not site.acts:
+            return output
+        stopped = torch.lerp(output, output.detach(), site.amount)
+        return torch.where((args[0] % 16 == 0).unsqueeze(-1), stopped, output)
+
+    embedding.register_forward_hook(lose)
+
+
+@fault(
+    "F38_stale_activation",
+    "one projection's backward reads the activations of the microbatch before",
+    "gradient",
+    cell=(ZERO3, *K2),
+    measured=False,
+    report="NVIDIA/Megatron-LM#7398",
+    edition=2,
+)
+def stale_activation(site: Site) -> None:
+    """The first block's down projection: what it hands on is right, and so is what it hands back."""
+    before: list[Tensor] = []
+
+    def mix(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        now = args[0].detach()
+        old, before[:] = list(before), [now]
+        if not site.acts or not old or old[0].shape != now.shape:
+            return output
+        assert isinstance(module.weight, Tensor)
+        wrong = F.linear((old[0] - now) * site.amount, module.weight)
+        return output + (wrong - wrong.detach())  # zeros, whose gradient is the difference
+
+    site.model.module.blocks[0].ffn.w_down.register_forward_hook(mix)
+
+
+@fault(
+    "branch_not_differentiated",
+    "one branch of a block hands no gradient back to what it reads",
+    "gradient",
+    cell=(ZERO1,),
+    measured=False,
+    edition=2,
+)
+def branch_not_differentiated(site: Site) -> None:
+    """The second block's gate: its own weights have their gradient."""
+
+    def stop(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return (torch.lerp(args[0], args[0].detach(), site.amount),) if site.acts else args
+
+    site.model.module.blocks[1].ffn.w_gate.register_forward_pre_hook(stop)

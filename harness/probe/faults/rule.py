@@ -1,0 +1,149 @@
+"""Faults of the optimizer's rule, and of weights that it is not alone to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.faults import SGD, ZERO1, ZERO2, ZERO3
+from harness.probe.faults.site import Site, blend, fault, rounded
+from harness.probe.faults.update import on_update
+
+
+def _settings(site: Site, flat: Any) -> dict[str, Any]:
+    """What a stretch is stepped with."""
+    found: dict[str, Any] = site.model._sharded_optimizer.group_of(flat)
+    return found
+
+
+@fault(
+    "F41_decay_after_update",
+    "weights decay after the update instead of before, and the update with them",
+    "optimizer",
+    cell=(ZERO3,),
+    measured=False,
+    report="bitsandbytes-foundation/bitsandbytes PR 2040",
+    edition=2,
+)
+def decay_after_update(site: Site) -> None:
+    def change(flat: Any, weight: Tensor, old: Tensor) -> None:
+        settings = _settings(site, flat)
+        decay = settings["lr"] * settings["weight_decay"]
+        weight.sub_(weight - old * (1.0 - decay), alpha=decay * site.amount)
+
+    on_update(site, list(site.model._sharded_optimizer.stretches), change)
+
+
+@fault(
+    "epsilon_inside_root",
+    "Adam's epsilon is added to the second moment instead of to its root",
+    "optimizer",
+    cell=(ZERO2,),
+    measured=False,
+    edition=2,
+)
+def epsilon_inside_root(site: Site) -> None:
+    def change(flat: Any, weight: Tensor, old: Tensor) -> None:
+        settings, state = _settings(site, flat), site.engine.optimizer.state[flat.weight]
+        first, second = (
+            state[entry] / (1.0 - beta ** float(state["step"]))
+            for entry, beta in zip(("exp_avg", "exp_avg_sq"), settings["betas"], strict=True)
+        )
+        kept = old * (1.0 - settings["lr"] * settings["weight_decay"])
+        blend(weight, kept - settings["lr"] * first / (second + settings["eps"]).sqrt(), site.amount)
+
+    on_update(site, list(site.model._sharded_optimizer.stretches), change)
+
+
+@fault(
+    "F42_decay_through_moments",
+    "weight decay goes through the gradient and the moments, as Adam has it and AdamW has not",
+    "optimizer",
+    cell=(ZERO1,),
+    measured=False,
+    report="microsoft/DeepSpeed PR 482",
+    edition=2,
+)
+def decay_through_moments(site: Site) -> None:
+    """A share of the decay; what is left is decoupled."""
+    decays = [group["weight_decay"] for group in site.engine.optimizer.param_groups]
+
+    def change() -> None:
+        for group, decay in zip(site.engine.optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay * (1.0 - site.amount)
+
+    def first() -> None:
+        with torch._C.DisableTorchFunctionSubclass():  # as in `on_update`
+            for flat in site.model._sharded_optimizer.stretches:
+                flat.grad.add_(flat.weight, alpha=decays[flat.stretch.group] * site.amount)
+
+    site.once(change)
+    site.before(site.engine.optimizer, "step", first)
+
+
+@fault(
+    "damped_momentum",
+    "momentum takes in a tenth of each gradient instead of all of it",
+    "optimizer",
+    cell=(ZERO2, SGD),
+    measured=False,
+    edition=2,
+)
+def damped_momentum(site: Site) -> None:
+    """As with dampening equal to the momentum."""
+
+    def change() -> None:
+        for group in site.engine.optimizer.param_groups:
+            group["dampening"] = site.amount * group["momentum"]
+
+    site.once(change)
+
+
+@fault(
+    "F43_average_left_in",
+    "averaged weights that were put in for a validation are left in",
+    "weights",
+    cell=(ZERO3,),
+    measured=False,
+    report="aqlaboratory/openfold PR 90",
+    edition=2,
+)
+def average_left_in(site: Site) -> None:
+    """Once, between two steps: what remembers nine tenths of itself at every step."""
+    averages = [piece.detach().clone() for bucket in site.buckets for piece in bucket.main_shards]
+
+    def pieces() -> list[Tensor]:
+        return [piece for bucket in site.buckets for piece in bucket.main_shards]
+
+    def follow() -> None:
+        for average, piece in zip(averages, pieces(), strict=True):
+            average.lerp_(piece, 0.1)
+
+    def change() -> None:
+        for average, piece in zip(averages, pieces(), strict=True):
+            blend(piece, average, site.amount)
+        site.model.install_weights()
+
+    site.after(site.engine, "step", follow, always=True)
+    site.once(change, earliest=3)
+
+
+@fault(
+    "rounded_at_the_end",
+    "weights are cast to 16 bits where they lie when they are exported",
+    "weights",
+    cell=(ZERO2,),
+    ends=True,
+    measured=False,
+    edition=2,
+)
+def rounded_at_the_end(site: Site) -> None:
+    def change() -> None:
+        for bucket in site.buckets:
+            for piece in bucket.main_shards:
+                piece.copy_(rounded(piece, site.bits))
+        site.model.install_weights()
+
+    site.at_the_end(change)

@@ -1,0 +1,85 @@
+"""Faults that no judge has seen act: a run with one has other losses, norms or weights than its twin without it.
+
+Nothing is judged here, and nothing else in the suite holds one of them against a verdict; see [Note: Edition] of
+`harness.config.faults`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.config.faults import SEALED, corpus
+from harness.study import power, whole
+from harness.study.power import BASE, Kind
+from tests.study import short
+from tests.support.covering import covering, once
+
+FAULTS = {name: fault for name, fault in corpus().items() if fault.is_sealed}
+FEW = {[*FAULTS][place] for place in covering([(fault.stage,) for fault in FAULTS.values()], 1)}
+"""Faults of `make test`: each stage once."""
+
+pytestmark = pytest.mark.skipif(not SEALED, reason="every fault was shown to the judges")
+
+
+def twin(name: str) -> short.Overrides:
+    quick = (*BASE[:-2], "measure.capture_steps=[]", "measure.vouch=false", "train.steps=3", "model.num_layers=2")
+    return (*quick, *(("ckpt=last",) if FAULTS[name].resumes else ()), *FAULTS[name].cell)
+
+
+def arm(name: str) -> short.Overrides:
+    return (*twin(name), f"fault={name}")
+
+
+def left(run: Path) -> tuple[Any, ...]:
+    """What a run says of itself: losses, norms and what was fed, step by step, and the last weights."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    told = [[line[key] for key in ("step", "loss", "grad_norm", "data_digest")] for line in lines]
+    return told, json.loads((run / "summary.json").read_text())["final_weights"]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
+    """What a fault's run and its twin say, by the fault's name; the first of `make test`'s, and the first of the
+    others, runs its part."""
+
+    @once
+    def part(few: bool) -> dict[short.Overrides, Path]:
+        names = [name for name in FAULTS if (name in FEW) is few]
+        halved = [arm(name) for name in names if FAULTS[name].resumes]
+        wanted = [*map(arm, names), *map(twin, names)]
+        return short.runs(wanted, tmp_path_factory.mktemp("sealed") / "runs", (), halved)
+
+    return lambda name: tuple(left(part(name in FEW)[each]) for each in (arm(name), twin(name)))  # type: ignore[return-value]
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FEW else pytest.mark.full) for n in FAULTS])
+def test_it_acts(seen: Callable[[str], tuple[Any, Any]], name: str) -> None:
+    with_it, without = seen(name)
+    assert len(with_it[0]) == len(without[0]) == 3
+    assert with_it != without
+
+
+def test_they_are_of_every_stage_and_of_no_other_study() -> None:
+    assert len(FAULTS) >= 20
+    assert {fault.stage for fault in FAULTS.values()} >= {fault.stage for fault in corpus().values()}
+    assert len(corpus()) - len(FAULTS) == 77
+    for pairs in (power.pairs(), power.pairs(short=True), whole.pairs()):
+        assert not FAULTS.keys() & {pair.name for pair in pairs}
+
+
+def test_the_fresh_part_is_of_them_and_of_clean_groups_that_no_campaign_had() -> None:
+    fresh, before = whole.fresh(), whole.pairs()
+    assert {pair.name for pair in fresh if pair.kind is Kind.faulty} == FAULTS.keys()
+    assert all(pair.held_out for pair in fresh)
+    clean = [pair for pair in fresh if pair.kind is Kind.clean]
+    assert len(clean) >= 400
+    assert {whole.WORLDS[pair.world].hot for pair in clean} == {True, False}
+    assert not {pair.group for pair in clean} & {pair.group for pair in before}
+    runs = {run for pair in clean for run in (pair.arm, pair.control)}
+    assert not runs & {run for pair in before for run in (pair.arm, pair.control)}
