@@ -38,6 +38,7 @@ MODULES = (
     "tests.fsdp.test_kept",
     "tests.fsdp.test_loop_habits",
     "tests.fsdp.test_mutants",
+    "tests.fsdp.test_notices",
     "tests.fsdp.test_optimizer_choices",
     "tests.fsdp.test_optimizers",
     "tests.fsdp.test_peer_memory",

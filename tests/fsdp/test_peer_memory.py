@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, Numerics, fully_shard_model
-from harness.fsdp.comm import peer_memory
+from harness.fsdp.comm import cross_memory, peer_memory
 from harness.fsdp.comm.communicator import Communicator, _has_spare_cores
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
@@ -77,7 +77,7 @@ def test_reads_give_the_bits_of_messages_and_count_their_bytes(world_size: int) 
 
 def refused_on_one_rank(rank: int) -> str:
     if rank == 1:
-        peer_memory._READV = lambda *_: -1
+        cross_memory._READV = lambda *_: -1
     comm = communicator(0)
     assert comm.memory is None
     part = Part.evenly(torch.full((8,), float(rank)), comm.size)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel
 from harness.fsdp.runtime import backward_hooks
+from harness.fsdp.runtime.bucket_reduction import Job
 from harness.fsdp.runtime.forward import Forward
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.readiness import Readiness, begin_backward
@@ -166,6 +167,7 @@ def gradients(rank: int, strategy: str, habit: str, limit_s: float) -> dict[str,
 
 
 def train_all(rank: int) -> dict[tuple[str, str], dict[str, Tensor]]:
+    Job.sum_early = lambda self: None  # type: ignore[method-assign] # in this process: by chance it lets ranks off
     return {(s, habit): gradients(rank, s, habit, 60.0) for s in STRATEGIES for habit in HABITS}
 
 
@@ -231,7 +233,7 @@ MUTANTS: dict[str, tuple[str, str, Callable[[], Any], str]] = {
 def broken(rank: int) -> dict[str, str]:
     said = {}
     for mutant, (_, habit, patch, _) in MUTANTS.items():
-        with patch():
+        with patch(), mock.patch.object(Job, "sum_early"):  # which lets ranks off by chance
             try:
                 gradients(rank, STRATEGIES[-1], habit, MUTANT_LIMIT_S)
             except RuntimeError as error:

@@ -250,6 +250,8 @@ class Communicator:
     def release_scratch(self) -> None:
         """Free what `scratch` handed out; nothing may be in flight."""
         self._scratch.clear()
+        if self.memory is not None:
+            self.memory.collect_all()
 
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
         """Sum a few fp64 or int64 values over the group, in place; returns them."""

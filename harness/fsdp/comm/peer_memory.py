@@ -9,7 +9,9 @@ or never comes is noticed as in any collective. What is summed, and in which ord
 
 [Note: Taken] Some of what is laid out are copies, made to be read. A receipt does not tell when they may go: of gloo's
 messages one cannot ask whether they are here, only wait. So each rank counts on a board what it has read of each other
-one, and these look at it. They need not see the last count, and do not fail where a board is gone.
+one, and these look at it. They need not see the last count, and do not fail where a board is gone. On another board
+stands what each rank has laid out, beside the message that tells so (see [Note: Notices]): who looks there knows
+whether reading would wait, and need not wait for the message, which takes half a millisecond where cores are busy.
 
 A system may forbid it: another user, another PID namespace, seccomp, Yama. All ranks of a group try once, with the
 memory they will read from, and agree; where one fails, all use messages. Yama's restriction to descendants is met by
@@ -19,11 +21,11 @@ naming the launcher (the parent process), whose descendants may then read this p
 from __future__ import annotations
 
 import ctypes
-import errno
 import os
 import socket
 import threading
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,17 +34,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from harness.fsdp.comm import events
+from harness.fsdp.comm import cross_memory, events
+from harness.fsdp.comm.cross_memory import WORD, copy_from, words_from
 from harness.fsdp.comm.events import Label
+from harness.fsdp.comm.notices import Notices, notice_of
 
 PR_SET_PTRACER = 0x59616D61
 CANARY = 0x5EEDED_FACE5
-
-
-class _Span(ctypes.Structure):
-    """struct iovec."""
-
-    _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
 class PeerMemory:
@@ -53,14 +51,29 @@ class PeerMemory:
         pids: process id of each group rank.
         board: int64, shape [ranks]: of each rank's layings, how many were read here with none before them unread.
         boards: address of each rank's board.
+        notices: what is laid out here. notices_at: address of each rank's.
     """
 
-    def __init__(self, rank: int, pids: list[int], board: Tensor, boards: list[int]) -> None:
+    def __init__(
+        self,
+        rank: int,
+        pids: list[int],
+        board: Tensor,
+        boards: list[int],
+        notices: Notices,
+        notices_at: list[int],
+    ) -> None:
         self.rank = rank
         self.pids = pids
         self.bytes_read = 0
         self._board = board
         self._boards = boards
+        self.notices = notices
+        self._notices_at = notices_at
+        self._awaited: dict[tuple[int, int], int] = defaultdict(int)
+        """How often something was to be read here, by peer and tag."""
+        self._passed_over: dict[tuple[int, int], list[tuple[Any, Tensor]]] = {}
+        """Messages that nobody waited for, with the memory they come into, by peer and tag."""
         self._laid = [0] * len(pids)
         self._read: list[set[int]] = [set() for _ in pids]
         """Numbers, by rank that laid out, of what was read here while something earlier was not."""
@@ -84,12 +97,38 @@ class PeerMemory:
 
     def is_read(self, peer: int, number: int) -> bool:
         """Whether a peer is known to have read all that was laid out for it under a number; see [Note: Taken]."""
-        count = torch.zeros(1, dtype=torch.int64)
         try:
-            _read(self.pids[peer], self._boards[peer] + self.rank * count.itemsize, count, peer)
-        except _ReadFailed:
+            (count,) = words_from(self.pids[peer], self._boards[peer] + self.rank * WORD, 1)
+        except OSError:
             return False
-        return int(count) > number
+        return count > number
+
+    def next_count(self, peer: int, tag: int) -> int:
+        """How often something was to be read from a peer under a tag, this time counted."""
+        with self._guard:
+            self._awaited[peer, tag] += 1
+            return self._awaited[peer, tag]
+
+    def notice(self, peer: int, tag: int, count: int) -> tuple[int, ...] | None:
+        """What a peer has on its board of what it laid out here under a tag for the count's time; None: not there."""
+        return notice_of(self.pids[peer], self._notices_at[peer], self.rank, tag, count)
+
+    def pass_over(self, peer: int, tag: int, message: Any, into: Tensor) -> None:
+        """Nobody waits for a message whose contents are known already, until `collect`."""
+        with self._guard:
+            self._passed_over.setdefault((peer, tag), []).append((message, into))
+
+    def collect(self, peer: int, tag: int) -> None:
+        """Wait for the messages under a tag that nobody has waited for: they were sent before their notice stood."""
+        with self._guard:
+            messages = self._passed_over.pop((peer, tag), ())
+        for message, _ in messages:
+            events.wait_for(message)
+
+    def collect_all(self) -> None:
+        """As `collect`, of every peer and tag."""
+        for peer, tag in list(self._passed_over):
+            self.collect(peer, tag)
 
     def read(self, rank: int, address: int, into: Tensor) -> None:
         """Copy `into.nbytes` bytes at `address` of a group rank's memory over a contiguous CPU tensor.
@@ -97,7 +136,13 @@ class PeerMemory:
         Raises:
             RuntimeError: the system refuses, or the rank has died.
         """
-        _read(self.pids[rank], address, into, rank)
+        try:
+            copy_from(self.pids[rank], address, into.data_ptr(), into.nbytes)
+        except OSError as error:
+            where = f"rank {rank} of the group (process {self.pids[rank]})"
+            raise RuntimeError(
+                f"{where} cannot be read any more: {error.strerror}; it has ended unless its log says otherwise"
+            ) from error
         self.bytes_read += into.nbytes
 
 
@@ -107,7 +152,9 @@ def meet(group: dist.ProcessGroup, rank: int, size: int) -> tuple[PeerMemory | N
     Returns the group's memory and "", or None and the reason, the same on all ranks.
     """
     canary, board = torch.tensor([CANARY + rank]), torch.zeros(size, dtype=torch.int64)
-    mine = torch.tensor([_host(), os.getpid(), canary.data_ptr(), int(_READV is not None), board.data_ptr()])
+    notices = Notices(size)
+    boards = [board.data_ptr(), notices.address]
+    mine = torch.tensor([_host(), os.getpid(), canary.data_ptr(), int(cross_memory.is_there()), *boards])
     everyone = torch.empty(size, mine.numel(), dtype=torch.int64)
     with events.begin(Label("all_gather", "peer memory")):
         group.allgather([list(everyone)], [mine]).wait()
@@ -123,7 +170,8 @@ def meet(group: dist.ProcessGroup, rank: int, size: int) -> tuple[PeerMemory | N
         group.allreduce([failed], dist.ReduceOp.MAX).wait()
     if reason := int(failed[0]):
         return None, _reason(reason)
-    return PeerMemory(rank, everyone[:, 1].tolist(), board, everyone[:, 4].tolist()), ""
+    pids, boards_at, notices_at = (everyone[:, column].tolist() for column in (1, 4, 5))
+    return PeerMemory(rank, pids, board, boards_at, notices, notices_at), ""
 
 
 RECEIPT = 1 << 30
@@ -145,10 +193,12 @@ def lay_out(group: dist.ProcessGroup, memory: PeerMemory, tensors: Sequence[Tens
     """
     events.offer(sum(tensor.nbytes for tensor in tensors))
     number = memory.next_number(peer)
-    told = torch.tensor([number, *(tensor.data_ptr() for tensor in tensors)])
+    laid = [number, *[tensor.data_ptr() for tensor in tensors]]
+    told = torch.tensor(laid)
     receipt = torch.empty(1, dtype=torch.uint8)
     with events.resume(events.CONTROL):
         works = [group.send([told], peer, tag), group.recv([receipt], peer, tag + RECEIPT)]
+    memory.notices.post(peer, tag, laid)
     return Offer(peer, number, works)
 
 
@@ -164,14 +214,27 @@ class Laid:
         self.memory = memory
         self.peer = peer
         self._tag = tag
+        memory.collect(peer, tag)
         self._told = torch.empty(1 + num_tensors, dtype=torch.int64)
         self._work: Any = group.recv([self._told], peer, tag)
+        self._count = memory.next_count(peer, tag)
         self._number = 0
         self._addresses: list[int] = []
 
+    def is_there(self) -> bool:
+        """Whether the peer is known to have told, so that reading waits for nobody."""
+        if self._work is None:
+            return True
+        laid = self.memory.notice(self.peer, self._tag, self._count)
+        if laid is None:
+            return False
+        self.memory.pass_over(self.peer, self._tag, self._work, self._told)
+        (self._number, *self._addresses), self._work = laid, None
+        return True
+
     def _listen(self) -> None:
         """Wait for the peer to tell, unless it has."""
-        if self._work is not None:
+        if not self.is_there():
             events.wait_for(self._work)
             (self._number, *self._addresses), self._work = self._told.tolist(), None
 
@@ -204,51 +267,14 @@ def _reason(code: int) -> str:
 def _first_failure(everyone: Tensor, rank: int) -> int:
     """0 if this rank can read the canaries of all others, else an errno or `_DIFFERS`."""
     for peer, (_, pid, address, *_) in enumerate(everyone.tolist()):
-        seen = torch.zeros(1, dtype=torch.int64)
         if peer != rank:
             try:
-                _read(pid, address, seen, peer)
-            except _ReadFailed as failure:
-                return failure.errno
-            if int(seen) != CANARY + peer:
+                (seen,) = words_from(pid, address, 1)
+            except OSError as failure:
+                return failure.errno or _DIFFERS
+            if seen != CANARY + peer:
                 return _DIFFERS
     return 0
-
-
-class _ReadFailed(RuntimeError):
-    def __init__(self, message: str, code: int) -> None:
-        super().__init__(message)
-        self.errno = code
-
-
-def _read(pid: int, address: int, into: Tensor, rank: int) -> None:
-    done, wanted, base = 0, into.nbytes, into.data_ptr()
-    while done < wanted:  # the kernel may stop early, at a signal or after 2 GiB
-        local = _Span(base + done, wanted - done)
-        remote = _Span(address + done, wanted - done)
-        got = _READV(pid, ctypes.byref(local), 1, ctypes.byref(remote), 1, 0) if _READV is not None else -1
-        if got <= 0:
-            code = ctypes.get_errno() or errno.ENOSYS
-            raise _ReadFailed(
-                f"rank {rank} of the group (process {pid}) cannot be read any more: {os.strerror(code)}; it has ended"
-                " unless its log says otherwise",
-                code,
-            )
-        done += got
-
-
-def _readv() -> Any:
-    try:
-        call = ctypes.CDLL(None, use_errno=True).process_vm_readv
-    except (AttributeError, OSError, TypeError):  # not Linux
-        return None
-    call.restype = ctypes.c_ssize_t
-    span, number = ctypes.POINTER(_Span), ctypes.c_ulong
-    call.argtypes = [ctypes.c_int, span, number, span, number, number]
-    return call
-
-
-_READV = _readv()
 
 
 def _host() -> int:

@@ -62,6 +62,10 @@ class Exchange:
     laid: list[Laid] = field(default_factory=list)
     """What each other rank has laid out for this one to read."""
 
+    def is_there(self) -> bool:
+        """Whether all contributions are known to lie where they can be read, so that folding them waits for nobody."""
+        return bool(self.laid) and all(laid.is_there() for laid in self.laid)
+
 
 class Reduction(ABC):
     """One way to sum gradients over the ranks of an axis; see [Note: Four verbs]."""

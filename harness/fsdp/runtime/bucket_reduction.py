@@ -20,6 +20,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from harness.fsdp.comm import events
 from harness.fsdp.comm.communicator import Pending
 from harness.fsdp.comm.device import DeviceRuntime, Event
 from harness.fsdp.comm.events import OUTER, Label
@@ -76,6 +77,10 @@ class Job:
         self.source: Tensor = self.gradients.take()
         self.done: Event | None = None
         self.future: Future[None] | None = None
+        self.may_sum_early = False
+        """Whether `sum_early` has anything to do."""
+        self._failure: Exception | None = None
+        """What it raised."""
         self._route = deque(bucket.placements.reduction(last=plan.last))
         sums = [step.axis for step in bucket.placements.reduction(last=True) if step.operation is _SUM]
         self._last_sum = sums[-1]
@@ -129,6 +134,8 @@ class Job:
         self._exchanges[Axis.inner] = exchange
         self._route.popleft()
         self._stages.append(self._sum_inner)
+        # of what is laid out within the backward, and needs nothing more from others
+        self.may_sum_early = bool(exchange.laid) and not (adds or self._route)
 
     def _noted(self, wire: Tensor, source: Tensor) -> Tensor:
         """What is sent; counted as long as it lives where it is a copy."""
@@ -215,6 +222,17 @@ class Job:
                 self._stages.popleft()()
         return bool(self._stages)
 
+    def sum_early(self) -> None:
+        """Make the sums if every contribution is there. What fails is raised by `wait`."""
+        if not self._exchanges[Axis.inner].is_there():
+            return
+        self.may_sum_early = False
+        try:
+            with events.waiting(self.label):
+                self.run()
+        except Exception as failure:
+            self._failure = failure
+
     def run(self) -> None:
         """Run all stages."""
         while self.advance():
@@ -225,11 +243,14 @@ class Job:
 
     def wait(self) -> None:
         """Block the host or the current stream until the sums are made; raises what making them raised."""
+        if self._failure is not None:
+            raise self._failure
         if self.done is not None:
             self.done.wait()
         elif self.future is not None:
             self.future.result()
         else:
+            self.may_sum_early = False
             self.run()
         for exchange in self._sent:
             exchange.pending.wait()

@@ -15,7 +15,9 @@ then waits for one that waits for it.
 
 [Note: Folding beside compute] On gloo the host must sum what arrives. One thread does that, in issue order, while the
 backward goes on; its result is waited for like any collective. Where no core is to spare for that thread, the sum is
-made when it is waited for (see [Note: Spare cores]). On CUDA the same work is queued on a side stream.
+made when it is waited for (see [Note: Spare cores]), or when a unit is issued and all contributions are there already:
+the rank that comes last then makes its sum at once, so that the others, when they make room one unit on, need not wait
+for it to come to the same place. On CUDA the same work is queued on a side stream.
 """
 
 from __future__ import annotations
@@ -229,6 +231,16 @@ class ReducePipeline:
         if any(gradients.is_copied for gradients in unit.gradients):
             self._make_room(unit)
         self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
+        if not self.sums_when_wanted or len(self._in_flight) > MAX_UNITS:
+            return
+        behind: Unit | None = None  # whose sums of an earlier microbatch are still to be made
+        for each, jobs in self._in_flight:
+            is_next = each is not behind
+            for job in jobs:
+                if is_next and job.may_sum_early:
+                    job.sum_early()
+                if job.may_sum_early:
+                    behind = each
 
     def _look(self, unit: Unit, guard: GradientGuard) -> None:
         for bucket, gradients in zip(unit.trainable, unit.gradients, strict=True):
