@@ -242,8 +242,10 @@ class Judgement:
 
     def _arisen(self, finding: Finding, stage: Stage) -> Finding:
         """A captured step's finding, in this stage; or in any of the step before, where that was not captured and the
-        gradients themselves differ: by then the weights may."""
+        gradients themselves differ: by then the weights may. Those of step 1 may differ for the sake of its forward."""
         step = finding.step or 1
+        if stage is Stage.gradient and step == 1 and forward.parts(self.arm, self.control):
+            return replace(finding, stage=stage, since=Stage.forward)
         if stage is Stage.gradient and step > 1 and step - 1 not in self.pairs:
             return replace(finding, stage=Stage.optimizer, since=Stage.weights)
         return replace(finding, stage=stage)

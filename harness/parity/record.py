@@ -134,6 +134,11 @@ class Record:
         """One field over the steps; None where a step has none."""
         return self.columns[key]
 
+    @property
+    def gathers_twice(self) -> bool:
+        """Whether a backward's weights are gathered for it alone: no look of a stream sees these."""
+        return self.config.get("sharding.strategy") == "optim_grads_params"
+
     @cached_property
     def skipped(self) -> frozenset[int]:
         """Steps whose update a dynamic loss scale left out: their gradients overflowed, and are no numbers by right."""

@@ -215,7 +215,7 @@ class Vouching:
             return nullcontext()
         self.divisor = seen.divisor
         self.watching = LocalWatch(seen.module, self.names, self.signs, kept=self.in_forward)
-        if step > 1 or not (seen.compute.is_floating_point and seen.compute.itemsize == 2):
+        if step > 1 or not (seen.compute.is_floating_point and seen.compute.itemsize in (2, 4)):
             return self.watching
         config, rank = self.session.config, self.session.ranks.data_rank
         share = microbatches_per_rank(config) * config.train.microbatch_size * config.data.seq_len

@@ -82,6 +82,7 @@ MODULES = (
     "tests.streams.test_faults",
     "tests.streams.test_numbers",
     "tests.study.test_files",
+    "tests.study.test_late",
     "tests.train.test_again",
     "tests.train.test_callbacks",
     "tests.train.test_default_captures",

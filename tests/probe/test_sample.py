@@ -87,6 +87,49 @@ def test_one_factor_for_all_is_noticed(
     assert stepped(sample, held, "a tensor's factor")[0] > 1
 
 
+def clipped_as_a_group() -> tuple[float, float]:
+    """A step in which a large tensor and eight of two elements each are clipped by another factor than they should."""
+    made, sizes = (
+        torch.Generator().manual_seed(1),
+        {"right": 72, "large": 72, **{f"gain {number}": 2 for number in range(8)}},
+    )
+    held = {
+        f"{name}/{entry}": torch.rand(size, generator=made)
+        for name, size in sizes.items()
+        for entry in ("weight", *RULE.entries)
+    }
+    pieces = {key: Piece.of(key.partition("/")[0], tensor) for key, tensor in held.items()}
+    moments = {name: [pieces[f"{name}/{entry}"] for entry in RULE.entries] for name in sizes}
+    sample = Sample(RULE, [pieces[f"{name}/weight"] for name in sizes], moments, set(sizes), dict.fromkeys(sizes, 0.0))
+    before, gradients = sample.look(), {}
+    for name, size in sizes.items():
+        param = torch.nn.Parameter(held[f"{name}/weight"].clone())
+        optimizer = torch.optim.AdamW([param], 0.01, RULE.betas, RULE.eps, weight_decay=0.0)
+        optimizer.state[param] = {
+            "step": torch.tensor(2.0),
+            **{entry: held[f"{name}/{entry}"] for entry in RULE.entries},
+        }
+        gradients[name] = torch.rand(size, generator=made) - 0.5
+        param.grad = gradients[name] * (0.5 if name == "right" else 0.7)
+        optimizer.step()
+        held[f"{name}/weight"].copy_(param.detach())
+    given = sample.gradients(gradients)
+    found = sample.held_to_rule(before, sample.look(), given, 0.5, Made(3, 0.01, 2.0**-24))
+    return float(found.ratios.max()), found.clipping
+
+
+def test_small_tensors_that_are_clipped_as_others_are_follow_the_rule() -> None:
+    ratio, found = clipped_as_a_group()
+    assert ratio <= 1
+    assert found == pytest.approx(0.4, abs=1e-5)
+
+
+@kills("The comparator: a sample", "small ones by themselves", "Small tensors are the optimizer's fault")
+def test_small_tensors_that_are_left_out_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(Sample, "_factors_taken", "factors[part] = min(", "_ = min(", "").put(monkeypatch)
+    assert clipped_as_a_group()[0] > 1
+
+
 def test_sums_of_moments_tell_what_a_resumed_run_begins_with(sample: Sample, held: dict[str, torch.Tensor]) -> None:
     left = sample.of_moments(sample.look(), 2)
     assert left.shape == (2, 2)

@@ -15,10 +15,11 @@ from harness.config.faults import corpus
 from harness.parity import Outcome, Stage, Verdict, compare
 from harness.parity.compare import judge
 from harness.parity.outcome import Finding, Grade
-from harness.parity.record import load
+from harness.parity.record import Record, load
 from harness.study.whole import LATE, ONE, STEPS
 from tests.study import short
 from tests.study.short import Overrides
+from tests.support.mutants import kills
 
 CELL = (
     "study.name=late",
@@ -106,7 +107,17 @@ def test_a_late_forward_is_found_and_not_called_the_optimizers(runs: Mapping[Ove
     graded = (Grade.bad, STEPS), (Grade.doubt, LATE)
     for grade, step in graded:
         found = next(finding for finding in verdict.findings if finding.grade is grade)
-        assert (found.step, found.place) == (step, "between forward and gradient"), verdict.sentence
+        place = "between gather and gradient"  # the weights of its backward are gathered again, and nobody sees them
+        assert (found.step, found.place) == (step, place), verdict.sentence
+
+
+@kills("The comparator: where it arose", "only forwards gather", "A gather that no look sees is said to be right")
+def test_a_gather_that_nobody_saw_is_not_cleared(
+    runs: Mapping[Overrides, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Record, "gathers_twice", False)
+    verdict = compare(runs[FORWARD], runs[twin("wrong_targets")])
+    assert next(f for f in verdict.findings if f.grade is Grade.bad).place == "between forward and gradient"
 
 
 def silent(run: Path, control: Path) -> Verdict:

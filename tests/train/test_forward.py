@@ -1,10 +1,10 @@
-"""Forwards in bf16 against a bf16 twin: what is far below the rounding of bf16 is seen where it begins, and layouts,
+"""Forwards in bf16 and fp32 against a twin: what is far below the rounding of bf16 is seen where it begins; layouts,
 microbatches and engines that do the same are not called different."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch import Tensor
 from harness.config.schema import Config, Dtype
 from harness.models import llama, workload
 from harness.parity.judgement import Judgement
-from harness.parity.outcome import Finding, Grade
+from harness.parity.outcome import Finding, Grade, Stage
 from harness.parity.record import Record, load
 from harness.parity.tiers import forward
 from harness.parity.tiers.envelope import Envelope
@@ -85,7 +85,23 @@ FAULTS: dict[str, tuple[Callable[[], Any], str, str | None]] = {
 }
 
 
+FP32 = {
+    "fp32": nullcontext,
+    "fp32, fsdp2": nullcontext,
+    "fp32, tables of 8 bits": lambda: instead(llama, "rotary_tables", eight_bits),
+}
+
+
+def fp32(name: str) -> Config:
+    """Captured in step 1, of which gradients then say that the forward, too, may be another."""
+    kind = "fsdp2" if name == "fp32, fsdp2" else TWIN
+    return configured(kind, train__steps=2, measure__vouch=True, measure__capture_steps=[1])
+
+
 def trains(rank: int, folder: str) -> None:
+    for name, fault in FP32.items():
+        with fault():
+            train(fp32(name), Path(folder, name), rank)
     for kind in CLEAN:
         if bf16(kind).mesh.world_size > 1:
             train(bf16(kind), Path(folder, kind), rank)
@@ -101,7 +117,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     train(bf16("one rank"), folder / "one rank")
     for name in (*CLEAN, *FAULTS):
         freeze(bf16(name), folder / name)
-    return {name: load(folder / name) for name in (*CLEAN, *FAULTS)}
+    for name in FP32:
+        freeze(fp32(name), folder / name)
+    return {name: load(folder / name) for name in (*CLEAN, *FAULTS, *FP32)}
 
 
 def found(arm: Record, control: Record) -> list[Finding]:
@@ -133,6 +151,18 @@ def test_layouts_microbatches_and_engines_are_not(runs: dict[str, Record], name:
     told = runs[name].forward
     assert told is not None
     assert {"embedding", "blocks.1.ffn.w_down", "head.output", ""} <= told.modules.keys()
+
+
+def places(arm: Record, control: Record) -> set[str]:
+    """Where the gradients of step 1 are said to have come apart."""
+    numbers = [finding for kind in Judgement(arm, control, []).numbers for finding in kind]
+    return {f.place for f in numbers if f.grade is not Grade.ok and f.stage is Stage.gradient and f.step == 1}
+
+
+def test_a_gradient_of_another_forward_is_not_called_the_backwards_in_fp32(runs: dict[str, Record]) -> None:
+    assert not doubtful(runs["fp32, fsdp2"], runs["fp32"])
+    assert not forward.parts(runs["fp32, fsdp2"], runs["fp32"])
+    assert places(runs["fp32, tables of 8 bits"], runs["fp32"]) == {"between forward and gradient"}
 
 
 def test_on_other_devices_kernels_may_be_chosen_by_more(runs: dict[str, Record]) -> None:
@@ -173,6 +203,7 @@ def broken_expectations(runs: dict[str, Record]) -> Iterator[str]:
         yield "forwards in two dtypes are compared"
     if found(told(twin, rows=twin.forward.rows + 1), twin):
         yield "forwards of other positions are compared"
+    yield from broken_in_fp32(runs)
     batch = (1, twin.forward.batch[1])
     for factor, wrong in ((1.3, [("head.output", Grade.bad)]), (1.001, [])):
         sketches, squares = twin.forward.modules["head.output"]
@@ -180,6 +211,13 @@ def broken_expectations(runs: dict[str, Record]) -> Iterator[str]:
         told_so = doubtful(told(twin, modules=one, batch=batch), twin)
         if [(finding.tensor, finding.grade) for finding in told_so] != wrong:
             yield f"in other microbatches outputs {factor} times as large are {told_so}"
+
+
+def broken_in_fp32(runs: dict[str, Record]) -> Iterator[str]:
+    if places(runs["fp32, tables of 8 bits"], runs["fp32"]) != {"between forward and gradient"}:
+        yield "a forward in fp32 is not seen"
+    if forward.parts(runs["fp32, fsdp2"], runs["fp32"]):
+        yield "engines that do the same part in fp32"
 
 
 MUTANTS = {
@@ -195,8 +233,20 @@ MUTANTS = {
         forward, "check", "left.batch != right.batch", "False", "Kernels of other shapes are taken to be the same"
     ),
     "nothing of other microbatches": Slip(
-        forward, "check", "return [outputs]", "return []", "Forwards in other microbatches pass, whatever they give out"
+        forward,
+        "check",
+        "for name, off in told.items()",
+        "for name, off in ()",
+        "Forwards in other microbatches pass, whatever they give out",
     ),
+    "no forward in fp32": Slip(
+        Judgement,
+        "_arisen",
+        "and forward.parts(self.arm, self.control)",
+        "and False",
+        "A gradient of another forward is called the backward's",
+    ),
+    "anything parts": Slip(forward, "REORDERED", "", lambda _: -1.0, "Forwards that agree are said to part"),
     "the norm squared": Slip(
         forward, "_distances", "off / math.sqrt(squares)", "off / squares", "Distances are over the norm's square"
     ),

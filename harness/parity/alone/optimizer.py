@@ -95,7 +95,7 @@ def _at_step(run: Record, step: int, rule: Rule, held: Mapping[str, UpdateState]
             found += _held_against(run, step, pair, allowed, rule)
         held[name].weights = held[name].weights + update
     clipped = rule.name == "sgd" and coefficient < 1.0 and _common_factor(judged)
-    return [replace(f, stage=Stage.clipping) if clipped else f for f in found]
+    return [replace(f, since=Stage.clipping) if clipped else f for f in found]
 
 
 def _decays(run: Record, name: str, state: UpdateState) -> bool:

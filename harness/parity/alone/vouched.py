@@ -135,6 +135,10 @@ CLIPPED = replace(TAKEN, stage=Stage.clipping, wrong=TAKEN.wrong.replace("moment
 """What `norm` says where the logged norm itself is right and moments tell a gradient's factor from their own."""
 
 
+RECOMPUTED = "again"
+"""The look whose gradient may come of weights that were gathered for the backward alone."""
+
+
 def check(run: Record, arithmetic: Arithmetic) -> list[Finding]:
     """Every step of a run against its own stream; nothing for a run that has none."""
     if run.stream is None:
@@ -168,6 +172,8 @@ def _column(run: Record, stream: Stream, name: str, arithmetic: Arithmetic) -> l
     import numpy as np
 
     look, values = LOOKS[name], stream.column(name)
+    if name == RECOMPUTED and run.gathers_twice:
+        look = replace(look, since=Stage.gather)
     rows = np.flatnonzero(~np.isnan(values))
     steps, beyond = np.minimum(rows + 1, run.length), rows >= run.length
     limit, most = bounds(name, run, stream, arithmetic)

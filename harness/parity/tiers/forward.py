@@ -1,4 +1,4 @@
-"""Forwards of step 1 in 16 bits, module by module: bounds made of what the twin's own kernels do.
+"""Forwards of step 1 in 16 bits and in fp32, module by module: bounds made of what the twin's own kernels do.
 
 Both runs begin with the same weights and the same tokens (T0). What their modules give out was sketched
 (`harness.probe.vouching.forward`), and with m sketches S_j
@@ -13,7 +13,10 @@ that refutes; on other devices, where a library may choose by more than shapes, 
 
 Where microbatches have other sizes, kernels may differ: a sum of K terms in fp32 errs by e = sqrt(K) RMS u(fp32), which
 flips the rounding to 16 bits of an element with a probability of e / u and moves it by 2 u then, and from there on the
-rest. Such pairs are told apart by no more than the count of roundings, d <= SAFETY `Arithmetic.forward`.
+rest. Such pairs are told apart by no more than the count of roundings, d <= SAFETY `Arithmetic.forward`. So are all
+pairs in fp32, where products may add in another order for the sake of where their operands lie: 1e-5 there, and what a
+rotation by tables of 16 bits changes is a thousandth. The first module beyond is named, as what comes after it differs
+for its sake.
 
 The loss follows from the logits. Where these agree, it may differ by the rounding of its own means in fp32, `LOSS`: a
 term that was added to it (a z-loss) is seen, however small beside what bf16 logits would explain.
@@ -23,15 +26,18 @@ from __future__ import annotations
 
 import math
 
-from harness.config.roundoff import UNIT
+from harness.config.roundoff import RMS, SIXTEEN_BITS, UNIT
 from harness.parity.outcome import Finding, Grade, Stage, grade
 from harness.parity.record import Record
-from harness.parity.tiers.arithmetic import REFUTED, SAFETY
+from harness.parity.tiers.arithmetic import REFUTED, SAFETY, SIGMAS
 from harness.parity.tiers.envelope import Envelope
 from harness.store.forward import Forward
 
 SAME = 1e-9
 """What fp64 sums of equal numbers may differ by, relative to the norm of what is summed."""
+
+REORDERED = SAFETY * SIGMAS * RMS * UNIT["fp32"]
+"""What equal modules' outputs may differ by in fp32, on whose kernels also depends where operands lie."""
 
 LOSS = 16 * UNIT["fp32"]
 """What equal logits' losses may differ by: means over the tokens of microbatches, and of those, in fp32."""
@@ -50,15 +56,25 @@ def check(arm: Record, control: Record, envelope: Envelope) -> list[list[Finding
     distances = _distances(left, right)
     if not distances:
         return []
-    if left.batch != right.batch:
-        outputs = [_finding(name, off, counted, REFUTED * counted) for name, off in distances.items()]
-        return [outputs]
+    if left.batch != right.batch or envelope.arm.compute not in SIXTEEN_BITS:
+        apart = next((name for name, off in distances.items() if off > counted), None)
+        told = distances if apart is None else {apart: distances[apart]}
+        return [[_finding(name, off, counted, REFUTED * counted) for name, off in told.items()]]
     on_cpu = {run.config.get("cluster.device") for run in (arm, control)} == {"cpu"}
     refuted = SAME if on_cpu else math.inf
     apart = next((name for name, off in distances.items() if off > SAME), None)
     if apart is not None:  # all that comes after it differs for its sake
         return [[_finding(apart, distances[apart], SAME, refuted)]]
     return [[_finding(name, off, SAME, refuted) for name, off in distances.items()], _loss(arm, control, refuted)]
+
+
+def parts(arm: Record, control: Record) -> bool:
+    """Whether some module's outputs differ in step 1 by more than fp32 products of operands that lie elsewhere do, in
+    microbatches of one size: what gradients differ by may then have arisen in the forward."""
+    left, right = arm.forward, control.forward
+    if left is None or right is None or left.rows != right.rows or left.batch != right.batch:
+        return False
+    return any(off > REORDERED for off in _distances(left, right).values())
 
 
 def _loss(arm: Record, control: Record, refuted: float) -> list[Finding]:

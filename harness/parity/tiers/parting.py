@@ -45,7 +45,8 @@ class Parting:
     """What the streams of two runs say of how they part.
 
     found: distances. steady: the last step at which the control is stable. first_captured: whether the gradients of
-    step 1 were captured by both, and so are judged elsewhere.
+    step 1 were captured by both, and so are judged elsewhere. gathers_twice: whether one of the two computes a
+    gradient with weights that no look sees.
     """
 
     found: Apart
@@ -53,6 +54,7 @@ class Parting:
     push: Kick
     steady: int
     first_captured: bool
+    gathers_twice: bool
 
     @classmethod
     def of(
@@ -62,7 +64,8 @@ class Parting:
         if arm.stream is None or control.stream is None:
             return None
         found = apart(arm.stream, control.stream)
-        return None if found is None else cls(found, envelope, push, steady, first_captured)
+        twice = arm.gathers_twice or control.gathers_twice
+        return None if found is None else cls(found, envelope, push, steady, first_captured, twice)
 
     @property
     def sees_gradients(self) -> bool:
@@ -86,12 +89,11 @@ class Parting:
         reduced = gradient_jumps(self.found, self.found.reduced, self.envelope, self.steady)
         weights = weight_jumps(self.found, self.push, self.steady)
         asked = np.where(weights.steps <= certain, wide, weights.steps <= self.steady)
-        seen, after = bool(len(local.steps)), Stage.clipping if len(reduced.steps) else Stage.forward
+        begins = Stage.gather if self.gathers_twice else Stage.forward
+        seen, after = bool(len(local.steps)), Stage.clipping if len(reduced.steps) else begins
         kinds = [
-            self._graded(GIVEN.format("local gradient"), local, Stage.gradient, Stage.forward),
-            self._graded(
-                GIVEN.format("gradient"), reduced, Stage.reduction, Stage.reduction if seen else Stage.forward
-            ),
+            self._graded(GIVEN.format("local gradient"), local, Stage.gradient, begins),
+            self._graded(GIVEN.format("gradient"), reduced, Stage.reduction, Stage.reduction if seen else begins),
             self._graded(WEIGHTS, weights.at(asked), Stage.optimizer, after),
         ]
         return [kind for kind in kinds if kind]

@@ -4,6 +4,7 @@ A captured step has a place for what differs: forward and backward where local g
 agree. Of a step that was not captured only its loss and its norms are known, and a loss that is off may be so by
 anything since the loss before it. What the runs' own witnesses saw to be right is taken off both ends: the sum (no
 reduction), the rule (no optimizer), the logged norm (no clipping), what was gathered and kept (no gather, no weights).
+What was gathered is seen of forwards: where a backward's weights are gathered again, a gather may still be at fault.
 The data's digests are compared beforehand.
 """
 
@@ -42,7 +43,7 @@ def cleared(runs: Collection[Record], step: int, wrong: Collection[tuple[int | N
         seen = all(_seen(run, name, at) for run in runs for name in columns for at in {max(1, step - 1), step})
         if seen and not any(stage is each and at in (step - 1, step) for at, each in wrong):
             found.add(stage)
-    return found
+    return found - {Stage.gather} if any(each.gathers_twice for each in runs) else found
 
 
 def _seen(run: Record, column: str, step: int) -> bool:

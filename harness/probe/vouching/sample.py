@@ -196,20 +196,35 @@ class Sample:
         everywhere = torch.ones_like(ratios, dtype=torch.bool)
         of_tensors = [self.tensor_of == tensor for tensor in torch.unique(self.tensor_of[ratios > 1])]
         for parts in ([everywhere], of_tensors):
-            factors = torch.full_like(gradients, clipping)
-            for part in parts:
-                factors[part] = self._factor_taken(taken, gradients, part, clipping)
+            factors = self._factors_taken(taken, gradients, parts, clipping)
             again = self._ratios(state, after, factors * gradients, made)
             if not again.max() > 1:
                 return Held(again, float((factors / clipping - 1).abs().max()))
         return Held(ratios, 0.0)
 
-    def _factor_taken(self, taken: Tensor, gradients: Tensor, part: Tensor, clipping: float) -> float:
-        """What gradients of a part were multiplied with, by the median of elements whose gradient is not small; where
-        they are fewer than `ALIKE`, which could be wrong in any way, what they should be."""
-        part = part & (gradients != 0) & (self._trained > 0)
-        large = part & (gradients.abs() >= gradients[part].abs().quantile(0.5)) if part.any() else part
-        return float((taken[large] / gradients[large]).median()) if int(large.sum()) >= ALIKE else clipping
+    def _factors_taken(self, taken: Tensor, gradients: Tensor, parts: list[Tensor], clipping: float) -> Tensor:
+        """What gradients were multiplied with, a number an element: one for each part, by the median of its elements
+        whose gradient is not small.
+
+        Fewer than `ALIKE` could be wrong in any way: such a part has that of another one, whichever is the nearest, or
+        what it should be. Fp64 [elements].
+        """
+        found, few = [clipping], []
+        factors = torch.full_like(gradients, clipping)
+        for part in parts:
+            moves = part & (gradients != 0) & (self._trained > 0)
+            large = moves & (gradients.abs() >= gradients[moves].abs().quantile(0.5)) if moves.any() else moves
+            if not large.any():
+                continue
+            factor = float((taken[large] / gradients[large]).median())
+            if int(large.sum()) >= ALIKE:
+                factors[part] = factor
+                found.append(factor)
+            else:
+                few.append((part, factor))
+        for part, factor in few:
+            factors[part] = min(found, key=lambda each: abs(each - factor))
+        return factors
 
     def _state(self, values: Values) -> UpdateState:
         nothing = torch.zeros_like(values.weights)
