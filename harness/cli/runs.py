@@ -103,8 +103,12 @@ def _retry(arguments: Namespace) -> int:
 
 
 def _cancel(arguments: Namespace) -> int:
-    code = cancel(Store(arguments.root), arguments.ref)
-    say_next(arguments, f"retry {shlex.quote(arguments.ref)}")
+    store, ref = Store(arguments.root), arguments.ref
+    code = cancel(store, ref)
+    if code is None:  # who wanted nothing to run is not told how to start it
+        say_next(arguments, f"{'watch' if ref in store.studies() else 'show'} {shlex.quote(ref)}")
+        return 0
+    say_next(arguments, f"retry {shlex.quote(ref)}")
     return code
 
 

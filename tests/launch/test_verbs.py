@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import time
@@ -23,6 +24,7 @@ from harness.store.rundir import Store, cancel_requested
 from harness.store.show import diff, show
 from harness.store.status import State, Status
 from tests.launch.cells import make_cell
+from tests.support.mutants import Slip, kills
 
 
 @pytest.fixture
@@ -119,8 +121,28 @@ def test_cancel_of_a_living_run_asks_its_owner(store, monkeypatch):
         assert control.cancel(store, "adhoc", Terminal(out)) == 1, "it has not ended"
     assert cancel_requested(run.path, 0)
     assert "does not end" in out.getvalue()
-    assert control.cancel(store, "adhoc", Terminal(out)) == 0
+    assert control.cancel(store, "adhoc", Terminal(out)) is None
     assert "nothing to cancel" in out.getvalue()
+
+
+@pytest.mark.parametrize("path", ["launch", "mesh", "train.global_batch_size", "study"])
+def test_retry_names_what_a_frozen_file_lacks(store, path, capsys):
+    run = add(store, State.failed)
+    config = run.config()
+    *groups, key = path.split(".")
+    del (config[groups[0]] if groups else config)[key]
+    (run.path / "config.yaml").write_text(json.dumps(config))
+    assert main(["retry", str(run.path), "--root", str(store.root)]) == 2
+    assert f"{run.path}/config.yaml has no {key}: it was cut or edited" in capsys.readouterr().err
+
+
+@kills(
+    "The terminal", "retry of a file that lacks a group", "The retry of a run whose config.yaml was cut is a traceback"
+)
+def test_a_lacking_group_that_is_not_named_is_found(store, capsys, monkeypatch):
+    Slip(control, "frozen", "except KeyError as", "except ZeroDivisionError as").put(monkeypatch)
+    with pytest.raises(KeyError):
+        test_retry_names_what_a_frozen_file_lacks(store, "mesh", capsys)
 
 
 def test_retry_asks_again_for_the_frozen_cells(store, monkeypatch):
