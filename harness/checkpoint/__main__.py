@@ -47,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
             print(_export(arguments))
         else:
             print(_import(arguments))
+    except FileExistsError as error:
+        print(f"bad request:\n  {error.filename} is there already; name a folder to be made", file=sys.stderr)
+        return 2
     except REFUSED as error:
         print(error if isinstance(error, BadRequest) else f"bad request:\n  {error}", file=sys.stderr)
         return 2

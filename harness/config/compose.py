@@ -103,7 +103,8 @@ def load_config(plain: Mapping[str, Any]) -> Config:
     try:
         return cast(Config, OmegaConf.to_object(_merge(dict(plain))))
     except MissingMandatoryValue as error:
-        raise refuse(str(error.full_key), "is not said, and nothing can be assumed") from error
+        choices = ", ".join(settings()[str(error.full_key)].choices)
+        raise refuse(str(error.full_key), "is not said, and nothing can be assumed", choices=choices) from error
 
 
 def compose_cell(cfg: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:
