@@ -7,9 +7,11 @@ import json
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 
+from harness.cli import runs as cli_runs
 from harness.cli.main import main
 from harness.config.errors import BadRequest
 from harness.launch import control
@@ -104,6 +106,29 @@ def test_one_cell_in_two_studies_is_told_by_its_study(store, capsys):
     assert "next: python -m harness retry first" in capsys.readouterr().out
     assert main(["show", str(other.path), "--root", str(store.root)]) == 0
     assert "next: python -m harness watch second" in capsys.readouterr().out
+
+
+def test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(store, capsys):
+    """It proposed to compare two runs that were queued, and one that was cancelled."""
+    done = [add(store, State.done, "r", f"train.replicate={i}") for i in range(3)]
+    add(store, State.cancelled, "r", "train.seed=9")
+    (done[2].path / "status.json").write_text("{")
+    words = ["watch", "--once", "--root", str(store.root)]
+    assert main(words) == 0
+    first, second = (store.short(run) for run in sorted(done[:2], key=lambda run: run.path))
+    assert f"next: python -m harness compare {second} {first} --root" in capsys.readouterr().out
+    running = add(store, State.running, "r", "train.seed=8")
+    with Lock.acquire(running.path / ".lock"):
+        assert main(words) == 0
+    assert "next: python -m harness watch adhoc --root" in capsys.readouterr().out
+
+
+@kills("The terminal", "next: of what moves", "watch proposes to compare runs that have not ended")
+def test_a_watch_that_compares_what_moves_is_found(store, capsys, monkeypatch):
+    slip = Slip(cli_runs, "_watch", "(State.queued.value, State.running.value)", "()")
+    monkeypatch.setattr("harness.cli.main.VERBS", [replace(cli_runs.WATCH, run=slip.made())])
+    with pytest.raises(AssertionError):
+        test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(store, capsys)
 
 
 def test_no_such_study(store):
