@@ -136,7 +136,7 @@ def test_names_that_nobody_explained_are_refused(tmp_path: Path, capsys: pytest.
     assert "net.a: say what these are, --rename" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     assert tool.main(["export", str(tmp_path / "nothing"), str(tmp_path / "y"), "--format", "hf"]) == 2
-    assert "has checkpoints of steps none" in capsys.readouterr().err
+    assert "holds no checkpoint" in capsys.readouterr().err
     run, _, _ = saved(tmp_path / "run")
     assert tool.main(["export", str(run), str(tmp_path / "y"), "--format", "hf", "--step", "3"]) == 2
     assert "has checkpoints of steps [4], not 3" in capsys.readouterr().err
@@ -170,6 +170,8 @@ def test_nothing_is_lost_where_two_are_of_one_name(tmp_path: Path, capsys: pytes
     assert capsys.readouterr().err.endswith(f"\nbad request:\n  {folder} is there already; name a folder to be made\n")
     assert tool.main(["export", str(run), str(folder), "--format", "hf"]) == 2
     assert "is there already" in capsys.readouterr().err
+    assert tool.main(["export", str(run), "/proc/none", "--format", "hf"]) == 2
+    assert capsys.readouterr().err == "bad request:\n  /proc/none: No such file or directory\n"
     edit_config(run, "engine", warp=True)
     assert tool.main(["export", str(run), str(tmp_path / "newer"), "--format", "hf"]) == 2
     assert capsys.readouterr().err.startswith("bad request:\n  engine.warp: engine has no such setting\n")

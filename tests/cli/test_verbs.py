@@ -71,6 +71,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["compare", "a", "b", "--step", "x"], "--step"),
         (["import", "/nowhere", "new", "--format", "hf"], "is no folder"),
         (["import", "/proc", "new", "--format", "dcp"], "has no .metadata"),
+        (["export", "@last", "new", "--format", "hf", "--step", "x"], "argument --step: x is no whole number"),
+        (["export", "@last", "new", "--format", "hf", "--shard-mb", "0"], "argument --shard-mb: 0 is no whole number"),
         (["power", "--only", "nope"], "names no fault"),
         (["verdict"], "required: STUDY"),
         (["--nope"], "VERB"),
