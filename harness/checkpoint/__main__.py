@@ -30,7 +30,6 @@ REFUSED = (
     Damaged,
     foreign.Unfit,
     StoreError,
-    OSError,
     CheckpointException,
     SafetensorError,
     UnpicklingError,
@@ -47,6 +46,16 @@ def main(argv: Sequence[str]) -> int:
             print(_export(arguments))
         else:
             print(_import(arguments))
+    except FileExistsError as error:
+        print(
+            f"bad request:\n  {error.filename or arguments.target} is there already; name a folder to be made",
+            file=sys.stderr,
+        )
+        return 2
+    except OSError as error:
+        told = f"{error.filename}: {error.strerror}" if error.filename else error
+        print(f"bad request:\n  {told}", file=sys.stderr)
+        return 2
     except REFUSED as error:
         print(error if isinstance(error, BadRequest) else f"bad request:\n  {error}", file=sys.stderr)
         return 2
@@ -74,8 +83,10 @@ def _parser() -> argparse.ArgumentParser:
 def _export(arguments: argparse.Namespace) -> str:
     run = RunDir(arguments.source)
     held = folders.steps(run.ckpt)
-    if not held or (arguments.step is not None and arguments.step not in held):
-        raise foreign.Unfit(f"{run.ckpt} has checkpoints of steps {held or 'none'}, not {arguments.step or 'any'}")
+    if not held:
+        raise foreign.Unfit(f"{run.ckpt} holds no checkpoint")
+    if arguments.step is not None and arguments.step not in held:
+        raise foreign.Unfit(f"{run.ckpt} has checkpoints of steps {held}, not {arguments.step}")
     source = folders.path_of(run.ckpt, held[-1] if arguments.step is None else arguments.step)
     if arguments.format == "dcp":
         print(PICKLE.format("whoever reads what is written here runs it"), file=sys.stderr)

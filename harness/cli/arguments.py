@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ from hydra._internal.utils import get_args_parser
 from harness.config import catalog
 from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
-from harness.config.overrides import check_overrides, hydra_words, typed_value
+from harness.config.overrides import check_overrides, hydra_words, no_flag, typed_value
 from harness.store import commands
 
 
@@ -78,9 +77,10 @@ def read_arguments(argv: Sequence[str], implied: Sequence[str] = ()) -> Argument
 
 
 def _no_flag(word: str) -> BadRequest:
-    """Who comes from argparse writes a setting as a flag."""
     if "=" in word:
-        return refuse(word, "is no flag; settings have no dashes", fix=shlex.quote(word.lstrip("-")))
+        return BadRequest([no_flag(word)])
+    if word.lstrip("-") in (*catalog.load_catalog().groups, *settings()):
+        return BadRequest([no_flag(f"{word}=VALUE")])
     return refuse(word, "no such flag", fix=commands.request("--help"))
 
 

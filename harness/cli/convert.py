@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
 from harness.cli.verb import Verb
@@ -28,13 +28,20 @@ def _format_argument(parser: ArgumentParser) -> None:
     )
 
 
+def _count(text: str) -> int:
+    """Looked at here: the process that converts takes seconds until it reads its words."""
+    if not text.isdecimal() or not int(text):
+        raise ArgumentTypeError(f"{text} is no whole number from 1 on")
+    return int(text)
+
+
 def _export_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a path, a prefix of a signature or @last")
     parser.add_argument("target", metavar="DIR", help="a folder to make")
     _format_argument(parser)
-    parser.add_argument("--step", help="of which checkpoint (default: the newest)")
+    parser.add_argument("--step", type=_count, help="of which checkpoint (default: the newest)")
     parser.add_argument("--dtype", choices=tuple(Dtype.__members__), help="hf: round to it")
-    parser.add_argument("--shard-mb", help="hf: largest file, in MB of 1,000,000 bytes (default: 5000)")
+    parser.add_argument("--shard-mb", type=_count, help="hf: largest file, in MB of 1,000,000 bytes (default: 5000)")
 
 
 def _export(arguments: Namespace) -> int:

@@ -13,6 +13,7 @@ from yaml import YAMLError
 
 from harness.config.errors import EXIT_BAD_REQUEST, BadRequest
 from harness.config.hints import explain
+from harness.store import screen
 from harness.store.errors import Busy, StoreError
 
 REQUEST_ERRORS = (BadRequest, StoreError, HydraException, OmegaConfBaseException, YAMLError, OSError)
@@ -31,9 +32,12 @@ def explained(error: Exception) -> str:
 
 
 def tell(error: Exception) -> int:
-    """Print the message of one of REQUEST_ERRORS, where it can be printed; returns the exit code."""
+    """Print the message of one of REQUEST_ERRORS, where it can be printed; returns the exit code.
+
+    A terminal's width folds it; in a pipe or a file a line stays one, so that grep finds all of it.
+    """
     try:
-        print(explained(error), file=sys.stderr, flush=True)
+        print(screen.message(explained(error), sys.stderr), file=sys.stderr, flush=True)
     except OSError:  # a log on a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # what is left would be tried again at the end
     return exit_code(error)

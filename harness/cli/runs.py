@@ -12,8 +12,9 @@ from harness.launch.control import cancel, retry
 from harness.launch.slurm.scheduler import probe
 from harness.launch.watch import watch
 from harness.store import commands, status
+from harness.store.errors import StoreError
 from harness.store.gc import gc
-from harness.store.rundir import CONFIG, Store
+from harness.store.rundir import CONFIG, RunDir, Store
 from harness.store.show import diff, show
 from harness.store.status import State
 from harness.store.study import judging_verb
@@ -54,10 +55,23 @@ def _watch(arguments: Namespace) -> int:
     if bad:
         say_next(arguments, f"retry {shlex.quote(study)}")
         return 1
+    if any(one.study == study and one.state in (State.queued.value, State.running.value) for one in seen):
+        say_next(arguments, f"watch {shlex.quote(study)}")
+        return 0
     siblings = store.runs(study)
-    ends = [shlex.quote(store.short(run)) for run in dict.fromkeys((siblings[0], siblings[-1]))]
+    done = [run for run in siblings if _is_done(run)]
+    first, last = (done or siblings)[0], (done or siblings[:1])[-1]  # what has not ended well is not compared
+    ends = [shlex.quote(store.short(run)) for run in dict.fromkeys((first, last))]
     say_next(arguments, judging_verb(store.root, study, ends, f"show {ends[0]}"))
     return 0
+
+
+def _is_done(run: RunDir) -> bool:
+    try:
+        found = run.status()
+    except StoreError:  # the table has named it
+        return False
+    return found is not None and found.state is State.done
 
 
 def _run_argument(parser: ArgumentParser) -> None:
@@ -103,8 +117,12 @@ def _retry(arguments: Namespace) -> int:
 
 
 def _cancel(arguments: Namespace) -> int:
-    code = cancel(Store(arguments.root), arguments.ref)
-    say_next(arguments, f"retry {shlex.quote(arguments.ref)}")
+    store, ref = Store(arguments.root), arguments.ref
+    code = cancel(store, ref)
+    if code is None:  # who wanted nothing to run is not told how to start it
+        say_next(arguments, f"{'watch' if ref in store.studies() else 'show'} {shlex.quote(ref)}")
+        return 0
+    say_next(arguments, f"retry {shlex.quote(ref)}")
     return code
 
 

@@ -97,9 +97,14 @@ def load_config(plain: Mapping[str, Any]) -> Config:
     """Turn the plain values of a frozen `config.yaml` into the typed root.
 
     Raises:
-        BadRequest: a key is unknown or a value has the wrong type, as in a run frozen by another version of the schema.
+        BadRequest: a key is unknown, a value has the wrong type or one that must be said is not there, as in a run
+            frozen by another version of the schema.
     """
-    return cast(Config, OmegaConf.to_object(_merge(dict(plain))))
+    try:
+        return cast(Config, OmegaConf.to_object(_merge(dict(plain))))
+    except MissingMandatoryValue as error:
+        choices = ", ".join(settings()[str(error.full_key)].choices)
+        raise refuse(str(error.full_key), "is not said, and nothing can be assumed", choices=choices) from error
 
 
 def compose_cell(cfg: DictConfig, overrides: Sequence[str], *, earlier: Sequence[str] = ()) -> Cell:

@@ -89,6 +89,13 @@ def unknown_words(config: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def unknown_settings(config: Mapping[str, Any]) -> list[str]:
+    """Dotted paths, in order, that are no setting, nor an entry of one that takes pairs."""
+    known = settings()
+    tables = tuple(f"{path}." for path, setting in known.items() if typing.get_origin(setting.type) is dict)
+    return [path for path in config if path not in known and not path.startswith(tables)]
+
+
 @functools.cache
 def groups() -> dict[str, str]:
     """Every group of the typed root with the sentence of its dataclass."""

@@ -288,6 +288,8 @@ def _malformed(text: str, catalog: Catalog) -> Violation:
         meant = [f"{group}={text}" for group in holders[:3]] or [f"{name}=VALUE" for name in names]
         fix = f"did you mean {' or '.join(meant)}?" if meant else "write group=option or group.key=value"
         return Violation(repr(text), "is not key=value", fix=fix)
+    if text.startswith("-"):  # argparse takes a flag with a space in it for a word
+        return no_flag(text)
     if not _can_be_key(key.lstrip("+~")):
         return replace(explain_key(key, catalog), subject=repr(key))
     if len(apart := re.split(r"[,;]?\s+(?=[\w.]+=)", text)) > 1:
@@ -298,6 +300,11 @@ def _malformed(text: str, catalog: Catalog) -> Violation:
         "cannot be read: quotes, braces, commas, line breaks and letters beyond ASCII need quoting",
         fix=shlex.quote(f"{key}={quote(value)}"),
     )
+
+
+def no_flag(text: str) -> Violation:
+    """What to say of a setting written as a flag, by who comes from argparse."""
+    return Violation(text, "is no flag; settings have no dashes", fix=shlex.quote(text.lstrip("-")))
 
 
 def _can_be_key(key: str) -> bool:

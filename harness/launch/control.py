@@ -19,7 +19,7 @@ from harness.launch.terminal import Terminal
 from harness.store import commands, status
 from harness.store.errors import StoreError
 from harness.store.files import is_held
-from harness.store.rundir import RunDir, Store, request_cancel
+from harness.store.rundir import CONFIG, RunDir, Store, request_cancel
 from harness.store.status import OWNER_LOCK, Keeper, State, Status
 
 ALIVE = frozenset({State.queued, State.running, State.preempted})
@@ -56,19 +56,25 @@ def frozen(run: RunDir) -> Cell:
 
     Raises:
         BadRequest: it is a copy under another study or name, and an attempt would be made elsewhere.
+        StoreError: its configuration lacks what makes its name.
     """
     config = run.config()
     store = Store(run.path.parent.parent)
-    launch = config["launch"] | {"root": str(store.root), "rerun": Rerun.never.name}
-    cell = Cell(config | {"launch": launch}, run.overrides())
-    if store.path_of(cell) != run.path:
+    try:
+        launch = config["launch"] | {"root": str(store.root), "rerun": Rerun.never.name}
+        cell = Cell(config | {"launch": launch}, run.overrides())
+        where = store.path_of(cell)
+    except KeyError as error:
+        told = f"has no {error.args[0]}: it was cut or edited, or an older version made the run"
+        raise StoreError(f"{run.path / CONFIG} {told}") from error
+    if where != run.path:
         fix = f"{commands.request(f'--from {shlex.quote(str(run.path))}')} makes it anew"
-        raise refuse(f"retry {run.path}", f"is not where its cell is run: {store.path_of(cell)}", fix=fix)
+        raise refuse(f"retry {run.path}", f"is not where its cell is run: {where}", fix=fix)
     return cell
 
 
-def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
-    """End every living run that `ref` names; 0 when all of them have ended, 1 when one has not.
+def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int | None:
+    """End every living run that `ref` names; 0 when all of them have ended, 1 when one has not, None when none lived.
 
     Raises:
         StoreError: there is no such run, or SLURM refused.
@@ -78,7 +84,7 @@ def cancel(store: Store, ref: str, terminal: Terminal | None = None) -> int:
     living = [(run, found) for run in runs_of(store, ref) if (found := _alive(run, scheduler)) is not None]
     if not living:
         terminal.line(f"nothing to cancel: no run of {ref} is queued or running")
-        return 0
+        return None
     _cancel_jobs([(run, found) for run, found in living if found.keeper is Keeper.slurm], scheduler)
     ours = [(run, found) for run, found in living if found.keeper is Keeper.process]
     for run, found in ours:

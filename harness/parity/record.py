@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.config.captured import Captured
-from harness.config.doc import unknown_words
+from harness.config.doc import unknown_settings, unknown_words
 from harness.parity.tensors import Capture, Unreadable
 from harness.store import forward, provenance, status, vouching
 from harness.store.errors import StoreError
@@ -32,6 +32,8 @@ WEIGHTS = ("initial_weights", "final_weights")
 
 OF_ITSELF = ("restored", "structure", "other_replicas")
 """Facts of `summary.json` that say whether a run was sound."""
+
+STRANGE = "was it edited, or made by another version of the code?"
 
 NOT_STARTED, NOT_DONE, IS_STALE = "was never started", ", not done", "it is stale"
 """What a run's problems say where a request would start it, or start it again with `launch.rerun=stale`."""
@@ -162,7 +164,10 @@ def load(path: Path, sources: str | None = None, *, assumed: Mapping[str, Any] |
     """
     run = RunDir(Path(path))
     config = Settings(run.path / CONFIG, {**(assumed or {}), **flatten(run.config())})
-    problems = [f"{CONFIG} has {each}: was it edited, or made by newer code?" for each in unknown_words(config)]
+    problems = [f"{CONFIG} has {each}: {STRANGE}" for each in unknown_words(config)]
+    if sources is not None:  # of two versions of the code, one may have settings that the other has not
+        strange = unknown_settings(config)
+        problems += [f"{CONFIG} has {each}={config[each]}, which is no setting: {STRANGE}" for each in strange]
     problems += _state_problems(run)
     origin = _read(lambda: provenance.read(run.path), {}, problems)
     problems += _origin_problems(origin, sources)

@@ -29,6 +29,11 @@ COLOURS = {
 }
 """ANSI's green, red, yellow and cyan: states of runs, and verdicts."""
 _CODE = {word: code for code, words in COLOURS.items() for word in words}
+_WHOLE = re.compile(
+    r"`[^`\n]*`|(?<!\w)'[^'\n]*'(?!\w)|\"[^\"\n]*\"|(?<!\S)(\S*python[\d.]* |harness [a-z]|pip |git )[^;`\n]*"
+)
+"""What is copied, and stays in one line: what stands in quotes, and a command up to where the sentence goes on."""
+_HEAD = re.compile(r" *(?:(?:valid|fix|about): +)?")
 _WORD = re.compile(rf"(?<![\w/.-])({'|'.join(_CODE)})(?![\w/-])")
 
 
@@ -112,11 +117,32 @@ def shorten(text: str, size: int) -> str:
     return f"{text[: size - tail - 1]}…{text[-tail:]}"
 
 
-def fold(text: str, columns: int, indent: str = "") -> list[str]:
-    """A sentence in lines; those after the first begin with `indent`. Long words, such as paths, stay whole."""
-    return textwrap.wrap(text, columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False) or [
-        ""
-    ]
+def fold(text: str, columns: int, indent: str = "", head: str = "") -> list[str]:
+    """A sentence in lines: the first begins with `head`, those after it with `indent`. Long words, such as paths, stay
+    whole."""
+    wrapper = textwrap.TextWrapper(columns, head, indent, break_long_words=False, break_on_hyphens=False)
+    return wrapper.wrap(text) or [""]
+
+
+def message(text: str, out: IO[str]) -> str:
+    """Lines of an error as `out` shows them best: folded to its columns where it is a terminal, as they are elsewhere.
+
+    A line goes on below its own first word. Paths, addresses and commands stay whole, however long they are.
+    """
+    if not out.isatty():
+        return text
+    told = os.environ.get("COLUMNS", "")
+    columns = (int(told) if told.isdecimal() else 0) or os.get_terminal_size(out.fileno()).columns or UNLIMITED
+    return "\n".join(each for line in text.split("\n") for each in _folded(line, max(columns, 40)))
+
+
+def _folded(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    head = line[: len(line) - len(_HEAD.sub("", line, count=1))]
+    below = " " * len(head) if head.strip() else f"{head}    "
+    whole = _WHOLE.sub(lambda found: found[0].replace(" ", "\0"), line[len(head) :])
+    return [each.replace("\0", " ") for each in fold(whole, columns, below, head)]
 
 
 def table(

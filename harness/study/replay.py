@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from harness.config.compose import Cell, compose_cell, composed, plain
+from harness.config.compose import Cell, compose_cell, composed, load_config, plain
+from harness.config.errors import BadRequest, Violation
 from harness.config.overrides import Word, check_overrides
-from harness.store.rundir import Store
+from harness.store import commands, provenance
+from harness.store.errors import StoreError
+from harness.store.rundir import CONFIG, RunDir, Store
 from harness.study.meeting import shared_root
 
 
@@ -52,7 +56,7 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
 
     Raises:
         StoreError: there is no such run.
-        BadRequest: as `compose_cell`.
+        BadRequest: as `compose_cell`; of a run that another version of the code froze, with how to ask for it anew.
     """
     usual = shared_root(overrides)
     run = Store(usual).find(reference)
@@ -60,7 +64,38 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
     launch = frozen.get("launch", {})
     around, before = Store(run.path.parent.parent), Path(launch.get("root", usual))
     root = around.root if around.is_marked() else before if before.is_dir() else usual
-    return replay(frozen | {"launch": launch | {"root": str(root)}}, run.overrides(), overrides)
+    try:
+        return replay(frozen | {"launch": launch | {"root": str(root)}}, run.overrides(), overrides)
+    except BadRequest as error:
+        if strange := _of_another_version(run, frozen, overrides):
+            raise BadRequest(strange) from error
+        raise
+
+
+def _of_another_version(run: RunDir, frozen: dict[str, Any], overrides: Sequence[str]) -> list[Violation]:
+    """What keeps this version from reading a frozen file, each with what helps; nothing where it can be read.
+
+    No file of conf/ is at fault, and no other name in the request would mend it.
+    """
+    try:
+        load_config(frozen)
+    except BadRequest as error:
+        kept = [text for text in run.overrides() if not _overridden(text, check_overrides(overrides))]
+        fix = f"ask for it anew: {commands.request(shlex.join([*kept, *overrides]))}{_maker(run)}"
+        note = "was it edited, or made by another version of the code?"
+        return [
+            Violation(f"{run.path / CONFIG}: {each.subject}", f"{each.problem}: {note}", fix=fix)
+            for each in error.violations
+        ]
+    return []
+
+
+def _maker(run: RunDir) -> str:
+    try:
+        git = provenance.read(run.path).get("git") or {}
+    except StoreError:
+        return ""
+    return f"; or run it with the code that made it, commit {git['sha'][:12]}" if git.get("sha") else ""
 
 
 def _choose(cfg: DictConfig, options: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from harness.config.schema import Config
 from tests.engines.test_replicated import build
 from tests.parity.edits import edit_config
 from tests.support.factory import freeze, small_config
+from tests.support.mutants import Slip, each
 from tests.train.test_checkpoint import checkpoints
 
 
@@ -135,7 +136,11 @@ def test_names_that_nobody_explained_are_refused(tmp_path: Path, capsys: pytest.
     assert "net.a: say what these are, --rename" in capsys.readouterr().err
     assert not (tmp_path / "x").exists()
     assert tool.main(["export", str(tmp_path / "nothing"), str(tmp_path / "y"), "--format", "hf"]) == 2
-    assert "has checkpoints of steps none" in capsys.readouterr().err
+    assert "holds no checkpoint" in capsys.readouterr().err
+    run, _, _ = saved(tmp_path / "run")
+    assert tool.main(["export", str(run), str(tmp_path / "y"), "--format", "hf", "--step", "3"]) == 2
+    assert "has checkpoints of steps [4], not 3" in capsys.readouterr().err
+    assert not (tmp_path / "y").exists()
 
 
 def test_nothing_is_lost_where_two_are_of_one_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,11 +167,54 @@ def test_nothing_is_lost_where_two_are_of_one_name(tmp_path: Path, capsys: pytes
 
     run, _, _ = saved(tmp_path / "run")
     assert tool.main(["export", str(run), str(folder), "--format", "dcp"]) == 2
-    assert "exists" in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith(f"\nbad request:\n  {folder} is there already; name a folder to be made\n")
+    assert tool.main(["export", str(run), str(folder), "--format", "hf"]) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert tool.main(["export", str(run), "/proc/none", "--format", "hf"]) == 2
+    assert capsys.readouterr().err == "bad request:\n  /proc/none: No such file or directory\n"
     edit_config(run, "engine", warp=True)
     assert tool.main(["export", str(run), str(tmp_path / "newer"), "--format", "hf"]) == 2
     assert capsys.readouterr().err.startswith("bad request:\n  engine.warp: engine has no such setting\n")
     frozen = run / "config.yaml"
     frozen.write_text(re.sub(r"^ +(family|warp): .*\n", "", frozen.read_text(), flags=re.MULTILINE))
     assert tool.main(["export", str(run), str(tmp_path / "older"), "--format", "hf"]) == 2
-    assert capsys.readouterr().err.startswith("bad request:\n  model.family: takes one of llama, ")
+    told = "bad request:\n  model.family: is not said, and nothing can be assumed\n      valid: llama, "
+    assert capsys.readouterr().err.startswith(told)
+
+
+REFUSALS = {
+    "a step that is not there": (
+        test_names_that_nobody_explained_are_refused,
+        Slip(tool, "_export", "arguments.step not in held", "False", "export asks for a step that no checkpoint is of"),
+    ),
+    "a folder that is there": (
+        test_nothing_is_lost_where_two_are_of_one_name,
+        Slip(
+            foreign, "export_dcp", "parents=True", "parents=True, exist_ok=True", "export writes over a folder's files"
+        ),
+    ),
+    "keys nobody explained": (
+        test_names_that_nobody_explained_are_refused,
+        Slip(foreign, "import_dcp", "if strange:", "if not held:", "import takes keys that are no weight's"),
+    ),
+    "two keys of one name": (
+        test_nothing_is_lost_where_two_are_of_one_name,
+        Slip(foreign, "_check_distinct", "first != key", "False", "--rename makes one key of two, and one is lost"),
+    ),
+    "a weight in two files": (
+        test_nothing_is_lost_where_two_are_of_one_name,
+        Slip(foreign, "import_hugging_face", "if key in named", "if key in ()", "of a weight in two files one is lost"),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", each("checkpoint files", [(name, slip.breaks) for name, (_, slip) in REFUSALS.items()])
+)
+def test_what_is_not_refused_is_found(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim, slip = REFUSALS[name]
+    slip.put(monkeypatch)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        claim(tmp_path, capsys)

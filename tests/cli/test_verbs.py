@@ -11,10 +11,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from harness.cli import runs
 from harness.cli.failure import explained
 from harness.cli.main import main, read
 from harness.cli.verbs import VERBS
@@ -24,6 +26,7 @@ from harness.store import status
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State, Status
 from tests.support.composing import compose
+from tests.support.mutants import Slip, kills
 
 
 @pytest.fixture
@@ -68,6 +71,8 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
         (["compare", "a", "b", "--step", "x"], "--step"),
         (["import", "/nowhere", "new", "--format", "hf"], "is no folder"),
         (["import", "/proc", "new", "--format", "dcp"], "has no .metadata"),
+        (["export", "@last", "new", "--format", "hf", "--step", "x"], "argument --step: x is no whole number"),
+        (["export", "@last", "new", "--format", "hf", "--shard-mb", "0"], "argument --shard-mb: 0 is no whole number"),
         (["power", "--only", "nope"], "names no fault"),
         (["verdict"], "required: STUDY"),
         (["--nope"], "VERB"),
@@ -120,10 +125,26 @@ def test_show_and_diff_end_with_what_is_next(root: Path, capsys: pytest.CaptureF
 
 
 def test_cancel_and_gc_with_nothing_to_do(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["cancel", "adhoc", "--root", str(root)]) == 0
-    assert "nothing to cancel" in capsys.readouterr().out
+    run = Store(root).runs()[0].signature()[:8]
+    for ref, after in (("adhoc", "watch adhoc"), (run, f"show {run}")):
+        assert main(["cancel", ref, "--root", str(root)]) == 0
+        told = capsys.readouterr().out.splitlines()
+        assert told == [
+            f"nothing to cancel: no run of {ref} is queued or running",
+            f"next: python -m harness {after} --root {root}",
+        ]
     assert main(["gc", "--root", str(root)]) == 0
     assert "0 items" in capsys.readouterr().out
+
+
+@kills("The terminal", "next: of nothing to cancel", "Who wanted nothing to run is told how to start what failed")
+def test_a_cancel_that_proposes_to_start_is_found(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "CANCEL", replace(runs.CANCEL, run=Slip(runs, "_cancel", "code is None", "False").made()))
+    monkeypatch.setattr("harness.cli.main.VERBS", [runs.CANCEL])
+    with pytest.raises(AssertionError):
+        test_cancel_and_gc_with_nothing_to_do(root, capsys)
 
 
 def test_compare_of_unfinished_runs_is_not_comparable_also_as_json(

@@ -10,11 +10,14 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from harness.cli import arguments
+from harness.config import overrides
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
 from harness.config.hints import KEY_SYNONYMS, OPTION_SYNONYMS, REPLACED_KEYS, nearest
 from harness.config.overrides import MAX_SWEEP, check_overrides, typed_value
 from harness.config.words import as_word, ask_again, quote
+from tests.support.mutants import Slip, kills
 
 
 def refused(*overrides: str, multirun: bool = False) -> str:
@@ -228,3 +231,45 @@ def test_no_word_crashes_the_reader(text: str) -> None:
 
 def test_nearest_prefers_the_same_last_part() -> None:
     assert nearest("training.steps", settings())[0] == "train.steps"
+
+
+@pytest.mark.parametrize(
+    ("typed", "fix"),
+    [
+        ("train.steps=3 sharding=optim", "train.steps=3 sharding=optim"),
+        ("train.steps=3, sharding=optim", "train.steps=3 sharding=optim"),
+        ("train.steps=3;\tdata.path='a b'", "train.steps=3 'data.path='\"'\"'a b'\"'\"''"),
+    ],
+)
+def test_several_settings_in_one_word_are_told_apart(typed: str, fix: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        check_overrides([typed])
+    (found,) = caught.value.violations
+    assert (found.problem, found.fix) == ("is several settings in one word; write each as a word of its own", fix)
+
+
+@kills(
+    "The terminal", "two settings in one word", "Two settings in one word are met with the advice to quote them as one"
+)
+def test_one_value_made_of_two_settings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(overrides, "_malformed", "> 1", "> 99").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_several_settings_in_one_word_are_told_apart("train.steps=3 sharding=optim", "train.steps=3 sharding=optim")
+
+
+@pytest.mark.parametrize("typed", ["--sharding=optim", "--train.steps=3", "-sharding=optim", "--data.path=a b"])
+def test_a_setting_written_as_a_flag_is_given_back_without_dashes(typed: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        arguments.read_arguments([typed])
+    (found,) = caught.value.violations
+    assert (found.subject, found.problem) == (typed, "is no flag; settings have no dashes")
+    assert shlex.split(found.fix) == [typed.lstrip("-")]
+    with pytest.raises(BadRequest, match="no dashes\n      fix:   sharding=VALUE"):
+        arguments.read_arguments(["--sharding", "optim"])
+
+
+@kills("The terminal", "a setting as a flag", "A setting with dashes before it is called an unknown flag")
+def test_a_flag_that_is_not_explained_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(arguments, "_no_flag", '"=" in word', "not word").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_setting_written_as_a_flag_is_given_back_without_dashes("--sharding=optim")

@@ -433,6 +433,7 @@ def test_no_option_can_be_said(group: str) -> None:
         ),
         (("mesh.sequence_parallel=true",), "mesh.sequence_parallel=true", "mesh.tp=1"),
         (("mesh.world_size=8", "mesh.tp=2", "mesh.dp_outer=8"), "mesh.dp_outer=8", "the 4 ranks that mesh.tp=2 leaves"),
+        (("mesh.world_size=2", "mesh.tp=2", "mesh.dp_outer=2"), "mesh.dp_outer=2", "the 1 rank that mesh.tp=2 leaves"),
         (
             ("mesh.world_size=4", "mesh.tp=2", "train.global_batch_size=5", "train.microbatch_size=1"),
             "train.global_batch_size=5",

@@ -10,10 +10,13 @@ from tests.support.mutants import DECLARED, PROPERTY, Mutant, Recorder
 
 MODULES = (
     "tests.analysis.test_analysis",
+    "tests.checkpoint.test_foreign",
     "tests.checkpoint.test_matrix",
     "tests.checkpoint.test_tensor_file",
     "tests.cli.test_completion",
     "tests.cli.test_eighty_columns",
+    "tests.cli.test_verbs",
+    "tests.config.test_overrides",
     "tests.engines.test_mutants",
     "tests.fsdp.behaviours.test_behaviours",
     "tests.fsdp.fp8.test_mutants",
@@ -56,6 +59,7 @@ MODULES = (
     "tests.fsdp.test_wrapper",
     "tests.launch.test_sbatch",
     "tests.launch.test_scheduler",
+    "tests.launch.test_verbs",
     "tests.launch.test_waiting",
     "tests.mirror.test_mirror",
     "tests.mirror.test_sync",

@@ -162,7 +162,7 @@ def test_the_owners_axis_is_created_first_and_alone_with_sharp(owner: str) -> No
 
 
 def test_axes_must_divide_the_ranks(group: Any) -> None:
-    with pytest.raises(ValueError, match="does not divide the 1 ranks"):
+    with pytest.raises(ValueError, match="does not divide the number of ranks, 1"):
         axis_groups(2)
     with pytest.raises(ValueError, match="not one of dp, dp_outer"):
         axis_groups(1, owner="tp")

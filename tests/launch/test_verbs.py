@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import shutil
 import time
+from dataclasses import replace
 
 import pytest
 
+from harness.cli import runs as cli_runs
 from harness.cli.main import main
 from harness.config.errors import BadRequest
 from harness.launch import control
@@ -23,6 +26,7 @@ from harness.store.rundir import Store, cancel_requested
 from harness.store.show import diff, show
 from harness.store.status import State, Status
 from tests.launch.cells import make_cell
+from tests.support.mutants import Slip, kills
 
 
 @pytest.fixture
@@ -104,6 +108,29 @@ def test_one_cell_in_two_studies_is_told_by_its_study(store, capsys):
     assert "next: python -m harness watch second" in capsys.readouterr().out
 
 
+def test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(store, capsys):
+    """It proposed to compare two runs that were queued, and one that was cancelled."""
+    done = [add(store, State.done, "r", f"train.replicate={i}") for i in range(3)]
+    add(store, State.cancelled, "r", "train.seed=9")
+    (done[2].path / "status.json").write_text("{")
+    words = ["watch", "--once", "--root", str(store.root)]
+    assert main(words) == 0
+    first, second = (store.short(run) for run in sorted(done[:2], key=lambda run: run.path))
+    assert f"next: python -m harness compare {second} {first} --root" in capsys.readouterr().out
+    running = add(store, State.running, "r", "train.seed=8")
+    with Lock.acquire(running.path / ".lock"):
+        assert main(words) == 0
+    assert "next: python -m harness watch adhoc --root" in capsys.readouterr().out
+
+
+@kills("The terminal", "next: of what moves", "watch proposes to compare runs that have not ended")
+def test_a_watch_that_compares_what_moves_is_found(store, capsys, monkeypatch):
+    slip = Slip(cli_runs, "_watch", "(State.queued.value, State.running.value)", "()")
+    monkeypatch.setattr("harness.cli.main.VERBS", [replace(cli_runs.WATCH, run=slip.made())])
+    with pytest.raises(AssertionError):
+        test_watch_proposes_to_compare_what_is_done_and_to_look_again_at_what_moves(store, capsys)
+
+
 def test_no_such_study(store):
     add(store, State.done)
     with pytest.raises(StoreError, match=r"no runs of study 'nope' .*; studies: adhoc"):
@@ -119,8 +146,28 @@ def test_cancel_of_a_living_run_asks_its_owner(store, monkeypatch):
         assert control.cancel(store, "adhoc", Terminal(out)) == 1, "it has not ended"
     assert cancel_requested(run.path, 0)
     assert "does not end" in out.getvalue()
-    assert control.cancel(store, "adhoc", Terminal(out)) == 0
+    assert control.cancel(store, "adhoc", Terminal(out)) is None
     assert "nothing to cancel" in out.getvalue()
+
+
+@pytest.mark.parametrize("path", ["launch", "mesh", "train.global_batch_size", "study"])
+def test_retry_names_what_a_frozen_file_lacks(store, path, capsys):
+    run = add(store, State.failed)
+    config = run.config()
+    *groups, key = path.split(".")
+    del (config[groups[0]] if groups else config)[key]
+    (run.path / "config.yaml").write_text(json.dumps(config))
+    assert main(["retry", str(run.path), "--root", str(store.root)]) == 2
+    assert f"{run.path}/config.yaml has no {key}: it was cut or edited" in capsys.readouterr().err
+
+
+@kills(
+    "The terminal", "retry of a file that lacks a group", "The retry of a run whose config.yaml was cut is a traceback"
+)
+def test_a_lacking_group_that_is_not_named_is_found(store, capsys, monkeypatch):
+    Slip(control, "frozen", "except KeyError as", "except ZeroDivisionError as").put(monkeypatch)
+    with pytest.raises(KeyError):
+        test_retry_names_what_a_frozen_file_lacks(store, "mesh", capsys)
 
 
 def test_retry_asks_again_for_the_frozen_cells(store, monkeypatch):

@@ -100,7 +100,14 @@ REFUSALS: dict[str, tuple[Edit, str]] = {
         "config.yaml has engine.name=warp, which is none of native",
     ),
     "a dtype of the future": (lambda run: edit_config(run, "dtype", compute="fp4"), "dtype.compute=fp4"),
-    "a setting of the future": (lambda run: edit_config(run, "train", loss_scale=2), "train.loss_scale is 2"),
+    "a setting of the future": (
+        lambda run: edit_config(run, "train", loss_scale=2),
+        "has train.loss_scale=2, which is",
+    ),
+    "an engine's setting of the future": (
+        lambda run: edit_config(run, "engine", overlap=3),
+        "config.yaml has engine.overlap=3, which is no setting",
+    ),
 }
 
 
@@ -200,6 +207,15 @@ def test_unknown_words_that_are_let_in_are_found(bench: Bench, tmp_path: Path, m
     monkeypatch.setattr("harness.parity.record.unknown_words", lambda _: [])
     with pytest.raises(AssertionError):
         test_what_must_agree_is_named_and_refused(bench, tmp_path, "an engine of the future")
+
+
+@kills("The comparator", "settings of the future", "A verdict passes over an engine's setting that nobody knows")
+def test_unknown_settings_that_are_let_in_are_found(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.parity.record.unknown_settings", lambda _: [])
+    with pytest.raises(AssertionError):
+        test_what_must_agree_is_named_and_refused(bench, tmp_path, "an engine's setting of the future")
 
 
 def test_one_run_named_twice_is_a_bad_request(bench: Bench) -> None:

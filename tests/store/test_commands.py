@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from harness import command
 from harness.cli.failure import explained
@@ -19,7 +20,12 @@ from harness.cli.main import main
 from harness.config.compose import compose_cell, composed
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides
+from harness.config.words import quote
 from harness.store import commands, provenance
+from harness.store.rundir import Store
+from harness.study import replay
+from harness.study.replay import replay_run
+from tests.support.composing import compose
 from tests.support.mutants import Slip, kills
 
 RUN = provenance.ROOT / "run.py"
@@ -119,3 +125,36 @@ def test_the_module_takes_run_too(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "dry run: nothing is written" in done.stdout
     assert compose_cell(composed(words[4:]), words[4:]).signature[:8] in done.stdout
+
+
+@pytest.mark.parametrize("setting", ["unknown", "gone"])
+def test_a_run_of_another_version_is_asked_for_by_its_words(setting: str, tmp_path: Path) -> None:
+    """No file of conf/ is at fault; what was typed then is composed by the files of today."""
+    root = f"launch.root={quote(str(tmp_path / 'runs'))}"
+    run = Store(tmp_path / "runs").create(compose(["train.seed=3", "model=tiny", root]))
+    provenance.record_start(run.path, {"git": {"sha": "0123456789abcdef", "dirty": False}}, "")
+    config = run.config()
+    if setting == "gone":
+        del config["model"]["family"]
+    else:
+        config["engine"]["overlap"] = 3
+    (run.path / "config.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(BadRequest) as caught:
+        replay_run(str(run.path), ["train.seed=4", root])
+    (found,) = caught.value.violations
+    assert found.subject == f"{run.path}/config.yaml: {'model.family' if setting == 'gone' else 'engine.overlap'}"
+    assert "another version of the code" in found.problem
+    words, maker = found.fix.split("; ")
+    assert words == f"ask for it anew: {commands.request(f'model=tiny train.seed=4 {shlex.quote(root)}')}"
+    assert maker == "or run it with the code that made it, commit 0123456789ab"
+    if setting == "gone":
+        assert replay_run(str(run.path), ["model=tiny", root]).typed.model.name == "tiny", "the group is said whole"
+
+
+@kills("The terminal", "--from an old store", "Who asks for a run of an old store is told to edit a file of conf/")
+def test_advice_that_does_not_help_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = sys.modules[__name__]
+    slip = Slip(replay, "replay_run", "strange := _of_another_version(run, frozen, overrides)", "strange := []")
+    monkeypatch.setattr(here, "replay_run", slip.made())
+    with pytest.raises(AssertionError):
+        test_a_run_of_another_version_is_asked_for_by_its_words("gone", tmp_path)

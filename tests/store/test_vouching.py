@@ -22,7 +22,7 @@ from harness.store.vouching import (
     step_columns,
     tensor_columns,
 )
-from tests.support.mutants import kills
+from tests.support.mutants import Slip, kills
 
 TENSORS = [VouchedTensor("a", (3, 2)), VouchedTensor("b", ())]
 M = 4
@@ -118,3 +118,10 @@ def test_a_damaged_description_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "vouch" / "stream.json").write_text(text)
     with pytest.raises(StoreError, match="stream"):
         vouching.read(tmp_path)
+
+
+@kills("The store", "a stream of no version", "A stream that does not say its format is read as one of today's")
+def test_a_stream_that_is_trusted_without_a_version_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(vouching, "_stream", 'facts["version"]', 'facts.get("version", VERSION)').put(monkeypatch)
+    with pytest.raises((pytest.fail.Exception, KeyError)):
+        test_a_damaged_description_is_named(tmp_path, UNSAID)

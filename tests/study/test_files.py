@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 
 from harness.cli.failure import REQUEST_ERRORS, explained
-from harness.config import catalog
+from harness.config import catalog, overrides
 from harness.config.compose import register
 from harness.config.errors import BadRequest
 from harness.config.overrides import check_overrides, hydra_words
@@ -150,3 +150,14 @@ def test_a_study_file_that_is_none_is_refused(
     assert done.returncode == 2, done.stdout + done.stderr
     assert told in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@kills(
+    "The terminal",
+    "a study's file of nearly that name",
+    "A study's path with a letter wrong gets a list of all studies",
+)
+def test_a_study_file_that_is_not_proposed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Slip(overrides, "_no_study_file", "difflib.get_close_matches(file.name, beside)", "[]").put(monkeypatch)
+    with pytest.raises(AssertionError):
+        test_a_study_file_of_nearly_that_name_is_proposed(tmp_path, monkeypatch, "study=./mien.yaml")

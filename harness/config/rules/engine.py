@@ -30,6 +30,7 @@ from harness.config.schema import (
 from harness.fsdp.options import OPTIONS, conflicts
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import HYBRIDS
+from harness.store.screen import counted
 
 _BITWISE = (Numerics.ordered, Numerics.exact)
 
@@ -82,7 +83,11 @@ def outer_axis_divides_the_ranks(request: Request) -> Iterator[Violation]:
     """Every replica has the same number of ranks, and an outer strategy has an axis to act on."""
     mesh, ranks, outer = request.config.mesh, data_ranks(request.config), request.config.mesh.dp_outer
     if ranks % outer:
-        of = f"mesh.world_size={ranks}" if mesh.tp == 1 else f"the {ranks} ranks that mesh.tp={mesh.tp} leaves"
+        of = (
+            f"mesh.world_size={ranks}"
+            if mesh.tp == 1
+            else f"the {counted(ranks, 'rank')} that mesh.tp={mesh.tp} leaves"
+        )
         yield Violation(
             request.show("mesh.dp_outer"),
             f"does not divide {of}",

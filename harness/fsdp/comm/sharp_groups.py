@@ -171,7 +171,7 @@ def axis_groups(
     """
     world = dist.get_world_size()
     if num_outer < 1 or world % num_outer:
-        raise ValueError(f"num_outer={num_outer} does not divide the {world} ranks")
+        raise ValueError(f"num_outer={num_outer} does not divide the number of ranks, {world}")
     if owner not in ("dp", "dp_outer"):
         raise ValueError(f"owner={owner!r} is not one of dp, dp_outer")
     num_inner = world // num_outer

@@ -348,7 +348,7 @@ def _check(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int, 
             f"num_ranks={num_ranks}, align={align}, outer={outer}: at least 1, outer a divisor of num_ranks"
         )
     if len(loads) not in (0, num_ranks):
-        raise ValueError(f"loads has {len(loads)} entries: give one for each of the {num_ranks} ranks, or none")
+        raise ValueError(f"loads has {len(loads)} entries: give one for each rank (num_ranks={num_ranks}), or none")
     names = [p.name for p in params]
     if len(set(names)) != len(names):
         raise ValueError(f"parameter names must be unique: {sorted({n for n in names if names.count(n) > 1})}")
