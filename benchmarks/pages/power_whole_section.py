@@ -68,11 +68,12 @@ commit `{commit}`: {runs} runs, and {seconds:.0f} CPU seconds of judging.*
 
 The faults of the held-out third above were judged in more than one campaign, so they guard nothing any more. For this
 part somebody who had not read the judges wrote {mechanisms} faults, from public reports and the engine alone
-(`edition=2` in `harness/probe/faults/`). No test and no campaign held one against a verdict before. Clean groups have seeds that no
-campaign had, and {new} of their {arms} arms are new: two hybrids, four ranks, gradients that wait unsharded, other
-buffers, other messages. Faults, pairs and judges were all in one commit before the first run was judged; nothing was
-changed and judged again. Cell, views, and what *found* and *stage right* mean are those above. Data that two runs do
-not share are NOT_COMPARABLE, which is found, but not DIFFERENT.
+(`edition=2` in `harness/probe/faults/`). No test and no campaign held one against a verdict before. Clean groups have
+seeds that no campaign had, and {new} of their {arms} arms are new: two hybrids, four ranks, gradients that wait
+unsharded, other buffers, other messages. Faults, pairs and judges were all in one commit before the first run was
+judged, and `harness/parity` was as before the faults came (`c0ed33b`); nothing was changed and judged again. Cell,
+views, and what *found* and *stage right* mean are those above.
+Data that two runs do not share are NOT_COMPARABLE, which is found, but not DIFFERENT.
 
 **It was judged once, and is spent.** Whatever is mended from here on may be mended for what stands below, so the
 judges of today may find more of it than this page says. That would say nothing of faults nobody has thought of; another
