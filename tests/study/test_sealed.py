@@ -1,5 +1,7 @@
 """Faults that no judge has seen act: a run with one has other losses, norms or weights than its twin without it.
 
+There are none while `SEALED` is 0: then all of this is skipped, until another edition is written.
+
 Nothing is judged here, and nothing else in the suite holds one of them against a verdict; see [Note: Edition] of
 `harness.config.faults`.
 """
@@ -15,7 +17,7 @@ import pytest
 
 from harness.config.faults import SEALED, corpus
 from harness.study import power, whole
-from harness.study.power import BASE, Kind
+from harness.study.power import BASE
 from tests.study import short
 from tests.support.covering import covering, once
 
@@ -68,18 +70,5 @@ def test_it_acts(seen: Callable[[str], tuple[Any, Any]], name: str) -> None:
 def test_they_are_of_every_stage_and_of_no_other_study() -> None:
     assert len(FAULTS) >= 20
     assert {fault.stage for fault in FAULTS.values()} >= {fault.stage for fault in corpus().values()}
-    assert len(corpus()) - len(FAULTS) == 77
     for pairs in (power.pairs(), power.pairs(short=True), whole.pairs()):
         assert not FAULTS.keys() & {pair.name for pair in pairs}
-
-
-def test_the_fresh_part_is_of_them_and_of_clean_groups_that_no_campaign_had() -> None:
-    fresh, before = whole.fresh(), whole.pairs()
-    assert {pair.name for pair in fresh if pair.kind is Kind.faulty} == FAULTS.keys()
-    assert all(pair.held_out for pair in fresh)
-    clean = [pair for pair in fresh if pair.kind is Kind.clean]
-    assert len(clean) >= 400
-    assert {whole.WORLDS[pair.world].hot for pair in clean} == {True, False}
-    assert not {pair.group for pair in clean} & {pair.group for pair in before}
-    runs = {run for pair in clean for run in (pair.arm, pair.control)}
-    assert not runs & {run for pair in before for run in (pair.arm, pair.control)}
