@@ -56,11 +56,7 @@ def marked(names: Iterable[str], few: set[str]) -> list[Any]:
 
 
 ELSEWHERE = {
-    "F33_rotary_in_16_bits": "gradient",
-    "F40_clipped_by_group": "optimizer",
-    "damped_momentum": "clipping",
     "same_batch": "forward",
-    "stale_in_backward": "gradient",
     "strided_shard_in_plain_order": "forward",
 }
 """Where a verdict names another stage than the fault's: docs/records/power.md counts these as wrong."""
