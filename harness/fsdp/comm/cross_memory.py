@@ -39,7 +39,11 @@ def copy_from(pid: int, address: int, into: int, num_bytes: int) -> None:
 
 
 def words_from(pid: int, address: int, count: int) -> tuple[int, ...]:
-    """So many int64 at an address of a process; raises as `copy_from`."""
+    """So many int64 at an address of a process.
+
+    Raises:
+        OSError: the kernel refuses, or the process has ended.
+    """
     words = (ctypes.c_int64 * count)()
     copy_from(pid, address, ctypes.addressof(words), ctypes.sizeof(words))
     return tuple(words)

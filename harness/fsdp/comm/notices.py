@@ -22,7 +22,7 @@ LONGEST = 14
 """Numbers in a notice at most."""
 _WORDS = 2 + LONGEST
 _COUNT_BITS = 32
-"""Of a stamp; the tag stands above them, in 30 bits."""
+"""Bits of a stamp that hold the count; the tag stands above them, in 30 bits."""
 
 
 class Notices:

@@ -80,7 +80,7 @@ class Job:
         self.may_sum_early = False
         """Whether `sum_early` has anything to do."""
         self._failure: Exception | None = None
-        """What it raised."""
+        """What a sum that was made early raised."""
         self._route = deque(bucket.placements.reduction(last=plan.last))
         sums = [step.axis for step in bucket.placements.reduction(last=True) if step.operation is _SUM]
         self._last_sum = sums[-1]
