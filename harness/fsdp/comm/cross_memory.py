@@ -39,7 +39,7 @@ def copy_from(pid: int, address: int, into: int, num_bytes: int) -> None:
 
 
 def words_from(pid: int, address: int, count: int) -> tuple[int, ...]:
-    """So many int64 at an address of a process.
+    """Copies of `count` int64 that lie at an address of a process.
 
     Raises:
         OSError: the kernel refuses, or the process has ended.
