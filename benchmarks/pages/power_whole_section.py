@@ -18,6 +18,8 @@ from harness.study.whole import pairs as pairs_of_study
 FOLDER = Path(__file__).resolve().parents[1] / "data"
 PARTS = {"mended on": FOLDER / "power_whole.json", "held out": FOLDER / "power_whole_held_out.json"}
 FRESH = FOLDER / "power_whole_fresh.json"
+AGAIN = FOLDER / "power_whole_again.json"
+"""The fresh part, trained and judged again after what it showed was mended; by default settings alone."""
 PASSES = ("EQUAL", "EQUIVALENT")
 VIEWS = {
     "default": "as by default",
@@ -71,8 +73,8 @@ part somebody who had not read the judges wrote {mechanisms} faults, from public
 (`edition=2` in `harness/probe/faults/`). No test and no campaign held one against a verdict before. Clean groups have
 seeds that no campaign had, and {new} of their {arms} arms are new: two hybrids, four ranks, gradients that wait
 unsharded, other buffers, other messages. Faults, pairs and judges were all in one commit before the first run was
-judged, and `harness/parity` was as before the faults came (`c0ed33b`); nothing was changed and judged again. Cell,
-views, and what *found* and *stage right* mean are those above.
+judged, and `harness/parity` was as before the faults came (`c0ed33b`); nothing was changed between (what came of
+mending stands at the end, apart). Cell, views, and what *found* and *stage right* mean are those above.
 Data that two runs do not share are NOT_COMPARABLE, which is found, but not DIFFERENT.
 
 **It was judged once, and is spent.** Whatever is mended from here on may be mended for what stands below, so the
@@ -84,6 +86,14 @@ FRESH_SAID = """`F41_decay_after_update` passes where a hundredth of it is left.
 however they begin: clipping by groups is called the optimizer's, and weights that are stale in a backward alone a wrong
 forward or gradient instead of a wrong gather. Two more are placed wrongly from step 1 on, and rightly when late: a
 rotary embedding in 16 bits is called a wrong gradient, SGD's damped momentum a wrong clipping.
+"""
+
+
+AGAIN_HEAD = """### The same part, after mending
+
+*The same two commands at commit `{commit}`, after the runs and judges were mended for what stands above; default
+settings.* This is no measure of power, since the faults were known. It shows that what was mended is placed now, and
+that clean pairs still pass: {clean} clean pairs, {different} DIFFERENT, {undecided} UNDECIDED.
 """
 
 
@@ -164,6 +174,32 @@ def _fresh(parts: dict[str, Pairs]) -> list[str]:
         "part's are of faults that no judge had seen, and even these are of mechanisms that somebody thought of.",
         "",
         *_sums(parts | {"fresh": fresh}),
+        "",
+        *_again(),
+    ]
+
+
+def _again() -> list[str]:
+    """What came of mending on the fresh part."""
+    data = read_json(AGAIN) or {}
+    pairs = _acting(data["pairs"])
+    clean = Counter(pair["views"]["default"]["outcome"] for pair in pairs if pair["kind"] == "clean")
+    return [
+        AGAIN_HEAD.format(
+            commit=str(data["code"]["sha"])[:7],
+            clean=sum(clean.values()),
+            different=clean["DIFFERENT"],
+            undecided=clean["UNDECIDED"],
+        ),
+        *_found({"fresh, mended on": pairs}),
+        "",
+        "Passed:",
+        "",
+        *_missed(pairs),
+        "",
+        "Found, and the stage wrong:",
+        "",
+        *_misplaced(pairs),
         "",
     ]
 

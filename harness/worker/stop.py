@@ -22,6 +22,8 @@ class StopFlag:
         self.first: signal.Signals | None = None
         """The signal that came first."""
         self.cancelled = False
+        self.rehearsed = False
+        """Whether the rehearsed stop came, and none before it."""
         self._rehearsed_after = 0
         self._asked = 0
         self._before: dict[signal.Signals, Any] = {}
@@ -29,6 +31,7 @@ class StopFlag:
     def __call__(self) -> bool:
         self._asked += 1
         if self._asked == self._rehearsed_after:
+            self.rehearsed = not self.reason
             self.reason = self.reason or "rehearsed (launch.preempt_at)"
         return bool(self.reason)
 

@@ -298,3 +298,15 @@ def test_a_rank_without_a_launcher_ends_its_own_hang_with_its_stack(reporter):
     found = status.read(one.run)
     assert found.state is State.failed
     assert "Hang: no step for 0.3 s" in found.reason
+
+
+def test_a_rehearsed_stop_is_told_from_one_that_came_before_it() -> None:
+    flag = StopFlag()
+    flag.rehearse(2)
+    assert [flag(), flag.rehearsed, flag(), flag.rehearsed] == [False, False, True, True]
+    flag = StopFlag()
+    flag.rehearse(2)
+    flag()
+    flag.reason = "SIGTERM received"
+    assert flag()
+    assert not flag.rehearsed
