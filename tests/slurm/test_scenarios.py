@@ -322,34 +322,6 @@ def test_a_run_that_cannot_save_in_time_is_failed_by_the_limit(
     assert step_of(run) <= 2
 
 
-RAISES = """
-from harness.train.callbacks import Callback
-
-class Raise(Callback):
-    def step(self, step, record, engine):
-        if step == 2:
-            raise ArithmeticError("step two cannot be")
-"""
-
-
-@EITHER
-def test_an_exception_is_told_in_its_words_and_spoils_no_other_cell(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "raises.py").write_text(RAISES)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    store = tmp_path / "runs"
-    asked = request(store, "-m", "measure.callbacks=[],[raises:Raise]", "train.steps=4")
-    assert asked.returncode == 0, asked.stderr
-    runs = Store(store).runs()
-    assert len(runs) == 2
-    until(cluster, lambda: {effective(run) for run in runs} == {State.done, State.failed}, PATIENCE_S)
-    failed = next(run for run in runs if effective(run) is State.failed)
-    assert "ArithmeticError: step two cannot be" in reason(failed)
-    assert "raises:Raise" in (failed.path / "config.yaml").read_text()
-    assert step_of(failed) <= 2
-
-
 @EITHER
 def test_a_rank_that_is_killed_spoils_no_other_cell(cluster: Cluster, tmp_path: Path, gate: Gate) -> None:
     asked = request(tmp_path, "-m", "train.replicate=0,1")
