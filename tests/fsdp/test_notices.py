@@ -24,6 +24,7 @@ from harness.fsdp.runtime.bucket_reduction import Job
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.placement import Axis
+from tests.fsdp.test_peer_memory import Block
 from tests.fsdp.trial import WAYS
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
@@ -106,16 +107,6 @@ def test_a_notice_that_changes_while_it_is_read_is_not_taken(monkeypatch: pytest
 
 
 # -- what it spares ----------------------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.linear(x)
-        return out
 
 
 class Chain(nn.Module):

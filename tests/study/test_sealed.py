@@ -25,6 +25,7 @@ FAULTS = {name: fault for name, fault in corpus().items() if fault.is_sealed}
 FEW = {[*FAULTS][place] for place in covering([(fault.stage,) for fault in FAULTS.values()], 1)}
 """Faults of `make test`: each stage once."""
 
+# while an edition is sealed nothing else runs its faults; afterwards tests/study/test_power.py judges them
 pytestmark = pytest.mark.skipif(not SEALED, reason="every fault was shown to the judges")
 
 
@@ -56,7 +57,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any,
         wanted = [*map(arm, names), *map(twin, names)]
         return short.runs(wanted, tmp_path_factory.mktemp("sealed") / "runs", (), halved)
 
-    return lambda name: tuple(left(part(name in FEW)[each]) for each in (arm(name), twin(name)))  # type: ignore[return-value]
+    def both(name: str) -> tuple[Any, Any]:
+        runs = part(name in FEW)
+        return left(runs[arm(name)]), left(runs[twin(name)])
+
+    return both
 
 
 @pytest.mark.timeout(900)
