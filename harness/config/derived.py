@@ -216,10 +216,11 @@ def persistent_bytes_per_rank(cfg: Config) -> int:
 
     compute, main = cfg.dtype.compute.bytes, cfg.dtype.main_params.bytes
     in_8_bits = held_in_8_bits(cfg) // max(1, cfg.mesh.tp)
+    payloads = 1 if cfg.dtype.fp8 is None else cfg.dtype.fp8.payloads
     weights = 0
     for of, width, is_main in (
         (count - in_8_bits, compute, cfg.dtype.compute is cfg.dtype.main_params),
-        (in_8_bits, 1, False),
+        (in_8_bits, payloads, False),
     ):
         if placed.resting_weights_are_kept:
             weights += kept(placed.resting_weights, width, of)

@@ -62,6 +62,6 @@ def fitting(m: ModelConfig, tp: int = 1) -> list[Fp8]:
 
 def held_in_8_bits(cfg: Config) -> int:
     """Weights that our engine keeps and gathers in 8 bits."""
-    if cfg.dtype.fp8 is None or not cfg.dtype.fp8.held:
+    if cfg.dtype.fp8 is None:
         return 0
     return sum(each.rows * each.columns * each.how_many for each in projections(cfg.model))

@@ -37,6 +37,7 @@ from harness.fsdp.runtime.gradient_sync import GradientSync
 from harness.fsdp.runtime.hooks import Hooks
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.materialize import build_units, leave_meta, reset_by_module, values_of_first_rank
+from harness.fsdp.runtime.recomputation import Recomputation
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import Step, StepShape
 from harness.fsdp.runtime.trainability import WORDS, Trainability
@@ -250,7 +251,8 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     trainable = [bucket for bucket in buckets if bucket.trainable]
     guard = GradientGuard(trainable, meshes.everyone) if options.report_nan_in_param_grad else None
     step = Step(_step_shape(request, ground))
-    gather = GatherPipeline(units, runtime, options.prefetch, options.prefetch_limit_bytes)
+    recomputation = Recomputation(units, meshes.dense.everyone)
+    gather = GatherPipeline(units, runtime, recomputation, options.prefetch, options.prefetch_limit_bytes)
     reductions_of = partial(make_reductions, options.numerics, ground.integers)
     reductions = {bucket.name: reductions_of(bucket) for bucket in trainable}
     reduce = ReducePipeline(

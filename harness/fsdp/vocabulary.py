@@ -99,33 +99,33 @@ class Fp8(Choice):
     """What both sizes of a weight are multiples of."""
     gradient_precision: int
     """Significant bits of quantized gradients, the hidden one included: 3 of e5m2, 4 of e4m3, which all else has."""
-    held: bool
-    """Whether an engine may keep and gather weights in 8 bits: they are the same numbers in both directions."""
+    payloads: int
+    """In how many ways a weight is held in 8 bits: once, or once for each direction."""
 
-    current = "current", "One scale per tensor, from its current largest magnitude.", 16, 3, True
-    delayed = "delayed", "One scale per tensor, from its largest magnitude in past steps.", 16, 3, True
+    current = "current", "One scale per tensor, from its current largest magnitude.", 16, 3, 1
+    delayed = "delayed", "One scale per tensor, from its largest magnitude in past steps.", 16, 3, 1
     block = (
         "block",
         "One power of two as scale for each 128 values of activations and gradients, and for each 128 x 128 block of"
         " weights.",
         128,
         4,
-        True,
+        1,
     )
-    mx = "mx", "MXFP8: one 8-bit exponent for each 32 values.", 32, 4, False
+    mx = "mx", "MXFP8: one 8-bit exponent for each 32 values.", 32, 4, 2
     mx_32x32 = (
         "mx_32x32",
         "MXFP8 with one exponent for each 32 x 32 block of weights, so that forward and backward use the same numbers.",
         32,
         4,
-        True,
+        1,
     )
 
-    def __new__(cls, name: str, sentence: str, multiple: int, gradient_precision: int, held: bool) -> Self:
+    def __new__(cls, name: str, sentence: str, multiple: int, gradient_precision: int, payloads: int) -> Self:
         """A member from its name, its sentence and its facts, which `harness.fsdp.fp8.recipes` has at length."""
         member = object.__new__(cls)
         member._value_, member.sentence = name, sentence
-        member.multiple, member.gradient_precision, member.held = multiple, gradient_precision, held
+        member.multiple, member.gradient_precision, member.payloads = multiple, gradient_precision, payloads
         return member
 
 

@@ -34,6 +34,8 @@ UNSEEN = -1
 """Stands for a checksum where a rank's forward did not use a parameter."""
 SEVERAL = -2
 """Stands for a checksum where the forwards of one step used different values of a parameter."""
+TURNED = " (in the backward)"
+"""Added to the name of a parameter whose backward takes another payload than its forward."""
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Witness:
     divisor: int
     compute: torch.dtype
     checksums: dict[str, set[int]] = field(default_factory=dict)
-    """Checksums of every value that a forward used, by parameter."""
+    """Checksums of every value that a forward used, by parameter; and, of weights with two payloads, a backward."""
     _sums: dict[str, _Sum] = field(default_factory=dict)
     _quantized: dict[str, Fp8Linear] = field(default_factory=dict)
     """Layers whose weights are not cast to the compute dtype, but quantized from the main weights', by the weight."""
@@ -90,6 +92,7 @@ class Witness:
                 self._sums[name] = _Sum()
         names = {id(param): name for name, param in self.module.named_parameters()}
         self._quantized = {names[id(layer.weight)]: layer for layer in layers_of(self.module) if layer.is_held}
+        self.checksums |= {name + TURNED: set() for name, layer in self._quantized.items() if _has_two(layer)}
         for name, layer in self._quantized.items():
             before = layer.__dict__.get("weight_for")
             layer.__dict__["weight_for"] = partial(self._multiplied, name, layer, layer.weight_for)
@@ -113,11 +116,13 @@ class Witness:
             self.checksums[name].add(checksum(weight))
 
     def _multiplied(self, name: str, layer: Fp8Linear, weight_for: Any, *, turned: bool) -> Quantized:
-        """What a product takes, in the forward and, turned, in the backward: of a weight in 8 bits one and the same."""
+        """What a product takes, in the forward and, turned, in the backward: of a weight in 8 bits one and the same, or
+        the other one of its two payloads."""
         found: Quantized = weight_for(turned=turned)
         if is_8_bit(layer.weight.dtype):
             held = found.t if turned else found
-            self.checksums[name].add(checksum(held.payload, held.scale_inv))
+            used = self.checksums[name + TURNED if turned and _has_two(layer) else name]
+            used.add(checksum(held.payload, held.scale_inv))
         return found
 
     @property
@@ -149,25 +154,37 @@ class Witness:
         ]
 
     def kept(self, weights: Iterable[tuple[str, Tensor]]) -> list[int]:
-        """A checksum a parameter: of the main weights as a forward should see them: cast, or quantized whole, with the
-        reciprocals of the scales."""
-        return [checksum(*self._as_seen(name, weight)) for name, weight in weights]
+        """A checksum of what each entry of `checksums` should be: of the main weights as a forward should see them,
+        cast, or quantized whole, with the reciprocals of the scales; and as a backward should see those with two
+        payloads."""
+        found = {}
+        for name, weight in weights:
+            found[name] = checksum(*self._as_seen(name, weight))
+            if name + TURNED in self.checksums:
+                found[name + TURNED] = checksum(*self._as_seen(name, weight, turned=True))
+        return [found[name] for name in self.checksums]
 
-    def _as_seen(self, name: str, weight: Tensor) -> tuple[Tensor, ...]:
+    def _as_seen(self, name: str, weight: Tensor, *, turned: bool = False) -> tuple[Tensor, ...]:
         layer = self._quantized.get(name)
         if layer is None:
             return (weight.to(self.compute),)
         if not is_8_bit(layer.weight.dtype):
             return (weight,)
-        found = layer.quantize_weight(weight.to(layer.fp8_scale.device if layer.recipe.delayed else weight.device))
+        here = weight.to(layer.fp8_scale.device if layer.recipe.delayed else weight.device)
+        found = layer.quantize_weight(here, turned=turned)
         return found.payload, found.scale_inv
 
     def used(self) -> list[int]:
-        """A checksum a parameter: of the one value all forwards of this rank used; `UNSEEN`, or `SEVERAL`."""
+        """A checksum an entry of `checksums`: of the one value that this rank used; `UNSEEN`, or `SEVERAL`."""
         return [
             UNSEEN if not found else next(iter(found)) if len(found) == 1 else SEVERAL
             for found in self.checksums.values()
         ]
+
+
+def _has_two(layer: Fp8Linear) -> bool:
+    """Whether a layer's weight, where it is held in 8 bits, has other bits in the backward."""
+    return not layer.recipe.weights.is_one_for_both
 
 
 def checksum(*tensors: Tensor) -> int:

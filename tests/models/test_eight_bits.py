@@ -222,7 +222,7 @@ def test_what_is_kept_is_known_before(trained: tuple[Path, list[Any]]) -> None:
 
 def test_facts_of_recipes_are_said_alike() -> None:
     for name, recipe in RECIPES.items():
-        assert (name.held, name.multiple) == (recipe.weights.is_one_for_both, recipe.multiple)
+        assert (name.payloads, name.multiple) == (len(recipe.held_tiles), recipe.multiple)
         assert name.gradient_precision == recipe.gradients.format.precision
         assert recipe.activations.format.precision == recipe.weights.format.precision == 4
 

@@ -39,7 +39,8 @@ class Fp8Linear(nn.Linear):
     """A linear layer of an FP8 recipe; made of an ordinary one by `convert_linears`.
 
     Its weight is fp32, bf16 or fp16 and quantized at each use, or holds 8 bits already: then `weight_scale_inv` has the
-    reciprocals of its scales (fp32, one a tile), as whoever quantized it has put them there.
+    reciprocals of its scales (fp32 or e8m0, one a tile), as whoever quantized it has put them there; or
+    `two_payloads`, where both directions take other bits, tells what to multiply.
     """
 
     recipe: Recipe
@@ -49,10 +50,13 @@ class Fp8Linear(nn.Linear):
     fp8_amax_history: Tensor
     fp8_scale: Tensor
     weight_scale_inv: Tensor | None
+    two_payloads: Callable[..., Quantized] | None
+    """Gives, by `turned`, the payload for a product with the weight or with its transpose."""
 
     def become(self, recipe: Recipe, history: int, margin: int, device: torch.device) -> None:
         """Get what a recipe needs, an ordinary layer's weight and bias being there."""
-        self.recipe, self.margin, self.weight_scale_inv = recipe, margin, None
+        self.recipe, self.margin = recipe, margin
+        self.weight_scale_inv = self.two_payloads = None
         self.ends_with_engine = False
         if recipe.delayed:
             self.register_buffer(HISTORY, torch.zeros(history, len(Column), dtype=torch.float32, device=device))
@@ -85,8 +89,8 @@ class Fp8Linear(nn.Linear):
 
     @property
     def is_held(self) -> bool:
-        """Whether an engine may keep the weight in 8 bits: it is trained, and the same numbers in both directions."""
-        return self.weight.requires_grad and self.recipe.weights.is_one_for_both
+        """Whether an engine may keep the weight in 8 bits: it is trained."""
+        return self.weight.requires_grad
 
     @property
     def history(self) -> History | None:
@@ -131,25 +135,30 @@ class Fp8Linear(nn.Linear):
         bits and its one scale is made now.
 
         Raises:
-            RuntimeError: it holds 8 bits without scales, or of the other direction.
+            RuntimeError: it holds 8 bits without scales, or of one direction alone.
         """
         operand = self.recipe.weights
         weight = portion_here(self.weight)
         if not is_8_bit(weight.dtype):
             return self._quantize(Column.weights, weight, operand, turned=turned)
+        if self.two_payloads is not None:
+            held = self.two_payloads(turned=turned)
+            return held.t if turned else held
         if self.weight_scale_inv is None or not operand.is_one_for_both:
             raise RuntimeError(
                 f"the weight holds {weight.dtype} and nothing says its scales under fp8={self.recipe.name.name}:"
                 " weights are cast to 8 bits by the engine that shards them, never by module.to()"
             )
-        held = Quantized(weight, self.weight_scale_inv, operand.tile)
+        held = Quantized(weight, self.weight_scale_inv.float(), operand.tile)
         return held.t if turned else held
 
-    def quantize_weight(self, weight: Tensor) -> Quantized:
-        """A whole weight [out, in] as the layer would multiply it now; nothing is noted of it."""
+    def quantize_weight(self, weight: Tensor, *, turned: bool = False) -> Quantized:
+        """A whole weight [out, in] as the layer would multiply it now, or its transpose; as the weight lies. Nothing is
+        noted of it."""
         operand, history = self.recipe.weights, self.history
         scale = None if history is None else history.scale[Column.weights].clone().view(1, 1)
-        return quantize(weight, operand.format, operand.tile, self.recipe.scaling, scale)
+        tile = operand.tile.turned if turned else operand.tile
+        return quantize(weight, operand.format, tile, self.recipe.scaling, scale)
 
     def quantized(self, column: Column, values: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
         """Activations or gradients [rows, columns], and their transpose, each quantized for a product over its last

@@ -47,6 +47,13 @@ class Recipe:
         """What both dimensions of a weight are multiples of."""
         return self.name.multiple
 
+    @property
+    def held_tiles(self) -> tuple[Tile, ...]:
+        """Tiles of each payload that an engine holds of a weight, as the weight [out, in] lies: one payload for both
+        directions, or that of the forward and that of the backward."""
+        tile = self.weights.tile
+        return (tile,) if self.weights.is_one_for_both else (tile, tile.turned)
+
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a weight of this shape can be quantized by this recipe."""
         return len(shape) == 2 and all(size and size % self.multiple == 0 for size in shape)

@@ -139,13 +139,15 @@ def held_by_several(buckets: Sequence[Bucket], meshes: Meshes) -> Held:
     found: Held = []
     for mesh in meshes:
         of_mesh = [bucket for bucket in buckets if bucket.context.mesh is mesh]
-        whole = [_replica(bucket, bucket.name, bucket.compute) for bucket in of_mesh if bucket.is_resident]
+        resident = [bucket for bucket in of_mesh if bucket.is_resident]
+        whole = [_replica(each, each.name + side.suffix, side.whole) for each in resident for side in each.sides]
         found.append((mesh.everyone, whole))
         apart = [bucket for bucket in of_mesh if bucket.main_storage is not None]
         found.append((mesh.inner, [_own(bucket) for bucket in apart if bucket.cuts.own.inner is REPLICATE]))
         if mesh.outer is not None:
             outside = [_own(bucket) for bucket in apart if bucket.cuts.own.outer is REPLICATE]
-            shards = ((each.name, each.resting) for each in of_mesh if not each.is_resident)
+            sharded = [bucket for bucket in of_mesh if not bucket.is_resident]
+            shards = ((each.name + side.suffix, side.resting) for each in sharded for side in each.sides)
             outside += [Replica(f"{name} inner shard", shard) for name, shard in shards if shard is not None]
             found.append((mesh.outer, outside))
     if meshes.tensor is not None:

@@ -49,6 +49,7 @@ from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import MAIN_GRADIENT, Gradients
 from harness.fsdp.storage.parameter_access import by_engine, grad_of, put_grad
+from harness.fsdp.storage.sides import BACKWARD
 
 
 class BackwardHooks:
@@ -172,7 +173,7 @@ class BackwardHooks:
         for bucket in buckets_of(self.units):
             bucket.use()
         self.gather.pre_backward()
-        self.gather.unshard(self.units[0])
+        self.gather.unshard(self.units[0], BACKWARD)
         self.reduce.expect(self.units[0])
         for unit in self.units:
             if unit.readiness.is_unused:
@@ -228,7 +229,7 @@ class BackwardHooks:
             unit.readiness.enter(call)
             if unit.readiness.is_entered:
                 self._entered.add(unit)
-        self.gather.unshard(unit)
+        self.gather.unshard(unit, BACKWARD)
         if not self.reduce.is_done_with(unit):
             self.reduce.expect(unit)
 

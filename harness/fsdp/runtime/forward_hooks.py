@@ -29,6 +29,7 @@ from harness.fsdp.runtime.units import Unit, buckets_of, rest
 from harness.fsdp.runtime.weak_hooks import WeakHook
 from harness.fsdp.storage import edits
 from harness.fsdp.storage.parameter_access import by_engine
+from harness.fsdp.storage.sides import FORWARD
 
 
 class ForwardHooks:
@@ -152,7 +153,7 @@ class ForwardHooks:
         return output
 
     def _pre_forward(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        self.gather.unshard(unit)
+        self.gather.unshard(unit, FORWARD)
         with_gradients = torch.is_grad_enabled()
         if self.step.in_backward:
             if with_gradients:

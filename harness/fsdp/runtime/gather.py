@@ -14,8 +14,11 @@ from collections.abc import Sequence
 
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
+from harness.fsdp.runtime.recomputation import Recomputation
 from harness.fsdp.runtime.unit_weights import LateGather, UnitWeights, WeightState
 from harness.fsdp.runtime.units import Unit, rest
+from harness.fsdp.runtime.weak_hooks import WeakHook
+from harness.fsdp.storage.sides import BACKWARD, BOTH, FORWARD
 
 
 class GatherPipeline:
@@ -24,12 +27,23 @@ class GatherPipeline:
     Args:
         units: in forward order, the root first. The root stays gathered from the forward's begin to the backward's end.
         prefetch: units gathered ahead of the one in use, at least 0.
+        recomputation: what a backward gathers of units whose weights are others there.
         limit_bytes: of weights gathered ahead of the unit in use, never exceeded; None: whatever `prefetch` allows.
     """
 
     def __init__(
-        self, units: Sequence[Unit], runtime: DeviceRuntime, prefetch: int, limit_bytes: int | None = None
+        self,
+        units: Sequence[Unit],
+        runtime: DeviceRuntime,
+        recomputation: Recomputation,
+        prefetch: int,
+        limit_bytes: int | None = None,
     ) -> None:
+        self.recomputation = recomputation
+        self._in_backward = False
+        for unit in units:
+            for payloads in unit.two_payloads:
+                payloads.ask = WeakHook(self.bring, unit)
         self.prefetch = prefetch
         self.limit_bytes = limit_bytes
         self.order = [unit for unit in units if any(not bucket.is_resident for bucket in unit.buckets)]
@@ -59,15 +73,16 @@ class GatherPipeline:
 
     @property
     def last(self) -> Unit | None:
-        """The unit a forward ends with; its weights are kept for the backward that begins with it."""
-        return self.order[-1] if self.order else None
+        """The unit a forward ends with, if its weights are kept for the backward that begins with it."""
+        last = self.order[-1] if self.order else None
+        return None if last is None or last.has_two_sides else last
 
     def pre_forward(self) -> None:
         """The model's forward begins: sweep in forward order, unshard the root, prefetch what comes after it.
 
         A unit that the forward before kept for its backward leaves a buffer that it shares with others.
         """
-        self.is_read = True
+        self.is_read, self._in_backward = True, False
         for unit in self.order:
             if unit.shares_buffers:
                 self.reshard(unit)
@@ -75,7 +90,7 @@ class GatherPipeline:
         self._ran, self._late = [], False
         for unit in self.order:
             if unit.is_root:
-                self.unshard(unit)
+                self.unshard(unit, FORWARD)
 
     def post_forward(self, *, backward_follows: bool, inside: bool = False) -> None:
         """The model's forward ends: units that did not run take their turn in the sweep, and are resharded; the last
@@ -94,6 +109,7 @@ class GatherPipeline:
     def pre_backward(self) -> None:
         """A backward begins: sweep over the units in reverse order, after the root, where another forward has resharded
         that since: whatever a rank uses first, the root's weights are wanted before or beside it."""
+        self._in_backward = True
         order = [unit for unit in self.order if unit.is_root] + [
             unit for unit in reversed(self.order) if not unit.is_root
         ]
@@ -103,10 +119,13 @@ class GatherPipeline:
         """A backward ends: units that it did not reach take their turn in the sweep; all are resharded."""
         self._take_turns(len(self._sweep))
         self.reshard_all()
-        self.is_read = False
+        self.is_read = self._in_backward = False
 
-    def unshard(self, unit: Unit) -> None:
-        """Have a unit's weights whole for what the caller does next, and prefetch the units that follow."""
+    def unshard(self, unit: Unit, direction: int) -> None:
+        """Have a unit's weights whole for what the caller does next, and prefetch the units that follow.
+
+        direction: of what the caller does, as in [Note: Two payloads].
+        """
         if self.is_resident(unit):
             unit.receive()
             return
@@ -116,7 +135,20 @@ class GatherPipeline:
             self._reach(unit)
             self._start_unshard(unit)
             self._wait_for_unshard(unit)
+        if unit.has_two_sides:
+            self.bring(unit, direction)
         self._prefetch()
+
+    def bring(self, unit: Unit, direction: int) -> None:
+        """Have weights of a unit that is whole here for a direction, if they are others. *Collective* where they are
+        not here."""
+        if self.is_resident(unit):
+            return
+        if self._in_backward:
+            self.recomputation.note(unit, direction)
+        weights = self._weights[unit.name]
+        if not weights.directions & direction:
+            self._copies += weights.add(direction)
 
     def keep(self, unit: Unit) -> None:
         """A unit's forward has ended, and nothing can tell when its backward begins: it stays whole until that ends."""
@@ -147,7 +179,7 @@ class GatherPipeline:
             return
         self._wake(following)
         if self._has_room(following) or self._is(following, WeightState.UNSHARDING):
-            self.unshard(following)
+            self.unshard(following, BACKWARD)
 
     @property
     def _following(self) -> Unit | None:
@@ -245,6 +277,9 @@ class GatherPipeline:
             self._start_unshard(unit)
             if self._is(unit, WeightState.UNSHARDING):
                 self._wait_for_unshard(unit)
+            if unit.has_two_sides:
+                self.bring(unit, FORWARD)
+                self.bring(unit, BACKWARD)
             self._held.add(unit.name)
         return found
 
@@ -317,7 +352,13 @@ class GatherPipeline:
 
     def _bytes_with(self, following: Unit) -> int:
         """Bytes of the weights that are gathered ahead, one unit more counted."""
-        return sum(unit.weight_bytes for unit in [*self._ahead, following])
+        return sum(unit.weight_bytes(self._wanted(unit)) for unit in [*self._ahead, following])
+
+    def _wanted(self, unit: Unit) -> int:
+        """Directions that a sweep gathers the weights of a unit with two sides for."""
+        if unit.is_root:
+            return BOTH
+        return self.recomputation.directions(unit) if self._in_backward else FORWARD
 
     def _start_unshard(self, unit: Unit) -> None:
         """Start gathering a unit, unless it is on its way or here."""
@@ -325,7 +366,7 @@ class GatherPipeline:
         if weights.state is not WeightState.SHARDED:
             return
         self._copies = [each for each in self._copies if not each.let_go()]
-        weights.unshard()
+        weights.unshard(self._wanted(unit) if unit.has_two_sides else BOTH)
         self._copies += weights.copies
         if weights.take_storage and not unit.is_root:
             self._ahead[unit] = None

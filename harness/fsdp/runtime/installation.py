@@ -79,6 +79,8 @@ class WeightInstaller:
         self.wait()
         self.step.weights_installed()
         self.scales.refresh(step_ended=step_ended)
+        if step_ended:
+            self.gather.recomputation.agree()
         self.pending = install_weights(self.buckets)
         if self.pending or any(bucket.awaited is not None for bucket in self.buckets):
             BEING_TAKEN.add(self)

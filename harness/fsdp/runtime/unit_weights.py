@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 from harness.fsdp.comm import events
@@ -11,6 +12,9 @@ from harness.fsdp.comm.events import Label
 from harness.fsdp.runtime.state_machine import StateMachine
 from harness.fsdp.runtime.units import Unit
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.sides import BACKWARD, BOTH, FORWARD, Side
+
+DIRECTIONS = (0, FORWARD, BACKWARD, BOTH)
 
 
 class LateGather:
@@ -22,16 +26,17 @@ class LateGather:
     where that is not so. Other ranks may use `Communicator.all_gather` meanwhile.
     """
 
-    def __init__(self, bucket: Bucket, comm: Communicator, label: Label) -> None:
-        self._bucket, self.label = bucket, label
+    def __init__(self, bucket: Bucket, side: Side, comm: Communicator, label: Label) -> None:
+        self._bucket, self._side, self.label = bucket, side, label
         self.has_copies = bucket.gives_copies
-        self._pending, self._laid = comm.lay_out(bucket.given(), label)
+        self._pending, self._laid = comm.lay_out(bucket.given(side), label)
 
     def receive(self) -> None:
         """Take storage for the whole bucket and fill it. Once."""
-        self._bucket.allocate_weights()
-        parts = self._bucket.weight_parts()
-        self._bucket.fill_own()
+        side = self._side
+        self._bucket.allocate_weights(side)
+        parts = self._bucket.weight_parts(side)
+        self._bucket.fill_own(side)
         read_parts(self._laid, parts)
 
     def let_go(self) -> bool:
@@ -75,7 +80,7 @@ WEIGHT_TRANSITIONS = {
 
 
 Gather = tuple[Pending | LateGather, Event]
-"""One bucket on its way, and when the cast of this rank's part is done, where no collective comes after that."""
+"""One side of a bucket on its way, and when the cast of this rank's part is done, where no collective comes after."""
 
 
 class UnitWeights(StateMachine[WeightState, WeightCall]):
@@ -88,8 +93,17 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
     def __init__(self, unit: Unit, runtime: DeviceRuntime) -> None:
         self.unit = unit
         self.runtime = runtime
-        self._labels = {bucket: Label("all_gather", bucket.name) for bucket in unit.buckets}
+        sides = [
+            (bucket, side, Label("all_gather", bucket.name + side.suffix))
+            for bucket in unit.buckets
+            for side in bucket.sides
+        ]
+        self._sides = {wanted: [each for each in sides if each[1].directions & wanted] for wanted in DIRECTIONS}
+        """What is gathered for some directions."""
+        self._labels = {wanted: [label for _, _, label in self._sides[wanted]] for wanted in DIRECTIONS}
         self._gathers: list[Gather] = []
+        self.directions = 0
+        """Those that weights are for which are whole, or on their way; see [Note: Two payloads]."""
 
     @property
     def take_storage(self) -> bool:
@@ -102,40 +116,54 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
         """Gathers under way that others read copies for."""
         return [each for each, _ in self._gathers if isinstance(each, LateGather) and each.has_copies]
 
-    def unshard(self) -> None:
-        """Start gathering them, which are sharded. *Collective.*"""
-        self._gathers = [self._gather(bucket) for bucket in self.unit.buckets]
+    def unshard(self, directions: int) -> None:
+        """Start gathering them, which are sharded, for these directions. *Collective.*"""
+        self._gathers = [self._gather(*each) for each in self._sides[directions]]
+        self.directions = directions
         self.move(WeightCall.unshard)
 
-    def _gather(self, bucket: Bucket) -> Gather:
-        label = self._labels[bucket]
+    def add(self, directions: int) -> list[LateGather]:
+        """Bring those for further directions, the others being here. Returns gathers that others read copies for.
+        *Collective.*"""
+        found = [self._gather(*each) for each in self._sides[directions] if not each[1].is_here]
+        self._gathers += found
+        self.directions |= directions
+        self._receive(found)
+        return [each for each, _ in found if isinstance(each, LateGather) and each.has_copies]
+
+    def _gather(self, bucket: Bucket, side: Side, label: Label) -> Gather:
         comm = bucket.context.mesh.gather
         if comm.reads_when_wanted(bucket.gathered_bytes):
-            return LateGather(bucket, comm, label), Event()
-        bucket.allocate_weights()
+            return LateGather(bucket, side, comm, label), Event()
+        bucket.allocate_weights(side)
         with self.runtime.stream("gather"):
             bucket.receive()  # of the outer axis
-            bucket.fill_own()
-            pending = comm.all_gather(bucket.weight_parts(), label, ahead=True)
+            bucket.fill_own(side)
+            pending = comm.all_gather(bucket.weight_parts(side), label, ahead=True)
             return pending, self.runtime.record() if comm.size == 1 else Event()
 
     def wait(self) -> None:
         """Have those that are on their way here, for whoever runs next."""
         try:
-            with events.waiting(*self._labels.values()):
-                for pending, cast in self._gathers:
-                    cast.wait()
-                    pending.receive()
-            for bucket in self.unit.buckets:
-                bucket.point_at_weights()
+            self._receive(self._gathers)
         except BaseException:
             self.move(WeightCall.fail)
             raise
         self.move(WeightCall.wait)
 
+    def _receive(self, gathers: Sequence[Gather]) -> None:
+        with events.waiting(*self._labels[self.directions]):
+            for pending, cast in gathers:
+                cast.wait()
+                pending.receive()
+        for _, side, _ in self._sides[self.directions]:
+            side.is_here = True
+        for bucket in self.unit.buckets:
+            bucket.point_at_weights()
+
     def wait_for_others(self) -> None:
         """Wait until other ranks have this one's part of what is whole here, and stays so."""
-        with events.waiting(*self._labels.values()):
+        with events.waiting(*self._labels[self.directions]):
             for pending, _ in self._gathers:
                 pending.wait()
 
@@ -145,12 +173,13 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
         self.move(WeightCall.reshard)
         gathers = self._gathers
         self._gathers, outgoing = [], []
-        with events.waiting(*self._labels.values()):
+        with events.waiting(*self._labels[self.directions]):
             for pending, _ in gathers:
                 if isinstance(pending, LateGather):
                     outgoing.append(pending)
                 else:
                     pending.wait()
+        self.directions = 0
         for bucket in self.unit.buckets:
             bucket.release_weights()
         return outgoing

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from harness.fsdp.runtime.readiness import Readiness
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.bucket_context import BucketKey
-from harness.fsdp.storage.eight_bit import is_marked
+from harness.fsdp.storage.eight_bit import payloads_of
 
 ROOT = "(root)"
 """Name of the root unit; no module path looks like it."""
@@ -62,6 +62,11 @@ class Unit:
     def __post_init__(self, given: list[nn.Module]) -> None:
         self.is_root = self.name == ROOT
         """Whether this is the unit of everything that lies in no other."""
+        self.has_two_sides = any(len(bucket.sides) > 1 for bucket in self.buckets)
+        """Whether some of its weights are others in the backward; see [Note: Two payloads]."""
+        weights = [weight for bucket in self.buckets if bucket.eight_bit for weight in bucket.eight_bit.weights]
+        self.two_payloads = [each for weight in weights if (each := weight.two_payloads) is not None]
+        """What its layers with two payloads multiply."""
         self._modules = [weakref.ref(module) for module in given]
         self.readiness = Readiness([])
         self.take_in()
@@ -91,10 +96,10 @@ class Unit:
         """Theirs, in the same order."""
         self.readiness.params = [param for bucket in self.trainable for _, param in bucket.params]
 
-    @property
-    def weight_bytes(self) -> int:
-        """Bytes of the unit's gathered weights, padding included."""
-        return sum(bucket.compute.numel() * bucket.compute.itemsize for bucket in self.buckets)
+    def weight_bytes(self, directions: int) -> int:
+        """Bytes of the unit's gathered weights for some directions (see `sides`), padding included."""
+        sides = (side for bucket in self.buckets for side in bucket.sides if side.directions & directions)
+        return sum(side.whole.numel() * side.whole.itemsize for side in sides)
 
 
 def buckets_of(units: Iterable[Unit]) -> Iterator[Bucket]:
@@ -140,7 +145,7 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
     _visit(module, "", id(module), tuple(unit_classes), plans, homes, set())
     for param, (name, units) in homes.items():
         home = next(iter(units)) if len(units) == 1 else id(module)
-        key = BucketKey(param.dtype, param.requires_grad, is_expert(param), is_marked(param))
+        key = BucketKey(param.dtype, param.requires_grad, is_expert(param), payloads_of(param))
         plans[home].buckets.setdefault(key, []).append((name, param))
     if not homes:
         raise ValueError(f"{type(module).__name__} has no parameters to shard")

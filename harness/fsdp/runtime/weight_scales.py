@@ -20,7 +20,7 @@ PURPOSE = "fp8 amaxes"
 
 
 class WeightScales:
-    """Makes scales of one model's FP8 layers, one all-reduce an axis for all of them.
+    """Makes scales of one model's FP8 layers, one all-reduce an axis for all of them (two where recipes are mixed).
 
     Args:
         module: whose layers under delayed scaling are looked after.
@@ -47,23 +47,23 @@ class WeightScales:
             step_ended: an optimizer has updated them, so that what was recorded in the step counts; else they were
                 loaded or edited, and delayed scales stay.
         """
-        amaxes = {each.name: each.eight_bit.amaxes(each.main_shards) for each in self.held if each.eight_bit}
+        told = {each.name: each.eight_bit.told_by(each.main_shards) for each in self.held if each.eight_bit}
         histories = [(each, mesh) for each, mesh in self._histories() if step_ended]
         for mesh in self.meshes:
             seen = [each.amax[0] for each, of in histories if of is mesh]
             mine = [each for each in self.held if each.context.mesh is mesh]
             for axis, comm in ((Axis.inner, mesh.inner), (Axis.outer, mesh.outer)):
-                cut = [amaxes[each.name] for each in mine if getattr(each.cuts.own, axis.name) is SHARD]
-                _take_largest(comm, [*cut, *seen])
+                cut = [each for each in mine if getattr(each.cuts.own, axis.name) is SHARD]
+                _take_largest(comm, [*(part for each in cut for part in told[each.name]), *seen])
         elsewhere = [
-            part for each in self.held if (of := each.eight_bit) for part in of.of_tiles_elsewhere(amaxes[each.name])
+            part for each in self.held if (of := each.eight_bit) for part in of.of_tiles_elsewhere(told[each.name])
         ]
         _take_largest(self.meshes.tensor, [*elsewhere, *(each.amax[0] for each, _ in histories)])
         for each, _ in histories:
             each.update()
         for bucket in self.held:
             assert bucket.eight_bit is not None
-            bucket.eight_bit.rescale(amaxes[bucket.name])
+            bucket.eight_bit.rescale(told[bucket.name])
 
     def _histories(self) -> list[tuple[History, Mesh]]:
         found = []
@@ -75,9 +75,12 @@ class WeightScales:
 
 
 def _take_largest(comm: Communicator | None, tensors: Sequence[Tensor]) -> None:
-    """Make each element the largest over the ranks of a group, in place, by one collective. *Collective.*"""
-    if comm is None or comm.size == 1 or not tensors:
+    """Make each element the largest over the ranks of a group, in place, by one collective for each dtype there is:
+    amaxes are fp32, exponents uint8. *Collective.*"""
+    if comm is None or comm.size == 1:
         return
-    together = comm.largest(torch.cat([each.reshape(-1) for each in tensors]), PURPOSE)
-    for each, part in zip(tensors, together.split([each.numel() for each in tensors]), strict=True):
-        each.copy_(part.view_as(each))
+    for dtype in dict.fromkeys(each.dtype for each in tensors):
+        alike = [each for each in tensors if each.dtype == dtype]
+        together = comm.largest(torch.cat([each.reshape(-1) for each in alike]), PURPOSE)
+        for each, part in zip(alike, together.split([each.numel() for each in alike]), strict=True):
+            each.copy_(part.view_as(each))

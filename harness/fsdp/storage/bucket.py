@@ -32,6 +32,7 @@ from harness.fsdp.storage.layout import ParamSpec, Slot
 from harness.fsdp.storage.parameter_access import SHOWN, Access
 from harness.fsdp.storage.parameter_views import ParameterViews, views_of
 from harness.fsdp.storage.placement import WHOLE, Axis, On, route
+from harness.fsdp.storage.sides import BACKWARD, BOTH, FORWARD, Side
 from harness.fsdp.tensor_parallel.parameters import cut_portion, portion_of
 from harness.fsdp.tensor_parallel.portion import Portion
 
@@ -61,6 +62,8 @@ class Bucket:
         self.dtypes = dtypes
         self.trainable = key.trainable
         self.params = params
+        self.sides = [Side(each) for each in ((FORWARD, BACKWARD) if key.fp8 > 1 else (BOTH,))]
+        """Compute weights by direction; see [Note: Two payloads]."""
         self.views = ParameterViews(params, unit=name.removesuffix(f"/{key.label}"))
         self.context = context
         self.memory = context.plan.memory
@@ -87,8 +90,16 @@ class Bucket:
             if initial is not None:
                 self.set_value(slot, initial(each, torch.Size(self.portions[each].shape)))
         self.point_at_weights()
+        if self.key.fp8:
+            self._expect_gradients()
         self.views.forget_edits()
         self.rest()
+
+    def _expect_gradients(self) -> None:
+        """Have no gradient cast to the 8 bits of its weight: where hooks see nothing of a call, one may come before its
+        unit's backward is known to have begun."""
+        if self.gradients is not None:
+            self.gradients.expect()
 
     def train(self, dtypes: Dtypes) -> None:
         """Make a trained bucket of a frozen one, of the same values and under the same name. *Collective.*
@@ -136,32 +147,32 @@ class Bucket:
         self.is_resident = placed.resting_weights == WHOLE
         """Whether compute weights are whole between uses."""
         make = memory.persistent if self.is_resident else memory.transient
-        self.compute = make(layout.bucket_numel, self.dtypes.compute)
-        self.views.build(self._views(), memory.device)
-        if not self.is_resident:
-            memory.empty(self.compute)
+        for side in self.sides:
+            side.whole = make(layout.bucket_numel, self.dtypes.compute)
+        self.compute = self.sides[0].whole
+        """Compute weights, whole: those of a forward, where a backward has others."""
+        self.views.build([views_of(side.whole, layout) for side in self.sides], memory.device)
+        for side in self.sides:
+            side.is_here, side.resting = self.is_resident, None
+            if not self.is_resident:
+                memory.empty(side.whole)
         if not self.is_resident and memory.fixed:
             for _, param in self.params:
                 setattr(param, SHOWN, partial(_is_whole, weakref.ref(self)))
-        self.resting: Tensor | None = None
-        """Compute weights that are there between uses: all of them, or this inner shard's. None: there are none."""
         self.gathered_bytes = sum(each.inner_numel for each in layout.segments) * self.dtypes.compute.itemsize
-        """Bytes that every rank gives to a gather of the weights."""
-        if placed.resting_weights_are_kept:
+        """Bytes that every rank gives to a gather of one side."""
+        for side in self.sides if placed.resting_weights_are_kept else ():
             numel = self.cuts.numel(placed.resting_weights)
-            self.resting = self.compute if self.is_resident else memory.persistent(numel, self.dtypes.compute)
+            side.resting = side.whole if self.is_resident else memory.persistent(numel, self.dtypes.compute)
         self._build_main_weights()
-
-    def _views(self) -> list[Tensor]:
-        return views_of(self.compute, self.layout)
 
     def _build_main_weights(self) -> None:
         stored = self.dtypes.main if self.trainable else self.dtypes.compute
         offload = self.context.plan.offload if self.trainable else None
         self.main_storage: Tensor | None = None
         """Main weights in storage of their own; None where they are the compute weights that are kept."""
-        if self.resting is not None and stored == self.dtypes.compute and offload is None:
-            self.main_shards = self.cuts.own_shards(self.resting_shards)
+        if self.sides[0].resting is not None and stored == self.dtypes.compute and offload is None:
+            self.main_shards = self.cuts.own_shards(self.resting_shards(self.sides[0]))
         else:
             numel = self.cuts.numel(self.placements.main_weights)
             if offload is None:
@@ -172,14 +183,15 @@ class Bucket:
         self.eight_bit: EightBitWeights | None = None
         """What makes compute weights of main weights, where these are kept in 8 bits."""
         if self.key.fp8:
-            self.eight_bit = EightBitWeights(self.params, self.cuts, self.portions, self.dtypes, self.memory.device)
+            self.eight_bit = EightBitWeights(
+                self.params, self.cuts, self.sides, self.portions, self.dtypes, self.memory.device
+            )
 
-    @property
-    def resting_shards(self) -> list[Tensor]:
-        """This inner rank's shards of the compute weights that are kept; of the bucket where none are."""
-        if self.resting is None:
-            return self.cuts.inner_shards(self.compute)
-        return self.cuts.inner_shards_of(self.resting, self.placements.resting_weights)
+    def resting_shards(self, side: Side) -> list[Tensor]:
+        """This inner rank's shards of the compute weights that are kept; of the whole ones where none are."""
+        if side.resting is None:
+            return self.cuts.inner_shards(side.whole)
+        return self.cuts.inner_shards_of(side.resting, self.placements.resting_weights)
 
     def set_value(self, slot: Slot, value: Tensor) -> None:
         """Put a parameter's full value, or this rank's portion of it, into main and, where they are kept, compute
@@ -192,37 +204,40 @@ class Bucket:
         shard = self.main_shards[local.segment]
         shard[local.offset : local.offset + local.numel].copy_(flat[local.start : local.end])
         through = flat.to(self.main_shards[0].dtype)
-        if self.eight_bit is not None:
-            through = self.eight_bit.take(slot, through)
-        if self.is_resident:
-            begin, end = self.layout.bucket_range(slot)
-            self.compute[begin:end].copy_(through)
-        elif self.resting is not None:
-            shards = self.resting_shards
-            for local in self.cuts.inner_slices(slot):
-                shards[local.segment][local.offset : local.offset + local.numel].copy_(through[local.start : local.end])
+        values = [through] if self.eight_bit is None else self.eight_bit.take(slot, through)
+        for side, through in zip(self.sides, values, strict=True):
+            if self.is_resident:
+                begin, end = self.layout.bucket_range(slot)
+                side.whole[begin:end].copy_(through)
+            elif side.resting is not None:
+                shards = self.resting_shards(side)
+                for local in self.cuts.inner_slices(slot):
+                    shard = shards[local.segment][local.offset : local.offset + local.numel]
+                    shard.copy_(through[local.start : local.end])
 
-    def given(self) -> list[Tensor]:
-        """What this rank gives to a gather of the weights, in the compute dtype, a segment each."""
-        if self.resting is not None:
-            return [as_bytes(shard) for shard in self.resting_shards]
-        return [as_bytes(shard.detach().to(self.compute.device, self.dtypes.compute)) for shard in self.cast_shards]
+    def given(self, side: Side) -> list[Tensor]:
+        """What this rank gives to a gather of one side, in the compute dtype, a segment each."""
+        if side.resting is not None:
+            return [as_bytes(shard) for shard in self.resting_shards(side)]
+        cast = self.cast_shards(side)
+        return [as_bytes(shard.detach().to(self.compute.device, self.dtypes.compute)) for shard in cast]
 
-    @property
-    def cast_shards(self) -> list[Tensor]:
+    def cast_shards(self, side: Side) -> list[Tensor]:
         """What is copied into compute weights: main weights, which the copy casts, or their payload in 8 bits."""
-        return self.main_shards if self.eight_bit is None else self.eight_bit.encode(self.main_shards)
+        if self.eight_bit is None:
+            return self.main_shards
+        return self.eight_bit.encode(self.main_shards, self.sides.index(side))
 
     @property
     def gives_copies(self) -> bool:
         """Whether what this rank gives to a gather of the weights takes memory of its own."""
         differ = self.dtypes.compute != self.dtypes.main or self.context.main_device != self.memory.device
-        return self.resting is None and differ
+        return self.sides[0].resting is None and differ
 
-    def fill_own(self) -> None:
+    def fill_own(self, side: Side) -> None:
         """Put what this rank gives to a gather into its place of the whole compute weights; the host does not wait."""
-        sources = self.cast_shards if self.resting is None else self.resting_shards
-        copy_together(self.cuts.inner_shards(self.compute), sources, follows=False)
+        sources = self.cast_shards(side) if side.resting is None else self.resting_shards(side)
+        copy_together(self.cuts.inner_shards(side.whole), sources, follows=False)
 
     def install(self) -> list[Pending]:
         """Bring updated main weights into the compute weights that are kept between uses, if any. *Collective.*
@@ -230,13 +245,17 @@ class Bucket:
         Returns what must be received before the weights are used, and waited for before they change again; or nothing,
         where that is `awaited`.
         """
-        if self.resting is None or not self.trainable:
+        if self.sides[0].resting is None or not self.trainable:
             return []
         if self.main_storage is not None:
-            copy_together(self.cuts.own_shards(self.resting_shards), self.cast_shards, follows=False)
+            for side in self.sides:
+                copy_together(self.cuts.own_shards(self.resting_shards(side)), self.cast_shards(side), follows=False)
         if not self.placements.install:
             return []
-        found = self.gather_shards(self.compute, self.resting_shards, self.placements.resting_weights)
+        found: list[Pending] = []
+        for side in self.sides:
+            shards, target = self.resting_shards(side), self.placements.resting_weights
+            found += self.gather_shards(side.whole, shards, target, suffix=side.suffix)
         comm = self.context.mesh.gather
         if not comm.goes_on_alone:
             return found
@@ -263,18 +282,23 @@ class Bucket:
         """Whether the weights could be given storage now, and be told apart from those of other units."""
         return self.memory.has_room(self.compute)
 
-    def allocate_weights(self) -> None:
-        """Give a released bucket storage; contents undefined until gathered."""
-        self.memory.refill(self.compute)
+    def allocate_weights(self, side: Side) -> None:
+        """Give a released side storage; contents undefined until gathered."""
+        self.memory.refill(side.whole)
 
     @property
     def is_whole(self) -> bool:
-        """Whether whole compute weights are here now."""
-        return self.is_resident or self.memory.is_filled(self.compute)
+        """Whether whole compute weights are here now, of some side."""
+        if self.is_resident or self.memory.is_filled(self.compute):
+            return True
+        return len(self.sides) > 1 and self.memory.is_filled(self.sides[1].whole)
 
     def point_at_weights(self) -> None:
-        """Let parameters be views of the compute bucket; or released, and one NaN, while it has no storage."""
-        self.views.point(is_whole=self.is_whole)
+        """Let parameters be views of the compute weights; or released, and one NaN, while these have no storage."""
+        if self.is_resident or self.memory.is_filled(self.compute):
+            self.views.point(0)
+        else:
+            self.views.point(1 if len(self.sides) > 1 and self.memory.is_filled(self.sides[1].whole) else None)
 
     def use(self) -> None:
         """A forward or a backward runs: weights that are whole are in nobody's way."""
@@ -293,12 +317,16 @@ class Bucket:
 
     def release_weights(self) -> None:
         """Drop gathered weights; nobody can read the parameters then."""
-        if self.memory.renew(self.compute):
-            self.views.renew(self._views())
-        self.memory.free(self.compute)
+        for place, side in enumerate(self.sides):
+            side.is_here = False
+            if self.memory.renew(side.whole):
+                self.views.renew(place, views_of(side.whole, self.layout))
+            self.memory.free(side.whole)
         self.point_at_weights()
 
-    def gather_shards(self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "") -> list[Pending]:
+    def gather_shards(
+        self, whole: Tensor, inner: Sequence[Tensor], target: On, what: str = "", suffix: str = ""
+    ) -> list[Pending]:
         """Bring every rank's main shards together until they lie as `target` says. *Collective.*
 
         When this returns the last are under way, and the one before has come in, for whoever waits for that. See
@@ -307,9 +335,9 @@ class Bucket:
         Args:
             whole: a tensor of the whole bucket; untouched where the target shards it over the inner axis.
             inner: this inner rank's shards, of `whole` or elsewhere, in which its own main shards lie already.
-            what: added to the bucket's name in the label.
+            what, suffix: added to the bucket's name in the label.
         """
-        mesh, name = self.context.mesh, f"{self.name} {what}".rstrip()
+        mesh, name = self.context.mesh, f"{self.name} {what}".rstrip() + suffix
         found: list[Pending] = []
         legs = route(self.placements.main_weights, target)
         with mesh.gather.runtime.stream("gather") if len(legs) > 1 else nullcontext():  # compute waits for no leg
@@ -339,9 +367,9 @@ class Bucket:
                 pending.wait()
         return whole
 
-    def weight_parts(self) -> list[Part]:
-        """The compute bucket cut for an all-gather of the inner axis."""
-        return self.cuts.inner_parts(as_bytes(self.compute))
+    def weight_parts(self, side: Side) -> list[Part]:
+        """One side cut for an all-gather of the inner axis."""
+        return self.cuts.inner_parts(as_bytes(side.whole))
 
     @property
     def computes_with_main_weights(self) -> bool:
@@ -364,12 +392,12 @@ class Bucket:
         roles = {"compute_weights": 0, "main_weights": 0, "main_grads": 0}
         padding = 0
         for role, tensor, on in (
-            ("compute_weights", self.resting, self.placements.resting_weights),
+            *(("compute_weights", side.resting, self.placements.resting_weights) for side in self.sides),
             ("main_weights", self.main_storage, self.placements.main_weights),
         ):
             if tensor is not None:
                 numel = self.cuts.param_numel(on)
-                roles[role] = numel * tensor.itemsize
+                roles[role] += numel * tensor.itemsize
                 padding += (tensor.numel() - numel) * tensor.itemsize
         gradients = {} if self.gradients is None else self.gradients.bytes_kept()
         return roles | gradients | {"padding": padding + gradients.get("padding", 0)}

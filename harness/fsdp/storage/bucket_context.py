@@ -23,19 +23,20 @@ InitialValue = Callable[[str, torch.Size], Tensor]
 class BucketKey:
     """What parameters of one bucket have in common.
 
-    dtype: as the module has them. fp8: weights that are kept and gathered in 8 bits.
+    dtype: as the module has them. fp8: in how many ways weights are kept and gathered in 8 bits, once or once for each
+    direction; 0: they are not.
     """
 
     dtype: torch.dtype
     trainable: bool
     expert: bool = False
-    fp8: bool = False
+    fp8: int = 0
 
     @property
     def label(self) -> str:
         """The bucket's name within its unit."""
         marks = ("" if self.trainable else "/frozen") + ("/experts" if self.expert else "")
-        marks += "/fp8" if self.fp8 else ""
+        marks += ("", "/fp8", "/fp8x2")[self.fp8]
         return str(self.dtype).removeprefix("torch.") + marks
 
     def resolve(self, policy: MixedPrecisionPolicy) -> Dtypes:

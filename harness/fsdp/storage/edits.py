@@ -46,7 +46,7 @@ def differing(bucket: Bucket) -> list[Tensor]:
     """
     if bucket.computes_with_main_weights:
         return []
-    pairs = zip(own_compute_weights(bucket), bucket.cast_shards, strict=True)
+    pairs = zip(own_compute_weights(bucket), bucket.cast_shards(bucket.sides[0]), strict=True)
     return [bits_of(seen) != bits_of(main.detach().to(seen.dtype)) for seen, main in pairs]
 
 

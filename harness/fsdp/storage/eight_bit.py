@@ -13,11 +13,11 @@ tiles whole (`grain=block(128)`) gives the same bits, saves 4 bytes in 16384, an
 ranks are 172 and 128 then, where rows alone are 150 and 150.
 
 Where a plan of tensor parallelism has cut the weight, a bucket holds this rank's portion, and `current` and `delayed`
-take the largest over that axis too (one all-reduce more). A portion of `block` and `mx_32x32` must be whole tiles: its
+take the largest over that axis too (one all-reduce more). A portion of the other recipes must be whole tiles: its
 scales are its own.
 
-Weights of `mx` need two payloads, one for each direction, of other bits: they stay in the compute dtype and are
-quantized at each use, as frozen weights of every recipe are. `mx_32x32` is MXFP8 with one payload.
+Weights of `mx` have two payloads of other bits, of tiles along rows for the forward and along columns for the backward;
+see [Note: Two payloads]. Frozen weights stay in the compute dtype and are quantized at each use.
 
 Under delayed scaling the scale comes from the layer's history (see [Note: Delayed]): at the end of a step the history
 is closed first, then weights are quantized under its new scale, then their own amax begins the next record. Weights
@@ -37,10 +37,12 @@ from harness.fsdp.fp8.delayed import Column
 from harness.fsdp.fp8.formats import WIDENED, is_8_bit
 from harness.fsdp.fp8.linear import Fp8Linear
 from harness.fsdp.fp8.portions import portion_here
-from harness.fsdp.fp8.quantize import Tile, amax_grid, encode, scales_of, spread
+from harness.fsdp.fp8.quantize import Tile, encode
+from harness.fsdp.fp8.tile_scales import TileScales
 from harness.fsdp.policy import Dtypes
 from harness.fsdp.storage.cuts import Cuts
 from harness.fsdp.storage.layout import LocalSlice, Slot
+from harness.fsdp.storage.sides import Place, Side, TwoPayloads
 from harness.fsdp.tensor_parallel.portion import Portion
 
 LAYER = "_fsdp_fp8_layer"
@@ -75,17 +77,17 @@ def mark_weights(module: nn.Module) -> None:
             setattr(weight, LAYER, weakref.ref(layer))
 
 
-def is_marked(param: nn.Parameter) -> bool:
-    """Whether a parameter is to be held in 8 bits."""
-    return LAYER in param.__dict__
+def payloads_of(param: nn.Parameter) -> int:
+    """In how many ways a parameter is to be held in 8 bits; 0: in none."""
+    layer = getattr(param, LAYER)() if LAYER in param.__dict__ else None
+    return 0 if layer is None else len(layer.recipe.held_tiles)
 
 
 class EightBitWeight:
-    """One weight's scales, and the cast of its rows. Under tensor parallelism: of this rank's portion of it.
+    """One weight's scales, and the casts of its rows. Under tensor parallelism: of this rank's portion of it.
 
     Args:
-        layer: of a recipe whose weights are quantized once for both directions. slot: where the weight lies.
-        portion: what this rank has of it.
+        layer: whose weight it is, weakly. slot: where the weight lies. portion: what this rank has of it.
     """
 
     def __init__(
@@ -94,15 +96,22 @@ class EightBitWeight:
         self._layer = layer
         self.slot = slot
         self.shape = (slot.spec.shape[0], slot.spec.shape[1])
-        weights = self.layer.recipe.weights
-        self.format, self.tile, self.scaling = weights.format, weights.tile, self.layer.recipe.scaling
-        self.has_tiles_elsewhere = not portion.is_whole and _along(self.tile, portion.dim) is None
+        recipe = self.layer.recipe
+        of, tiles = recipe.weights, recipe.held_tiles
+        self.scales = [TileScales(tile, self.shape, of.format, recipe.scaling, device) for tile in tiles]
+        """Of each payload."""
+        self.has_tiles_elsewhere = not portion.is_whole and _along(of.tile, portion.dim) is None
         """Whether a tile has elements on other ranks of the tensor-parallel axis."""
-        grid = self.tile.grid(self.shape)
-        self.num_tiles = grid[0] * grid[1]
-        self.scale = torch.ones(grid, dtype=torch.float32, device=device)
-        self.scale_inv = torch.ones(grid, dtype=torch.float32, device=device)
-        self.layer.weight_scale_inv = self.scale_inv
+        self.num_tiles = sum(each.num_tiles for each in self.scales)
+        self.layer.weight_scale_inv = self.scales[0].inverse
+        self.two_payloads: TwoPayloads | None = None
+        """What the layer multiplies, where that is not its weight in both directions."""
+
+    def serve_from(self, sides: Sequence[Side], first: int) -> None:
+        """Have the layer find its payloads in these sides, one each, at element `first` of the bucket."""
+        places = [Place(side, first, self.shape, each) for side, each in zip(sides, self.scales, strict=True)]
+        if len(places) > 1:
+            self.two_payloads = self.layer.two_payloads = TwoPayloads(*places)
 
     @property
     def layer(self) -> Fp8Linear:
@@ -111,47 +120,38 @@ class EightBitWeight:
         assert found is not None, "an engine does not outlive the module it shards"
         return found
 
-    def _place(self, local: LocalSlice) -> tuple[int, tuple[int, int]]:
-        """First row and shape of the rows that a rank holds."""
+    def _rows(self, values: Tensor, local: LocalSlice) -> tuple[Tensor, int]:
+        """The rows that a rank holds, and the first one's number."""
         columns = self.shape[1]
-        return local.start // columns, (local.numel // columns, columns)
+        return values.view(local.numel // columns, columns), local.start // columns
 
-    def amaxes(self, values: Tensor, local: LocalSlice) -> Tensor:
-        """Amaxes of all tiles as far as a rank's rows tell, 0 elsewhere: fp32, shape of `scale`.
+    def told_by(self, values: Tensor, local: LocalSlice) -> Tensor:
+        """What a rank's rows tell of all tiles, to be made the largest over all ranks; flat, `num_tiles` elements, fp32
+        or uint8 (see `TileScales`).
 
         Args:
             values: the rows, flat, in the main weights' dtype. local: which they are.
         """
-        found = torch.zeros_like(self.scale)
-        first, shape = self._place(local)
-        if not local.numel:
-            return found
-        rows = self.tile.rows
-        lead = 0 if rows is None else first % rows
-        filled = values.new_zeros(lead + shape[0], shape[1])
-        filled[lead:] = values.detach().view(shape)
-        grid = amax_grid(filled, Tile(rows, self.tile.columns)).to(found.device)
-        top = 0 if rows is None else first // rows
-        found[top : top + grid.shape[0]] = grid
-        return found
+        rows, first = self._rows(values, local)
+        return torch.cat([each.told_by(rows, first).view(-1) for each in self.scales])
 
-    def rescale(self, amaxes: Tensor) -> None:
-        """Take scales from here on: of amaxes of the whole weight now, or of the history, which notes them."""
+    def rescale(self, agreed: Tensor) -> None:
+        """Take scales from here on: of what all ranks have agreed on now, or of the history, which notes it."""
         history = self.layer.history
-        if history is None:
-            scale, inverse = scales_of(amaxes.view_as(self.scale), self.format, self.scaling)
-        else:
+        if history is not None:
             scale = history.scale[Column.weights].view(1, 1)
-            inverse = scale.reciprocal()
-            history.record(Column.weights, amaxes)
-        self.scale.copy_(scale)
-        self.scale_inv.copy_(inverse)
+            for each in self.scales:
+                each.set(scale, scale.reciprocal())
+            history.record(Column.weights, agreed.view(1, 1))
+            return
+        for each, part in zip(self.scales, agreed.split([each.num_tiles for each in self.scales]), strict=True):
+            each.take(part)
 
-    def encode(self, values: Tensor, local: LocalSlice) -> Tensor:
-        """The payload of a rank's rows, flat; arguments as of `amaxes`."""
-        first, shape = self._place(local)
-        scale = spread(self.scale.to(values.device), self.tile, shape, first)
-        return encode(values.view(shape), scale, self.format).view(-1)
+    def encode(self, values: Tensor, local: LocalSlice, payload: int) -> Tensor:
+        """A payload of a rank's rows, flat; arguments as of `told_by`."""
+        rows, first = self._rows(values, local)
+        scales = self.scales[payload]
+        return encode(rows, scales.of_rows(rows.shape[0], first, rows.device), scales.format).view(-1)
 
 
 def _along(tile: Tile, dim: int | None) -> int | None:
@@ -163,7 +163,8 @@ class EightBitWeights:
     """All weights of one bucket; see [Note: 8-bit weights].
 
     Args:
-        params: the bucket's, each marked by `mark_weights`. cuts: how it is cut.
+        params: the bucket's, each marked by `mark_weights`, all with as many payloads. cuts: how it is cut.
+        sides: of the bucket, one for each payload.
         portions: what this rank has of each, by name.
         dtypes: of the bucket.
         device: of its payload and scales.
@@ -176,6 +177,7 @@ class EightBitWeights:
         self,
         params: Sequence[tuple[str, nn.Parameter]],
         cuts: Cuts,
+        sides: Sequence[Side],
         portions: Mapping[str, Portion],
         dtypes: Dtypes,
         device: torch.device,
@@ -191,6 +193,8 @@ class EightBitWeights:
             EightBitWeight(getattr(param, LAYER), slot, portions[name], device)
             for slot, (name, param) in zip(cuts.layout.slots, params, strict=True)
         ]
+        for weight in self.weights:
+            weight.serve_from(sides, cuts.layout.bucket_range(weight.slot)[0])
 
     @property
     def has_tiles_elsewhere(self) -> bool:
@@ -199,8 +203,8 @@ class EightBitWeights:
 
     @property
     def scale_bytes(self) -> int:
-        """Bytes of the scales and of their reciprocals, on every rank."""
-        return sum(each.scale.nbytes + each.scale_inv.nbytes for each in self.weights)
+        """Bytes of the scales, on every rank."""
+        return sum(scales.nbytes for each in self.weights for scales in each.scales)
 
     def _local(self, shards: Sequence[Tensor]) -> list[tuple[EightBitWeight, LocalSlice, Tensor]]:
         """Each weight, which rows of it this rank holds, and these."""
@@ -210,35 +214,35 @@ class EightBitWeights:
             found.append((weight, local, shards[local.segment][local.offset : local.offset + local.numel]))
         return found
 
-    def amaxes(self, shards: Sequence[Tensor]) -> Tensor:
-        """Amaxes of all tiles of all weights as far as this rank's main weights tell: fp32, flat."""
-        return torch.cat([weight.amaxes(rows, local).view(-1) for weight, local, rows in self._local(shards)])
+    def told_by(self, shards: Sequence[Tensor]) -> list[Tensor]:
+        """What this rank's main weights tell of all tiles, a flat tensor a weight; see `EightBitWeight.told_by`."""
+        return [weight.told_by(rows, local) for weight, local, rows in self._local(shards)]
 
-    def _by_weight(self, amaxes: Tensor) -> list[tuple[EightBitWeight, Tensor]]:
-        """Each weight with its part of what `amaxes` gives."""
-        return list(zip(self.weights, amaxes.split([each.num_tiles for each in self.weights]), strict=True))
+    def of_tiles_elsewhere(self, told: Sequence[Tensor]) -> list[Tensor]:
+        """The parts of what `told_by` gives in which other ranks of the tensor-parallel axis have a say."""
+        return [part for weight, part in zip(self.weights, told, strict=True) if weight.has_tiles_elsewhere]
 
-    def of_tiles_elsewhere(self, amaxes: Tensor) -> list[Tensor]:
-        """Views of the parts of what `amaxes` gives in which other ranks of the tensor-parallel axis have a say."""
-        return [part for weight, part in self._by_weight(amaxes) if weight.has_tiles_elsewhere]
-
-    def rescale(self, amaxes: Tensor) -> None:
-        """Take scales from what `amaxes` gives, once it is the largest over all ranks that cut the weights."""
-        for weight, part in self._by_weight(amaxes):
+    def rescale(self, agreed: Sequence[Tensor]) -> None:
+        """Take scales from what `told_by` gives, once it is the largest over all ranks that cut the weights."""
+        for weight, part in zip(self.weights, agreed, strict=True):
             weight.rescale(part)
 
-    def encode(self, shards: Sequence[Tensor]) -> list[Tensor]:
-        """Payloads of this rank's main weights under the scales as they are: a tensor a segment, zeros as padding."""
+    def encode(self, shards: Sequence[Tensor], payload: int) -> list[Tensor]:
+        """One payload of this rank's main weights under the scales as they are: a tensor a segment, zeros as padding.
+
+        payload: its number, as of the sides.
+        """
         found = [torch.zeros(shard.shape, dtype=self.dtype, device=shard.device) for shard in shards]
         for weight, local, rows in self._local(shards):
             if local.numel:
-                found[local.segment][local.offset : local.offset + local.numel] = weight.encode(rows, local)
+                begin, end = local.offset, local.offset + local.numel
+                found[local.segment][begin:end] = weight.encode(rows, local, payload)
         return found
 
-    def take(self, slot: Slot, value: Tensor) -> Tensor:
-        """Take scales from the value of one weight, or of its portion (flat, in the main weights' dtype); its payload,
+    def take(self, slot: Slot, value: Tensor) -> list[Tensor]:
+        """Take scales from the value of one weight, or of its portion (flat, in the main weights' dtype); its payloads,
         flat."""
         weight = next(each for each in self.weights if each.slot is slot)
         everything = LocalSlice(slot.segment, 0, 0, slot.spec.numel)
-        weight.rescale(weight.amaxes(value, everything).to(weight.scale.device))
-        return weight.encode(value, everything)
+        weight.rescale(weight.told_by(value, everything))
+        return [weight.encode(value, everything, payload) for payload in range(len(weight.scales))]

@@ -30,8 +30,9 @@ class ParameterViews:
         self._classes: dict[Access, list[type]] = {}
         self.access = Access.free
         """What the parameters let the program do now."""
-        self._views: list[Tensor] = []
-        """A view of the whole weight of each parameter, in order, with storage or without."""
+        self._views: list[list[Tensor]] = []
+        """For each side of the bucket a view of the whole weight of each parameter, in order, with storage or without.
+        """
         self._placeholders: list[Tensor] = []
         self._pointed_at: list[Tensor] = []
         """What the parameters were last pointed at."""
@@ -39,23 +40,23 @@ class ParameterViews:
         for name, param in params:
             setattr(param, HOME, (name, unit))
 
-    def build(self, views: list[Tensor], device: torch.device) -> None:
-        """Whole weights lie here from now on; parameters are what they were until `point`."""
-        self.renew(views)
-        self._placeholders = [unreadable(view.shape, view.dtype, device) for view in views]
+    def build(self, sides: list[list[Tensor]], device: torch.device) -> None:
+        """Whole weights lie here from now on, of each side; parameters are what they were until `point`."""
+        self._views = sides
+        self._placeholders = [unreadable(view.shape, view.dtype, device) for view in sides[0]]
 
-    def renew(self, views: list[Tensor]) -> None:
-        """Whole weights have moved to these views; parameters are what they were until `point`."""
-        self._views = views
+    def renew(self, side: int, views: list[Tensor]) -> None:
+        """Whole weights of a side have moved to these views; parameters are what they were until `point`."""
+        self._views[side] = views
 
     @by_engine
-    def point(self, *, is_whole: bool) -> None:
-        """Let parameters be views of the whole weights; or released, and one NaN."""
-        targets = self._views if is_whole else self._placeholders
+    def point(self, side: int | None) -> None:
+        """Let parameters be views of the whole weights of a side; None: released, and one NaN."""
+        targets = self._placeholders if side is None else self._views[side]
         self._pointed_at = targets
         for (_, param), handling, target in zip(self._params, self._handlings, targets, strict=True):
             handling.point(param, target)
-        self.give(Access.free if is_whole else Access.released)
+        self.give(Access.released if side is None else Access.free)
 
     def give(self, access: Access) -> None:
         """Let the program do with parameters what `access` says."""
@@ -72,10 +73,10 @@ class ParameterViews:
         """Raise RuntimeError where somebody moved or cast a parameter after it was sharded."""
         if self._bare and all(map(_is_same, self._bare, self._pointed_at)):
             return
-        each = zip(self._params, self._handlings, self._views, self._placeholders, strict=True)
-        for (name, param), handling, view, nothing in each:
+        each = zip(self._params, self._handlings, self._placeholders, *self._views, strict=True)
+        for (name, param), handling, *known in each:
             values = handling.values(param)
-            if _is_same(values, view) or _is_same(values, nothing):
+            if any(_is_same(values, one) for one in known):
                 continue
             raise RuntimeError(
                 f"parameter {name} was changed after sharding: its data is no longer the engine's (cast, moved,"

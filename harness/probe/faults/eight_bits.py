@@ -77,13 +77,14 @@ def stale_scale(site: Site) -> None:
 
 
 def _keep_scale(site: Site, weight: Any) -> None:
-    before = weight.scale.clone()
+    kept = weight.scales[0]
+    before = kept.scale.clone()
 
     def revert() -> None:
-        now = weight.scale.clone()
+        now = kept.scale.clone()
         if site.acts:
-            blend(weight.scale, before, site.amount)
-            weight.scale_inv.copy_(weight.scale.reciprocal())
+            blend(kept.scale, before, site.amount)
+            kept.inverse.copy_(kept.scale.reciprocal())
         before.copy_(now)
 
     site.after(weight, "rescale", revert, always=True)

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from harness.fsdp import MixedPrecisionPolicy, ShardedModel, create_state
-from harness.fsdp.fp8.linear import Fp8Linear, convert_linears, delayed_state
+from harness.fsdp.fp8.linear import convert_linears, delayed_state
 from harness.fsdp.fp8.quantize import quantize
 from harness.fsdp.fp8.recipes import RECIPES
 from harness.fsdp.runtime.weight_scales import PURPOSE
+from harness.fsdp.storage.sides import BACKWARD_SIDE
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
-from tests.fsdp.fp8.sharded import Case, converted, cut, data, here, loss_of, of_whole, payloads, same, shard
+from tests.fsdp.fp8.sharded import Case, converted, cut, data, loss_of, shard, unlike
 
 TOKENS, IN, OUT = 24, 256, 512
 """Portions of two ranks are whole tiles of every recipe."""
@@ -103,16 +104,6 @@ def steps(model: ShardedModel, optimizer: torch.optim.Optimizer, case: Case, cou
         optimizer.zero_grad()
 
 
-def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
-    """Layers that do not multiply the portion of their whole weight quantized."""
-    told = []
-    for name, held in payloads(model).items():
-        layer = model.module.get_submodule(name)
-        assert isinstance(layer, Fp8Linear)
-        told += [] if same(held, here(layer, of_whole(layer, weights[f"{name}.weight"]))) else [name]
-    return told
-
-
 def across(rank: int, one: Case, two: Case) -> list[str]:
     """State of one layout in another and back: weights, moments, amaxes and scales to the bit, payloads of them."""
     width = max(one.tp, two.tp)
@@ -164,11 +155,11 @@ def traffic(rank: int, case: Case) -> dict[str, tuple[int, int]]:
     steps(model, optimizer, case, 1)
     rows = meter.take()
     meter.close()
-    label = "blocks.0/bfloat16/fp8"
+    label = "blocks.0/bfloat16/fp8" + "x2" * (case.recipe.payloads - 1)
     moved = next(bucket.layout.comm_numel for bucket in model.buckets if bucket.name == label)
     model.close()
     scales = [row for row in rows if row.bucket == PURPOSE]
-    gathers = [row for row in rows if (row.kind, row.bucket) == ("all_gather", label)]
+    gathers = [row for row in rows if row.kind == "all_gather" and row.bucket in (label, label + BACKWARD_SIDE)]
     return {
         "scales": (sum(row.count for row in scales), sum(row.bytes for row in scales)),
         "gathers": (sum(row.count for row in gathers), sum(row.bytes for row in gathers)),

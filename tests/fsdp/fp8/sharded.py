@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from contextlib import nullcontext
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ MICROBATCHES = 2
 
 
 class Block(nn.Module):
-    recompute = False
+    recompute = ""
 
     def __init__(self, tp: int = 1) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Block(nn.Module):
             self.down.weight.mul_(torch.logspace(-2, 2, hidden, base=2))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+        found: Tensor = checkpoint(self.body, x, use_reentrant=False) if self.recompute == "within" else self.body(x)
         return found
 
     def body(self, x: Tensor) -> Tensor:
@@ -59,20 +59,20 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.entry(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if block.recompute == "around" else block(x)
         return self.exit(x)
 
 
 class Case(NamedTuple):
     """A recipe on a mesh: inner strategy, outer ranks (1: no such axis), what these split, tensor-parallel ranks.
-    recompute: blocks compute their forward again in the backward."""
+    recompute: blocks compute their forward again in the backward, called within their own forward or around that."""
 
     recipe: Fp8
     inner: str
     outer: int = 1
     split: str = "no_shard"
     tp: int = 1
-    recompute: bool = False
+    recompute: Literal["", "within", "around"] = ""
 
     def mesh(self) -> DeviceMesh:
         """Outer, inner and tensor-parallel ranks."""
@@ -131,22 +131,28 @@ def shard(case: Case, model: Model, **options: object) -> tuple[ShardedModel, to
     )
 
 
-def payloads(model: ShardedModel) -> dict[str, Quantized]:
-    """What each layer multiplies, by name; from weights gathered for the purpose. *Collective.*"""
+Held = tuple[str, bool]
+"""A layer's name, and whether a payload is that of the transposed weight."""
+
+
+def payloads(model: ShardedModel) -> dict[Held, Quantized]:
+    """What each layer multiplies, as the weight lies; from weights gathered for the purpose. *Collective.*"""
     with model.gathered():
         return {
-            name: Quantized(held.payload.clone(), held.scale_inv.clone(), held.tile)
+            (name, turned): Quantized(held.payload.clone(), held.scale_inv.clone(), held.tile)
             for name, layer in model.module.named_modules()
             if isinstance(layer, Fp8Linear)
-            for held in [layer.weight_for(turned=False)]
+            for turned in (False, True)
+            for held in [layer.weight_for(turned=True).t if turned else layer.weight_for(turned=False)]
         }
 
 
-def of_whole(layer: Fp8Linear, weight: Tensor) -> Quantized:
-    """The whole weight quantized."""
+def of_whole(layer: Fp8Linear, weight: Tensor, *, turned: bool = False) -> Quantized:
+    """The whole weight quantized, for a product with it or with its transpose; as it lies."""
     operand = layer.recipe.weights
     scale = None if layer.history is None else layer.history.scale[1].view(1, 1)
-    return quantize(weight, operand.format, operand.tile, layer.recipe.scaling, scale)
+    tile = operand.tile.turned if turned else operand.tile
+    return quantize(weight, operand.format, tile, layer.recipe.scaling, scale)
 
 
 def here(layer: Fp8Linear, whole: Quantized) -> Quantized:
@@ -163,6 +169,17 @@ def here(layer: Fp8Linear, whole: Quantized) -> Quantized:
 def same(found: Quantized, expected: Quantized) -> bool:
     payload = torch.equal(found.payload.view(torch.uint8), expected.payload.contiguous().view(torch.uint8))
     return payload and torch.equal(found.scale_inv, expected.scale_inv)
+
+
+def unlike(model: ShardedModel, weights: dict[str, Tensor]) -> list[str]:
+    """Layers that do not multiply their whole weight quantized, or this rank's portion of that. *Collective.*"""
+    told = []
+    for (name, turned), held in payloads(model).items():
+        layer = model.module.get_submodule(name)
+        assert isinstance(layer, Fp8Linear)
+        whole = of_whole(layer, weights[f"{name}.weight"], turned=turned)
+        told += [] if same(held, here(layer, whole)) else [f"{name} is not quantized whole, turned: {turned}"]
+    return told
 
 
 def here_of(param: Tensor, whole: Tensor) -> Tensor:
@@ -221,13 +238,11 @@ def _step(model: ShardedModel, reference: nn.Module, case: Case, step: int) -> l
 
 def _unlike(model: ShardedModel, reference: nn.Module) -> list[str]:
     """Which layers do not multiply their whole weight quantized, or have other scales than plain torch."""
-    told, weights = [], dict(model.full_weights())
-    for name, held in payloads(model).items():
-        layer, other = model.module.get_submodule(name), reference.get_submodule(name)
-        assert isinstance(layer, Fp8Linear)
-        assert isinstance(other, Fp8Linear)
-        whole = here(layer, of_whole(layer, weights[f"{name}.weight"]))
-        told += [] if same(held, whole) else [f"{name} is not quantized whole"]
+    told = unlike(model, dict(model.full_weights()))
+    for name, layer in model.module.named_modules():
+        other = reference.get_submodule(name)
+        if not isinstance(layer, Fp8Linear) or not isinstance(other, Fp8Linear):
+            continue
         mine, theirs = layer.history, other.history
         if mine is not None and theirs is not None:
             told += [] if torch.equal(mine.scale, theirs.scale) else [f"{name}: {mine.scale} is not {theirs.scale}"]

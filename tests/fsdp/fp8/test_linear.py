@@ -105,7 +105,7 @@ def test_scales_are_fp32_whatever_the_program_builds_models_in() -> None:
         history.update()
     finally:
         torch.set_default_dtype(before)
-    kept = (history.amax, history.scale, held.scale, held.scale_inv)
+    kept = (history.amax, history.scale, held.scales[0].scale, held.scales[0].inverse)
     assert [each.dtype for each in kept] == [torch.float32] * 4
     assert history.scale[Column.weights] == torch.tensor(448.0) / 3.0
 

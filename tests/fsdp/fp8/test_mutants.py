@@ -9,8 +9,10 @@ from unittest import mock
 
 import pytest
 
+from harness.fsdp.fp8 import tile_scales
 from harness.fsdp.fp8.delayed import History
-from harness.fsdp.fp8.quantize import Scaling, scales_of, spread
+from harness.fsdp.fp8.formats import exponent_above
+from harness.fsdp.fp8.quantize import spread
 from harness.fsdp.runtime import weight_scales
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.storage import arrivals, eight_bit
@@ -38,8 +40,8 @@ def _stale(self: Any, amaxes: Any) -> None:
     self.stale = True
 
 
-def _exact(amax: Any, format: Any, scaling: Any) -> Any:
-    return scales_of(amax, format, Scaling.exact)
+def _rounded_down(values: Any) -> Any:
+    return exponent_above(values * 0.5)
 
 
 def _always_a_step(self: Any, *, step_ended: bool = False) -> None:
@@ -66,7 +68,7 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
     "scale-of-first-rows": (
         "A shard is quantized under the scales of the weight's first rows",
         Case(Fp8.block, ZERO_3),
-        lambda: mock.patch.object(eight_bit, "spread", _first_row),
+        lambda: mock.patch.object(tile_scales, "spread", _first_row),
     ),
     "stale-scale": (
         "Weights are quantized under the scales they began with",
@@ -74,9 +76,9 @@ MUTANTS: dict[str, tuple[str, Case, Any]] = {
         lambda: mock.patch.object(eight_bit.EightBitWeight, "rescale", _stale),
     ),
     "scaling-of-others": (
-        "A tile's scale is no power of two where the recipe has an exponent of 8 bits",
+        "The exponent of a tile is rounded down, so that its largest values saturate",
         Case(Fp8.mx_32x32, ZERO_3),
-        lambda: mock.patch.object(eight_bit, "scales_of", _exact),
+        lambda: mock.patch.object(tile_scales, "exponent_above", _rounded_down),
     ),
     "gradients-of-8-bits": (
         "Gradients are cast to the dtype of the weight, as they are of weights that are not held in 8 bits",

@@ -37,8 +37,10 @@ PAIRS = (
     (Case(Fp8.current, "no_shard", tp=4), Case(Fp8.current, ZERO_3, tp=2)),
     (Case(Fp8.block, "optim_grads", 2, "optim", tp=2), Case(Fp8.block, ZERO_3)),
     (Case(Fp8.mx_32x32, ZERO_3, tp=2), Case(Fp8.mx_32x32, "optim", tp=4)),
+    (Case(Fp8.mx, ZERO_3, 2, tp=2), Case(Fp8.mx, "optim_grads", tp=2)),
 )
-"""TP 2 x DP 2 and DP 4, TP 4 and TP 2 x DP 2, HFSDP x TP 2 and DP 4, TP 2 x DP 2 and TP 4."""
+"""TP 2 x DP 2 and DP 4, TP 4 and TP 2 x DP 2, HFSDP x TP 2 and DP 4, TP 2 x DP 2 and TP 4, HSDP x TP 2 and TP 2 x DP 2.
+"""
 
 
 # -- on four ranks -----------------------------------------------------------------------------------------------------
@@ -68,7 +70,7 @@ FOLLOWING: dict[str, tuple[str, Case, Any]] = {
     "amax-of-own-portion": (
         "Tensor-parallel ranks make scales of the portions they have",
         CUT,
-        _patched(EightBitWeights, "of_tiles_elsewhere", lambda self, amaxes: []),
+        _patched(EightBitWeights, "of_tiles_elsewhere", lambda self, told: []),
     ),
     "own-portions-first": (
         "Until the first update scales are of the portions that each rank has",
@@ -87,7 +89,7 @@ FOLLOWING: dict[str, tuple[str, Case, Any]] = {
     ),
     "another-dtype-again": (  # the last one: ranks stop in the middle of it
         "A weight in 8 bits is saved for the backward as the DTensor it is in, which says another dtype",
-        Case(Fp8.current, "no_shard", tp=2, recompute=True),
+        Case(Fp8.current, "no_shard", tp=2, recompute="within"),
         _patched(linear, "_CutWeight", lambda weight: None),
     ),
 }
@@ -110,7 +112,7 @@ MULTIPLYING: dict[str, tuple[str, Any]] = {
 def _on_four(rank: int) -> dict[str, Any]:
     told: dict[str, Any] = {
         "state": [across(rank, *pair) for pair in PAIRS],
-        "traffic": [traffic(rank, Case(recipe, ZERO_3, tp=2)) for recipe in Fp8 if recipe.held],
+        "traffic": [traffic(rank, Case(recipe, ZERO_3, tp=2)) for recipe in Fp8],
         "beside": beside_fsdp2(rank, Case(Fp8.current, ZERO_3, tp=2)),
         "meta": [meta(rank, Case(recipe, ZERO_3, tp=2)) for recipe in (Fp8.delayed, Fp8.block)],
     }
@@ -148,7 +150,9 @@ def test_a_gather_of_portions_moves_a_byte_each_and_one_more_collective_makes_sc
             assert each_one["gathers"] == (2, 2 * moved // 2), "a byte a parameter of which this rank has a half"
         assert current["scales"] == (2, 2 * weights * width), "data-parallel ranks, then tensor-parallel ones"
         assert delayed["scales"] == (2, 2 * (weights + weights * columns) * width)
-        assert [each_one["scales"][0] for each_one in tiled] == [1, 1], "tensor-parallel ranks have no tile in common"
+        assert [each_one["scales"][0] for each_one in tiled] == [1, 1, 1], (
+            "tensor-parallel ranks have no tile in common"
+        )
 
 
 @pytest.mark.parametrize("name", each("FP8 weights, by tensor parallelism", ((n, m[0]) for n, m in FOLLOWING.items())))
@@ -217,7 +221,7 @@ def test_fsdp2_gathers_twice_the_bytes_for_the_same_bits(
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("recipe", [Fp8.block, Fp8.mx_32x32])
+@pytest.mark.parametrize("recipe", [Fp8.block, Fp8.mx, Fp8.mx_32x32])
 def test_tiles_that_are_cut_and_tiles_that_stay_whole_have_the_same_bits(recipe: Fp8, num_ranks: int) -> None:
     """Amaxes of rows taken together, and those that each rank finds alone where the grain keeps tiles whole."""
     torch.manual_seed(7)
@@ -227,20 +231,22 @@ def test_tiles_that_are_cut_and_tiles_that_stay_whole_have_the_same_bits(recipe:
     layer: Any = holder[0]
     values = layer.weight.detach() * torch.randn(640, 1).exp()
     weights = layer.recipe.weights
-    whole = quantize(values, weights.format, weights.tile, layer.recipe.scaling)
+    wholes = [quantize(values, weights.format, tile, layer.recipe.scaling) for tile in layer.recipe.held_tiles]
     for grain, is_shared in ((ROW, True), (Grain(side), False)):
         layout = plan_bucket([ParamSpec("w", (640, 256), grain)], num_ranks, 64, 1)
         (slot,) = layout.slots
         locals_ = [layout.local_slice(slot, rank) for rank in range(num_ranks)]
         held = [EightBitWeight(lambda: layer, slot, Portion((640, 256)), torch.device("cpu")) for _ in locals_]
         parts = [values.flatten()[local.start : local.end] for local in locals_]
-        found = [weight.amaxes(rows, local) for weight, rows, local in zip(held, parts, locals_, strict=True)]
+        found = [weight.told_by(rows, local) for weight, rows, local in zip(held, parts, locals_, strict=True)]
         together = torch.stack(found).amax(0)
-        payload = torch.empty(640 * 256, dtype=weights.format.dtype)
-        for weight, rows, local, alone in zip(held, parts, locals_, found, strict=True):
+        for weight, alone in zip(held, found, strict=True):
             weight.rescale(together if is_shared else alone)
-            if local.numel:
-                payload[local.start : local.end] = weight.encode(rows, local)
-        assert torch.equal(payload.view(torch.uint8), whole.payload.flatten().view(torch.uint8)), grain
+        for place, whole in enumerate(wholes):
+            payload = torch.empty(640 * 256, dtype=weights.format.dtype)
+            for weight, rows, local in zip(held, parts, locals_, strict=True):
+                if local.numel:
+                    payload[local.start : local.end] = weight.encode(rows, local, place)
+            assert torch.equal(payload.view(torch.uint8), whole.payload.flatten().view(torch.uint8)), (grain, place)
         cut = [local for local in locals_ if local.numel and local.start // 256 % side]
         assert is_shared or not cut, "no tile is cut"

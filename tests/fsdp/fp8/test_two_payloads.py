@@ -1,0 +1,309 @@
+"""Weights that have other bits in the backward: what is gathered when, and programs that use them in other ways."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from harness.fsdp import ShardedModel
+from harness.fsdp.runtime.gather import GatherPipeline
+from harness.fsdp.runtime.recomputation import PURPOSE, Recomputation
+from harness.fsdp.runtime.unit_weights import UnitWeights
+from harness.fsdp.runtime.weight_scales import PURPOSE as SCALES
+from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.sides import BACKWARD, BACKWARD_SIDE, BOTH, TwoPayloads
+from harness.fsdp.vocabulary import Fp8
+from harness.probe.collectives import CollectiveMeter
+from tests.fsdp.checked import Mutant, holds, is_found, patched
+from tests.fsdp.fp8.sharded import HIDDEN, STRATEGIES, WIDTH, Case, Model, converted, data, loss_of, shard
+from tests.support.mutants import each
+
+ELEMENTS = WIDTH * HIDDEN * 2
+"""Of the FP8 weights of a block."""
+BLOCKS = 2
+ROUNDING = 1e-5
+APART = 2.0**-16
+"""More than e4m3 tells apart under one scale."""
+
+
+def _losses(model: Any, tokens: Tensor) -> Tensor:
+    return loss_of(model, tokens)
+
+
+def _follows(
+    rank: int, strategy: str, program: Callable[[Any, Tensor], Tensor], steps: int = 3, recipe: Fp8 = Fp8.mx
+) -> list[str]:
+    """A training by a program beside one of plain torch, which quantizes at each use: losses to the bit, gradients to
+    rounding."""
+    reference = converted(recipe)
+    with torch.no_grad():  # tiles along rows and along columns are to give other bits, which count
+        for block in reference.blocks:
+            block.up.weight[1::2] *= APART
+            block.down.weight[:, 1::2] /= APART
+    model, optimizer = shard(Case(recipe, strategy), copy.deepcopy(reference))
+    told = []
+    for step in range(steps):
+        with torch.no_grad():
+            for name, value in model.full_weights():
+                reference.get_parameter(name).copy_(value)
+        terms: dict[str, Tensor] = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
+        for peer in range(2):
+            reference.zero_grad()
+            expected = program(reference, data(step, 0, peer))
+            expected.backward()
+            for name, param in reference.named_parameters():
+                terms[name] += 0.0 if param.grad is None else param.grad / 2
+            if peer == rank:
+                own = program(model, data(step, 0, rank))
+                own.backward()
+                told += [] if torch.equal(own, expected) else [f"step {step}: loss {own} is not {expected}"]
+        for name, value in model.full_gradients():
+            error = float((value - terms[name]).abs().max() / terms[name].abs().max())
+            told += [f"step {step}: gradient of {name} is off by {error}"] if error > ROUNDING else []
+        optimizer.step()
+        optimizer.zero_grad()
+    model.close()
+    return told
+
+
+def plain(rank: int, strategy: str) -> list[str]:
+    return _follows(rank, strategy, _losses)
+
+
+def twice(rank: int, strategy: str) -> list[str]:
+    """Two forwards, then one backward of both, with an evaluation in between."""
+
+    def program(model: Any, tokens: Tensor) -> Tensor:
+        first = loss_of(model, tokens)
+        with torch.no_grad():
+            loss_of(model, tokens.flip(0))
+        return first + 2.0 * loss_of(model, tokens.flip(1))
+
+    return _follows(rank, strategy, program)
+
+
+def hidden(rank: int, strategy: str) -> list[str]:
+    """A block gives its output where no hook sees it, so that its weights stay until the backward."""
+
+    def program(model: Any, tokens: Tensor) -> Tensor:
+        module = model.module if isinstance(model, ShardedModel) else model
+        block = module.blocks[0]
+
+        def forward(x: Tensor) -> None:
+            block.found = block.body(block.taken)
+
+        def call(tokens: Tensor) -> Tensor:
+            block.taken = module.entry(tokens)
+            block(torch.empty(0))
+            found = module.exit(module.blocks[1](block.found))
+            block.taken = block.found = None
+            return found  # type: ignore[no-any-return] # modules are called as Any
+
+        block.forward, module.forward = forward, call
+        try:
+            return loss_of(model, tokens)
+        finally:
+            del block.forward, module.forward
+
+    return [told for recipe in (Fp8.mx, Fp8.block) for told in _follows(rank, strategy, program, 2, recipe)]
+
+
+def begins_to_recompute(rank: int, strategy: str) -> list[str]:
+    """Checkpointing begins after ranks have agreed that no forward runs again: within blocks, then around them, then
+    in the way that hides the graph."""
+    told, count = [], 0
+
+    def program(model: Any, tokens: Tensor) -> Tensor:
+        module = model.module if isinstance(model, ShardedModel) else model
+        ways = ("", "within", "around", "reentrant")
+        for block in module.blocks:
+            block.recompute = ways[count // 3]
+        if ways[count // 3] != "reentrant":
+            return loss_of(model, tokens)
+        first = module.blocks[0]
+        own = first.forward
+        first.forward = lambda x: checkpoint(own, x, use_reentrant=True)
+        try:
+            return loss_of(model, tokens)
+        finally:
+            del first.forward
+
+    def counting(model: Any, tokens: Tensor) -> Tensor:
+        nonlocal count
+        found = program(model, tokens)
+        count += 1  # by step: twice the reference, once the engine
+        return found
+
+    told += _follows(rank, strategy, counting, 4)
+    return told
+
+
+def gathered(rank: int, strategy: str) -> list[str]:
+    """Inside gathered() layers multiply, and tell their weights, in both directions."""
+    model, _ = shard(Case(Fp8.mx, strategy), converted(Fp8.mx))
+    weights, told = dict(model.full_weights()), []
+    with model.gathered("blocks.1.up"):
+        layer = model.module.blocks[1].up
+        for turned in (False, True):
+            found = layer.weight_for(turned=turned)
+            whole = layer.quantize_weight(weights["blocks.1.up.weight"], turned=turned)
+            payload = found.payload.t() if turned else found.payload
+            told += [] if _same(payload, whole.payload) else [f"turned: {turned}"]
+        x = torch.randn(3, WIDTH, requires_grad=True)
+        layer(x).sum().backward()
+        told += [] if x.grad is not None and x.grad.abs().sum() > 0 else ["no gradient"]
+        layer.weight.grad = layer.bias.grad = None
+    model.close()
+    return told
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def traffic(rank: int, strategy: str) -> list[str]:
+    """What a step gathers, to the byte: one a parameter and direction; twice the backward's where its forward runs
+    again; in the first step, in which nobody knows, both there. The last unit does not stay."""
+    told = []
+    for recompute, backward in (("", 1), ("within", 2), ("around", 2)):
+        built = converted(Fp8.mx).bfloat16()
+        for block in built.blocks:
+            block.recompute = recompute
+        model, optimizer = shard(Case(Fp8.mx, strategy), built)
+        halves = {name: [0, 0] for name in ("blocks.0", "blocks.1")}
+        meter, agreed = CollectiveMeter(), []
+        for step in range(3):
+            loss_of(model, data(step, 0, rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rows = {(row.kind, row.bucket): (row.count, row.bytes) for row in meter.take()}
+            label = "{}/bfloat16/fp8x2"
+            found = {
+                name: [rows.get(("all_gather", label.format(name) + suffix), (0, 0)) for suffix in ("", BACKWARD_SIDE)]
+                for name in halves
+            }
+            again = 1 if step and backward == 1 else 2
+            of_forward = again if strategy == "optim_grads_params" else 1
+            side = ELEMENTS // 2
+            wanted = [(of_forward, of_forward * side), (1, side)] if strategy != "no_shard" else [(0, 0), (0, 0)]
+            told += [
+                f"{recompute or 'plain'}, step {step}: {name} {each} is not {wanted}"
+                for name, each in found.items()
+                if each != wanted
+            ]
+            agreed.append(("all_reduce", PURPOSE) in rows)
+            exponents = rows.get(("all_reduce", SCALES), (0, 0))
+            right = (1, BLOCKS * ELEMENTS // 16) if strategy != "no_shard" else (0, 0)
+            told += [] if exponents == right else [f"exponents {exponents} are not {right}"]
+        told += [] if agreed == [strategy == "optim_grads_params", False, False] else [f"ranks agreed in {agreed}"]
+        meter.close()
+        model.close()
+    return told
+
+
+def kept(rank: int, strategy: str) -> list[str]:
+    """Bytes between uses: two payloads where weights are whole, and two exponents for 32 parameters everywhere."""
+    model, _ = shard(Case(Fp8.mx, strategy), converted(Fp8.mx).bfloat16())
+    bytes_kept = model.persistent_bytes()
+    others = 2 * sum(p.numel() for p in Model().parameters()) - 2 * BLOCKS * ELEMENTS
+    whole = 0 if strategy == "optim_grads_params" else 2 * BLOCKS * ELEMENTS
+    told = []
+    if strategy != "optim_grads_params":
+        whole += others
+    if bytes_kept["compute_weights"] not in (whole, whole - others):  # main weights in bf16 are the compute weights
+        told.append(f"compute weights {bytes_kept['compute_weights']} are not {whole}")
+    if bytes_kept["buffers"] != BLOCKS * ELEMENTS // 16:
+        told.append(f"scales {bytes_kept['buffers']} are not {BLOCKS * ELEMENTS // 16}")
+    model.close()
+    return told
+
+
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {
+    "plain": plain,
+    "twice": twice,
+    "hidden": hidden,
+    "begins to recompute": begins_to_recompute,
+    "gathered": gathered,
+    "traffic": traffic,
+    "kept": kept,
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_it_holds(check: str, strategy: str) -> None:
+    holds(__name__, strategy, check)
+
+
+def _whatever_is_here(self: TwoPayloads, *, turned: bool) -> Any:
+    return self._places[0].read()
+
+
+def _same_payload(self: Bucket, side: Any) -> list[Tensor]:
+    assert self.eight_bit is not None or not self.key.fp8
+    return self.main_shards if self.eight_bit is None else self.eight_bit.encode(self.main_shards, 0)
+
+
+def _one_tells(self: Recomputation) -> None:
+    self._agreed = dict.fromkeys(self._seen, BACKWARD)
+
+
+def _not_told(self: GatherPipeline, unit: Any, direction: int) -> None:
+    weights = self._weights.get(unit.name)
+    if weights is not None and not weights.directions & direction:
+        weights.add(direction)
+
+
+MUTANTS = {
+    "the forward's again": Mutant(
+        "A backward multiplies by what the forward did",
+        patched(TwoPayloads, "__call__", _whatever_is_here),
+        "plain",
+        "optim",
+    ),
+    "one payload twice": Mutant(
+        "Both sides get the payload of the forward", patched(Bucket, "cast_shards", _same_payload), "gathered"
+    ),
+    "always both": Mutant(
+        "A backward gathers both sides for good",
+        patched(Recomputation, "directions", lambda self, unit: BOTH),
+        "traffic",
+    ),
+    "nobody learns": Mutant(
+        "What a backward asks for is not noted", patched(GatherPipeline, "bring", _not_told), "traffic"
+    ),
+    "the last one stays": Mutant(
+        "The last unit stays for the backward, which takes other weights",
+        patched(GatherPipeline, "last", property(lambda self: self.order[-1] if self.order else None)),
+        "traffic",
+    ),
+    "never forward again": Mutant(
+        "Ranks take it that no forward runs again", patched(Recomputation, "agree", _one_tells), "traffic"
+    ),
+    "gradients of 8 bits": Mutant(
+        "A gradient that comes before its unit's backward has begun is cast to the dtype of the weight",
+        patched(Bucket, "_expect_gradients", lambda self: None),
+        "hidden",
+    ),
+    "not brought": Mutant(
+        "A side that is not here when it is asked for is not brought",
+        patched(UnitWeights, "add", lambda self, directions: []),
+        "begins to recompute",
+    ),
+    "nobody asks": Mutant(
+        "A layer takes what there is of its other payload, where nothing told of its backward before",
+        patched(TwoPayloads, "ask", property(lambda self: None, lambda self, value: None)),
+        "hidden",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each("FP8 weights of two payloads", [(n, m.breaks) for n, m in MUTANTS.items()]))
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
