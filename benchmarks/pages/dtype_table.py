@@ -65,8 +65,8 @@ differs from what the engine does.
 - `fp8_*` and `mxfp8*` apply only to the projections of attention and feed-forward. Embedding, head, norms and routers
   are as under `bf16`. In such a layer, activations and weights are multiplied as e4m3, and gradients as e5m2 under
   `fp8_current` and `fp8_delayed` and as e4m3 under the others. Each product is summed in fp32 and rounded once, to
-  bf16. Weights that are e4m3 in the table are stored and gathered as e4m3, one byte each. Under `mxfp8` each use
-  quantizes them.
+  bf16. Weights that are e4m3 in the table are stored and gathered as e4m3, one byte each; under `mxfp8` one payload
+  for the forward and another for the backward.
 - `numerics=ordered` with 16-bit main weights needs AdamW, because the rounding of other updates depends on where a
   shard ends.
 """

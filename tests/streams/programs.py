@@ -278,9 +278,10 @@ def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, torch
 def name_buffers(recorder: Recorder, model: ShardedModel, case: Case) -> None:
     """Let reports speak of buffers as the engine does."""
     for bucket in model.buckets:
-        recorder.name(bucket.compute, f"weights of {bucket.name}")
-        if bucket.resting is not None:
-            recorder.name(bucket.resting, f"weights of {bucket.name}")
+        for side in bucket.sides:
+            recorder.name(side.whole, f"weights of {bucket.name}{side.suffix}")
+            if side.resting is not None:
+                recorder.name(side.resting, f"weights of {bucket.name}{side.suffix}")
         if bucket.main_storage is not None:
             recorder.name(bucket.main_storage, f"main weights of {bucket.name}")
         gradients = bucket.gradients

@@ -119,7 +119,7 @@ class GatherPipeline:
         """A backward ends: units that it did not reach take their turn in the sweep; all are resharded."""
         self._take_turns(len(self._sweep))
         self.reshard_all()
-        self.is_read = self._in_backward = False
+        self.is_read = False
 
     def unshard(self, unit: Unit, direction: int) -> None:
         """Have a unit's weights whole for what the caller does next, and prefetch the units that follow.
@@ -207,6 +207,7 @@ class GatherPipeline:
 
     def reshard_all(self) -> None:
         """Reshard every unit, the root too, waiting for gathers under way; a sweep that had begun is over."""
+        self._in_backward = False
         self._reshard_all_but([])
 
     def _reshard_all_but(self, kept: Sequence[Unit]) -> None:

@@ -35,7 +35,7 @@ class Recomputation:
         self._seen[unit] |= direction
 
     def directions(self, unit: Unit) -> int:
-        """Those that a backward gathers a unit's weights for: all until ranks have agreed on less."""
+        """Directions that a backward gathers a unit's weights for: all until ranks have agreed on less."""
         return self._agreed.get(unit, BOTH)
 
     def agree(self) -> None:

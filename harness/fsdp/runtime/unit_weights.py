@@ -103,7 +103,7 @@ class UnitWeights(StateMachine[WeightState, WeightCall]):
         self._labels = {wanted: [label for _, _, label in self._sides[wanted]] for wanted in DIRECTIONS}
         self._gathers: list[Gather] = []
         self.directions = 0
-        """Those that weights are for which are whole, or on their way; see [Note: Two payloads]."""
+        """Directions of which weights are whole, or on their way; see [Note: Two payloads]."""
 
     @property
     def take_storage(self) -> bool:

@@ -99,7 +99,7 @@ class EightBitWeight:
         recipe = self.layer.recipe
         of, tiles = recipe.weights, recipe.held_tiles
         self.scales = [TileScales(tile, self.shape, of.format, recipe.scaling, device) for tile in tiles]
-        """Of each payload."""
+        """Scales of each payload."""
         self.has_tiles_elsewhere = not portion.is_whole and _along(of.tile, portion.dim) is None
         """Whether a tile has elements on other ranks of the tensor-parallel axis."""
         self.num_tiles = sum(each.num_tiles for each in self.scales)

@@ -64,7 +64,7 @@ def _follows(
                 own.backward()
                 told += [] if torch.equal(own, expected) else [f"step {step}: loss {own} is not {expected}"]
         for name, value in model.full_gradients():
-            error = float((value - terms[name]).abs().max() / terms[name].abs().max())
+            error = float((value - terms[name]).abs().max() / terms[name].abs().max().clamp(min=1e-30))
             told += [f"step {step}: gradient of {name} is off by {error}"] if error > ROUNDING else []
         optimizer.step()
         optimizer.zero_grad()
@@ -142,6 +142,27 @@ def begins_to_recompute(rank: int, strategy: str) -> list[str]:
 
     told += _follows(rank, strategy, counting, 4)
     return told
+
+
+def different_units(rank: int, strategy: str) -> list[str]:
+    """Each rank runs one block of two, now this one and now that; the second runs again in its backward."""
+
+    def program(model: Any, tokens: Tensor) -> Tensor:
+        module = model.module if isinstance(model, ShardedModel) else model
+        chosen = int(tokens.sum()) % BLOCKS
+        block = module.blocks[chosen]
+
+        def forward(tokens: Tensor) -> Any:
+            x = module.entry(tokens)
+            return module.exit(checkpoint(block, x, use_reentrant=False) if chosen else block(x))
+
+        module.forward = forward
+        try:
+            return loss_of(model, tokens)
+        finally:
+            del module.forward
+
+    return _follows(rank, strategy, program, 4)
 
 
 def gathered(rank: int, strategy: str) -> list[str]:
@@ -229,6 +250,7 @@ CHECKS: dict[str, Callable[[int, str], list[str]]] = {
     "twice": twice,
     "hidden": hidden,
     "begins to recompute": begins_to_recompute,
+    "different units": different_units,
     "gathered": gathered,
     "traffic": traffic,
     "kept": kept,
