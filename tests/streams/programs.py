@@ -120,8 +120,10 @@ def product() -> tuple[Case, ...]:
     return tuple(cases)
 
 
-EIGHT_BITS = {f"8 bits, {recipe.value}": recipe for recipe in Fp8}
-"""The blocks' matrices multiply 8 bits under a recipe, and are gathered so where it allows that."""
+LATE = "8 bits, mx, recomputed late"
+"""Blocks are recomputed from the second forward on, when ranks have agreed that none is."""
+EIGHT_BITS = {f"8 bits, {recipe.value}": recipe for recipe in Fp8} | {LATE: Fp8.mx}
+"""The blocks' matrices multiply 8 bits under a recipe, and are gathered so."""
 MORE: dict[str, dict[str, Any]] = {
     "one communicator": {"separate_gather_group": False},
     "registered at once": {"nccl_ub": "auto"},
@@ -166,6 +168,9 @@ OTHERS = (
     Case("optim_grads", "no_shard", more="8 bits, block", recompute="kept"),
     Case("optim_grads_params", more="8 bits, block", buffers="user", policy="bf16_comm"),
     Case("optim", more="8 bits, mx", offload=True),
+    Case("optim_grads_params", more="8 bits, mx", policy="bf16"),
+    Case("optim_grads_params", "optim", more="8 bits, mx", recompute="kept", buffers="double"),
+    Case("optim_grads_params", "no_shard", more=LATE, k=1),
     Case("no_shard", "no_shard", more="8 bits, current", buffers="double", policy="bf16"),
     Case("no_shard", more="8 bits, delayed", k=2, backward_on="other"),
 )
@@ -200,10 +205,11 @@ class Wide(pairs.Block):
 class Program(pairs.Model):
     """Four units, of which the root is used first and last; blocks may be recomputed, and a weight borrowed."""
 
-    def __init__(self, recompute: str, *, borrows: bool = False) -> None:
+    def __init__(self, recompute: str, *, borrows: bool = False, late: bool = False) -> None:
         super().__init__()
         self.recompute = recompute
         self.borrows = borrows
+        self.late = late
 
     def widen(self) -> None:
         """Give the blocks sizes that every recipe can tile, over two ranks not always at a tile's edge."""
@@ -218,12 +224,13 @@ class Program(pairs.Model):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.recompute == "reentrant") if self.recompute else block(x)
         y: Tensor = self.exit(x)
+        self.recompute = "kept" if self.late else self.recompute
         return y
 
 
 def program_of(case: Case) -> Program:
     """What a case trains."""
-    program = Program(case.recompute, borrows=case.more == BORROWING)
+    program = Program(case.recompute, borrows=case.more == BORROWING, late=case.more == LATE)
     if case.more in EIGHT_BITS:
         program.widen()
         convert_linears(program, EIGHT_BITS[case.more], lambda name, _: name.startswith("blocks"))
