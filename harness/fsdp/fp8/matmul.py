@@ -4,34 +4,34 @@
 matrix product. Where each operand has one scale, the sum of products of payloads is multiplied by the product of both;
 elsewhere operands are dequantized first, which is exact under scales that are powers of two (unless the value leaves
 fp32's range). cuBLASLt's order of sums is another one, and before Blackwell its accumulator keeps fewer bits.
+
+[Note: Hardware products] `harness.fsdp.fp8.hardware` says which device multiplies which tiles, and how scales lie for
+it. The first product of a kind on a device is tried with numbers whose product is exact: where it raises or is wrong, a
+warning says so, and products of that kind are emulated from then on.
 """
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
+
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from harness.fsdp.fp8.quantize import WHOLE, Quantized
-
-_FIRST_WITH_FP8 = (8, 9)
-"""Compute capability from which on a GPU multiplies FP8."""
-_MULTIPLE = 16
-"""What `torch._scaled_mm` wants all three sizes to be a multiple of."""
-
-
-def has_hardware(device: torch.device) -> bool:
-    """Whether a device multiplies FP8 itself."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FIRST_WITH_FP8
+from harness.fsdp.fp8.formats import E4M3
+from harness.fsdp.fp8.hardware import KINDS, Kind, scaled_mm
+from harness.fsdp.fp8.quantize import WHOLE, Quantized, Tile
 
 
 def multiply(a: Quantized, b: Quantized) -> Tensor:
     """`a @ b.T` of shape [m, n] in fp32, for a of shape [m, k] and b of shape [n, k].
 
-    `torch._scaled_mm` does it on GPUs that have FP8, for operands of one scale each; see [Note: Emulation].
+    By the device itself where it multiplies these tiles; see [Note: Hardware products] and [Note: Emulation].
     """
-    if a.tile == WHOLE == b.tile and has_hardware(a.payload.device):
-        return scaled_mm(a, b)
+    if a.payload.device.type == "cuda":
+        kind = _kind_for(a.tile, b.tile, a.payload.device)
+        if kind is not None:
+            return scaled_mm(kind, a, b)
     return emulate(a, b)
 
 
@@ -42,20 +42,34 @@ def emulate(a: Quantized, b: Quantized) -> Tensor:
     return a.dequantize() @ b.dequantize().t()
 
 
-def scaled_mm(a: Quantized, b: Quantized) -> Tensor:
-    """As `multiply`, by `torch._scaled_mm` without fast accumulation; rows that it lacks are filled up with zeros."""
-    rows, columns = a.payload.shape[0], b.payload.shape[0]
-    left, right = _filled(a.payload), _filled(b.payload)
-    product = torch._scaled_mm(
-        left, right.t(), scale_a=a.scale_inv.view(1), scale_b=b.scale_inv.view(1), out_dtype=torch.float32
+@cache
+def _kind_for(a: Tile, b: Tile, device: torch.device) -> Kind | None:
+    """How a device multiplies matrices of these tiles; None where it does not, or not as it should."""
+    kind = next((kind for kind in KINDS if kind.takes(a, b) and kind.is_built(device)), None)
+    return None if kind is None or not is_right(kind, a, b, device) else kind
+
+
+def is_right(kind: Kind, a: Tile, b: Tile, device: torch.device) -> bool:
+    """Whether a product of small whole numbers under scales of their own, which no order of sums can change, is what it
+    is. Warns where it is not, or cannot be made."""
+    left, right = (_whole_numbers(tile, device, seed) for seed, tile in enumerate((a, b)))
+    try:
+        if torch.equal(scaled_mm(kind, left, right), emulate(left, right)):
+            return True
+        why = "gives other numbers"
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        why = f"raises {error}"
+    warnings.warn(
+        f"{kind.name} on {device} {why}: FP8 products of these tiles are emulated in fp32, which is slower",
+        stacklevel=2,
     )
-    return product[:rows, :columns]
+    return False
 
 
-def _filled(payload: Tensor) -> Tensor:
-    """A payload with both sizes multiples of what hardware asks for, row-major."""
-    missing = [-size % _MULTIPLE for size in payload.shape]
-    if not any(missing):
-        return payload.contiguous()
-    as_bytes = functional.pad(payload.contiguous().view(torch.uint8), (0, missing[1], 0, missing[0]))
-    return as_bytes.view(payload.dtype)
+def _whole_numbers(tile: Tile, device: torch.device, seed: int) -> Quantized:
+    """A matrix of -1, 0 and 1, with a scale of 1, 2 or 4 for each tile: sums that any accumulator holds."""
+    shape = (256, 256)
+    generator = torch.Generator().manual_seed(seed)
+    payload = torch.randint(-1, 2, shape, generator=generator).float().to(E4M3.dtype)
+    scale_inv = 2.0 ** torch.randint(0, 3, tile.grid(shape), generator=generator)
+    return Quantized(payload.to(device), scale_inv.to(device), tile)

@@ -1,0 +1,196 @@
+"""What is handed to a GPU's FP8 products: by torch's own checks of arguments, and by a kernel that reads scales as
+cuBLAS documents it. No GPU is at hand here; `make gpu` multiplies on one."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+from torch.nn.functional import ScalingType, SwizzleType
+
+from harness.fsdp.fp8 import hardware, matmul
+from harness.fsdp.fp8.formats import E4M3, E5M2
+from harness.fsdp.fp8.hardware import BLOCKWISE, KINDS, MX, TENSORWISE, Kind, scaled_mm
+from harness.fsdp.fp8.matmul import emulate, is_right
+from harness.fsdp.fp8.quantize import WHOLE, Quantized, Scaling, Tile, quantize
+from harness.fsdp.fp8.recipes import RECIPES
+from tests.support.mutants import each
+
+CPU = torch.device("cpu")
+ROUNDING = 1e-5
+"""Of fp32 sums, beside the sum of the terms' magnitudes."""
+CHECKED = functional.scaled_mm
+PAIRS = [
+    (TENSORWISE, WHOLE, WHOLE),
+    (BLOCKWISE, Tile(1, 128), Tile(128, 128)),
+    (BLOCKWISE, Tile(1, 128), Tile(1, 128)),
+    (MX, Tile(1, 32), Tile(1, 32)),
+    (MX, Tile(1, 32), Tile(32, 32)),
+]
+SIZES = [(37, 256, 384), (24, 128, 128), (5, 384, 640), (256, 128, 1280)]
+LINES = [(128, 256, 41), (256, 384, 7)]
+"""Rows, columns and summed elements; the last as for a weight's gradient, which sums over any number of tokens."""
+
+
+def read(scale: Tensor, how: ScalingType, rows: int, summed: int) -> Tensor:
+    """Scales of each element of a matrix [rows, summed], from where cuBLAS finds them in memory."""
+    row, column = torch.arange(rows).unsqueeze(1), torch.arange(summed).unsqueeze(0)
+    flat = torch.as_strided(scale, (scale.untyped_storage().nbytes() // scale.itemsize,), (1,), 0).float()
+    if how is ScalingType.TensorWise:
+        return flat[torch.zeros_like(row * column)]
+    if how is ScalingType.BlockWise1x128:
+        return flat[row + column // 128 * rows]
+    if how is ScalingType.BlockWise128x128:
+        return flat[column // 128 + row // 128 * (-(-summed // 512) * 4)]
+    across = -(-summed // 128)
+    tile = row // 128 * across + column // 128
+    return flat[tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column // 32 % 4]
+
+
+def kernel(
+    a: Tensor, b: Tensor, scale_a: Tensor, how_a: ScalingType, scale_b: Tensor, how_b: ScalingType, **named: Any
+) -> Tensor:
+    """Stands for the GPU's: takes what torch's checks let pass, and multiplies."""
+    with FakeTensorMode():
+        given = a, b, scale_a, scale_b
+        there = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in given]
+        shape = CHECKED(there[0], there[1], there[2], how_a, there[3], how_b, **named).shape
+    assert named["output_dtype"] is torch.float32
+    assert named["swizzle_a"] is named["swizzle_b"]
+    assert (named["swizzle_a"] is SwizzleType.SWIZZLE_32_4_4) == (how_a is ScalingType.BlockWise1x32)
+    left = a.float() * read(scale_a, how_a, a.shape[0], a.shape[1])
+    right = b.t().float() * read(scale_b, how_b, b.shape[1], b.shape[0])
+    product = left @ right.t()
+    assert product.shape == shape
+    return product
+
+
+def matrix(tile: Tile, rows: int, columns: int, *, turned: bool = False) -> Quantized:
+    """Of numbers whose tiles have scales far apart; turned: the transpose of one that was quantized the other way."""
+    size = torch.randn(-(-rows // 32), -(-columns // 32)).mul(4).exp()
+    values = torch.randn(rows, columns) * size.repeat_interleave(32, 0)[:rows].repeat_interleave(32, 1)[:, :columns]
+    scaling = Scaling.exponent if 32 in (tile.rows, tile.columns) else Scaling.power_of_two
+    if turned:
+        return quantize(values.t().contiguous(), E4M3, tile.turned, scaling).t
+    return quantize(values, E4M3, tile, scaling)
+
+
+def differing(pairs: list[tuple[Kind, Tile, Tile]] = PAIRS) -> list[str]:
+    """Products that are not those of the dequantized matrices."""
+    torch.manual_seed(5)
+    told = []
+    with mock.patch.object(functional, "scaled_mm", kernel):
+        for kind, of_a, of_b in pairs:
+            for rows, columns, summed in SIZES + (LINES if of_b.rows in (1, None) else []):
+                for turned in (False, True):
+                    a, b = matrix(of_a, rows, summed), matrix(of_b, columns, summed, turned=turned)
+                    found, expected = scaled_mm(kind, a, b), emulate(a, b)
+                    sums = a.dequantize().abs() @ b.dequantize().abs().t()
+                    if found.shape != expected.shape or not bool(((found - expected).abs() <= ROUNDING * sums).all()):
+                        told.append(f"{kind.name}, {of_b}, {(rows, columns, summed)}, turned: {turned}")
+    return told
+
+
+def test_scales_lie_where_the_device_reads_them() -> None:
+    assert differing() == []
+
+
+def test_every_product_of_every_recipe_has_a_kind() -> None:
+    """Forward, and both products of the backward, as `Fp8Linear` forms them."""
+    for recipe in RECIPES.values():
+        x, w, g = recipe.activations.tile, recipe.weights.tile, recipe.gradients.tile
+        turned = w if recipe.weights.is_one_for_both else recipe.weights.tile
+        for a, b in ((x, w), (g, turned), (g, x)):
+            assert sum(kind.takes(a, b) for kind in KINDS) == 1, recipe.name
+
+
+def test_the_cpu_multiplies_matrices_of_one_scale() -> None:
+    torch.manual_seed(6)
+    for format in (E4M3, E5M2):
+        a = quantize(torch.randn(24, 256), format, WHOLE, Scaling.exact)
+        b = quantize(torch.randn(131, 256), E4M3, WHOLE, Scaling.exact)
+        torch.testing.assert_close(scaled_mm(TENSORWISE, a, b), emulate(a, b), rtol=1e-5, atol=1e-4)
+    assert is_right(TENSORWISE, WHOLE, WHOLE, CPU)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda", "kinds"),
+    [
+        ((8, 0), "13.0", []),
+        ((8, 9), "13.0", [TENSORWISE]),
+        ((9, 0), "12.8", [TENSORWISE]),
+        ((9, 0), "13.0", [TENSORWISE, BLOCKWISE]),
+        ((10, 0), "12.9", [TENSORWISE, MX]),
+        ((12, 0), "13.0", [TENSORWISE, MX]),
+    ],
+)
+def test_which_device_has_which_kind(capability: tuple[int, int], cuda: str, kinds: list[Kind]) -> None:
+    with (
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
+        mock.patch.object(torch.version, "cuda", cuda),
+    ):
+        assert [kind for kind in KINDS if kind.is_built(torch.device("cuda", 0))] == kinds
+
+
+def test_a_device_that_is_wrong_or_raises_is_not_used() -> None:
+    def wrong(*given: Any, **named: Any) -> Tensor:
+        return kernel(*given, **named) + 1.0
+
+    def refuses(*given: Any, **named: Any) -> Tensor:
+        raise NotImplementedError("not on this device")
+
+    for kind, a, b in PAIRS:
+        with mock.patch.object(functional, "scaled_mm", kernel), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert is_right(kind, a, b, CPU)
+        with mock.patch.object(functional, "scaled_mm", wrong), pytest.warns(UserWarning, match="gives other numbers"):
+            assert not is_right(kind, a, b, CPU)
+        with (
+            mock.patch.object(functional, "scaled_mm", refuses),
+            pytest.warns(UserWarning, match="raises not on this device: FP8 products of these tiles are emulated"),
+        ):
+            assert not is_right(kind, a, b, CPU)
+
+
+def _of_rows(matrix: Quantized) -> Any:
+    return matrix.scale_inv.contiguous(), ScalingType.BlockWise1x128
+
+
+def _in_order(matrix: Quantized) -> Any:
+    lines = matrix.scale_inv if matrix.tile == Tile(1, 32) else matrix.scale_inv.repeat_interleave(32, dim=0)
+    more = functional.pad(lines, (0, -lines.shape[1] % 4), value=1.0)
+    return more.to(torch.float8_e8m0fnu).reshape(-1), ScalingType.BlockWise1x32
+
+
+def _layout(kind: Kind, wrong: Callable[[Quantized], Any]) -> Callable[[], AbstractContextManager[Any]]:
+    return lambda: mock.patch.dict(hardware._LAYOUTS, {kind: wrong})
+
+
+MUTANTS = {
+    "exponents in order": ("Exponents lie row by row", _layout(MX, _in_order)),
+    "scales of rows": ("Scales of lines lie row by row", _layout(BLOCKWISE, _of_rows)),
+}
+
+
+@pytest.mark.parametrize("name", each("FP8 products of a GPU", ((n, m[0]) for n, m in MUTANTS.items())))
+def test_a_mutant_is_found(name: str) -> None:
+    with MUTANTS[name][1]():
+        try:
+            told = differing()
+        except RuntimeError as error:
+            told = [str(error)]
+    assert told
+
+
+def test_products_are_tried_once_on_a_device() -> None:
+    """`multiply` asks a GPU for what it has; here, where there is none, emulation is all there is."""
+    a, b = matrix(Tile(1, 128), 24, 256), matrix(Tile(128, 128), 128, 256)
+    assert torch.equal(matmul.multiply(a, b), emulate(a, b))
