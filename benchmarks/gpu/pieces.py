@@ -27,6 +27,8 @@ class Piece(NamedTuple):
     asks: str
     """What it finds out, in a sentence."""
     body: Callable[[Lab], Facts]
+    shares: bool = False
+    """Whether several ranks share the device, which not every NCCL can."""
 
 
 def small(setting: Setting) -> list[str]:
@@ -112,10 +114,11 @@ def times(model: str, batch: int, seq_len: int, blocks: int) -> Callable[[Lab], 
         common = ["mesh=one", "measure=bench", "dtype=bf16", "data=synthetic", micro, *sizes, *steps]
         arms = [("engine=native", ALL), ("engine=ddp", ""), ("engine=fsdp2", SHARDED)]
         arms += [("engine=megatron_fsdp", "sharding=no_shard,optim")] if _has_megatron(lab) else []
+        lab.so_far = lambda: {"rows": _rows(lab)}
         for block in range(1 if lab.setting.tiny else blocks):
             for engine, sharding in arms[block % len(arms) :] + arms[: block % len(arms)]:  # no arm is always first
                 lab.train(*filter(None, (engine, sharding)), *common, f"train.replicate={block}")
-        return {"rows": _rows(lab)}
+        return lab.so_far()
 
     return body
 
@@ -180,10 +183,15 @@ PIECES = (
     Piece("sanitizer", "Does torch's stream sanitizer find an unordered access in a step?", sanitizer),
     Piece("times_125m", "What does a step cost at 125M weights, in time and memory?", times("gpt_125m", 16, 1024, 5)),
     Piece("times_1b", "What does a step cost at 1B weights, in time and memory?", times("llama_1b", 4, 2048, 5)),
-    Piece("shared", "Do several ranks on one device agree with fp64 over NCCL?", shared),
-    Piece("user_buffers", "Are user buffers and symmetric windows used, with the same bits?", user_buffers),
+    Piece("shared", "Do several ranks on one device agree with fp64 over NCCL?", shared, shares=True),
+    Piece(
+        "user_buffers",
+        "Are user buffers and symmetric windows used, with the same bits?",
+        user_buffers,
+        shares=True,
+    ),
     Piece("eight_bits", "Do FP8 products train where they are built?", eight_bits),
-    Piece("hang", "Is a run with a stopped rank ended, with a reason?", hang),
+    Piece("hang", "Is a run with a stopped rank ended, with a reason?", hang, shares=True),
 )
 """In the order in which they run."""
 

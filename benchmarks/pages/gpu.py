@@ -21,6 +21,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu.wheels import bring  # noqa: E402
+
+bring(ROOT)  # before what needs it is imported
+
 from benchmarks.gpu.pieces import PIECES, files  # noqa: E402
 from harness.store.provenance import cpu_model  # noqa: E402
 
