@@ -37,7 +37,7 @@ from benchmarks.gpu.wheels import bring  # noqa: E402
 bring(ROOT)  # before what needs it is imported
 
 try:
-    from benchmarks.gpu.lab import Facts, Lab, OutOfTime, Setting
+    from benchmarks.gpu.lab import Facts, Lab, OutOfTime, Setting, last_object
     from benchmarks.gpu.pieces import PIECES, Piece, files
     from harness.store.provenance import git_facts, sources_digest
 except ModuleNotFoundError as error:
@@ -76,9 +76,9 @@ def main(argv: Sequence[str]) -> int:
 def look(setting: Setting) -> Facts:
     """Sources, versions and device: what a result is of."""
     done = Lab("look", setting).call("benchmarks/gpu/look.py")
-    if not done.stdout.startswith("{"):
+    told = last_object(done.stdout)
+    if not told:
         raise SystemExit(f"acceptance: this machine cannot be looked at:\n{done.stderr[-1500:]}")
-    told: Facts = json.loads(done.stdout)
     names = ("python", "versions", "devices", "cuda", "driver", "nccl", "nccl_built", "ranks_share")
     return {
         "sources_digest": sources_digest(),

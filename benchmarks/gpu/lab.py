@@ -164,6 +164,13 @@ class Lab:
         return told
 
 
+def last_object(text: str) -> Facts:
+    """The JSON object in the last line that is one: libraries may speak before it. Empty where there is none."""
+    line = next((line for line in reversed(text.splitlines()) if line.startswith("{")), "{}")
+    told: Facts = json.loads(line)
+    return told
+
+
 def _has(config: Mapping[str, Any], key: str, value: Any) -> bool:
     group, _, name = key.partition("__")
     return bool(config[group][name] == value)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.lab import Facts, Lab, Setting
+from benchmarks.gpu.lab import Facts, Lab, Setting, last_object
 
 ALL = "sharding=no_shard,optim,optim_grads,optim_grads_params"
 SHARDED = "sharding=optim_grads,optim_grads_params"
@@ -42,7 +42,7 @@ def small(setting: Setting) -> list[str]:
 def imports(lab: Lab) -> Facts:
     """Everything loads, and the devices are there."""
     done = lab.call("benchmarks/gpu/look.py", lab.setting.device)
-    told: Facts = json.loads(done.stdout) if done.stdout.startswith("{") else {}
+    told = last_object(done.stdout)
     if done.returncode or not told:
         broken = {name: why for name, why in told.get("imports", {}).items() if why} or done.stderr[-800:]
         lab.failed.append({"command": lab.commands[-1], "words": f"devices {told.get('devices')}; {broken}"})

@@ -95,6 +95,11 @@ def test_a_call_ends_within_the_time_it_is_given(tmp_path: Path) -> None:
     assert time.monotonic() - began < 30
 
 
+def test_what_libraries_say_first_does_not_hide_the_answer() -> None:
+    assert lab.last_object('NCCL version 2.28.9\n{"devices": ["H"]}\n') == {"devices": ["H"]}
+    assert lab.last_object("nothing\n") == {}
+
+
 def environment_of(lab: Lab) -> dict[str, str]:
     found: dict[str, str] = json.loads(lab.call("-c", "import json, os; print(json.dumps(dict(os.environ)))").stdout)
     return found
