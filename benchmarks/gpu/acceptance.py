@@ -62,7 +62,11 @@ def main(argv: Sequence[str]) -> int:
         return 2
     until = math.inf if chosen.within is None else time.monotonic() + chosen.within
     setting = Setting(chosen.device, chosen.tiny, RANKS[chosen.device], chosen.limit, chosen.store.absolute(), until)
-    machine = look(setting)
+    try:
+        machine = look(setting)
+    except OutOfTime:
+        print("acceptance: no time to look at this machine, and none for a piece", file=sys.stderr)
+        return CUT_OFF
     codes = []
     for piece in PIECES:
         if piece.name in wanted:

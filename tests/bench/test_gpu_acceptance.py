@@ -93,6 +93,7 @@ def test_a_call_ends_within_the_time_it_is_given(tmp_path: Path) -> None:
     with pytest.raises(OutOfTime):
         lab.call("-c", "import time; time.sleep(60)")
     assert time.monotonic() - began < 30
+    assert rehearse(tmp_path, "--within", "0") == CUT_OFF
 
 
 def test_what_libraries_say_first_does_not_hide_the_answer() -> None:
