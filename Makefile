@@ -12,7 +12,7 @@ WORKERS ?= 3
 # Hundreds of processes import the same sources: what they are compiled to is kept, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: run test test-all gpu checks lint types imports install peers models clean
+.PHONY: run test test-all gpu gpu-wheels checks lint types imports install peers models clean
 
 run: install
 	$(BIN)/python run.py -m study=$(STUDY)
@@ -30,7 +30,15 @@ test-all: install
 
 # What only a GPU can show, offline and on the image's own torch: nothing is installed here. docs/records/gpu.md has the results.
 gpu:
-	python3 benchmarks/gpu/acceptance.py; found=$$?; python3 benchmarks/pages/gpu.py && exit $$found
+	python3 benchmarks/gpu/acceptance.py $(GPU_ARGS); found=$$?; python3 benchmarks/pages/gpu.py && exit $$found
+
+# What an image with torch for CUDA may lack, for `make gpu` to find beside the sources: some 40 MB, with a network.
+GPU_PYTHON ?= 3.12
+gpu-wheels: install
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir wheels_gpu antlr4-python3-runtime==4.9.3
+	$(BIN)/python -m pip download --quiet --no-deps --dest wheels_gpu --only-binary=:all: --python-version $(GPU_PYTHON) \
+	  --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --platform manylinux_2_17_x86_64 \
+	  -c constraints.txt hydra-core omegaconf pyyaml scipy safetensors psutil xxhash packaging jinja2 markupsafe
 
 # Beside the engines to compare with, which come over the network.
 checks: lint types imports

@@ -3,14 +3,17 @@
     python benchmarks/gpu/acceptance.py                        every piece that has no result for these sources
     python benchmarks/gpu/acceptance.py --pieces one_rank,odd  these alone
     python benchmarks/gpu/acceptance.py --device cpu --tiny    a rehearsal: same pieces, no device, minutes
+    python benchmarks/gpu/acceptance.py --within 580           end by then, and say what is left
     LD_PRELOAD=/path/libnccl.so.2 python benchmarks/gpu/acceptance.py    with an NCCL that lets ranks share the device
 
-Nothing is fetched: torch 2.11 or newer and this project's dependencies are what the image has; the first piece names
-what is missing. Each piece writes benchmarks/data/gpu/NAME.json with versions, device and commands. A piece whose file
-is of these sources, versions and device, and found nothing wrong, is skipped. One that its limit cuts off keeps its
-runs, and the next call goes on there. Afterwards `python benchmarks/pages/gpu.py` writes docs/records/gpu.md.
+Nothing is fetched: torch 2.11 or newer and this project's dependencies are what the image has, and what lies in
+wheels_gpu/ (`make gpu-wheels` fills it, where there is a network); the first piece names what is missing, and where it
+is wrong the others are left. Each piece writes benchmarks/data/gpu/NAME.json with versions, device and commands. A
+piece whose file is of these sources, versions and device, and found nothing wrong, is skipped. One that its limit cuts
+off keeps its runs, and the next call goes on there. Afterwards `python benchmarks/pages/gpu.py` writes
+docs/records/gpu.md.
 
-Exit code: 0 all pieces are right, 1 something is wrong, 75 a piece was cut off: call again.
+Exit code: 0 all pieces are right, 1 something is wrong or left out, 75 a piece was cut off: call again.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -28,9 +32,19 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu.lab import Facts, Lab, OutOfTime, Setting  # noqa: E402
-from benchmarks.gpu.pieces import PIECES, Piece, files  # noqa: E402
-from harness.store.provenance import git_facts, sources_digest  # noqa: E402
+from benchmarks.gpu.wheels import bring  # noqa: E402
+
+bring(ROOT)  # before what needs it is imported
+
+try:
+    from benchmarks.gpu.lab import Facts, Lab, OutOfTime, Setting, last_object
+    from benchmarks.gpu.pieces import PIECES, Piece, files
+    from harness.store.provenance import git_facts, sources_digest
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"acceptance: {error}. What this Python lacks can be brought along: `make gpu-wheels`, where there is a"
+        " network, puts it into wheels_gpu/ beside the sources"
+    ) from error
 
 OUT = ROOT / "benchmarks" / "data" / "gpu"
 LIMIT_S = 560.0
@@ -46,13 +60,19 @@ def main(argv: Sequence[str]) -> int:
     if unknown := [name for name in wanted if name not in known]:
         print(f"--pieces={','.join(unknown)}: no such piece; valid: {', '.join(known)}", file=sys.stderr)
         return 2
-    setting = Setting(chosen.device, chosen.tiny, RANKS[chosen.device], chosen.limit, chosen.store.absolute())
-    machine = look(setting)
+    until = math.inf if chosen.within is None else time.monotonic() + chosen.within
+    setting = Setting(chosen.device, chosen.tiny, RANKS[chosen.device], chosen.limit, chosen.store.absolute(), until)
+    try:
+        machine = look(setting)
+    except OutOfTime:
+        print("acceptance: no time to look at this machine, and none for a piece", file=sys.stderr)
+        return CUT_OFF
     codes = []
     for piece in PIECES:
         if piece.name in wanted:
             codes.append(carry_out(piece, setting, machine, files(chosen.out)[piece.name]))
-            if codes[-1] == CUT_OFF:
+            if codes[-1] and piece is PIECES[0]:
+                print("the other pieces need what is missing here, and were left", flush=True)
                 break
     return next((code for code in (CUT_OFF, 1) if code in codes), 0)
 
@@ -60,10 +80,10 @@ def main(argv: Sequence[str]) -> int:
 def look(setting: Setting) -> Facts:
     """Sources, versions and device: what a result is of."""
     done = Lab("look", setting).call("benchmarks/gpu/look.py")
-    if not done.stdout.startswith("{"):
+    told = last_object(done.stdout)
+    if not told:
         raise SystemExit(f"acceptance: this machine cannot be looked at:\n{done.stderr[-1500:]}")
-    told: Facts = json.loads(done.stdout)
-    names = ("python", "versions", "devices", "cuda", "driver", "nccl", "nccl_built")
+    names = ("python", "versions", "devices", "cuda", "driver", "nccl", "nccl_built", "ranks_share")
     return {
         "sources_digest": sources_digest(),
         "pieces_digest": own_digest(),
@@ -86,13 +106,25 @@ def carry_out(piece: Piece, setting: Setting, machine: Facts, path: Path) -> int
     if is_current(path, machine):
         print(f"{piece.name}: done for these sources, versions and device ({path})", flush=True)
         return 0
+    if piece.shares and setting.on_cuda and not machine["ranks_share"]:
+        print(
+            f"{piece.name}: left out: NCCL {machine['nccl']} lets no ranks share a device, which 2.30 does: put its"
+            " libnccl.so.2 before torch's (LD_PRELOAD)",
+            flush=True,
+        )
+        return 1
     print(f"{piece.name}: {piece.asks}", flush=True)
     lab, began = Lab(piece.name, setting), time.monotonic()
     try:
-        found = piece.body(lab)
+        found, is_cut_off = piece.body(lab), False
     except OutOfTime:
-        print(f"{piece.name}: cut off after {setting.limit_s:g} s; what it has run is kept: call again", flush=True)
-        return CUT_OFF
+        found, is_cut_off = lab.so_far(), True
+        seconds = time.monotonic() - began
+        print(f"{piece.name}: cut off after {seconds:.0f} s; what it has run is kept: call again", flush=True)
+        if not found:
+            return CUT_OFF
+        last = lab.commands[-1] if lab.commands else ""
+        lab.failed.append({"command": last, "words": f"cut off after {seconds:.0f} s: this is what was there"})
     facts = {
         "piece": piece.name,
         "asks": piece.asks,
@@ -108,7 +140,7 @@ def carry_out(piece: Piece, setting: Setting, machine: Facts, path: Path) -> int
     for each in lab.failed:
         print(f"{piece.name}: WRONG: {each['words']}\n    {each['command']}", flush=True)
     print(f"{piece.name}: {'wrong' if lab.failed else 'right'}, {facts['wall_s']} s ({path})", flush=True)
-    return 1 if lab.failed else 0
+    return CUT_OFF if is_cut_off else 1 if lab.failed else 0
 
 
 def is_current(path: Path, machine: Facts) -> bool:
@@ -128,6 +160,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=OUT, help="where results are written")
     parser.add_argument("--store", type=Path, default=ROOT / "runs_gpu", help="where runs are stored")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="longest time of a piece, in seconds")
+    parser.add_argument("--within", type=float, help="longest time of the whole call, in seconds (default: none)")
     return parser.parse_args(argv)
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 ROOT = Path(__file__).resolve().parents[2]
 TAIL = 1500
 """Characters of a command's output that are kept where it failed."""
+HANG_S = "launch.hang_timeout_s"
+HANG_LIMIT_S = 120
+"""How long a run may make no step: less than a piece's limit, so that one which hangs does not take it all."""
 
 Facts = dict[str, Any]
 
@@ -30,7 +32,8 @@ class Setting:
     """Where and how large.
 
     device: cuda, or cpu to rehearse. tiny: few steps of a model that a CPU trains in milliseconds. ranks: how many
-    share the device where several are asked for. limit_s: longest time of one piece. store: where its runs lie.
+    share the device where several are asked for. limit_s: longest time of one piece. store: where its runs lie. until:
+    when the whole call has to end, by the monotonic clock.
     """
 
     device: str
@@ -38,6 +41,7 @@ class Setting:
     ranks: int
     limit_s: float
     store: Path
+    until: float = math.inf
 
     @property
     def on_cuda(self) -> bool:
@@ -54,6 +58,8 @@ class Lab:
     commands: list[str] = field(default_factory=list)
     failed: list[Facts] = field(default_factory=list)
     """Commands that failed, with their last words."""
+    so_far: Callable[[], Facts] = dict
+    """Tells what is known already, where the piece is cut off; nothing where it is not worth telling."""
     began: float = field(default_factory=time.monotonic)
 
     def call(self, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -62,7 +68,8 @@ class Lab:
         Raises:
             OutOfTime: the piece has no time left, or ran out of it meanwhile.
         """
-        left = self.setting.limit_s - (time.monotonic() - self.began)
+        now = time.monotonic()
+        left = min(self.began + self.setting.limit_s, self.setting.until) - now
         if left <= 0:
             raise OutOfTime
         shown = [f"{name}={value}" for name, value in (environment or {}).items()]
@@ -71,7 +78,7 @@ class Lab:
             return subprocess.run(
                 [sys.executable, *words],
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": str(ROOT), **(environment or {})},
+                env={**self._environment(os.environ), **(environment or {})},
                 capture_output=True,
                 text=True,
                 check=False,
@@ -79,6 +86,13 @@ class Lab:
             )
         except subprocess.TimeoutExpired as error:
             raise OutOfTime from error
+
+    def _environment(self, ours: Mapping[str, str]) -> dict[str, str]:
+        """What was put on the path beside the image's packages stays there; of several devices the first is accepted,
+        also where the driver's files cannot be seen."""
+        path = os.pathsep.join(filter(None, (str(ROOT), ours.get("PYTHONPATH"))))
+        device = {"CUDA_VISIBLE_DEVICES": "0"} if self.setting.on_cuda else {}
+        return {**device, **ours, "PYTHONPATH": path}
 
     def train(self, *overrides: str, must: bool = True, environment: Mapping[str, str] | None = None) -> int:
         """Run a cell, or with comma lists a set of them; those that are done already are not run again.
@@ -92,10 +106,12 @@ class Lab:
             The exit code.
         """
         several = any("," in word and "[" not in word for word in overrides)
-        done = self.call("run.py", *(["-m"] if several else []), *self._common(), *overrides, environment=environment)
+        limit = [] if any(word.startswith(HANG_S) for word in overrides) else [f"{HANG_S}={HANG_LIMIT_S}"]
+        words = (*(["-m"] if several else []), *self._common(), *limit, *overrides)
+        done = self.call("run.py", *words, environment=environment)
         if done.returncode and must:
-            words = (done.stderr.strip() or done.stdout.strip())[-TAIL:]
-            self.failed.append({"command": self.commands[-1], "exit_code": done.returncode, "words": words})
+            last = (done.stderr.strip() or done.stdout.strip())[-TAIL:]
+            self.failed.append({"command": self.commands[-1], "exit_code": done.returncode, "words": last})
         return done.returncode
 
     def _common(self) -> list[str]:
@@ -108,6 +124,8 @@ class Lab:
         return sorted(path for path, config in self._configs() if all(_has(config, k, v) for k, v in wanted.items()))
 
     def _configs(self) -> Iterator[tuple[Path, Facts]]:
+        import yaml  # an image without it has to be told so by the first piece
+
         for file in (self.setting.store / self.piece).glob("*/config.yaml"):
             yield file.parent, yaml.safe_load(file.read_text(encoding="utf-8"))
 
@@ -144,6 +162,13 @@ class Lab:
         path = run / "summary.json"
         told: Facts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         return told
+
+
+def last_object(text: str) -> Facts:
+    """The JSON object in the last line that is one: libraries may speak before it. Empty where there is none."""
+    line = next((line for line in reversed(text.splitlines()) if line.startswith("{")), "{}")
+    told: Facts = json.loads(line)
+    return told
 
 
 def _has(config: Mapping[str, Any], key: str, value: Any) -> bool:

@@ -14,9 +14,14 @@ from typing import Any
 MODULES = (
     "hydra",
     "omegaconf",
+    "yaml",
+    "scipy.special",
     "safetensors",
     "xxhash",
     "psutil",
+    "harness.cli.main",
+    "harness.parity.judgement",
+    "harness.bench.record",
     "harness.worker",
     "harness.train",
     "harness.engines.adapters.single",
@@ -74,7 +79,7 @@ def devices() -> dict[str, Any]:
     """GPUs as torch and the driver see them, and the NCCL that is loaded."""
     import torch
 
-    from harness.probe.nccl_library import version_facts
+    from harness.probe.nccl_library import SEVERAL_RANKS_A_DEVICE, loaded_version, version_facts
 
     names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     sums = None
@@ -87,6 +92,7 @@ def devices() -> dict[str, Any]:
         "product": sums,
         "cuda": torch.version.cuda,
         "driver": driver(),
+        "ranks_share": (loaded_version() or (0, 0))[:2] >= SEVERAL_RANKS_A_DEVICE,
         **version_facts(),
     }
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from benchmarks.gpu.lab import Facts, Lab, Setting
+from benchmarks.gpu.lab import Facts, Lab, Setting, last_object
 
 ALL = "sharding=no_shard,optim,optim_grads,optim_grads_params"
 SHARDED = "sharding=optim_grads,optim_grads_params"
@@ -27,6 +27,8 @@ class Piece(NamedTuple):
     asks: str
     """What it finds out, in a sentence."""
     body: Callable[[Lab], Facts]
+    shares: bool = False
+    """Whether several ranks share the device, which not every NCCL can."""
 
 
 def small(setting: Setting) -> list[str]:
@@ -40,7 +42,7 @@ def small(setting: Setting) -> list[str]:
 def imports(lab: Lab) -> Facts:
     """Everything loads, and the devices are there."""
     done = lab.call("benchmarks/gpu/look.py", lab.setting.device)
-    told: Facts = json.loads(done.stdout) if done.stdout.startswith("{") else {}
+    told = last_object(done.stdout)
     if done.returncode or not told:
         broken = {name: why for name, why in told.get("imports", {}).items() if why} or done.stderr[-800:]
         lab.failed.append({"command": lab.commands[-1], "words": f"devices {told.get('devices')}; {broken}"})
@@ -112,10 +114,11 @@ def times(model: str, batch: int, seq_len: int, blocks: int) -> Callable[[Lab], 
         common = ["mesh=one", "measure=bench", "dtype=bf16", "data=synthetic", micro, *sizes, *steps]
         arms = [("engine=native", ALL), ("engine=ddp", ""), ("engine=fsdp2", SHARDED)]
         arms += [("engine=megatron_fsdp", "sharding=no_shard,optim")] if _has_megatron(lab) else []
+        lab.so_far = lambda: {"rows": _rows(lab)}
         for block in range(1 if lab.setting.tiny else blocks):
             for engine, sharding in arms[block % len(arms) :] + arms[: block % len(arms)]:  # no arm is always first
                 lab.train(*filter(None, (engine, sharding)), *common, f"train.replicate={block}")
-        return {"rows": _rows(lab)}
+        return lab.so_far()
 
     return body
 
@@ -179,13 +182,19 @@ PIECES = (
     Piece("interrupted", "Is a checkpoint written beside training, and resumed to the bit?", interrupted),
     Piece("sanitizer", "Does torch's stream sanitizer find an unordered access in a step?", sanitizer),
     Piece("times_125m", "What does a step cost at 125M weights, in time and memory?", times("gpt_125m", 16, 1024, 5)),
-    Piece("times_1b", "What does a step cost at 1B weights, in time and memory?", times("llama_1b", 4, 2048, 5)),
-    Piece("shared", "Do several ranks on one device agree with fp64 over NCCL?", shared),
-    Piece("user_buffers", "Are user buffers and symmetric windows used, with the same bits?", user_buffers),
+    Piece("shared", "Do several ranks on one device agree with fp64 over NCCL?", shared, shares=True),
+    Piece(
+        "user_buffers",
+        "Are user buffers and symmetric windows used, with the same bits?",
+        user_buffers,
+        shares=True,
+    ),
     Piece("eight_bits", "Do FP8 products train where they are built?", eight_bits),
-    Piece("hang", "Is a run with a stopped rank ended, with a reason?", hang),
+    Piece("hang", "Is a run with a stopped rank ended, with a reason?", hang, shares=True),
+    Piece("times_1b", "What does a step cost at 1B weights, in time and memory?", times("llama_1b", 4, 2048, 5)),
 )
-"""In the order in which they run."""
+"""In the order in which they run. Each of the 35 processes at 1B weights makes, gathers and hashes them for longer than
+it trains: that piece comes last, or it would take the minutes of all behind it."""
 
 
 def _several(lab: Lab) -> list[str]:

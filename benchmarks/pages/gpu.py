@@ -21,6 +21,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.gpu.wheels import bring  # noqa: E402
+
+bring(ROOT)  # before what needs it is imported
+
 from benchmarks.gpu.pieces import PIECES, files  # noqa: E402
 from harness.store.provenance import cpu_model  # noqa: E402
 
@@ -36,9 +40,11 @@ HEAD = f"""# What a GPU has shown
 `python benchmarks/pages/gpu.py` from [benchmarks/data/gpu](../../benchmarks/data/gpu).*
 
 `make gpu` runs [benchmarks/gpu/acceptance.py](../../benchmarks/gpu/acceptance.py): each piece ends within ten minutes,
-writes its result with versions, device and commands, and is skipped once that exists for the same sources. A row that
-says *{NOT_MEASURED}* has no result: nobody has run that piece on a GPU. Ranks that share a device show that
-collectives, groups and orders are right; their times say nothing of ranks with a device each, and none is given.
+writes its result with versions, device and commands, and is skipped once that exists for the same sources. Packages
+that an image without a network lacks are brought along by `make gpu-wheels`. Where minutes are counted,
+`make gpu GPU_ARGS='--within 580'` ends in time, and the next call goes on. A row that says *{NOT_MEASURED}* has no
+result: nobody has run that piece on a GPU. Ranks that share a device show that collectives, groups and orders are
+right; their times say nothing of ranks with a device each, and none is given.
 """
 
 Facts = dict[str, Any]

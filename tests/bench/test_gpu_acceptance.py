@@ -4,7 +4,11 @@ wrong; the page has a row for everything, measured or not."""
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
+import time
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,6 +18,7 @@ from benchmarks.gpu import acceptance, lab
 from benchmarks.gpu.acceptance import CUT_OFF, is_current, main
 from benchmarks.gpu.lab import Lab, OutOfTime, Setting
 from benchmarks.gpu.pieces import PIECES, Piece, files
+from benchmarks.gpu.wheels import FOLDER, UNPACKED, bring
 from benchmarks.pages import gpu as page
 from tests.support.programs import run_command
 
@@ -66,6 +71,120 @@ def test_a_piece_that_is_cut_off_leaves_no_result_and_a_code_that_says_call_agai
     assert not files(tmp_path / "out")["one_rank"].exists()
     with pytest.raises(OutOfTime):
         Lab("late", Setting("cpu", True, 2, 0.0, tmp_path)).call("-c", "")
+
+
+def test_what_a_timed_piece_knew_when_it_was_cut_off_is_kept_and_not_taken_for_a_result(tmp_path: Path) -> None:
+    def body(lab: Lab) -> dict[str, object]:
+        lab.so_far = lambda: {"rows": [1, 2]}
+        lab.call("-c", "import time; time.sleep(60)")
+        return {}
+
+    assert carry_out(body, tmp_path, limit_s=0.5) == CUT_OFF
+    path = files(tmp_path / "out")["one_rank"]
+    result = json.loads(path.read_text())
+    assert result["found"] == {"rows": [1, 2]}
+    assert "cut off" in page.summary(result) or "wrong" in page.summary(result)
+    assert not is_current(path, dict(MACHINE))
+
+
+def test_a_call_ends_within_the_time_it_is_given(tmp_path: Path) -> None:
+    began = time.monotonic()
+    lab = Lab("late", Setting("cpu", True, 2, 60.0, tmp_path, until=began + 0.5))
+    with pytest.raises(OutOfTime):
+        lab.call("-c", "import time; time.sleep(60)")
+    assert time.monotonic() - began < 30
+    assert rehearse(tmp_path, "--within", "0") == CUT_OFF
+
+
+def test_what_libraries_say_first_does_not_hide_the_answer() -> None:
+    assert lab.last_object('NCCL version 2.28.9\n{"devices": ["H"]}\n') == {"devices": ["H"]}
+    assert lab.last_object("nothing\n") == {}
+
+
+def environment_of(lab: Lab) -> dict[str, str]:
+    found: dict[str, str] = json.loads(lab.call("-c", "import json, os; print(json.dumps(dict(os.environ)))").stdout)
+    return found
+
+
+def test_what_was_put_on_the_path_beside_the_image_reaches_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "brought/along")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    path = environment_of(Lab("a", Setting("cpu", True, 2, 60.0, tmp_path)))["PYTHONPATH"]
+    assert path.split(os.pathsep) == [str(lab.ROOT), "brought/along"]
+    on_cuda = Lab("a", Setting("cuda", True, 2, 60.0, tmp_path))
+    assert environment_of(on_cuda)["CUDA_VISIBLE_DEVICES"] == "0", "of several devices one is accepted"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    assert environment_of(on_cuda)["CUDA_VISIBLE_DEVICES"] == "3"
+
+
+def test_a_run_that_hangs_does_not_take_its_piece_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(words: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        asked.append(words)
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(lab, "subprocess", SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired))
+    own = Lab("a", Setting("cpu", True, 2, 560.0, tmp_path))
+    own.train("mesh=one")
+    own.train("mesh=one", f"{lab.HANG_S}=60")
+    limits = [[word for word in words if word.startswith(lab.HANG_S)] for words in asked]
+    assert limits == [[f"{lab.HANG_S}={lab.HANG_LIMIT_S}"], [f"{lab.HANG_S}=60"]], "a setting is given once"
+    assert 3 * lab.HANG_LIMIT_S < acceptance.LIMIT_S
+
+
+def test_ranks_that_cannot_share_the_device_are_not_started(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def body(lab: Lab) -> dict[str, object]:
+        raise AssertionError("it was started")
+
+    setting = Setting("cuda", True, 4, 60.0, tmp_path)
+    machine = MACHINE | {"nccl": "2.28.9", "ranks_share": False}
+    assert acceptance.carry_out(Piece("shared", "?", body, shares=True), setting, machine, tmp_path / "s.json") == 1
+    assert "NCCL 2.28.9" in capsys.readouterr().out
+    assert not (tmp_path / "s.json").exists()
+    several = {piece.name for piece in PIECES if "_several" in piece.body.__code__.co_names}
+    assert several == {piece.name for piece in PIECES if piece.shares}
+
+
+def test_where_imports_are_wrong_nothing_else_is_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(lab: Lab) -> dict[str, object]:
+        lab.failed.append({"command": "look", "words": f"{lab.piece} is wrong"})
+        return {}
+
+    monkeypatch.setattr(acceptance, "look", lambda setting: dict(MACHINE))
+    monkeypatch.setattr(acceptance, "PIECES", [piece._replace(body=body) for piece in PIECES])
+    assert rehearse(tmp_path) == 1
+    out = capsys.readouterr().out
+    assert "imports is wrong" in out
+    assert "one_rank is wrong" not in out
+    assert rehearse(tmp_path, "--pieces", "one_rank,odd") == 1
+    assert "odd is wrong" in capsys.readouterr().out
+
+
+def wheel(folder: Path, name: str) -> None:
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", "VALUE = 1\n")
+        archive.writestr(f"{name}-1.0.dist-info/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+
+
+def test_only_packages_that_the_image_lacks_are_brought_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "first")
+    assert bring(tmp_path) == []
+    (tmp_path / FOLDER).mkdir()
+    for name in ("brought_along_by_a_test", "hydra_core"):
+        wheel(tmp_path / FOLDER, name)
+    assert bring(tmp_path) == ["brought_along_by_a_test"]
+    unpacked = tmp_path / FOLDER / UNPACKED
+    assert not (unpacked / "hydra_core.py").exists()
+    lab = Lab("a", Setting("cpu", True, 2, 60.0, tmp_path))
+    assert lab.call("-c", "import brought_along_by_a_test as b; print(b.VALUE)").stdout == "1\n"
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == ["first", str(unpacked)]
+    assert bring(tmp_path) == [], "they are there now"
 
 
 def test_what_is_wrong_is_kept_and_asked_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

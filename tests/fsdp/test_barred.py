@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from harness.fsdp import fully_shard_model
 from harness.fsdp.runtime import forward_hooks
@@ -160,8 +163,34 @@ def named(rank: int, strategy: str) -> list[str]:
     return [] if strategy != ZERO3 else ["nothing is said"]
 
 
+class Addresses(TorchDispatchMode):
+    """Takes the address of every tensor that an operation is given or gives, as `torch.cuda._sanitizer` does."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for value in tree_leaves((args, kwargs, found)):
+            if isinstance(value, Tensor):
+                value.data_ptr()
+        return found
+
+
+def sanitized(rank: int, strategy: str) -> list[str]:
+    """A training under torch's stream sanitizer, which would end at the first address that may not be taken."""
+    with mock.patch.dict(os.environ, {barred.SANITIZER: "1"}):
+        barred.can_bar.cache_clear()
+        try:
+            model, _, _ = made(strategy)
+            with Addresses():  # type: ignore[no-untyped-call] # torch leaves the mode's constructor unannotated
+                for _ in range(2):
+                    model(torch.full((2, 6), 1.0 + rank)).square().sum().backward()
+                    model.zero_grad()
+        finally:
+            barred.can_bar.cache_clear()
+    return []
+
+
 CHECKS: dict[str, Callable[[int, str], list[str]]] = {
-    check.__name__: check for check in (evaluating, training, taking_turns, released_parameters, named)
+    check.__name__: check for check in (evaluating, training, taking_turns, released_parameters, named, sanitized)
 }
 
 

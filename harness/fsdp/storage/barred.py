@@ -7,16 +7,20 @@ every bucket that is emptied between uses has a *bar*: an empty storage with the
 memory while there is none. Whatever was made of the storage (a view in a closure, what C++ reads where Python is not
 asked) raises then, and is right again once the storage is filled. Some builds of torch have a function that sets the
 mark; in others it is set where it lies, between its two neighbours, for which all have functions. Where neither is
-possible, storage is emptied and no more.
+possible, storage is emptied and no more; nor under torch's stream sanitizer, which takes the address of whatever an
+operation is given, also where only its shape is looked at.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 from functools import cache
 
 import torch
 
+SANITIZER = "TORCH_CUDA_SANITIZER"
+"""Variable with which torch watches every operation's addresses, from its import on."""
 BAR = "_fsdp_bar"
 """Attribute of a bucket whose storage is barred while it is empty."""
 _LOOKED_AT_BYTES = 80
@@ -59,7 +63,9 @@ def exchange(storage: torch.UntypedStorage, bar: torch.UntypedStorage) -> None:
 
 @cache
 def can_bar() -> bool:
-    """Whether this torch can mark storage, and exchange it; tried once."""
+    """Whether this torch can mark storage, and exchange it, and nothing takes addresses idly; tried once."""
+    if SANITIZER in os.environ:  # as torch asks
+        return False
     if not hasattr(torch.UntypedStorage, "_swap_data_ptr_") or (_BY_TORCH is None and _place_of_mark() is None):
         return False
     tried, other = torch.UntypedStorage(8), torch.UntypedStorage(0)
