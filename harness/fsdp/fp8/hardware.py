@@ -39,7 +39,7 @@ class Kind:
     """Whether CUDA 12.9 brought it."""
 
     def takes(self, a: Tile, b: Tile) -> bool:
-        """Whether it multiplies matrices of these tiles."""
+        """Whether the kind multiplies a matrix of tiles a by one of tiles b."""
         return a in self.tiles[0] and b in self.tiles[1]
 
     def is_built(self, device: torch.device) -> bool:
@@ -101,8 +101,8 @@ def _one_scale(matrix: Quantized) -> _Laid:
 
 
 def _blocks(matrix: Quantized) -> _Laid:
-    """Of lines: [rows, columns / 128], column by column. Of squares: [columns / 128, rows / 128], the first rounded up
-    to a multiple of 4, column by column."""
+    """Scales of lines lie as [rows, columns / 128], column by column; those of squares as [columns / 128, rows / 128],
+    the first rounded up to a multiple of 4, column by column."""
     if matrix.tile == _LINE:
         return matrix.scale_inv.t().contiguous().t(), ScalingType.BlockWise1x128
     missing = -matrix.scale_inv.shape[1] % 4
