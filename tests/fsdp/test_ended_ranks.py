@@ -19,6 +19,7 @@ import torch.distributed as dist
 from harness.control import Control
 from harness.engines.protocol import Ranks
 from harness.fsdp import watched
+from harness.fsdp.options import Options
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.hanging import GENEROUS_S, LIMIT_S, Told, agree, build, provoke, step
 from tests.support.forking import fork_ranks
@@ -26,12 +27,13 @@ from tests.support.forking import fork_ranks
 # -- a rank that ends --------------------------------------------------------------------------------------------------
 
 
-def ends_in_a_forward(rank: int, folder: str) -> None:
+def ends_in_a_forward(rank: int, folder: str, eager_limit: int | None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
-    model, wrapped, optimizer = build(None, "optim_grads", watchdog_timeout_s=30.0, eager_limit_bytes=None)
+    model, wrapped, optimizer = build(None, "optim_grads", watchdog_timeout_s=30.0, eager_limit_bytes=eager_limit)
     step(wrapped, optimizer)
+    dist.barrier()  # others have read what rank 2 holds of the updated weights
     if rank == 2:
         model.stop = lambda: os._exit(0)
     told = provoke(lambda: step(wrapped, optimizer))
@@ -39,8 +41,9 @@ def ends_in_a_forward(rank: int, folder: str) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_ends_is_named_at_once(tmp_path: Path) -> None:
-    assert fork_ranks(ends_in_a_forward, 3, str(tmp_path)) == [0, 0, 0]
+@pytest.mark.parametrize("eager_limit", [None, 0], ids=["sent", "read"])
+def test_a_rank_that_ends_is_named_at_once(eager_limit: int | None, tmp_path: Path) -> None:
+    assert fork_ranks(ends_in_a_forward, 3, str(tmp_path), eager_limit) == [0, 0, 0]
     told = []
     for rank in (0, 1):
         error, seconds, message = (tmp_path / f"{rank}.txt").read_text().split("\n", 2)
@@ -74,13 +77,14 @@ def stops(rank: int, path: str, keeper: int, where: str) -> None:
     """Rank 1 stops, as by SIGSTOP, in a forward or before an exchange; rank 0 writes what it is told, and ends it."""
     folder = Path(path)
     join(rank, folder, keeper)
-    model, wrapped, optimizer = build(None, "optim_grads_params", watchdog_timeout_s=LIMIT_S)
+    limit = 0 if where == "forward, read" else Options.eager_limit_bytes
+    model, wrapped, optimizer = build(None, "optim_grads_params", watchdog_timeout_s=LIMIT_S, eager_limit_bytes=limit)
     own = dist.new_group(backend="gloo")
     step(wrapped, optimizer)
     if rank == 1:
         (folder / "pid").write_text(str(os.getpid()))
         dist.barrier()
-        if where == "forward":
+        if where in BY_STEP:
             model.stop = lambda: os.kill(os.getpid(), signal.SIGSTOP)
             step(wrapped, optimizer)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -94,14 +98,17 @@ def stops(rank: int, path: str, keeper: int, where: str) -> None:
         with closing(CollectiveMeter()) as meter:
             Control(Ranks(rank, 2, rank, torch.device("cpu")), own, meter).report([0.5], 7, False)
 
-    told = provoke({"forward": lambda: step(wrapped, optimizer), "exchange": exchange, "loop": loop}[where])
+    forward = dict.fromkeys(BY_STEP, lambda: step(wrapped, optimizer))
+    told = provoke((forward | {"exchange": exchange, "loop": loop})[where])
     os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
     (folder / "told").write_text(f"{told.error}\n{told.seconds}\n{told.message}")
     os._exit(0)
 
 
+BY_STEP = ("forward", "forward, read")
 WAITS = {
     "forward": "in all_gather blocks.",
+    "forward, read": "in all_gather blocks.",
     "exchange": "in exchange of how far each rank is",
     "loop": "in exchange of the loop's own numbers",
 }
