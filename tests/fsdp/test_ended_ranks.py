@@ -15,13 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from harness.control import Control
 from harness.engines.protocol import Ranks
 from harness.fsdp import watched
+from harness.fsdp.comm.peer_memory import Laid
 from harness.fsdp.options import Options
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.hanging import GENEROUS_S, LIMIT_S, Told, agree, build, provoke, step
+from tests.fsdp.trial import WAYS
 from tests.support.forking import fork_ranks
 
 # -- a rank that ends --------------------------------------------------------------------------------------------------
@@ -151,3 +154,41 @@ def test_a_program_that_never_closes_its_models_ends_well(tmp_path: Path) -> Non
     script = "import sys; from tests.fsdp.test_ended_ranks import ends_unclosed; ends_unclosed(sys.argv[1])"
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=True)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["4", "4"]
+
+
+def one_step(rank: int, folder: str) -> None:
+    """Rank 1 ends after its step, at the end of which rank 0 is late in reading what it has updated."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    with WAYS[1].taken():
+        _, wrapped, optimizer = build(None, "optim", eager_limit_bytes=0)
+    wrapped(torch.ones(2, 6)).sum().backward()
+    if rank == 0:
+        read = Laid.read
+
+        def late(self: Laid, index: int, into: Tensor, offset: int = 0) -> None:
+            time.sleep(0.2)
+            read(self, index, into, offset)
+
+        Laid.read = late  # type: ignore[method-assign] # in this process
+    optimizer.step()
+    Path(folder, f"{rank} has ended").touch()
+
+
+def two_programs(folder: str) -> None:
+    """Two ranks, one forked from the other, that end as the interpreter does."""
+    child = os.fork()
+    one_step(0 if child else 1, folder)
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("forked", [True, False], ids=["by multiprocessing", "by the interpreter"])
+def test_a_rank_that_is_done_waits_for_who_reads_its_weights(forked: bool, tmp_path: Path) -> None:
+    if forked:
+        assert fork_ranks(one_step, 2, str(tmp_path)) == [0, 0]
+    else:
+        script = "import sys; from tests.fsdp.test_ended_ranks import two_programs; two_programs(sys.argv[1])"
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=True)
+    assert sorted(path.name for path in tmp_path.glob("* has ended")) == ["0 has ended", "1 has ended"]

@@ -16,6 +16,9 @@ it, at most a millisecond. A rank that has ended is found by the kernel, which k
 told before is heard. A watchdog's verdict ends the wait, and so does a rank that gives the group up (as closed
 connections would), and the group's own limit.
 
+[Note: Last reads] A program may end as soon as it has all it needs, while others still read what it has laid out, as of
+the last update. Its end waits for them a little: where it ends by itself, and also in a process of multiprocessing.
+
 A system may forbid it: another user, another PID namespace, seccomp, Yama. All ranks of a group try once, with the
 memory they will read from, and agree; where one fails, all use messages. Yama's restriction to descendants is met by
 naming the launcher (the parent process), whose descendants may then read this process.
@@ -23,11 +26,16 @@ naming the launcher (the parent process), whose descendants may then read this p
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import multiprocessing
+import multiprocessing.util
 import os
 import socket
+import sys
 import threading
 import time
+import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -49,8 +57,24 @@ LOOK_S = 0.02
 """Seconds between two looks for what else may end a wait."""
 PAUSES_S = 20e-6, 1e-3
 """Seconds between two looks for a notice, at least and at most."""
+EXIT_S = 2.0
+"""Seconds that the program's end waits for readers."""
 _READ = -1
 """Stands for a tag in a notice that tells of a reading."""
+
+
+_living: weakref.WeakSet[PeerMemory] = weakref.WeakSet()
+_ends_by_multiprocessing: set[int] = set()
+"""Processes that do not end as the interpreter does, and wait for readers then."""
+
+
+@atexit.register
+def _wait_for_last_reads() -> None:
+    """The program ends; see [Note: Last reads]. One that has failed is in nobody's way: others wait for what it was to
+    do."""
+    until = time.monotonic() + (0.0 if hasattr(sys, "last_value") else EXIT_S)
+    for memory in list(_living):
+        memory.wait_for_readers(until)
 
 
 class PeerMemory:
@@ -95,6 +119,10 @@ class PeerMemory:
         self._is_given_up = False
         self._guard = threading.Lock()
         events.on_give_up(group, self._give_up)
+        _living.add(self)
+        if multiprocessing.parent_process() is not None and os.getpid() not in _ends_by_multiprocessing:
+            _ends_by_multiprocessing.add(os.getpid())
+            multiprocessing.util.Finalize(None, _wait_for_last_reads, exitpriority=0)
 
     # -- what is told --------------------------------------------------------------------------------------------------
 
@@ -193,6 +221,15 @@ class PeerMemory:
             shortest, longest = PAUSES_S
             time.sleep(min(max((now - began) / 8, shortest), longest))
 
+    def wait_for_readers(self, until: float) -> None:
+        """Wait until others have read all that was laid out for them, or will not, or the clock is at `until`."""
+        for peer in range(len(self.pids)):
+            while peer != self.rank and time.monotonic() < until:
+                self._hear(peer)
+                if self._read[peer] == self._laid[peer] or self._gone(peer):
+                    break
+                time.sleep(PAUSES_S[1])
+
     def _give_up(self) -> None:
         """This process waits for nobody any more, and nobody is to wait for it."""
         self._is_given_up = True
@@ -234,7 +271,7 @@ class PeerMemory:
 
 
 class Receipt:
-    """That a peer has read what was laid out for it under a number."""
+    """A peer's word that it has read what was laid out for it under a number."""
 
     __slots__ = ("_memory", "_number", "_peer")
 
@@ -244,11 +281,11 @@ class Receipt:
         self._number = number
 
     def is_here(self) -> bool:
-        """Whether it has, asked without waiting."""
+        """Whether the peer has read it, asked without waiting."""
         return self._memory.is_taken(self._peer, self._number)
 
     def wait(self, limit: timedelta | None = None) -> None:
-        """Wait until it has; raises as `PeerMemory.wait` does."""
+        """Wait until the peer has read it; raises as `PeerMemory.wait` does."""
         self._memory.wait(self._peer, self.is_here, limit)
 
 
