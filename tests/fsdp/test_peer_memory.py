@@ -234,6 +234,24 @@ def use_few_of_many(rank: int, way: int) -> list[float]:
     return losses
 
 
+def forked_end(rank: int) -> int:
+    """How much this rank is known to have heard, when a process forked from it has come to its end."""
+    comm = communicator(0)
+    comm.peer_memory.lay_out([torch.zeros(1)], 1 - rank, 7)
+    dist.barrier()
+    if (child := os.fork()) == 0:
+        peer_memory._wait_for_last_reads()
+        os._exit(0)
+    os.waitpid(child, 0)
+    heard: int = comm.peer_memory._notices._own[(1 - rank) * notices._PART + notices._HEARD]
+    comm.laid_by(1 - rank, 7).finish()
+    return heard
+
+
+def test_a_forked_process_hears_nothing_in_place_of_its_parent() -> None:
+    assert run_ranks(forked_end, 2) == [0, 0]
+
+
 def far_ahead(rank: int) -> list[float]:
     """As `use_few_of_many`, with room for few notices: rank 0 waits until rank 1 has heard some."""
     notices.RING = 16

@@ -74,7 +74,8 @@ def _wait_for_last_reads() -> None:
     do."""
     until = time.monotonic() + (0.0 if hasattr(sys, "last_value") else EXIT_S)
     for memory in list(_living):
-        memory.wait_for_readers(until)
+        if memory.pids[memory.rank] == os.getpid():  # and not a process forked from it
+            memory.wait_for_readers(until)
 
 
 class PeerMemory:
