@@ -1,12 +1,16 @@
 """Step time of our engine beside DDP's and FSDP2's, in turns within the same processes. Writes data/peers_step.json.
 
-    python benchmarks/costs/peers_step.py [SHAPE ...] [--turns N] [--out FILE]       about 6 minutes on two idle cores
+    python benchmarks/costs/peers_step.py [SHAPE ...] [--turns N] [--apart] [--out FILE]   6 minutes on two idle cores
 
 Two ranks of one thread over gloo hold one model an arm, made and sharded as a user does it, and all arms step in turns:
-whatever else the machine does, meets all alike. A step is forward, backward, update and zero_grad, without clipping;
-every optimizer is AdamW, `fused=True` or, where an arm says `defaults`, made without `fused` and `foreach`. Ratios are
-of medians over turns, wall time of rank 0, with a bootstrap interval (harness/bench/stats.py). `cpu_ms` is the
-processor time of rank 0's main thread a step: what the loop itself takes, without the threads that copy.
+whatever else the machine does, meets all alike. With `--apart` the ranks of each arm are processes of its own, as a
+user's are: no arm finds its memory, or the backend's threads, in the state that another one has left. Each arm comes in
+three rounds of so many turns then, and those made without `fused` are left out.
+
+A step is forward, backward, update and zero_grad, without clipping; every optimizer is AdamW, `fused=True` or, where an
+arm says `defaults`, made without `fused` and `foreach`. Ratios are of medians over turns, wall time of rank 0, with a
+bootstrap interval (harness/bench/stats.py). `cpu_ms` is the processor time of rank 0's main thread a step: what the
+loop itself takes, without the threads that copy.
 """
 
 from __future__ import annotations
@@ -44,6 +48,8 @@ UNITS = (Embedding, Block, Head)
 DDP, DDP_DEFAULTS, FSDP2, DEFAULTS = "ddp", "ddp, defaults", "fsdp2", ", defaults"
 OURS = tuple(strategy.value for strategy in Strategy)
 ARMS = (DDP, FSDP2, *OURS, DDP_DEFAULTS, *(f"{name}{DEFAULTS}" for name in (OURS[0], OURS[-1])))
+ROUNDS = 3
+"""How often each arm has processes of its own."""
 
 
 class Took(NamedTuple):
@@ -82,12 +88,12 @@ def prepare(arm: str, module: nn.Module) -> tuple[Callable[[Tensor], Tensor], to
     return fully_shard(module, optimizer, fsdp_unit_modules=[*UNITS], zero_dp_strategy=name)
 
 
-def one_rank(rank: int, shape: str, turns: int) -> dict[str, list[list[Took]]]:
-    """Seconds of every step of every turn, by arm."""
-    dim, ffn_dim, tokens = SHAPES[shape]
+def one_rank(rank: int, sizes: tuple[int, int, int], turns: int, names: tuple[str, ...]) -> dict[str, list[list[Took]]]:
+    """Seconds of every step of every turn, by arm; sizes: a shape's."""
+    dim, ffn_dim, tokens = sizes
     generator = torch.Generator().manual_seed(1 + rank)
     batch = torch.randint(0, 256, (1, tokens + 1), generator=generator)
-    arms = {arm: prepare(arm, decoder(dim, ffn_dim, tokens)) for arm in ARMS}
+    arms = {arm: prepare(arm, decoder(dim, ffn_dim, tokens)) for arm in names}
 
     def step(arm: str) -> Took:
         model, optimizer = arms[arm]
@@ -98,19 +104,19 @@ def one_rank(rank: int, shape: str, turns: int) -> dict[str, list[list[Took]]]:
         optimizer.zero_grad()
         return Took(time.perf_counter() - began, time.thread_time() - cpu)
 
-    found: dict[str, list[list[Took]]] = {arm: [] for arm in ARMS}
+    found: dict[str, list[list[Took]]] = {arm: [] for arm in names}
     for turn in range(turns):
-        for arm in in_order(turn):
+        for arm in in_order(turn, names):
             for _ in range(WARMUP if turn == 0 else 1):
                 step(arm)
             found[arm].append([step(arm) for _ in range(STEPS)])
     return found
 
 
-def in_order(turn: int) -> Iterator[str]:
-    """All arms, begun with another one each turn, every second turn backwards."""
-    first = turn % len(ARMS)
-    order = ARMS[first:] + ARMS[:first]
+def in_order(turn: int, names: tuple[str, ...]) -> Iterator[str]:
+    """These arms, begun with another one each turn, every second turn backwards."""
+    first = turn % len(names)
+    order = names[first:] + names[:first]
     return iter(order if turn % 2 == 0 else order[::-1])
 
 
@@ -125,10 +131,22 @@ def told(ratio: Interval | None) -> dict[str, float]:
     return {key: round(getattr(ratio, key), 3) for key in ("value", "low", "high")}
 
 
-def measure(shape: str, turns: int) -> dict[str, dict[str, Any]]:
+def taken(shape: str, turns: int, *, apart: bool) -> dict[str, list[list[Took]]]:
+    """Steps of rank 0, by arm and turn: all in the same processes, or each in its own."""
+    if not apart:
+        return dict(run_ranks(one_rank, RANKS, SHAPES[shape], turns, ARMS)[0])
+    names = tuple(arm for arm in ARMS if not arm.endswith(DEFAULTS))
+    found: dict[str, list[list[Took]]] = {arm: [] for arm in names}
+    for round_ in range(ROUNDS):
+        for arm in in_order(round_, names):
+            found[arm] += run_ranks(one_rank, RANKS, SHAPES[shape], turns, (arm,))[0][arm]
+    return found
+
+
+def measure(shape: str, turns: int, *, apart: bool = False) -> dict[str, dict[str, Any]]:
     """Figures of every arm at one shape."""
-    first, _ = run_ranks(one_rank, RANKS, shape, turns)
-    wall = {arm: medians(first[arm], "wall") for arm in ARMS}
+    first = taken(shape, turns, apart=apart)
+    wall = {arm: medians(first[arm], "wall") for arm in first}
     return {
         arm: {
             "wall_ms": round(1e3 * statistics.median(wall[arm]), 2),
@@ -136,7 +154,7 @@ def measure(shape: str, turns: int) -> dict[str, dict[str, Any]]:
             "to_ddp": told(median_ratio(wall[arm], [wall[DDP]])),
             "to_fsdp2": told(median_ratio(wall[arm], [wall[FSDP2]])),
         }
-        for arm in ARMS
+        for arm in first
     }
 
 
@@ -146,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", metavar="SHAPE", help=f"{', '.join(SHAPES)} (default: all)")
     parser.add_argument("--turns", type=int, default=12, help="turns of every arm, 3 or more (default: %(default)s)")
+    parser.add_argument("--apart", action="store_true", help="give each arm processes of its own")
     parser.add_argument("--out", type=Path, default=OUTPUT, help="file to write (default: data/peers_step.json)")
     chosen = parser.parse_args()
     if unknown := set(chosen.shapes) - set(SHAPES):
@@ -155,7 +174,7 @@ def main() -> None:
     load, rows = os.getloadavg()[0], dict[str, Any]()
     print(f"{'shape':8} {'arm':28} {'wall ms':>8} {'cpu ms':>8} {'/ ddp':>22} {'/ fsdp2':>22}")
     for shape in chosen.shapes or SHAPES:
-        rows[shape] = measure(shape, chosen.turns)
+        rows[shape] = measure(shape, chosen.turns, apart=chosen.apart)
         for arm, row in rows[shape].items():
             ratios = [
                 f"{each['value']:.2f} ({each['low']:.2f}..{each['high']:.2f})"
@@ -168,6 +187,7 @@ def main() -> None:
     facts = {
         "ranks": RANKS,
         "turns": chosen.turns,
+        "apart": chosen.apart,
         "steps": STEPS,
         "load_average": {"before": load, "after": os.getloadavg()[0]},
         "versions": {"python": platform.python_version(), "torch": torch.__version__},

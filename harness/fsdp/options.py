@@ -98,16 +98,16 @@ class EngineOptions:
     )
     """Whether gathers have a communicator of their own. None: on CUDA they do."""
     eager_limit_bytes: int | None = option(
-        1 << 18,
+        0,
         Facts(
             range=Range(0, 1 << 40, "bytes"),
-            costs="With None, long messages on one host are copied twice; a read copies them once.",
+            costs="A message takes both ranks some 100 us and two copies; a read takes 10 us and one copy.",
             use="None if reading another process's memory is forbidden and must not even be attempted.",
             same_bits=True,
         ),
     )
-    """On gloo, data of up to this many bytes per peer is sent; longer data is read from the sender's memory. None:
-    data is always sent."""
+    """On gloo, data of up to this many bytes per peer is sent; longer data is read from the sender's memory where ranks
+    share a host. None: data is always sent."""
     report_nan_in_param_grad: bool = option(
         False,
         Facts(

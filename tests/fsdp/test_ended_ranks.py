@@ -15,23 +15,28 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from harness.control import Control
 from harness.engines.protocol import Ranks
 from harness.fsdp import watched
+from harness.fsdp.comm.peer_memory import Laid
+from harness.fsdp.options import Options
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.hanging import GENEROUS_S, LIMIT_S, Told, agree, build, provoke, step
+from tests.fsdp.trial import WAYS
 from tests.support.forking import fork_ranks
 
 # -- a rank that ends --------------------------------------------------------------------------------------------------
 
 
-def ends_in_a_forward(rank: int, folder: str) -> None:
+def ends_in_a_forward(rank: int, folder: str, eager_limit: int | None) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 3), rank=rank, world_size=3)
-    model, wrapped, optimizer = build(None, "optim_grads", watchdog_timeout_s=30.0, eager_limit_bytes=None)
+    model, wrapped, optimizer = build(None, "optim_grads", watchdog_timeout_s=30.0, eager_limit_bytes=eager_limit)
     step(wrapped, optimizer)
+    dist.barrier()  # others have read what rank 2 holds of the updated weights
     if rank == 2:
         model.stop = lambda: os._exit(0)
     told = provoke(lambda: step(wrapped, optimizer))
@@ -39,8 +44,9 @@ def ends_in_a_forward(rank: int, folder: str) -> None:
     os._exit(0)
 
 
-def test_a_rank_that_ends_is_named_at_once(tmp_path: Path) -> None:
-    assert fork_ranks(ends_in_a_forward, 3, str(tmp_path)) == [0, 0, 0]
+@pytest.mark.parametrize("eager_limit", [None, 0], ids=["sent", "read"])
+def test_a_rank_that_ends_is_named_at_once(eager_limit: int | None, tmp_path: Path) -> None:
+    assert fork_ranks(ends_in_a_forward, 3, str(tmp_path), eager_limit) == [0, 0, 0]
     told = []
     for rank in (0, 1):
         error, seconds, message = (tmp_path / f"{rank}.txt").read_text().split("\n", 2)
@@ -74,13 +80,14 @@ def stops(rank: int, path: str, keeper: int, where: str) -> None:
     """Rank 1 stops, as by SIGSTOP, in a forward or before an exchange; rank 0 writes what it is told, and ends it."""
     folder = Path(path)
     join(rank, folder, keeper)
-    model, wrapped, optimizer = build(None, "optim_grads_params", watchdog_timeout_s=LIMIT_S)
+    limit = 0 if where == "forward, read" else Options.eager_limit_bytes
+    model, wrapped, optimizer = build(None, "optim_grads_params", watchdog_timeout_s=LIMIT_S, eager_limit_bytes=limit)
     own = dist.new_group(backend="gloo")
     step(wrapped, optimizer)
     if rank == 1:
         (folder / "pid").write_text(str(os.getpid()))
         dist.barrier()
-        if where == "forward":
+        if where in BY_STEP:
             model.stop = lambda: os.kill(os.getpid(), signal.SIGSTOP)
             step(wrapped, optimizer)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -94,14 +101,17 @@ def stops(rank: int, path: str, keeper: int, where: str) -> None:
         with closing(CollectiveMeter()) as meter:
             Control(Ranks(rank, 2, rank, torch.device("cpu")), own, meter).report([0.5], 7, False)
 
-    told = provoke({"forward": lambda: step(wrapped, optimizer), "exchange": exchange, "loop": loop}[where])
+    forward = dict.fromkeys(BY_STEP, lambda: step(wrapped, optimizer))
+    told = provoke((forward | {"exchange": exchange, "loop": loop})[where])
     os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
     (folder / "told").write_text(f"{told.error}\n{told.seconds}\n{told.message}")
     os._exit(0)
 
 
+BY_STEP = ("forward", "forward, read")
 WAITS = {
     "forward": "in all_gather blocks.",
+    "forward, read": "in all_gather blocks.",
     "exchange": "in exchange of how far each rank is",
     "loop": "in exchange of the loop's own numbers",
 }
@@ -144,3 +154,41 @@ def test_a_program_that_never_closes_its_models_ends_well(tmp_path: Path) -> Non
     script = "import sys; from tests.fsdp.test_ended_ranks import ends_unclosed; ends_unclosed(sys.argv[1])"
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=True)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["4", "4"]
+
+
+def one_step(rank: int, folder: str) -> None:
+    """Rank 1 ends after its step, at the end of which rank 0 is late in reading what it has updated."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 2), rank=rank, world_size=2)
+    with WAYS[1].taken():
+        _, wrapped, optimizer = build(None, "optim", eager_limit_bytes=0)
+    wrapped(torch.ones(2, 6)).sum().backward()
+    if rank == 0:
+        read = Laid.read
+
+        def late(self: Laid, index: int, into: Tensor, offset: int = 0) -> None:
+            time.sleep(0.2)
+            read(self, index, into, offset)
+
+        Laid.read = late  # type: ignore[method-assign] # in this process
+    optimizer.step()
+    Path(folder, f"{rank} has ended").touch()
+
+
+def two_programs(folder: str) -> None:
+    """Two ranks, one forked from the other, that end as the interpreter does."""
+    child = os.fork()
+    one_step(0 if child else 1, folder)
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("forked", [True, False], ids=["by multiprocessing", "by the interpreter"])
+def test_a_rank_that_is_done_waits_for_who_reads_its_weights(forked: bool, tmp_path: Path) -> None:
+    if forked:
+        assert fork_ranks(one_step, 2, str(tmp_path)) == [0, 0]
+    else:
+        script = "import sys; from tests.fsdp.test_ended_ranks import two_programs; two_programs(sys.argv[1])"
+        subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120, check=True)
+    assert sorted(path.name for path in tmp_path.glob("* has ended")) == ["0 has ended", "1 has ended"]

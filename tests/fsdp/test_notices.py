@@ -1,11 +1,14 @@
-"""What stands on a rank's board, and what it spares: nobody waits for a rank whose sums could have been made."""
+"""What ranks tell each other on boards, and what it spares: nobody waits for a rank whose sums could have been made."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,10 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import fully_shard_model
-from harness.fsdp.comm import notices
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
-from harness.fsdp.comm.notices import LONGEST, PLACES, Notices, notice_of
+from harness.fsdp.comm.notices import RING, Notices
 from harness.fsdp.comm.peer_memory import Laid
 from harness.fsdp.comm.reduction import Exchange
 from harness.fsdp.runtime.bucket_reduction import Job
@@ -29,7 +31,7 @@ from tests.fsdp.trial import WAYS
 from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
-ROOM = "The engine, by what ranks note of what can be read"
+ROOM = "The engine, by what ranks tell of what can be read"
 WHEN_WANTED = WAYS[1]
 BLOCKS = 4
 
@@ -37,51 +39,119 @@ BLOCKS = 4
 # -- the board ---------------------------------------------------------------------------------------------------------
 
 
-def look(board: Notices, tag: int, count: int, rank: int = 0) -> tuple[int, ...] | None:
-    return notice_of(os.getpid(), board.address, rank, tag, count)
+def boards(size: int = 2) -> list[Notices]:
+    """Those of so many ranks, here in one process."""
+    found = [Notices(rank, size) for rank in range(size)]
+    for each_, peer in itertools.permutations(found, 2):
+        each_.join(peer.rank, os.getpid(), peer.file)
+    for board in found:
+        board.close_file()
+    return found
 
 
 def check_the_board() -> None:
-    """Everything a reader may find."""
-    board = Notices(2)
-    assert look(board, 7, 1) is None, "nothing was posted"
-    board.post(0, 7, [5, 6])
-    assert look(board, 7, 1) == (5, 6)
-    assert look(board, 7, 2) is None, "it was posted once"
-    assert look(board, 7, 1, rank=1) is None, "it was for another rank"
-    assert look(board, 8, 1) is None, "it was under another tag"
-    board.post(0, 7, [9])
-    assert look(board, 7, 2) == (9,)
-    assert look(board, 7, 1) is None, "a later one has taken its place"
-    board.post(0, 7 + PLACES, [11])
-    assert look(board, 7, 2) is look(board, 7, 1) is None, "another tag has taken its place"
-    assert look(board, 7 + PLACES, 1) == (11,)
-    board.post(0, 7 + PLACES, range(LONGEST + 1))
-    assert look(board, 7 + PLACES, 2) is None, "it is too long"
-    assert look(board, 7 + PLACES, 1) is None, "and is not the one before it"
-    board.post(0, 7 + PLACES, range(LONGEST))
-    assert look(board, 7 + PLACES, 3) == (*range(LONGEST),)
+    """Everything that is told is heard, once, in its order, by the rank it is for."""
+    one, other, third = boards(3)
+    assert not other.has_news(0)
+    assert other.hear(0) == []
+    assert one.tell(1, [5, 6])
+    assert one.tell(1, [-7])
+    assert other.has_news(0)
+    assert not third.has_news(0)
+    assert not one.has_news(1)
+    assert other.hear(0) == [[5, 6], [-7]]
+    assert not other.has_news(0)
+    assert other.hear(0) == []
+    told, heard, lengths = list[list[int]](), list[list[int]](), random.Random(0)
+    for number in range(RING):  # several times around, and the end of the ring is met in all ways
+        told.append(list(range(number, number + lengths.randrange(13))))
+        assert one.tell(1, told[-1])
+        if number % 7 == 0:
+            heard += other.hear(0)
+    assert heard + other.hear(0) == told
 
 
-def test_a_notice_is_taken_for_nothing_else() -> None:
-    check_the_board()
+def check_a_full_board() -> None:
+    """There is room for what was heard, and what was not is not lost."""
+    one, other = boards()
+    told = [number for number in range(RING) if one.tell(1, [number, 0, 0])]
+    assert RING // 4 - 1 <= len(told) <= RING // 4
+    assert not one.tell(1, [0, 0, 0])
+    assert [first for first, *_ in other.hear(0)] == told
+    assert one.tell(1, [1, 0, 0])
+    assert other.hear(0) == [[1, 0, 0]]
 
 
-def test_of_a_process_that_has_ended_there_is_none() -> None:
-    board, child = Notices(2), os.fork()
-    if child == 0:
+class _Watched:
+    """A board at which `look` is called before each change."""
+
+    def __init__(self, words: Any, look: Callable[[], None]) -> None:
+        self.words, self.look = words, look
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self.look()
+        self.words[place] = value
+
+
+def check_what_is_half_told() -> None:
+    """Nothing is heard of a notice before it is whole."""
+    one, other = boards()
+    heard = list[list[int]]()
+    one._own = _Watched(one._own, lambda: heard.extend(other.hear(0)))  # type: ignore[assignment] # stands for it
+    for number in range(RING // 4):
+        assert one.tell(1, [number, 2, 3, 4])
+        assert len(heard) == number, "it was heard before it was told"
+    assert [*heard, *other.hear(0)] == [[number, 2, 3, 4] for number in range(RING // 4)]
+
+
+CHECKS = {"told": check_the_board, "full": check_a_full_board, "whole": check_what_is_half_told}
+
+
+def check_all() -> None:
+    for check in CHECKS.values():
+        check()
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_what_is_told_is_heard(check: str) -> None:
+    CHECKS[check]()
+
+
+def test_what_is_too_long_for_a_ring_is_refused() -> None:
+    with pytest.raises(ValueError, match="more than one notice may have"):
+        boards()[0].tell(1, range(RING // 2))
+
+
+def test_what_a_process_told_before_it_ended_is_heard() -> None:
+    one, other = boards()
+    if (child := os.fork()) == 0:
+        one.tell(1, [5, 6])
         os._exit(0)
     os.waitpid(child, 0)
-    board.post(0, 7, [5])
-    assert notice_of(child, board.address, 0, 7, 1) is None
+    assert other.hear(0) == [[5, 6]]
+
+
+def test_a_file_that_is_no_board_is_not_joined() -> None:
+    with pytest.raises(OSError, match="length is greater"), open("/proc/self/status", "rb") as file:
+        Notices(0, 2).join(1, os.getpid(), file.fileno())
 
 
 SLIPS = {
-    "any count": Slip(notices, "_stamp", "| count", "| 1", "a notice is taken for an earlier or later one of its tag"),
-    "any tag": Slip(notices, "_stamp", "tag << _COUNT_BITS |", "", "a notice is taken for one of another tag"),
-    "any rank": Slip(notices, "_place", "rank * PLACES +", "", "a notice is taken for one to another rank"),
-    "stamp stays": Slip(
-        Notices, "post", "self._words[begin] = 0", "pass", "one that is too long leaves the one before"
+    "over the end": Slip(
+        Notices, "tell", "own[part + _BEGIN + place] = 0", "pass", "the reader does not learn that the ring begins anew"
+    ),
+    "any room": Slip(Notices, "tell", "return False", "pass", "what was not heard yet is written over"),
+    "never heard": Slip(
+        Notices, "hear", "self._own[peer * _PART + _HEARD] = heard", "pass", "what was heard makes no room"
+    ),
+    "any rank": Slip(Notices, "hear", "self.rank * _PART\n", "0\n", "a rank hears what is for another one"),
+    "twice": Slip(Notices, "hear", "self._heard[peer] = heard", "pass", "a notice is heard twice"),
+    "counted first": Slip(
+        Notices,
+        "tell",
+        "if skipped:",
+        "own[part] = told + skipped + words\n    if skipped:",
+        "a notice is counted before it is written",
     ),
 }
 
@@ -89,21 +159,8 @@ SLIPS = {
 @pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, slip in SLIPS.items()]))
 def test_a_board_with_a_mistake_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     SLIPS[name].put(monkeypatch)
-    with pytest.raises(AssertionError):
-        check_the_board()
-
-
-def test_a_notice_that_changes_while_it_is_read_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    board, read = Notices(2), notices.words_from
-    board.post(0, 7, [5, 6])
-
-    def late(*where: int) -> tuple[int, ...]:
-        found = read(*where)
-        board.post(0, 7, [8, 9])
-        return found
-
-    monkeypatch.setattr(notices, "words_from", late)
-    assert look(board, 7, 1) is None
+    with pytest.raises((AssertionError, IndexError, ValueError)):
+        check_all()
 
 
 # -- what it spares ----------------------------------------------------------------------------------------------------
@@ -198,7 +255,14 @@ def test_a_mutant_holds_others_up(mutant: str) -> None:
 
 def two_microbatches(rank: int, in_order: bool) -> float:
     """The norm of gradients of two microbatches that rank 1 has laid out both before rank 0 has come to the first: it
-    sees the second one's notice and not the first one's."""
+    sees that the second one's are there and not that the first one's are, as if these had come between two looks."""
+    is_there, looked = Exchange.is_there, list[Exchange]()
+
+    def unseen(exchange: Exchange) -> bool:
+        looked.append(exchange)
+        return exchange is not looked[0] and is_there(exchange)
+
+    Exchange.is_there = unseen  # type: ignore[method-assign] # in this process
     if not in_order:
         _issue = Slip(ReducePipeline, "_issue", "each is not behind", "True").made()
         ReducePipeline._issue = _issue  # type: ignore[method-assign] # in this process

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -12,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from harness.fsdp import MixedPrecisionPolicy, Numerics, fully_shard_model
-from harness.fsdp.comm import cross_memory, peer_memory
-from harness.fsdp.comm.communicator import Communicator, _has_spare_cores
+from harness.fsdp.comm import cross_memory, events, notices, peer_memory
+from harness.fsdp.comm.communicator import Communicator, Pending, _has_spare_cores
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.reduction import Exchange, make_reduction
+from harness.fsdp.guards.hang_report import CollectiveError
 from harness.probe.collectives import CollectiveMeter
 from tests.fsdp.trial import WAYS
 from tests.support.mutants import each
@@ -109,7 +112,7 @@ def test_a_read_that_gives_something_else_is_not_trusted() -> None:
     assert all("other bytes" in reason for reason in run_ranks(wrong_bytes, 2))
 
 
-def read_a_dead_rank(rank: int) -> str:
+def read_a_dead_rank(rank: int, reads: bool) -> str:
     comm = communicator(0)
     assert comm.memory is not None
     child = os.fork()
@@ -118,16 +121,51 @@ def read_a_dead_rank(rank: int) -> str:
     os.waitpid(child, 0)
     comm.memory.pids[1 - rank] = child
     with pytest.raises(RuntimeError) as caught:
-        comm.memory.read(1 - rank, torch.zeros(1).data_ptr(), torch.zeros(1))
+        comm.memory.read(1 - rank, torch.zeros(1).data_ptr(), torch.zeros(1)) if reads else wait_in_vain(comm)
     dist.barrier()
     return str(caught.value)
 
 
-def test_a_rank_that_has_ended_is_named() -> None:
-    messages = run_ranks(read_a_dead_rank, 2)
+def wait_in_vain(comm: Communicator, limit: timedelta | None = None) -> None:
+    comm.peer_memory.wait(1 - comm.rank, lambda: False, limit)
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_rank_that_has_ended_is_named(reads: bool) -> None:
+    messages = run_ranks(read_a_dead_rank, 2, reads)
     assert "rank 1 of the group" in messages[0]
     assert "No such process" in messages[0]
     assert "rank 0 of the group" in messages[1]
+
+
+def wait_too_long(rank: int) -> list[str]:
+    """What is raised where a wait has a limit of its own, where the group has one, and where a watchdog knows more;
+    and where rank 1
+    gives the group up."""
+    comm = Communicator(dist.new_group(timeout=timedelta(seconds=0.2)), DeviceRuntime(CPU), 0)
+    knowing = mock.Mock(check=mock.Mock(side_effect=CollectiveError("it will not come about")))
+    found = []
+    for limit, watcher in ((timedelta(seconds=0.1), None), (None, None), (timedelta(days=1), knowing)):
+        end = events.watch(watcher) if watcher is not None else lambda: None
+        with pytest.raises(RuntimeError) as caught:
+            wait_in_vain(comm, limit)
+        end()
+        found.append(str(caught.value))
+    dist.barrier()
+    if rank == 1:
+        comm.runtime.abort(comm.group)
+    with pytest.raises(RuntimeError) as caught:
+        wait_in_vain(comm, timedelta(days=1))
+    return [*found, str(caught.value)]
+
+
+def test_no_wait_is_for_ever() -> None:
+    (own, of_group, watched, by_other), (*_, given_up) = run_ranks(wait_too_long, 2)
+    assert given_up.startswith("Connection closed: this process has given up the group in which it waits for rank 0")
+    assert by_other.startswith("Connection closed: rank 1 of the group (process ")
+    assert own.startswith("Timed out after 0.1 s of waiting for rank 1 of the group (process ")
+    assert of_group.startswith("Timed out after 0.2 s of waiting for rank 1 of the group")
+    assert watched == "it will not come about"
 
 
 def gather_beside_work(rank: int) -> bool:
@@ -196,6 +234,34 @@ def use_few_of_many(rank: int, way: int) -> list[float]:
     return losses
 
 
+def forked_end(rank: int) -> int:
+    """How much this rank is known to have heard, when a process forked from it has come to its end."""
+    comm = communicator(0)
+    comm.peer_memory.lay_out([torch.zeros(1)], 1 - rank, 7)
+    dist.barrier()
+    if (child := os.fork()) == 0:
+        peer_memory._wait_for_last_reads()
+        os._exit(0)
+    os.waitpid(child, 0)
+    heard: int = comm.peer_memory._notices._own[(1 - rank) * notices._PART + notices._HEARD]
+    comm.laid_by(1 - rank, 7).finish()
+    return heard
+
+
+def test_a_forked_process_hears_nothing_in_place_of_its_parent() -> None:
+    assert run_ranks(forked_end, 2) == [0, 0]
+
+
+def far_ahead(rank: int) -> list[float]:
+    """As `use_few_of_many`, with room for few notices: rank 0 waits until rank 1 has heard some."""
+    notices.RING = 16
+    return use_few_of_many(rank, 1)
+
+
+def test_a_rank_that_is_far_behind_is_waited_for() -> None:
+    assert run_ranks(far_ahead, 2) == run_ranks(use_few_of_many, 2, 1)
+
+
 @pytest.mark.parametrize("way", range(len(WAYS)))
 def test_no_rank_waits_for_one_that_waits_for_it(way: int) -> None:
     one, other = run_ranks(use_few_of_many, 2, way)
@@ -208,7 +274,7 @@ def copies_alive(rank: int, *, is_asked: bool = True) -> list[int]:
     the backward; every rank has the weights of a unit before any goes on to the next."""
     torch.manual_seed(3)
     if not is_asked:
-        peer_memory.PeerMemory.is_read = lambda *_: False
+        Pending.let_go = lambda self: not self.keeps  # type: ignore[method-assign] # in this process
     with WAYS[1].taken():
         model = fully_shard_model(
             Chain().bfloat16(),

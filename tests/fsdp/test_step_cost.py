@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from harness.fsdp import fully_shard
+from harness.fsdp.comm.peer_memory import PeerMemory
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.storage import arrivals, gradients
 from harness.fsdp.storage.parameter_access import by_engine
@@ -28,8 +29,9 @@ from tests.support.mutants import each
 
 FEW, MANY = 6, 24
 """Units."""
-MOST = {"no_shard": 355, "optim": 408, "optim_grads": 430, "optim_grads_params": 712}
-"""Calls of the engine's functions, for each further unit of two parameters, on one of two ranks."""
+MOST = {"no_shard": 407, "optim": 432, "optim_grads": 490, "optim_grads_params": 795}
+"""Calls of the engine's functions, for each further unit of two parameters, on one of two ranks. Only under `no_shard`
+are they the same each time: elsewhere sums are made early where others have come already."""
 
 
 def calls_of_step(rank: int, strategy: str, units: int) -> int:
@@ -38,11 +40,13 @@ def calls_of_step(rank: int, strategy: str, units: int) -> int:
     module = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(units)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     model, optimizer = fully_shard(module, optimizer, fsdp_unit_modules=[nn.Sequential], zero_dp_strategy=strategy)
-    count = 0
+    count = waits = 0
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        nonlocal count
-        count += event == "call" and "/harness/fsdp/" in frame.f_code.co_filename
+        nonlocal count, waits
+        if frame.f_code is PeerMemory.wait.__code__:  # how often it looks depends on when others come
+            waits += (event == "call") - (event == "return")
+        count += event == "call" and not waits and "/harness/fsdp/" in frame.f_code.co_filename
 
     for step in range(2):
         sys.setprofile(note if step else None)
@@ -91,7 +95,10 @@ MUTANTS = {
         "growing",
     ),
     "gradients by functions": Mutant(
-        "`.grad` of each parameter is read and set by functions of Python", _gradients_by_functions, "growing"
+        "`.grad` of each parameter is read and set by functions of Python",
+        _gradients_by_functions,
+        "growing",
+        "no_shard",
     ),
 }
 
@@ -107,6 +114,7 @@ FAULTS = """
 import resource, sys, torch, torch.distributed as dist
 from torch import nn
 from harness.fsdp import fully_shard
+from harness.fsdp.comm.peer_memory import PeerMemory
 from harness.fsdp.comm import device
 strategy, device.HEAP_BYTES = sys.argv[1], int(sys.argv[2]) or device.HEAP_BYTES
 torch.set_num_threads(1)

@@ -20,7 +20,7 @@ from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.parts import Part, evenly_covered, packed, unpack, worth_packing
-from harness.fsdp.comm.peer_memory import Laid, PeerMemory, lay_out, meet
+from harness.fsdp.comm.peer_memory import Laid, PeerMemory, meet
 from harness.fsdp.options import Options
 
 
@@ -147,18 +147,18 @@ class Communicator:
 
     def _lay_out(self, own: Sequence[Tensor], tag: int) -> tuple[Pending, list[Laid]]:
         offers = self.offer([(peer, own) for peer in self.others], tag)
-        laid = [self.laid_by(peer, len(own), tag) for peer in self.others]
+        laid = [self.laid_by(peer, tag) for peer in self.others]
         return offers, laid
 
     def offer(self, wanted: Sequence[tuple[int, Sequence[Tensor]]], tag: int) -> Pending:
         """Lay out tensors for peers, each with its own, to be read under a tag."""
         memory = self.peer_memory
-        offers = [lay_out(self.group, memory, tensors, peer, tag) for peer, tensors in wanted]
+        receipts = [memory.lay_out(tensors, peer, tag) for peer, tensors in wanted]
         return Pending(
             [],
             keeps=[tensors for _, tensors in wanted],
-            outgoing=[work for offer in offers for work in offer.works],
-            is_taken=lambda: all(memory.is_read(offer.peer, offer.number) for offer in offers),
+            outgoing=receipts,
+            is_taken=lambda: all(receipt.is_here() for receipt in receipts),
         )
 
     @property
@@ -179,9 +179,9 @@ class Communicator:
             self._reader = ThreadPoolExecutor(1, thread_name_prefix="fsdp-gather")
         return self._reader
 
-    def laid_by(self, peer: int, num_tensors: int, tag: int) -> Laid:
+    def laid_by(self, peer: int, tag: int) -> Laid:
         """What a peer lays out for this rank under a tag."""
-        return Laid(self.group, self.peer_memory, peer, num_tensors, tag)
+        return Laid(self.peer_memory, peer, tag)
 
     @property
     def peer_memory(self) -> PeerMemory:
@@ -250,8 +250,6 @@ class Communicator:
     def release_scratch(self) -> None:
         """Free what `scratch` handed out; nothing may be in flight."""
         self._scratch.clear()
-        if self.memory is not None:
-            self.memory.collect_all()
 
     def sum_scalars(self, values: Tensor, purpose: str) -> Tensor:
         """Sum a few fp64 or int64 values over the group, in place; returns them."""

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from harness.fsdp.comm import events
+
 HEAP_BYTES = 31 << 20
 """Just below the largest block that moves glibc's thresholds (32 MiB on 64 bits)."""
 NEVER_SENT = (1 << 31) - 2
@@ -160,6 +162,7 @@ class DeviceRuntime:
         rank, size = group.rank(), group.size()
         if size == 1:
             return
+        events.give_up(group)  # what waits without the backend
         with suppress(RuntimeError):  # closed already
             if self.has_streams and "nccl" in dist.get_backend_config(group):
                 group._get_backend(self.device).abort()

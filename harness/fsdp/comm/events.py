@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -50,6 +51,9 @@ class Watcher(Protocol):
     def explain(self, error: Exception) -> Exception:
         """What to raise for an error that ended a wait: itself, or one that tells more."""
 
+    def check(self) -> None:
+        """Raise, where what is waited for will not come about."""
+
 
 FOR_EVER = timedelta(days=3650)
 
@@ -59,6 +63,9 @@ _offer_listeners: list[Callable[[Label | None, int], None]] = []
 _wait_listeners: list[Callable[[float], None]] = []
 _checkers: list[Callable[[Label, Sequence[Any]], None]] = []
 _watchers: list[Watcher] = []
+_endings: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.WeakMethod[Callable[[], None]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def current() -> Label | None:
@@ -145,6 +152,25 @@ def watch(watcher: Watcher) -> Callable[[], None]:
 def num_watchers() -> int:
     """How many are told of waits: one for each model of several ranks."""
     return len(_watchers)
+
+
+def on_give_up(group: dist.ProcessGroup, method: Callable[[], None]) -> None:
+    """Call a bound method, as long as its object lives, when this process gives a group up."""
+    living = [each for each in _endings.get(group, ()) if each() is not None]
+    _endings[group] = [*living, weakref.WeakMethod(method)]
+
+
+def give_up(group: dist.ProcessGroup) -> None:
+    """Nothing comes about in a group any more: its connections are being closed."""
+    for each in _endings.get(group, ()):
+        if (method := each()) is not None:
+            method()
+
+
+def check() -> None:
+    """Raise CollectiveError where a watchdog knows that waits are vain: for whoever looks again and again."""
+    for watcher in _watchers:
+        watcher.check()
 
 
 def explained(error: Exception) -> Exception:

@@ -130,7 +130,7 @@ class PeerReduction(Reduction):
         with events.begin(exchange.label, exchange.parts):
             tag = comm.tag(exchange.label)
             exchange.pending = comm.offer([(peer, [part.chunk(peer) for part in parts]) for peer in comm.others], tag)
-            exchange.laid = [comm.laid_by(peer, len(parts), tag) for peer in comm.others]
+            exchange.laid = [comm.laid_by(peer, tag) for peer in comm.others]
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         if self.comm.size == 1:

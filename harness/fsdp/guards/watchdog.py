@@ -148,7 +148,7 @@ class Watchdog:
     # -- what the program's threads tell ---------------------------------------------------------------------------
 
     def _begun(self, label: Label) -> None:
-        self._raise_if_over()
+        self.check()
         self._log.add(label)
 
     def enter(self, waited: tuple[Label, ...], group: dist.ProcessGroup | None = None) -> int:
@@ -157,7 +157,7 @@ class Watchdog:
         Raises:
             CollectiveError: the alarm is over, and the groups are of no use.
         """
-        self._raise_if_over()
+        self.check()
         token = next(self._tokens)
         is_main = threading.get_ident() == _MAIN
         self._waits[token] = _Wait(waited, time.monotonic(), group, is_main=is_main)
@@ -181,7 +181,8 @@ class Watchdog:
             return error
         return CollectiveError(self._message)
 
-    def _raise_if_over(self) -> None:
+    def check(self) -> None:
+        """Raise CollectiveError where the alarm is over: what is waited for will not come about."""
         if self._message is not None:
             raise CollectiveError(self._message)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -80,6 +81,9 @@ def _hand_over(work: Callable[[], None], give_up: Callable[[], None]) -> None:
 
 
 def _leave() -> None:
+    until = time.monotonic() + EXIT_S
+    for thread in list(_waiting):  # what others are about to come to
+        thread.join(max(until - time.monotonic(), 0.0))
     left = {thread: give_up for thread, give_up in list(_waiting.items()) if thread.is_alive()}
     for give_up in left.values():
         give_up()
