@@ -151,7 +151,10 @@ def user_buffers(lab: Lab) -> Facts:
 
 
 def eight_bits(lab: Lab) -> Facts:
-    """FP8 products, where this torch and this device have them."""
+    """FP8 products, where this torch and this device have them: element by element, then in trainings."""
+    done = lab.call("benchmarks/gpu/products.py", lab.setting.device)
+    if done.returncode:
+        lab.failed.append({"command": lab.commands[-1], "exit_code": done.returncode, "words": done.stderr[-2000:]})
     sizes = [word for word in small(lab.setting) if not word.startswith("model.")]
     common = ["mesh=one", "model=tiny_wide", *sizes]  # sizes that every recipe takes
     lab.train("engine=single", "dtype=fp64", *common)
@@ -160,7 +163,8 @@ def eight_bits(lab: Lab) -> Facts:
         codes[recipe] = lab.train(
             f"dtype={recipe}", "sharding=optim_grads_params", *common, must=not lab.setting.on_cuda
         )
-    return {"exit_codes": codes, "verdicts": _against_fp64(lab)}
+    products = json.loads(done.stdout) if not done.returncode else []
+    return {"products": products, "exit_codes": codes, "verdicts": _against_fp64(lab)}
 
 
 def hang(lab: Lab) -> Facts:

@@ -81,9 +81,15 @@ def summary(result: Facts) -> str:
     found = result["found"]
     counts = Counter(row["outcome"] for key in ("verdicts", "again") for row in found.get(key, ()))
     words = [f"{count} {name}" for name, count in sorted(counts.items())]
+    words += [product(row) for row in found.get("products", ()) if row["built"]]
     words += [found["reason"]] if found.get("reason") else []
     words += [f"{len(result['wrong'])} wrong"] if result["wrong"] else []
     return ", ".join(words) or "right"
+
+
+def product(row: Facts) -> str:
+    """What a kind of FP8 products gives beside its emulation."""
+    return f"{row['kind']} within {row['error']:.0e}" if row["right"] else f"{row['kind']} not used: {row['why'][0]}"
 
 
 def rows(result: Facts | None) -> Iterator[str]:

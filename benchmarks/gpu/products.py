@@ -1,0 +1,66 @@
+"""FP8 products of this device beside their emulation, element by element: printed as JSON, a row a kind of tiles.
+
+    python benchmarks/gpu/products.py DEVICE
+
+`built`: whether this device and this torch have such a product (the CPU has those of one scale); `right`: whether whole
+numbers come out exactly, without which products of the kind are emulated; `error`: the largest difference from the
+emulation over sizes of a decoder's layer, beside the sum of the terms' magnitudes: an accumulator that keeps fewer bits
+than fp32 shows here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from harness.fsdp.fp8.formats import E4M3
+from harness.fsdp.fp8.hardware import KINDS, TENSORWISE, Kind, scaled_mm
+from harness.fsdp.fp8.matmul import emulate, is_right
+from harness.fsdp.fp8.quantize import Scaling, Tile, quantize
+
+SIZES = ((256, 512, 384), (40, 1024, 2048), (1024, 256, 4096))
+"""Rows, columns, and elements that are summed."""
+
+
+def main(device: torch.device) -> list[dict[str, Any]]:
+    """A row for each pair of tiles."""
+    torch.manual_seed(0)
+    return [row(kind, a, b, device) for kind in KINDS for a in kind.tiles[0] for b in kind.tiles[1]]
+
+
+def row(kind: Kind, a: Tile, b: Tile, device: torch.device) -> dict[str, Any]:
+    """What a device makes of matrices of these tiles."""
+    built = kind.is_built(device) if device.type == "cuda" else kind is TENSORWISE
+    found: dict[str, Any] = {"kind": kind.name, "tiles": [str(a), str(b)], "built": built}
+    if not built:
+        return found
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        found["right"] = is_right(kind, a, b, device)
+    found["why"] = [str(each.message) for each in told]
+    if found["right"]:
+        found["error"] = max(error(kind, a, b, size, device) for size in SIZES)
+    return found
+
+
+def error(kind: Kind, a: Tile, b: Tile, size: tuple[int, int, int], device: torch.device) -> float:
+    """Largest difference from the emulation, beside the sum of the terms' magnitudes."""
+    rows, columns, summed = size
+    scaling = Scaling.exponent if a.columns == 32 else Scaling.exact if a.columns is None else Scaling.power_of_two
+    left, right = (
+        quantize(torch.randn(count, summed, device=device), E4M3, tile, scaling)
+        for count, tile in ((rows, a), (columns, b))
+    )
+    sums = left.dequantize().abs() @ right.dequantize().abs().t()
+    return float(((scaled_mm(kind, left, right) - emulate(left, right)).abs() / sums).max())
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(torch.device(sys.argv[1])), indent=2))
