@@ -1,20 +1,24 @@
-"""Cut parameters at their edges: blocks that are compiled, and ranks that a plan leaves no element."""
+"""Cut parameters at their edges: compiled blocks, ranks that a plan leaves no element, copies that see other things."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from harness.fsdp import MixedPrecisionPolicy, fully_shard
+from harness.fsdp import CopiesPart, MixedPrecisionPolicy, fully_shard
+from harness.fsdp.guards.copied_gradients import CopiedGradients
 from harness.fsdp.tensor_parallel import parameters
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.tensor_parallel import models
 from tests.fsdp.tensor_parallel.models import Shape, loss_of
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded
 from tests.support.mutants import each
@@ -89,13 +93,47 @@ def nothing_here(rank: int, strategy: str) -> list[str]:
     return told
 
 
-CHECKS = {"compiled": compiled, "nothing here": nothing_here}
+def copies_part(rank: int, strategy: str) -> list[str]:
+    """What every tensor-parallel rank has whole, and brings another gradient for on each, is told before an update."""
+    told = []
+    for mistake in ("other data", "a term of a sum"):
+        case = Case(2, 2, strategy=strategy, shape=Shape(layers=1, sequence_parallel=mistake == "a term of a sum"))
+        mesh = mesh_of(case)
+        with mock.patch.object(models, "SequenceParallel", NotNamed) if "sum" in mistake else nullcontext():
+            model, optimizer = sharded(case, mesh)
+        before = dict(model.full_weights())
+        loss_of(
+            model, rows_of(case, 0, 0, rank if mistake == "other data" else mesh.get_local_rank("inner"))
+        ).backward()
+        try:
+            optimizer.step()
+            told.append(f"nothing was said of {mistake}")
+        except CopiesPart as error:
+            told += [] if "differ between tensor-parallel ranks" in str(error) else [str(error)]
+        told += [name for name, value in model.full_weights() if not torch.equal(value, before[name])]
+        model.close()
+    return told
+
+
+class NotNamed(ParallelStyle):
+    """A style that leaves its module as it is."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+CHECKS = {"compiled": compiled, "nothing here": nothing_here, "copies part": copies_part}
 MUTANTS = {
     "begins elsewhere": Mutant(
         "A DTensor says that it begins elsewhere than the tensor inside it, which torch.compile takes for a storage of"
         " another device",
         lambda: mock.patch.object(parameters, "put_data"),
         "compiled",
+    ),
+    "copies are not compared": Mutant(
+        "Nobody compares the gradients that tensor-parallel ranks bring for what each of them has whole",
+        lambda: mock.patch.object(CopiedGradients, "check"),
+        "copies part",
     ),
 }
 
