@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from harness.fsdp.fp8.linear import convert_linears as convert_linears
     from harness.fsdp.fp8.linear import update_scales as update_scales
     from harness.fsdp.guards.agreement import RanksDisagree as RanksDisagree
+    from harness.fsdp.guards.copied_gradients import CopiesPart as CopiesPart
     from harness.fsdp.guards.hang_report import CollectiveError as CollectiveError
     from harness.fsdp.guards.replicas import ReplicaDrift as ReplicaDrift
     from harness.fsdp.loss_scale import LossScale as LossScale
@@ -83,6 +84,7 @@ _EXPORTS = {
     ),
     "guards.agreement": ("RanksDisagree",),
     "guards.hang_report": ("CollectiveError",),
+    "guards.copied_gradients": ("CopiesPart",),
     "guards.replicas": ("ReplicaDrift",),
     "loss_scale": (
         "LossScale",

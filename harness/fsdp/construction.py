@@ -24,6 +24,7 @@ from harness.fsdp.comm.mesh import Groups, Mesh, Meshes
 from harness.fsdp.comm.user_buffers import Member, UserBuffers
 from harness.fsdp.components import Components
 from harness.fsdp.guards.agreement import check_agreed
+from harness.fsdp.guards.copied_gradients import CopiedGradients
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.guards.plan import check_copies, check_plan
 from harness.fsdp.guards.replicas import ReplicaCheck, held_by_several
@@ -273,7 +274,8 @@ def _wire(request: Request, ground: Ground, units: list[Unit]) -> Components:
     weights = WeightInstaller(buckets, gather, ground.user_buffers, replicas, step, scales)
     usage_of = partial(make_usage_of, options.numerics, meshes)
     usage, whereabouts = usage_of(trainable, reductions), Whereabouts(request.module)
-    gradients = GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, usage, whereabouts)
+    copies = CopiedGradients(lambda: [bucket for unit in units for bucket in unit.trainable], meshes)
+    gradients = GradientSync(units, step, hooks, reduce, weights, guard, ground.integers, usage, whereabouts, copies)
     fixed = _laid_out_once(options)
     trainability = Trainability(
         units, meshes, request.policy, reductions_of, usage_of, hooks, weights, reduce, gradients, guard, fixed

@@ -425,6 +425,7 @@ def test_no_option_can_be_said(group: str) -> None:
         (("mesh.world_size=4", "mesh.tp=2", "engine=fsdp1"), "mesh.tp=2", "engine=fsdp1 does not support"),
         (("mesh.world_size=4", "mesh.tp=2", "model=odd"), "mesh.tp=2", "model.family=odd has no tensor-parallel plan"),
         (("mesh.world_size=4", "mesh.tp=2", "sharp=dp"), "sharp.group=dp", "is not implemented with mesh.tp=2"),
+        (("mesh.world_size=4", "mesh.tp=4", "model.num_heads=6", "model.dim=96"), "model.num_heads=6", "or mesh.tp=2"),
         (("mesh.world_size=8", "mesh.tp=8"), "model.num_kv_heads=2", "is not divisible by mesh.tp=8"),
         (
             ("mesh.world_size=2", "mesh.tp=2", "mesh.sequence_parallel=true", "data.seq_len=31"),

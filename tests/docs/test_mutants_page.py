@@ -27,6 +27,7 @@ MODULES = (
     "tests.fsdp.megatron.test_weights",
     "tests.fsdp.ordinary.test_ordinary",
     "tests.fsdp.tensor_parallel.test_declared",
+    "tests.fsdp.tensor_parallel.test_edges",
     "tests.fsdp.tensor_parallel.test_promises",
     "tests.fsdp.tensor_parallel.test_state",
     "tests.fsdp.test_clear_errors",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from harness.config.capabilities import ENGINES
 from harness.config.errors import Violation
@@ -90,18 +90,20 @@ def parts_are_even(request: Request) -> Iterator[Violation]:
     sizes = {path: int(request.value(path)) for path in ("model.num_heads", "model.num_kv_heads", "model.ffn_dim")}
     if config.mesh.sequence_parallel:
         sizes["data.seq_len"] = config.data.seq_len
+    common = _common((config.mesh.world_size, *sizes.values()), tp)
     for path, size in sizes.items():
         if size % tp:
             yield Violation(
                 request.show(path),
                 f"is not divisible by mesh.tp={tp}",
                 f"multiples of {tp}",
-                f"{path}={max(size // tp, 1) * tp}, or mesh.tp={_common(size, tp)}",
+                f"{path}={max(size // tp, 1) * tp}, or mesh.tp={common}",
             )
 
 
-def _common(size: int, most: int) -> int:
-    return max(n for n in range(1, most + 1) if size % n == 0)
+def _common(sizes: Sequence[int], most: int) -> int:
+    """The most parts, up to `most`, into which all sizes can be cut: one proposal fits them all, and the ranks."""
+    return max(n for n in range(1, most + 1) if not any(size % n for size in sizes))
 
 
 RULES: tuple[Rule, ...] = (

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from harness.fsdp.comm.fixed_point import beyond_message
 from harness.fsdp.comm.gradient_format import Integers
+from harness.fsdp.guards.copied_gradients import CopiedGradients
 from harness.fsdp.guards.nonfinite import GradientGuard
 from harness.fsdp.runtime.gradient_answer import answer_for
 from harness.fsdp.runtime.hooks import Hooks
@@ -32,6 +33,7 @@ class GradientSync:
         integers: under numerics=exact, how gradients are written as integers; else None.
         usage: finds out which parameters got no gradient; its ranks agree on what they raise, too.
         whereabouts: of the parameters, which must be the module's still when an update is due.
+        copies: compares what tensor-parallel ranks bring for parameters that each of them has whole.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class GradientSync:
         integers: Integers | None,
         usage: Usage,
         whereabouts: Whereabouts,
+        copies: CopiedGradients,
     ) -> None:
         self.units = units
         self.step = step
@@ -55,6 +58,7 @@ class GradientSync:
         self.integers = integers
         self.usage = usage
         self.whereabouts = whereabouts
+        self.copies = copies
         self._answer()
 
     def _answer(self) -> None:
@@ -82,6 +86,7 @@ class GradientSync:
             FloatingPointError: a gradient of any rank is not finite, and a guard looks for such.
             OverflowError: under numerics=exact, a gradient of any rank is beyond the range.
             RuntimeError: a parameter was replaced in its module.
+            CopiesPart: a RuntimeError; see [Note: Copies that part].
         """
         self.weights.wait()
         self.hooks.recover()
@@ -99,6 +104,7 @@ class GradientSync:
         self._agree()
         self.reduce.finish()
         self.step.finished()
+        self.copies.check()
 
     @property
     def are_zeros(self) -> bool:

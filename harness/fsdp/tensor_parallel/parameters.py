@@ -91,10 +91,14 @@ def values_here(param: Tensor) -> Tensor:
     return DTensors.values(param) if isinstance(param, DTensor) else param.detach()
 
 
+put_data: Callable[[Tensor, Tensor], None] = Tensor.data.__set__  # type: ignore[attr-defined] # a descriptor of C
+"""Let a tensor be the values of another one, whose object stays."""
+
+
 class Plain:
     """How the engine handles parameters that hold their values themselves, whatever class they have now."""
 
-    point: Callable[[Tensor, Tensor], None] = staticmethod(Tensor.data.__set__)  # type: ignore[attr-defined] # a descriptor of C
+    point: Callable[[Tensor, Tensor], None] = staticmethod(put_data)
     """Let a tensor be this rank's values of a parameter; the object stays."""
 
     @staticmethod
@@ -116,6 +120,8 @@ class DTensors:
         """As `Plain.point`."""
         held: Any = param
         setattr(held, EDITS, getattr(held, EDITS, 0) + held._local_tensor._version)
+        if values.dtype == held.dtype:  # torch.compile asks that the object begins where the tensor inside it does
+            put_data(held, DTensor(values, held._spec, requires_grad=False))
         held._local_tensor = values.data  # whose edits are counted apart from those of the bucket
 
     @staticmethod
@@ -184,7 +190,7 @@ def join_portions(portion: Portion, value: Tensor, group: dist.ProcessGroup | No
     """Assemble the whole parameter from every rank's portion; any dtype. *Collective* over the axis if it is split.
 
     Args:
-        value: this rank's portion. group: ranks of the axis.
+        value: this rank's portion; where it has no elements, in any shape. group: ranks of the axis.
     """
     if portion.is_whole or group is None:
         return value
@@ -192,8 +198,9 @@ def join_portions(portion: Portion, value: Tensor, group: dist.ProcessGroup | No
     assert dim is not None
     spans = [portion.span(rank) for rank in range(portion.size)]
     most = max(end - begin for begin, end in spans)
-    padded = value.new_zeros((*value.shape[:dim], most, *value.shape[dim + 1 :]))
-    padded.narrow(dim, 0, value.shape[dim]).copy_(value)
+    here = portion.here
+    padded = value.new_zeros((*here[:dim], most, *here[dim + 1 :]))
+    padded.narrow(dim, 0, here[dim]).copy_(value.reshape(here))
     found = [torch.empty_like(padded) for _ in spans]
     dist.all_gather(found, padded, group=group)
     return torch.cat([part.narrow(dim, 0, end - begin) for part, (begin, end) in zip(found, spans, strict=True)], dim)

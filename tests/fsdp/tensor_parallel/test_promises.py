@@ -27,6 +27,7 @@ from harness.fsdp import (
 from harness.fsdp.comm.mesh import Meshes
 from harness.fsdp.fp8.linear import convert_linears
 from harness.fsdp.guards import replicas
+from harness.fsdp.guards.copied_gradients import CopiedGradients
 from harness.fsdp.guards.replicas import ReplicaDrift
 from harness.fsdp.runtime import materialize
 from harness.fsdp.storage import arrivals, gradients, parameter_access
@@ -344,6 +345,13 @@ def terms_for_sums() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def on_one_axis() -> Iterator[None]:
+    alone_on_it = property(lambda self: self.dense.everyone)
+    with mock.patch.object(Meshes, "everyone", alone_on_it), mock.patch.object(CopiedGradients, "check"):
+        yield  # the others would wait there for those who have heard
+
+
 def backwards(portion: Portion, value: Tensor, group: Any) -> Tensor:
     if portion.is_whole or group is None:
         return value
@@ -407,7 +415,7 @@ MUTANTS = {
     ),
     "told on one axis": Mutant(
         "Ranks of the tensor-parallel axis do not hear what one of them finds",
-        lambda: mock.patch.object(Meshes, "everyone", property(lambda self: self.dense.everyone)),
+        on_one_axis,
         "not finite",
     ),
     "copies that differ": Mutant(

@@ -1,0 +1,151 @@
+"""Cut parameters at their edges: compiled blocks, ranks that a plan leaves no element, copies that see other things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from harness.fsdp import CopiesPart, MixedPrecisionPolicy, fully_shard
+from harness.fsdp.guards.copied_gradients import CopiedGradients
+from harness.fsdp.tensor_parallel import parameters
+from tests.fsdp.checked import Mutant, holds, is_found
+from tests.fsdp.pairs import STRATEGIES
+from tests.fsdp.tensor_parallel import models
+from tests.fsdp.tensor_parallel.models import Shape, loss_of
+from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded
+from tests.support.mutants import each
+
+WORLD = 4
+NARROW = 5
+"""Over four ranks torch cuts this into 2, 2, 1 and none."""
+
+
+def compiled(rank: int, strategy: str) -> list[str]:
+    """Blocks that torch.compile traces train to the same bits: what it makes of a DTensor that begins inside a bucket
+    begins there, too. The backend is "eager": others of torch 2.13 fail in the backward of cut blocks by themselves."""
+    case = Case(2, 2, strategy=strategy, shape=Shape(layers=1, sequence_parallel=True))
+    mesh, found = mesh_of(case), []
+    for compiles in (False, True):
+        model, optimizer = sharded(case, mesh)
+        for block in model.module.blocks if compiles else ():
+            block.compile(backend="eager")
+        for step in range(2):
+            loss_of(model, rows_of(case, step, 0, mesh.get_local_rank("inner"))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(dict(model.full_weights()))
+        model.close()
+    plain, traced = found
+    return [name for name, value in plain.items() if not torch.equal(value, traced[name])]
+
+
+class Narrow(nn.Module):
+    """Matrices through `NARROW` hidden units, and a tensor that is cut along its second dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, NARROW), nn.Linear(NARROW, 6)
+        self.deep = nn.Parameter(torch.randn(3, NARROW, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        squares = self.deep.square().sum()
+        scale = squares.full_tensor() if isinstance(squares, DTensor) else squares
+        out: Tensor = self.down(torch.tanh(self.up(x))) * scale
+        return out
+
+
+def narrow() -> Narrow:
+    torch.manual_seed(3)
+    return Narrow().double()
+
+
+def nothing_here(rank: int, strategy: str) -> list[str]:
+    """A rank with no element of a parameter takes part: in training, in the norm, and in putting state together."""
+    mesh = mesh_of(Case(1, WORLD))
+    module, plain = narrow(), narrow()
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel(input_layouts=Shard(-1))}
+    parallelize_module(module, mesh["tp"], plan)
+    module.deep = nn.Parameter(distribute_tensor(module.deep, mesh["tp"], [Shard(1)]))
+    model, optimizer = fully_shard(
+        module, torch.optim.SGD(module.parameters(), lr=0.1), device_mesh=mesh, dp_shard_dim="inner", tp_dim="tp",
+        zero_dp_strategy=strategy, mixed_precision_policy=MixedPrecisionPolicy(main_params_dtype=None),
+    )  # fmt: skip
+    stepped = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x = torch.randn(4, 6, dtype=torch.float64)
+    for each_one in (model, plain):
+        each_one(x).square().mean().backward()
+    wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+    told = [] if abs(float(model.clip_grad_norm_(0.5)) / wanted - 1) < 1e-12 else ["the norm"]
+    optimizer.step()
+    stepped.step()
+    whole = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    for name, param in plain.named_parameters():
+        told += [] if torch.allclose(whole[name], param, rtol=0, atol=1e-13) else [name]
+    model.close()
+    return told
+
+
+def copies_part(rank: int, strategy: str) -> list[str]:
+    """What every tensor-parallel rank has whole, and brings another gradient for on each, is told before an update."""
+    told = []
+    for mistake in ("other data", "a term of a sum"):
+        case = Case(2, 2, strategy=strategy, shape=Shape(layers=1, sequence_parallel=mistake == "a term of a sum"))
+        mesh = mesh_of(case)
+        with mock.patch.object(models, "SequenceParallel", NotNamed) if "sum" in mistake else nullcontext():
+            model, optimizer = sharded(case, mesh)
+        before = dict(model.full_weights())
+        loss_of(
+            model, rows_of(case, 0, 0, rank if mistake == "other data" else mesh.get_local_rank("inner"))
+        ).backward()
+        try:
+            optimizer.step()
+            told.append(f"nothing was said of {mistake}")
+        except CopiesPart as error:
+            told += [] if "differ between tensor-parallel ranks" in str(error) else [str(error)]
+        told += [name for name, value in model.full_weights() if not torch.equal(value, before[name])]
+        model.close()
+    return told
+
+
+class NotNamed(ParallelStyle):
+    """A style that leaves its module as it is."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return module
+
+
+CHECKS = {"compiled": compiled, "nothing here": nothing_here, "copies part": copies_part}
+MUTANTS = {
+    "begins elsewhere": Mutant(
+        "A DTensor says that it begins elsewhere than the tensor inside it, which torch.compile takes for a storage of"
+        " another device",
+        lambda: mock.patch.object(parameters, "put_data"),
+        "compiled",
+    ),
+    "copies are not compared": Mutant(
+        "Nobody compares the gradients that tensor-parallel ranks bring for what each of them has whole",
+        lambda: mock.patch.object(CopiedGradients, "check"),
+        "copies part",
+    ),
+}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_it_holds(strategy: str, check: str) -> None:
+    holds(__name__, strategy, check)
+
+
+@pytest.mark.parametrize(
+    "name", each("The engine, by cut parameters", ((name, mutant.breaks) for name, mutant in MUTANTS.items()))
+)
+def test_a_mutant_is_found(name: str, killed_in: Callable[[float], None]) -> None:
+    is_found(__name__, name, killed_in)
