@@ -114,7 +114,6 @@ FAULTS = """
 import resource, sys, torch, torch.distributed as dist
 from torch import nn
 from harness.fsdp import fully_shard
-from harness.fsdp.comm.peer_memory import PeerMemory
 from harness.fsdp.comm import device
 strategy, device.HEAP_BYTES = sys.argv[1], int(sys.argv[2]) or device.HEAP_BYTES
 torch.set_num_threads(1)
