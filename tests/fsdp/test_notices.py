@@ -253,6 +253,38 @@ def test_a_mutant_holds_others_up(mutant: str) -> None:
     assert norms == run_ranks(train_beside_a_late_rank, 2, "optim_grads_params", 0.3, True)[0][1]
 
 
+def train_in_step(rank: int, lets_go: bool) -> list[int]:
+    """How many units of which the sums are made and taken still hold their gradients when a further one is summed."""
+    if not lets_go:
+        Job.is_over = property(lambda self: False)  # type: ignore[method-assign,assignment] # in this process
+    found, issue = list[int](), ReducePipeline._issue
+
+    def issued(pipeline: ReducePipeline, unit: Unit) -> None:
+        found.append(len(pipeline._in_flight))
+        issue(pipeline, unit)
+
+    def come_to(place: int) -> None:
+        dist.barrier()  # all have issued the block behind
+        model._parts.reduce._sum_early()
+        dist.barrier()  # all have summed it
+
+    ReducePipeline._issue = issued  # type: ignore[method-assign] # in this process
+    with WHEN_WANTED.taken():
+        model = fully_shard_model(Chain(come_to), fsdp_unit_modules=[Block], zero_dp_strategy="optim_grads_params")
+    model(torch.full((2, 8), rank + 1.0)).square().mean().backward()
+    model.close()
+    return found
+
+
+def test_gradients_that_are_summed_and_taken_are_let_go_before_others_take_memory() -> None:
+    assert run_ranks(train_in_step, 2, True) == [[0] * BLOCKS] * 2
+
+
+@pytest.mark.parametrize("mutant", each(ROOM, [("held too long", "Gradients stay until there is no room for others")]))
+def test_a_mutant_holds_what_is_taken(mutant: str) -> None:
+    assert run_ranks(train_in_step, 2, False) == [[0, *[1] * (BLOCKS - 1)]] * 2
+
+
 def two_microbatches(rank: int, in_order: bool) -> float:
     """The norm of gradients of two microbatches that rank 1 has laid out both before rank 0 has come to the first: it
     sees that the second one's are there and not that the first one's are, as if these had come between two looks."""
@@ -264,8 +296,8 @@ def two_microbatches(rank: int, in_order: bool) -> float:
 
     Exchange.is_there = unseen  # type: ignore[method-assign] # in this process
     if not in_order:
-        _issue = Slip(ReducePipeline, "_issue", "each is not behind", "True").made()
-        ReducePipeline._issue = _issue  # type: ignore[method-assign] # in this process
+        wrong = Slip(ReducePipeline, "_sum_early", "each is not behind", "True").made()
+        ReducePipeline._sum_early = wrong  # type: ignore[method-assign] # in this process
     late = Late(1 - rank, 20.0)
     torch.manual_seed(3)
     with WHEN_WANTED.taken():

@@ -29,7 +29,7 @@ from tests.support.mutants import each
 
 FEW, MANY = 6, 24
 """Units."""
-MOST = {"no_shard": 407, "optim": 432, "optim_grads": 490, "optim_grads_params": 795}
+MOST = {"no_shard": 407, "optim": 432, "optim_grads": 510, "optim_grads_params": 810}
 """Calls of the engine's functions, for each further unit of two parameters, on one of two ranks. Only under `no_shard`
 are they the same each time: elsewhere sums are made early where others have come already."""
 

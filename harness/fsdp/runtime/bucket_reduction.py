@@ -233,6 +233,14 @@ class Job:
         except Exception as failure:
             self._failure = failure
 
+    @property
+    def is_over(self) -> bool:
+        """Whether sums within the backward are made and others are known to have taken what they need of them, so that
+        `wait` waits for nobody."""
+        if self._stages or self._failure is not None or not self._sent:
+            return False
+        return all(exchange.pending.is_taken() for exchange in self._sent)
+
     def run(self) -> None:
         """Run all stages."""
         while self.advance():

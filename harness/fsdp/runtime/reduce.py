@@ -123,6 +123,10 @@ class ReducePipeline:
             gradients.prepare()
 
     def _make_room(self, unit: Unit) -> None:
+        if self.sums_when_wanted and self._in_flight:
+            self._sum_early()
+            while self._in_flight and all(job.is_over for job in self._in_flight[0][1]):
+                self._land()
         if len(self._in_flight) >= MAX_UNITS:
             following = self.order[self._issued] if unit.is_root and self._issued < len(self.order) else unit
             self.before_wait(following, keeps=unit.is_root)
@@ -231,8 +235,11 @@ class ReducePipeline:
         if any(gradients.is_copied for gradients in unit.gradients):
             self._make_room(unit)
         self._in_flight.append((unit, [self._start(bucket) for bucket in unit.trainable]))
-        if not self.sums_when_wanted or len(self._in_flight) > MAX_UNITS:
-            return
+        if self.sums_when_wanted and len(self._in_flight) <= MAX_UNITS:
+            self._sum_early()
+
+    def _sum_early(self) -> None:
+        """Sum what has come; nobody is waited for."""
         behind: Unit | None = None  # whose sums of an earlier microbatch are still to be made
         for each, jobs in self._in_flight:
             is_next = each is not behind
