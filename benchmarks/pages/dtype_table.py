@@ -150,7 +150,9 @@ def trace_of(
         trace["stepped"].update(NAMES[each.dtype] for param in params for each in (param, param.grad))
 
     with watching(trace):
-        model, _ = fully_shard(module, optimizer, zero_dp_strategy=strategy, mixed_precision_policy=policy)
+        model, _ = fully_shard(  # what is sent can be watched; what is read has the same dtype
+            module, optimizer, zero_dp_strategy=strategy, mixed_precision_policy=policy, eager_limit_bytes=None
+        )
         optimizer.register_step_pre_hook(stepping)
         for last in (False, True):
             model.set_model_auto_sync(last)

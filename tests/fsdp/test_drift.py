@@ -112,6 +112,8 @@ def _drift(rank: int, case: Drift) -> tuple[str, str]:
 
     def install_and_drift(*args: Any) -> Any:
         pending = install(*args)
+        for each in pending:  # what others still read would drift there, too
+            each.wait()
         target = bucket.main_storage if case.main else bucket.compute
         assert target is not None
         if update == 2 and rank in case.ranks:

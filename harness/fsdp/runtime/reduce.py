@@ -123,7 +123,7 @@ class ReducePipeline:
             gradients.prepare()
 
     def _make_room(self, unit: Unit) -> None:
-        if self.sums_when_wanted and self._in_flight:
+        if self.sums_when_wanted and self._in_flight and not self.memory.fixed:
             self._sum_early()
             while self._in_flight and all(job.is_over for job in self._in_flight[0][1]):
                 self._land()

@@ -16,7 +16,7 @@ from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.step import BackwardPlan, StepShape
 from harness.fsdp.storage.memory import BucketMemory
-from tests.fsdp.behaviours.lab import Broken, Lab, Mutant, behaviour, first_line, live_bytes
+from tests.fsdp.behaviours.lab import Broken, Lab, Mutant, behaviour, fetching_ahead, first_line, live_bytes
 from tests.fsdp.behaviours.models import Block, Branches, Net, loss_of, seeded
 from tests.fsdp.behaviours.sharding_memory import ONE_UNIT
 from tests.fsdp.behaviours.subject import NotOffered, Setup
@@ -228,7 +228,7 @@ def _peak_units(lab: Lab, setup: Setup) -> float:
     "What is fetched ahead never exceeds its limit: here one unit beyond the one in use.",
     Mutant(
         "everything is fetched as soon as the forward begins",
-        lambda: mock.patch.object(GatherPipeline, "_prefetch", _fetch_all),
+        lambda: fetching_ahead(_fetch_all),
     ),
 )
 def prefetch_is_capped(lab: Lab) -> str:
@@ -244,7 +244,7 @@ def prefetch_is_capped(lab: Lab) -> str:
     "With the double buffer at most two units' weights are alive.",
     Mutant(
         "everything is fetched as soon as the forward begins",
-        lambda: mock.patch.object(GatherPipeline, "_prefetch", _fetch_all),
+        lambda: fetching_ahead(_fetch_all),
     ),
 )
 def double_buffer_is_two(lab: Lab) -> str:

@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from harness.fsdp.comm.communicator import Communicator
+from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.storage.parameter_access import grad_of
 from harness.probe.collectives import CollectiveMeter, by_kind
 from tests.fsdp.behaviours.models import DIM, Batch, Make, batch, loss_of, plain_gradients
@@ -255,6 +258,16 @@ def relative(have: Tensor, want: Tensor) -> float:
         return float("inf")
     norm = want.double().norm().item()
     return distance / norm if norm else (float("inf") if distance else 0.0)
+
+
+@contextmanager
+def fetching_ahead(prefetch: Callable[[GatherPipeline], None]) -> Iterator[None]:
+    """A mistake in what is fetched ahead, where that takes memory: not only told of, to be read when it is wanted."""
+    with (
+        mock.patch.object(GatherPipeline, "_prefetch", prefetch),
+        mock.patch.object(Communicator, "reads_when_wanted", return_value=False),
+    ):
+        yield
 
 
 def live_bytes() -> int:

@@ -14,7 +14,7 @@ from harness.fsdp.comm.reduction import PeerReduction
 from harness.fsdp.runtime.gather import GatherPipeline
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.storage.bucket import Bucket
-from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, first_line, relative
+from tests.fsdp.behaviours.lab import ALL, Lab, Mutant, behaviour, fetching_ahead, first_line, relative
 from tests.fsdp.behaviours.models import Block, Experts, Mixture, Net, batch, loss_of, seeded
 from tests.fsdp.behaviours.subject import NotOffered, Setup, expert_mesh
 
@@ -292,7 +292,7 @@ def _blank_ahead(self: GatherPipeline) -> None:
     "Results do not depend on whether communication overlaps.",
     Mutant(
         "what is fetched ahead is not filled",
-        lambda: mock.patch.object(GatherPipeline, "_prefetch", _blank_ahead),
+        lambda: fetching_ahead(_blank_ahead),
     ),
 )
 def overlap_changes_nothing(lab: Lab) -> str:
