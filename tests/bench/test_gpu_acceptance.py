@@ -35,6 +35,7 @@ def told(folder: Path, piece: str) -> dict[str, object]:
     return found
 
 
+@pytest.mark.full
 def test_pieces_run_as_on_a_gpu_and_are_skipped_once_they_are_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,9 +42,6 @@ FOLLOWED = (
     Case(Fp8.mx, ZERO_3, 2, "optim"),
     Case(Fp8.mx, ZERO_3, recompute="around"),
     Case(Fp8.mx_32x32, ZERO_3, 2, "optim"),
-    Case(Fp8.mx, "no_shard"),
-    Case(Fp8.mx, "optim_grads", 2, "optim"),
-    Case(Fp8.mx, ZERO_3, 2, recompute="within"),
 )
 CUT = (
     Case(Fp8.block, "optim_grads", tp=2),
