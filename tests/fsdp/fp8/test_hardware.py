@@ -107,8 +107,7 @@ def test_every_product_of_every_recipe_has_a_kind() -> None:
     """Forward, and both products of the backward, as `Fp8Linear` forms them."""
     for recipe in RECIPES.values():
         x, w, g = recipe.activations.tile, recipe.weights.tile, recipe.gradients.tile
-        turned = w if recipe.weights.is_one_for_both else recipe.weights.tile
-        for a, b in ((x, w), (g, turned), (g, x)):
+        for a, b in ((x, w), (g, w), (g, x)):  # as each lies with the summed dimension last
             assert sum(kind.takes(a, b) for kind in KINDS) == 1, recipe.name
 
 
@@ -190,7 +189,21 @@ def test_a_mutant_is_found(name: str) -> None:
     assert told
 
 
-def test_products_are_tried_once_on_a_device() -> None:
-    """`multiply` asks a GPU for what it has; here, where there is none, emulation is all there is."""
-    a, b = matrix(Tile(1, 128), 24, 256), matrix(Tile(128, 128), 128, 256)
-    assert torch.equal(matmul.multiply(a, b), emulate(a, b))
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_kind_is_tried_once_and_used_where_it_is_right(is_wrong: bool) -> None:
+    tried = []
+
+    def counting(*given: Any, **named: Any) -> Tensor:
+        tried.append(given)
+        return kernel(*given, **named) + float(is_wrong)
+
+    a, b = Tile(1, 128), Tile(128, 128)
+    with (
+        mock.patch.object(Kind, "is_built", return_value=True),
+        mock.patch.object(functional, "scaled_mm", counting),
+        warnings.catch_warnings(record=True),
+    ):
+        found = [matmul._kind_for(a, b, CPU) for _ in range(3)]
+    matmul._kind_for.cache_clear()
+    assert found == [None if is_wrong else BLOCKWISE] * 3
+    assert len(tried) == 1

@@ -17,6 +17,7 @@ from harness.fsdp.runtime.recomputation import PURPOSE, Recomputation
 from harness.fsdp.runtime.unit_weights import UnitWeights
 from harness.fsdp.runtime.weight_scales import PURPOSE as SCALES
 from harness.fsdp.storage.bucket import Bucket
+from harness.fsdp.storage.eight_bit import EightBitWeights
 from harness.fsdp.storage.sides import BACKWARD, BACKWARD_SIDE, BOTH, TwoPayloads
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter
@@ -237,7 +238,7 @@ def kept(rank: int, strategy: str) -> list[str]:
     told = []
     if strategy != "optim_grads_params":
         whole += others
-    if bytes_kept["compute_weights"] not in (whole, whole - others):  # main weights in bf16 are the compute weights
+    if bytes_kept["compute_weights"] != whole:
         told.append(f"compute weights {bytes_kept['compute_weights']} are not {whole}")
     if bytes_kept["buffers"] != BLOCKS * ELEMENTS // 16:
         told.append(f"scales {bytes_kept['buffers']} are not {BLOCKS * ELEMENTS // 16}")
@@ -322,6 +323,11 @@ MUTANTS = {
         "A layer takes what there is of its other payload, where nothing told of its backward before",
         patched(TwoPayloads, "ask", property(lambda self: None, lambda self, value: None)),
         "hidden",
+    ),
+    "half the scales": Mutant(
+        "Exponents of one payload are counted",
+        patched(EightBitWeights, "scale_bytes", property(lambda self: sum(w.scales[0].nbytes for w in self.weights))),
+        "kept",
     ),
 }
 
