@@ -68,7 +68,8 @@ def check_the_board() -> None:
         assert one.tell(1, told[-1])
         if number % 7 == 0:
             heard += other.hear(0)
-    assert heard + other.hear(0) == told
+    heard += other.hear(0)
+    assert all(one == other for one, other in itertools.zip_longest(heard, told))
 
 
 def check_a_full_board() -> None:
