@@ -1,4 +1,4 @@
-"""Time the README's two commands, or `make test-all`, on a fresh clone with an empty home directory, as CI does (CI=true).
+"""Time the README's two commands, or `make test-all`, on a fresh clone with an empty home, as CI does (CI=true).
 
     python benchmarks/costs/fresh_clone.py [run] [test] [test-all] [--keep FOLDER]
 
