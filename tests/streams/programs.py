@@ -70,12 +70,17 @@ class Case:
     @property
     def world(self) -> int:
         """Ranks it needs."""
-        return self.inner * (2 if self.outer else 1)
+        return self.inner * self.hosts
 
     @property
     def inner(self) -> int:
         """Ranks of the inner axis."""
-        return 1 if self.more == "inner axis of one rank" else 2
+        return SIZES.get(self.more, (2, 2))[1]
+
+    @property
+    def hosts(self) -> int:
+        """Ranks of the outer axis; 1 where there is none."""
+        return SIZES.get(self.more, (2, 2))[0] if self.outer else 1
 
     def __str__(self) -> str:
         return "-".join(
@@ -124,6 +129,8 @@ LATE = "8 bits, mx, recomputed late"
 """Blocks are recomputed from the second forward on, when ranks have agreed that none is."""
 EIGHT_BITS = {f"8 bits, {recipe.value}": recipe for recipe in Fp8} | {LATE: Fp8.mx}
 """The blocks' matrices multiply 8 bits under a recipe, and are gathered so."""
+SIZES = {"inner axis of one rank": (2, 1), "inner axis of three ranks": (2, 3), "outer axis of three ranks": (3, 1)}
+"""Ranks of the outer axis and of the inner one, where they are not two and two. Three divide no bucket."""
 MORE: dict[str, dict[str, Any]] = {
     "one communicator": {"separate_gather_group": False},
     "registered at once": {"nccl_ub": "auto"},
@@ -133,7 +140,7 @@ MORE: dict[str, dict[str, Any]] = {
     "compared": {"check_replicas_every": 1},
     "limited": {"prefetch_limit_bytes": 2_000},
     "ordered": {"numerics": "ordered"},
-    "inner axis of one rank": {},
+    **{sizes: {} for sizes in SIZES},
     "borrowed": {},
     "read": {},
     "loaded": {},
@@ -159,6 +166,10 @@ OTHERS = (
     Case("optim_grads_params", more="inner axis of one rank", policy="bf16"),
     Case("optim_grads_params", "optim", more="inner axis of one rank", policy="bf16"),
     Case("optim", "no_shard", more="inner axis of one rank", k=2),
+    Case("no_shard", more="inner axis of three ranks", policy="bf16_comm"),
+    Case("no_shard", "no_shard", more="inner axis of three ranks", k=2),
+    Case("no_shard", "optim", more="outer axis of three ranks", policy="bf16_comm"),
+    Case("optim_grads", "no_shard", more="outer axis of three ranks", policy="bf16_comm", k=2),
     Case("optim", more=BORROWING),
     Case("optim_grads", "optim", more=BORROWING),
     Case("optim_grads", more=READING, policy="bf16"),
@@ -256,7 +267,7 @@ def groups_of(rank: int, outer: int, inner: int) -> tuple[Groups, list[RecordedG
 
 def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, torch.optim.Optimizer]:
     """A model under a case, and its optimizer."""
-    groups, _ = groups_of(rank, 2 if case.outer else 1, case.inner)
+    groups, _ = groups_of(rank, case.hosts, case.inner)
     dtype, policy, numerics = POLICIES[case.policy]
     options: dict[str, Any] = {"double_buffer": case.buffers == "double", "numerics": numerics}
     if case.buffers == "user":
@@ -333,7 +344,7 @@ def run(rank: int, case: Case, records: bool = True) -> Run:
         silent = Recorder()
         stack.enter_context(believing_in(silent.cuda))
         model, optimizer = shard(rank, case, program_of(case))
-        _, every = groups_of(rank, 2 if case.outer else 1, case.inner)
+        _, every = groups_of(rank, case.hosts, case.inner)
         for group in every:
             group.order.clear()
         recorder = stack.enter_context(recording()) if records else silent

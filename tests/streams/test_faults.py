@@ -33,7 +33,7 @@ from tests.streams import programs
 from tests.streams.programs import Case, run
 from tests.streams.races import races_of
 from tests.support.covering import once
-from tests.support.mutants import each
+from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
 ZERO1, ZERO2, ZERO3 = (Case(name) for name in ("optim", "optim_grads", "optim_grads_params"))
@@ -354,6 +354,15 @@ FAULTS = {
         ZERO3,
         r"weights of (\(root\)|blocks\.\d)/float32",
         ("stream main", "allocated from stream gather"),
+    ),
+    "waiting for a leg that moves nothing": Fault(
+        "Compute waits for the gather of an axis of one rank, and not for the one before it",
+        lambda: mock.patch.object(
+            Bucket, "gather_shards", Slip(Bucket, "gather_shards", " if sizes[leg.axis] > 1", "").made()
+        ),
+        Case("optim", "optim", more="inner axis of one rank"),
+        r"weights of (\(root\)|blocks\.\d)/float32",
+        ("nccl all_gather", "on stream main"),
     ),
     "backward not handed back": Fault(
         "A backward under another current stream ends without that stream having waited for its leaves",

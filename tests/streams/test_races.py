@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -13,12 +14,14 @@ from torch import Tensor
 from benchmarks.checks.streams import key_of
 from benchmarks.pages import streams as page
 from tests.fsdp import pairs
+from tests.fsdp.pairs import STRATEGIES
 from tests.streams.edges import REASONS, needed
 from tests.streams.programs import (
     EIGHT_BITS,
     FACTORS,
     MAX_NORM,
     OTHERS,
+    SIZES,
     STEPS,
     Case,
     cover,
@@ -82,6 +85,16 @@ def check(case: Case, found: Found) -> None:
 @pytest.mark.parametrize("case", [*cover(), *OTHERS], ids=str)
 def test_no_race(case: Case) -> None:
     check(case, covered()[case])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", SIZES)
+def test_no_race_where_axes_are_of_other_sizes(sizes: str) -> None:
+    outer = ("no_shard", "optim") if SIZES[sizes][1] == 1 else ("", "no_shard", "optim")
+    some = itertools.product(STRATEGIES, outer, ("fp32", "bf16_comm", "bf16"), (1, 2))
+    cases = [Case(strategy, o, k=k, clip=k > 1, policy=p, more=sizes) for strategy, o, p, k in some]
+    for case, found in trained(cases, edges=False).items():
+        check(case, found)
 
 
 def test_the_cover_has_every_pair() -> None:

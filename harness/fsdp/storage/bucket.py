@@ -210,10 +210,9 @@ class Bucket:
                 begin, end = self.layout.bucket_range(slot)
                 side.whole[begin:end].copy_(through)
             elif side.resting is not None:
-                shards = self.resting_shards(side)
-                for local in self.cuts.inner_slices(slot):
-                    shard = shards[local.segment][local.offset : local.offset + local.numel]
-                    shard.copy_(through[local.start : local.end])
+                kept = self.cuts.inner_slice(slot)
+                shard = self.resting_shards(side)[kept.segment]
+                shard[kept.offset : kept.offset + kept.numel].copy_(through[kept.start : kept.end])
 
     def given(self, side: Side) -> list[Tensor]:
         """What this rank gives to a gather of one side, in the compute dtype, a segment each."""
@@ -339,7 +338,9 @@ class Bucket:
         """
         mesh, name = self.context.mesh, f"{self.name} {what}".rstrip() + suffix
         found: list[Pending] = []
-        legs = route(self.placements.main_weights, target)
+        sizes = {Axis.inner: mesh.gather.size, Axis.outer: 1 if mesh.outer is None else mesh.outer.size}
+        # one that moves nothing would be waited for in place of the one before it
+        legs = [leg for leg in route(self.placements.main_weights, target) if sizes[leg.axis] > 1]
         with mesh.gather.runtime.stream("gather") if len(legs) > 1 else nullcontext():  # compute waits for no leg
             for leg in legs:
                 for before in found:
