@@ -39,16 +39,16 @@ class Answer:
     """Answers for `.grad` of one parameter; see [Note: Reading .grad].
 
     Args:
-        name: of the parameter. names: of all trained parameters.
+        name: of the parameter. names: of all trained parameters, one set that all answers share.
         step: whose gradients these are.
         forget: a weak method that forgets all gradients of the step.
     """
 
     def __init__(
-        self, name: str, names: Sequence[str], step: Step, forget: weakref.WeakMethod[Callable[[], None]]
+        self, name: str, names: frozenset[str], step: Step, forget: weakref.WeakMethod[Callable[[], None]]
     ) -> None:
         self.name = name
-        self.names = frozenset(names)
+        self.names = names
         self.step = step
         self.forget = forget
 
@@ -96,7 +96,8 @@ class Answer:
 
 def answer_for(params: Sequence[tuple[str, nn.Parameter]], step: Step, forget: Callable[[], None]) -> None:
     """Let trained parameters answer for their `.grad`. forget: a bound method; it is not kept alive."""
-    names = [name for name, _ in params]
+    names = frozenset(name for name, _ in params)
+    method = weakref.WeakMethod(forget)
     for name, param in params:
-        setattr(param, GRADIENT, Answer(name, names, step, weakref.WeakMethod(forget)))
+        setattr(param, GRADIENT, Answer(name, names, step, method))
         watch_present(param, name, step)
