@@ -87,8 +87,8 @@ def test_every_collective_moves_each_element_once(
     for group in by_outer(grid):
         any_rank = group[0]
         for cuts in group:
-            assert [part.spans for part in cuts.inner_parts(whole_of(cuts))] == [
-                part.spans for part in any_rank.inner_parts(whole_of(any_rank))
+            assert [part.cut.spans for part in cuts.inner_parts(whole_of(cuts))] == [
+                part.cut.spans for part in any_rank.inner_parts(whole_of(any_rank))
             ], "all ranks cut alike"
         once(elements(itertools.chain(*map(reduced_inside, group))), any_rank, "the inner reduction")
         sent = [chunk for cuts in group for owner in range(outer) for chunk in chunks(sent_outside(cuts), owner)]

@@ -53,13 +53,13 @@ def exchange_everything(rank: int, eager_limit: int | None) -> tuple[list[Tensor
         reduction = make_reduction(comm, policy.resolve(torch.float32), Numerics.fast)
         wholes = [Part.evenly(values(rank, n, seed), comm.size) for seed, n in enumerate(LENGTHS)]
         sums = [torch.ones_like(part.chunk(rank)) for part in wholes]
-        wires = [Part(reduction.encode(part.tensor), part.spans) for part in wholes]
+        wires = [Part(reduction.encode(part.tensor), part.cut) for part in wholes]
         folded: Exchange = reduction.exchange(wires, Label("reduce_scatter", name), 0.5)
         reduction.fold(folded, sums, add=True)
         folded.pending.wait()
         results += sums
         for ahead in (False, True):
-            copies = [Part(part.tensor.clone(), part.spans) for part in wholes]
+            copies = [Part(part.tensor.clone(), part.cut) for part in wholes]
             comm.all_gather(copies, Label("all_gather", name), ahead=ahead).wait()
             results += [part.tensor for part in copies]
     rows: list[object] = [*meter.take()]

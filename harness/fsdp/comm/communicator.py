@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from harness.fsdp.comm import events
 from harness.fsdp.comm.device import DeviceRuntime
 from harness.fsdp.comm.events import Label
-from harness.fsdp.comm.parts import Part, evenly_covered, packed, unpack, worth_packing
+from harness.fsdp.comm.parts import Evened, Part, packed, unpack, worth_packing
 from harness.fsdp.comm.peer_memory import Laid, PeerMemory, meet
 from harness.fsdp.options import Options
 
@@ -110,7 +111,7 @@ class Communicator:
 
     def _gather(self, parts: Sequence[Part], tag: int, *, ahead: bool) -> Pending:
         if not self.by_peers:
-            return Pending(self._gather_natively(parts), parts)
+            return self._gather_natively(parts)
         if self.reads(parts):
             return self._gather_by_reads(parts, tag, ahead=ahead)
         if not worth_packing(parts):
@@ -120,13 +121,17 @@ class Communicator:
         pending.keeps, pending.finish = [whole, parts], lambda: unpack(whole, parts, self.others)
         return pending
 
-    def _gather_natively(self, parts: Sequence[Part]) -> list[Any]:
-        outputs = evenly_covered(parts)
-        if outputs is not None:
-            inputs = [part.chunk(self.rank) for part in parts]
-            return [self.group.allgather_into_tensor_coalesced(outputs, inputs)]
-        chunks = [[part.chunk(rank) for rank in range(self.size)] for part in parts]
-        return [self.group.allgather([each], [each[self.rank]]) for each in chunks]
+    def _gather_natively(self, parts: Sequence[Part]) -> Pending:
+        evened = Evened.all_of(parts)
+        if evened is None:
+            chunks = [[part.chunk(rank) for rank in range(self.size)] for part in parts]
+            return Pending([self.group.allgather([each], [each[self.rank]]) for each in chunks], parts)
+        for each in evened:
+            each.copy_in(self.rank)
+        outputs = [each.part.tensor for each in evened]
+        inputs = [each.part.chunk(self.rank) for each in evened]
+        work = self.group.allgather_into_tensor_coalesced(outputs, inputs)
+        return Pending([work], parts, finish=partial(_copy_back, evened) if any(e.is_copy for e in evened) else None)
 
     def reads(self, parts: Sequence[Part]) -> bool:
         """Whether peers read what these parts hold for them; the same on all ranks."""
@@ -264,6 +269,11 @@ class Communicator:
             with events.begin(Label("all_reduce", purpose), [values]), events.waiting():
                 dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
         return values
+
+
+def _copy_back(evened: Sequence[Evened]) -> None:
+    for each in evened:
+        each.copy_back()
 
 
 @dataclass

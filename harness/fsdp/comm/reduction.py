@@ -20,7 +20,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from harness.fsdp.comm.communicator import Communicator, Pending
 from harness.fsdp.comm.device import is_queued
 from harness.fsdp.comm.events import Label
 from harness.fsdp.comm.gradient_format import Floating, Numbers
-from harness.fsdp.comm.parts import Part, evenly_covered, packed, worth_packing
+from harness.fsdp.comm.parts import Evened, Part, joined, packed, worth_packing
 from harness.fsdp.comm.peer_memory import Laid
 from harness.fsdp.comm.together import add_together, copy_together, scale_together
 from harness.fsdp.policy import Dtypes
@@ -59,6 +58,7 @@ class Exchange:
     factor: float = 1.0
     pending: Pending = field(default_factory=lambda: Pending([]))
     received: list[Tensor] = field(default_factory=list)
+    evened: list[Evened] = field(default_factory=list)
     laid: list[Laid] = field(default_factory=list)
     """What each other rank has laid out for this one to read."""
 
@@ -218,7 +218,7 @@ class ExchangeReduction(Reduction):
             for part in [_rank_by_rank(parts)] if _is_small(parts) else parts:
                 own = part.sizes[comm.rank]
                 received = part.tensor.new_empty(own * comm.size)
-                work = comm.group.alltoall_base(received, _together(part), [own] * comm.size, part.sizes)
+                work = comm.group.alltoall_base(received, part.closed_up, [own] * comm.size, part.sizes)
                 exchange.received.append(received)
                 exchange.pending.incoming.append(work)
         return exchange
@@ -229,15 +229,18 @@ class ExchangeReduction(Reduction):
             exchange.received = [part.chunk(0) for part in exchange.parts]
         size = self.comm.size
         rows = [received.view(size, received.numel() // size) for received in exchange.received]
+        exchange.received = []
         lengths = [target.numel() for target in into]
         came_as_one = len(rows) < len(into)
-        exchange.received = []
+        widths = [part.cut.longest for part in exchange.parts] if Evened.fits(exchange.parts) else lengths
         if self.in_order:
-            for received, target in zip(rows[0].split(lengths, 1) if came_as_one else rows, into, strict=True):
-                _sum_in_order(list(received), target, self.dtypes.accum, add=add, factor=exchange.factor)
+            for received, target in zip(rows[0].split(widths, 1) if came_as_one else rows, into, strict=True):
+                own = list(received[:, : target.numel()])
+                _sum_in_order(own, target, self.dtypes.accum, add=add, factor=exchange.factor)
             return
         totals = [received.sum(dim=0, dtype=self.dtypes.accum) for received in rows]
-        totals = list(totals[0].split(lengths)) if came_as_one else totals
+        if came_as_one:
+            totals = [total[:length] for total, length in zip(totals[0].split(widths), lengths, strict=True)]
         (add_together if add else copy_together)(into, totals)
         scale_together(into, exchange.factor)
 
@@ -261,20 +264,25 @@ class NativeReduction(Reduction):
             if self._is_one_call(label):
                 exchange.pending.incoming = [comm.group.allreduce([part.tensor]) for part in parts]
                 return exchange
-            outputs = [part.chunk(comm.rank) for part in parts]
-            inputs = evenly_covered(parts)
-            if inputs is not None:
-                exchange.pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
-            else:
-                chunks = [[part.chunk(rank) for rank in range(comm.size)] for part in parts]
-                works = [comm.group.reduce_scatter([out], [each]) for out, each in zip(outputs, chunks, strict=True)]
-                exchange.pending.incoming = works
+            evened = Evened.all_of(parts)
+            if evened is None:
+                pairs = [(part.chunk(comm.rank), [part.chunk(rank) for rank in range(comm.size)]) for part in parts]
+                exchange.pending.incoming = [comm.group.reduce_scatter([own], [chunks]) for own, chunks in pairs]
+                return exchange
+            for each in evened:
+                each.copy_in()
+            outputs, inputs = [each.part.chunk(comm.rank) for each in evened], [each.part.tensor for each in evened]
+            exchange.pending.incoming = [comm.group.reduce_scatter_tensor_coalesced(outputs, inputs)]
+            exchange.evened = evened
         return exchange
 
     def fold(self, exchange: Exchange, into: list[Tensor], *, add: bool) -> None:
         exchange.pending.wait()
         if self._is_one_call(exchange.label):
             return
+        for each in exchange.evened:
+            each.copy_back(self.comm.rank)
+        exchange.evened = []
         own = [part.chunk(self.comm.rank) for part in exchange.parts]
         if add:
             add_together(into, own)
@@ -318,15 +326,13 @@ def _is_small(parts: Sequence[Part]) -> bool:
 
 def _rank_by_rank(parts: Sequence[Part]) -> Part:
     """All parts as one, copied: what belongs to a rank lies together."""
-    ranks = range(len(parts[0].spans))
-    lengths = [sum(part.sizes[rank] for part in parts) for rank in ranks]
-    return Part.at(torch.cat([part.chunk(rank) for rank in ranks for part in parts]), [0, *accumulate(lengths)])
-
-
-def _together(part: Part) -> Tensor:
-    """All chunks of a part as one contiguous tensor, copied where they lie apart."""
-    covered = part.covered
-    return covered if covered is not None else torch.cat([part.chunk(rank) for rank in range(len(part.spans))])
+    size, evened = len(parts[0].sizes), Evened.all_of(parts)
+    if evened is None:
+        return Part(torch.cat([part.chunk(rank) for rank in range(size) for part in parts]), joined(parts))
+    for each in evened:
+        each.copy_in()
+    rows = [each.part.tensor.view(size, each.part.cut.longest) for each in evened]  # one view, however many ranks
+    return Part.evenly(torch.cat(rows, dim=1).view(-1), size)
 
 
 def _sum_in_order(

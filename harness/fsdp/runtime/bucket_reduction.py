@@ -15,9 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from harness.fsdp.comm import events
@@ -287,10 +285,7 @@ _ISSUE: dict[tuple[Axis, Operation], Callable[[Job], None]] = {
 
 def _encoded(part: Part, reduction: Reduction) -> Part:
     """A part as it is sent: itself where it already is; else a copy without what lies between its chunks."""
-    covered = part.covered
-    if covered is None:
-        if part.tensor.dtype == reduction.dtypes.wire:
-            return part
-        covered = torch.cat([part.chunk(rank) for rank in range(len(part.spans))])
-    wire = reduction.encode(covered)
-    return part if wire.data_ptr() == part.chunk(0).data_ptr() else Part.at(wire, [0, *accumulate(part.sizes)])
+    if part.covered is None and part.tensor.dtype == reduction.dtypes.wire:
+        return part
+    wire = reduction.encode(part.closed_up)
+    return part if wire.data_ptr() == part.chunk(0).data_ptr() else Part(wire, part.cut.closed_up)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh
-from harness.fsdp.state.row_shard import RowShard
+from harness.fsdp.state.row_shard import Rows, RowShard
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.bucket_context import BucketContext
 from harness.fsdp.storage.layout import LocalSlice, Slot
@@ -84,6 +85,7 @@ class ShardMap:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._meshes: dict[int, DeviceMesh] = {}
+        self._rows: WeakKeyDictionary[Bucket, _RowsOf] = WeakKeyDictionary()
         for context in (bucket.context for bucket in buckets if bucket.context.tensor is not None):
             self._mesh(context)
 
@@ -149,7 +151,7 @@ class ShardMap:
             return self._shard(bucket, slot, torch.empty(0, dtype=dtype, device=bucket.context.main_device), 0)
         mesh = self._mesh(bucket.context)
         nothing = torch.empty(0, dtype=COUNTER_DTYPE)
-        return RowShard.of(nothing, Portion(()), [(0, 0)], 0, None, mesh, [REPLICATE] * mesh.ndim)
+        return RowShard.of(nothing, Portion(()), Rows((0, 0), 0, lambda: [(0, 0)]), None, mesh, [REPLICATE] * mesh.ndim)
 
     def _shard(self, bucket: Bucket, slot: Slot, memory: Tensor, begins_at: int) -> RowShard:
         """A parameter's rows in `memory`, which begins that many elements into the rank's shard of the segment."""
@@ -158,14 +160,18 @@ class ShardMap:
         local = layout.local_slice(slot, cuts.layout_rank)
         flat = memory.detach()[local.offset - begins_at :][: local.numel] if local.numel else memory.detach()[:0]
         shape = torch.Size(slot.spec.shape)
-        rows_here = _rows(slot, local)
-        view = flat.view((rows_here[1] - rows_here[0], *shape[1:])) if shape else flat.view(() if local.numel else 0)
-        group, positions = _sharers(bucket)
-        spans = [_rows(slot, layout.local_slice(slot, position)) for position in positions]
-        place = 0 if group is None else dist.get_rank(group)
+        sharers = self._rows_of(bucket)
+        rows = sharers.of(slot)
+        begin, end = rows.here
+        view = flat.view((end - begin, *shape[1:])) if shape else flat.view(() if local.numel else 0)
         lies = (cuts.own.outer, cuts.own.inner) if mesh.outer is not None else (cuts.own.inner,)
         tensor_group = None if tensor is None else tensor.group
-        return RowShard.of(view, portion, spans, place, group, self._mesh(bucket.context), lies, tensor_group)
+        return RowShard.of(view, portion, rows, sharers.group, self._mesh(bucket.context), lies, tensor_group)
+
+    def _rows_of(self, bucket: Bucket) -> _RowsOf:
+        if bucket not in self._rows:
+            self._rows[bucket] = _RowsOf(bucket)
+        return self._rows[bucket]
 
     def _mesh(self, context: BucketContext) -> DeviceMesh:
         if id(context.mesh) not in self._meshes:
@@ -259,6 +265,31 @@ def _counter(value: Any) -> Tensor:
 
 def _rows(slot: Slot, local: LocalSlice) -> tuple[int, int]:
     return local.start // slot.spec.row_numel, local.end // slot.spec.row_numel
+
+
+class _RowsOf:
+    """Which ranks have which rows of a bucket's parameters; a parameter's weight and moments share what is found.
+
+    group: ranks whose rows make up a parameter; None: this one has all of them.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.group, self._positions = _sharers(bucket)
+        self._place = 0 if self.group is None else dist.get_rank(self.group)
+        self._layout = bucket.layout
+        self._here = bucket.cuts.layout_rank
+        self._found: dict[str, Rows] = {}
+
+    def of(self, slot: Slot) -> Rows:
+        """Rows of a parameter."""
+        name = slot.spec.name
+        if name not in self._found:
+            here = _rows(slot, self._layout.local_slice(slot, self._here))
+            self._found[name] = Rows(here, self._place, lambda: self._everyones(slot))
+        return self._found[name]
+
+    def _everyones(self, slot: Slot) -> list[tuple[int, int]]:
+        return [_rows(slot, self._layout.local_slice(slot, position)) for position in self._positions]
 
 
 def _sharers(bucket: Bucket) -> tuple[dist.ProcessGroup | None, list[int]]:

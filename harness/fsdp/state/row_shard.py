@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -44,6 +45,10 @@ ROW_BY_ROW = frozenset(
 """Operations that mean the same on a rank's rows as on the whole tensor, and keep the layout."""
 
 
+Span = tuple[int, int]
+"""Begin and end."""
+
+
 @dataclass(frozen=True)
 class _Ranks:
     """Process groups of a shard, which its copies share.
@@ -59,6 +64,35 @@ class _Ranks:
         return self
 
 
+class Rows:
+    """Which rows of a portion each rank has: this rank's, and those of all, which are found when they are asked for, as
+    there may be thousands of ranks.
+
+    Args:
+        here: begin and end of this rank's rows. place: this rank among the ranks.
+        everyones: finds begin and end of each rank's rows.
+    """
+
+    def __init__(self, here: Span, place: int, everyones: Callable[[], Sequence[Span]]) -> None:
+        self.here = here
+        self.place = place
+        self._everyones = everyones
+
+    @cached_property
+    def everyones(self) -> tuple[Span, ...]:
+        """Begin and end of each rank's rows."""
+        return tuple(self._everyones())
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        same = isinstance(other, Rows) and (self.here, self.place) == (other.here, other.place)
+        return same and self.everyones == cast(Rows, other).everyones
+
+    def __hash__(self) -> int:
+        return hash((self.here, self.place))
+
+
 class RowShard(DTensor):
     """A DTensor with this rank's rows of a tensor, local shape [rows here, *rest]. Its `shape` is the whole tensor's.
 
@@ -66,9 +100,8 @@ class RowShard(DTensor):
     loads in place.
     """
 
-    _rows: tuple[tuple[int, int], ...]
+    _rows: Rows
     _ranks: _Ranks
-    _place: int
     _portion: Portion
 
     @property
@@ -79,8 +112,7 @@ class RowShard(DTensor):
     def of(
         local: Tensor,
         portion: Portion,
-        rows: Sequence[tuple[int, int]],
-        place: int,
+        rows: Rows,
         group: dist.ProcessGroup | None,
         mesh: DeviceMesh,
         lies: Sequence[Placement],
@@ -91,8 +123,7 @@ class RowShard(DTensor):
         Args:
             local: this rank's rows, shape [rows, *portion.here[1:]]; of a scalar, shape [] where it lies, else [0].
             portion: what this rank's tensor-parallel axis left of the tensor; the whole of it without such an axis.
-            rows: begin and end of each rank's rows, by rank of `group`; of a scalar (0, 1) where it lies.
-            place: this rank among them.
+            rows: of each rank of `group`; of a scalar (0, 1) where it lies.
             group: ranks whose rows make up the portion; None where this rank has all of them.
             mesh: ranks that keep the tensor, the tensor-parallel axis last.
             lies: the portion's placement on each data-parallel axis of the mesh.
@@ -101,7 +132,7 @@ class RowShard(DTensor):
         whole = torch.Size(portion.shape)
         meta = TensorMeta(whole, _strides(whole), local.dtype)
         spec = DTensorSpec(mesh, _placements(portion, lies, mesh.ndim), tensor_meta=meta)
-        return _wrap(local, spec, tuple(rows), _Ranks(group, tensor_group), place, portion)
+        return _wrap(local, spec, rows, _Ranks(group, tensor_group), portion)
 
     def full_tensor(self, *, grad_placements: object = None) -> Tensor:
         """The whole tensor, as a copy on the same device. *Collective* among the ranks that share it.
@@ -122,12 +153,13 @@ class RowShard(DTensor):
         """All rows of this rank's portion. *Collective* among the ranks that share it."""
         local = self._local_tensor.to(self._spec.mesh.device_type)  # offloaded state lies where nothing is gathered
         tail = self._portion.here[1:]
-        most = max(end - begin for begin, end in self._rows)
+        everyones = self._rows.everyones
+        most = max(end - begin for begin, end in everyones)
         padded = local.new_zeros((most, *tail))
         padded[: local.shape[0] if local.dim() else 1].copy_(local)
-        found = [torch.empty_like(padded) for _ in self._rows]
+        found = [torch.empty_like(padded) for _ in everyones]
         dist.all_gather(found, padded, group=self._group)
-        rows = [(begin, part[: end - begin]) for (begin, end), part in zip(self._rows, found, strict=True)]
+        rows = [(begin, part[: end - begin]) for (begin, end), part in zip(everyones, found, strict=True)]
         rows.sort(key=lambda each: each[0])
         return torch.cat([part for _, part in rows]).reshape(self._portion.here)
 
@@ -190,7 +222,7 @@ class RowShard(DTensor):
             self._local_tensor.copy_(given._local_tensor)
             return
         whole = cut_portion(self._portion, given.full_tensor() if isinstance(given, DTensor) else given)
-        begin, end = self._rows[self._place]
+        begin, end = self._rows.here
         if begin < end:
             self._local_tensor.copy_(whole[begin:end] if self.shape else whole)
 
@@ -199,7 +231,7 @@ class RowShard(DTensor):
     @property
     def held(self) -> ChunkStorageMetadata | None:
         """Where this rank's rows belong; None where it has none."""
-        begin, end = self._rows[self._place]
+        begin, end = self._rows.here
         if begin == end or not self._local_tensor.numel():
             return None
         if not self.shape:
@@ -212,7 +244,7 @@ class RowShard(DTensor):
     @property
     def _lies(self) -> tuple[object, ...]:
         """What tells where its rows belong."""
-        return self._rows, self._place, self._portion
+        return self._rows, self._portion
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """What DCP loads here."""
@@ -257,10 +289,10 @@ class RowShard(DTensor):
         if result is plain[0]:
             return first
         spec = _spec_like(first, result.dtype)
-        return _wrap(result, spec, first._rows, first._ranks, first._place, first._portion)
+        return _wrap(result, spec, first._rows, first._ranks, first._portion)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override] # torch leaves it untyped
-        begin, end = self._rows[self._place]
+        begin, end = self._rows.here
         of = "" if self._portion.is_whole else f" of portion {list(self._portion.offsets)} + {list(self._portion.here)}"
         return f"RowShard(rows {begin}:{end}{of} of {tuple(self.shape)}, {self._local_tensor!r})"
 
@@ -268,13 +300,12 @@ class RowShard(DTensor):
 def _wrap(
     local: Tensor,
     spec: DTensorSpec,
-    rows: tuple[tuple[int, int], ...],
+    rows: Rows,
     ranks: _Ranks,
-    place: int,
     portion: Portion,
 ) -> RowShard:
     made: Any = DTensor.__new__(RowShard, local, spec, requires_grad=False)
-    made._rows, made._ranks, made._place, made._portion = rows, ranks, place, portion
+    made._rows, made._ranks, made._portion = rows, ranks, portion
     return cast(RowShard, made)
 
 

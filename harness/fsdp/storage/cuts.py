@@ -9,15 +9,14 @@ and gathers its chunk of *every* shard.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from torch import Tensor
 
 from harness.fsdp.comm.mesh import Place
-from harness.fsdp.comm.parts import Part, even_bounds
-from harness.fsdp.storage.layout import BucketLayout, LocalSlice, ParamSpec, Segment, Slot, plan_bucket
+from harness.fsdp.comm.parts import Cut, Part, even_cut
+from harness.fsdp.storage.layout import BucketLayout, LocalSlice, ParamSpec, Slot, plan_bucket
 from harness.fsdp.storage.placement import SHARD, On, Placements
 
 
@@ -75,17 +74,12 @@ class Cuts:
         if on == self.own:
             return self.layout.param_numel_on(self.layout_rank)
         if on.inner is SHARD:
-            return sum(local.numel for slot in self.layout.slots for local in self.inner_slices(slot))
+            return sum(self.inner_slice(slot).numel for slot in self.layout.slots)
         return self.layout.param_numel
 
-    def inner_slices(self, slot: Slot) -> list[LocalSlice]:
-        """What this inner rank keeps of a parameter; offsets are within its inner shard."""
-        outer, found = self.layout.outer, []
-        for step in range(outer):
-            local = self.layout.local_slice(slot, self.inner_index * outer + step)
-            shift = step * self.layout.segments[local.segment].shard_numel
-            found.append(replace(local, offset=local.offset + shift))
-        return found
+    def inner_slice(self, slot: Slot) -> LocalSlice:
+        """What this inner rank keeps of a parameter; its offset is within the inner shard."""
+        return self.layout.inner_slice(slot, self.inner_index)
 
     # -- shards --------------------------------------------------------------------------------------------------
 
@@ -118,7 +112,7 @@ class Cuts:
         """A whole tensor cut by inner rank."""
         size = self.place.inner_size
         if self.own.inner is SHARD:
-            return [Part(whole[begin:end], spans) for begin, end, spans in self._inner_cuts]
+            return [Part(whole[begin:end], cut) for begin, end, cut in self._inner_cuts]
         if SHARD not in self.own:
             return [Part.evenly(whole, size)]
         segments = [(whole[s.bucket_offset : s.bucket_offset + s.numel], s) for s in self.layout.segments]
@@ -126,11 +120,11 @@ class Cuts:
         return [Part.evenly(shard, size) for shard in shards]
 
     @cached_property
-    def _inner_cuts(self) -> list[tuple[int, int, tuple[tuple[int, int], ...]]]:
+    def _inner_cuts(self) -> list[tuple[int, int, Cut]]:
         """By segment: where it begins and ends in a whole tensor, and each inner rank's shard in it."""
         ranks = range(self.place.inner_size + 1)
         return [
-            (s.bucket_offset, s.bucket_offset + s.numel, tuple(pairwise(rank * s.inner_numel for rank in ranks)))
+            (s.bucket_offset, s.bucket_offset + s.numel, Cut.at([rank * s.inner_numel for rank in ranks]))
             for s in self.layout.segments
         ]
 
@@ -148,13 +142,17 @@ class Cuts:
         """
         if self.own.outer is not SHARD:
             return [Part.evenly(shard, self.place.outer_size) for shard in shards]
-        return [self._outer(shard, s) for shard, s in zip(shards, self.layout.segments, strict=True)]
+        return [Part(shard, cut) for shard, cut in zip(shards, self._outer_cuts, strict=True)]
 
-    def _outer(self, shard: Tensor, segment: Segment) -> Part:
-        """One segment's part on the outer axis: the whole shard where the inner axis splits, else this rank's chunk."""
-        begin, end = 0, segment.shard_numel
-        if self.own.inner is not SHARD:
-            bounds = even_bounds(segment.shard_numel, self.place.inner_size)
-            begin, end = bounds[self.place.inner_rank], bounds[self.place.inner_rank + 1]
-        starts = [rank * segment.shard_numel for rank in range(segment.outer)]
-        return Part(shard, tuple((start + begin, start + end) for start in starts))
+    @cached_property
+    def _outer_cuts(self) -> list[Cut]:
+        """By segment: each outer rank's chunk on the outer axis, of the whole shard where the inner axis splits, else
+        of this rank's chunk of every shard."""
+        found = []
+        for segment in self.layout.segments:
+            begin, end = 0, segment.shard_numel
+            if self.own.inner is not SHARD:
+                begin, end = even_cut(segment.shard_numel, self.place.inner_size).spans[self.place.inner_rank]
+            starts = [rank * segment.shard_numel for rank in range(segment.outer)]
+            found.append(Cut((start + begin, start + end) for start in starts))
+        return found

@@ -251,11 +251,11 @@ class BucketLayout:
 
     def local_slice(self, slot: Slot, rank: int) -> LocalSlice:
         """The rows of a parameter that a rank holds."""
-        low, high = self.segments[slot.segment].shard(rank)
-        start, end = max(slot.offset, low), min(slot.end, high)
-        if start >= end:
-            return LocalSlice(slot.segment, 0, 0, 0)
-        return LocalSlice(slot.segment, start - low, start - slot.offset, end - slot.offset)
+        return _within(slot, self.segments[slot.segment].shard(rank))
+
+    def inner_slice(self, slot: Slot, inner_rank: int) -> LocalSlice:
+        """What a shard of the inner axis holds of a parameter; `offset` is within that shard."""
+        return _within(slot, self.segments[slot.segment].inner_shard(inner_rank))
 
     def param_numel_on(self, rank: int) -> int:
         """Elements of parameters that a rank's shard holds, padding left out."""
@@ -283,6 +283,15 @@ class BucketLayout:
     def _in_order(self) -> list[Slot]:
         """Slots as they lie in their segments; whole parameters lie by owner."""
         return sorted(self.slots, key=lambda slot: slot.offset)
+
+
+def _within(slot: Slot, shard: tuple[int, int]) -> LocalSlice:
+    """What lies of a parameter in a range of its segment."""
+    low, high = shard
+    start, end = max(slot.offset, low), min(slot.end, high)
+    if start >= end:
+        return LocalSlice(slot.segment, 0, 0, 0)
+    return LocalSlice(slot.segment, start - low, start - slot.offset, end - slot.offset)
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -49,7 +49,7 @@ def _as_torch_cuts(self: RowShard, **_: Any) -> Tensor:
     """What `Shard(0)` promises: even chunks in rank order."""
     if self._group is None:
         return self._local_tensor.clone()
-    size, place = dist.get_world_size(self._group), self._place
+    size, place = dist.get_world_size(self._group), self._rows.place
     even = torch.zeros(self.shape, dtype=self.dtype).chunk(size)
     found = [torch.zeros_like(each) for each in even] + [even[0][:0]] * (size - len(even))
     mine = found[place]
