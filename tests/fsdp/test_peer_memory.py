@@ -22,6 +22,7 @@ from harness.fsdp.comm.parts import Part
 from harness.fsdp.comm.reduction import Exchange, make_reduction
 from harness.fsdp.guards.hang_report import CollectiveError
 from harness.probe.collectives import CollectiveMeter
+from harness.store import failure
 from tests.fsdp.trial import WAYS
 from tests.support.mutants import each
 from tests.support.spawn import run_ranks
@@ -136,6 +137,7 @@ def test_a_rank_that_has_ended_is_named(reads: bool) -> None:
     assert "rank 1 of the group" in messages[0]
     assert "No such process" in messages[0]
     assert "rank 0 of the group" in messages[1]
+    assert all(failure.is_echo(f"RuntimeError: {message}") for message in messages), "a cause would stand behind it"
 
 
 def wait_too_long(rank: int) -> list[str]:
@@ -163,9 +165,10 @@ def test_no_wait_is_for_ever() -> None:
     (own, of_group, watched, by_other), (*_, given_up) = run_ranks(wait_too_long, 2)
     assert given_up.startswith("Connection closed: this process has given up the group in which it waits for rank 0")
     assert by_other.startswith("Connection closed: rank 1 of the group (process ")
-    assert own.startswith("Timed out after 0.1 s of waiting for rank 1 of the group (process ")
-    assert of_group.startswith("Timed out after 0.2 s of waiting for rank 1 of the group")
+    assert own.startswith("Timed out waiting 0.1 s for rank 1 of the group (process ")
+    assert of_group.startswith("Timed out waiting 0.2 s for rank 1 of the group")
     assert watched == "it will not come about"
+    assert all(failure.is_echo(f"RuntimeError: {each}") for each in (own, of_group, by_other, given_up))
 
 
 def gather_beside_work(rank: int) -> bool:

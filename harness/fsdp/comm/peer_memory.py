@@ -218,7 +218,7 @@ class PeerMemory:
                 if gone and not is_over():
                     raise RuntimeError(gone)
                 if now - began > (limit or _limit_of(self.group)).total_seconds():
-                    raise RuntimeError(f"Timed out after {now - began:.1f} s of waiting for {self._named(peer)}")
+                    raise RuntimeError(f"Timed out waiting {now - began:.1f} s for {self._named(peer)}")
             shortest, longest = PAUSES_S
             time.sleep(min(max((now - began) / 8, shortest), longest))
 
@@ -254,7 +254,10 @@ class PeerMemory:
         return f"rank {rank} of the group (process {self.pids[rank]})"
 
     def _ended(self, rank: int, reason: str) -> str:
-        return f"{self._named(rank)} cannot be read any more: {reason}; it has ended unless its log says otherwise"
+        return (
+            f"Connection closed: {self._named(rank)} cannot be read any more: {reason}; it has ended unless its log"
+            " says otherwise"
+        )
 
     # -- what is read --------------------------------------------------------------------------------------------------
 
