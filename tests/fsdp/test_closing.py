@@ -23,7 +23,7 @@ from harness.fsdp.runtime.reduce import ReducePipeline
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.support.mutants import each
 
-LATE_S, GONE_S = 0.3, 12.0
+LATE_S, GONE_S = 0.3, 7.0
 WIDTH = 300
 
 

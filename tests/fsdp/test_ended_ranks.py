@@ -117,8 +117,14 @@ WAITS = {
 }
 
 
-@pytest.mark.parametrize("where", WAITS)
-@pytest.mark.parametrize("keeper", [0, 1], ids=["store_lives", "store_stops_too"])
+@pytest.mark.parametrize(
+    ("keeper", "where"),
+    [
+        pytest.param(keeper, where, marks=pytest.mark.full if keeper and where not in ("forward", "loop") else ())
+        for keeper in (0, 1)
+        for where in WAITS
+    ],
+)
 def test_a_rank_that_stops_is_told_also_where_it_keeps_the_store(keeper: int, where: str, tmp_path: Path) -> None:
     fork_ranks(stops, 2, str(tmp_path), keeper, where, seconds=60)
     error, seconds, message = (tmp_path / "told").read_text().split("\n", 2)
