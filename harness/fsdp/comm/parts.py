@@ -174,7 +174,7 @@ class Evened:
             given.copy_(own)
 
     def _both(self, rank: int | None) -> tuple[Tensor, Tensor]:
-        """The same elements of the given part and of this one."""
+        """Elements of all chunks, or of one rank's, in the given part and in the even one."""
         given = self._given
         if rank is not None:
             chunk = given.chunk(rank)
