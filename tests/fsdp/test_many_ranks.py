@@ -26,6 +26,7 @@ from harness.fsdp.guards.watches import Watches
 from harness.fsdp.runtime import trainability
 from harness.fsdp.state import named
 from harness.fsdp.state.row_shard import Rows
+from harness.fsdp.storage import marks
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
 from tests.fsdp.pairs import STRATEGIES
 from tests.support.mutants import each
@@ -37,7 +38,7 @@ UNITS = 3
 HYBRIDS = ("", "no_shard", "optim")
 """What hosts of eight ranks split between them; none: they are no axis."""
 HOST = 8
-A_RANK = {"built": 17 * UNITS, "a step": 0, "its state": 8}
+A_RANK = {"built": 3 * UNITS, "a step": 0, "its state": 8}
 """Lines for each rank there is: of a model cuts and loads, once for each segment; of its state the numbers of ranks."""
 
 
@@ -145,11 +146,21 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
         "Rows of all ranks are found for each tensor that is handed out",
         lambda: mock.patch.object(named, "Rows", _rows_at_once),
     ),
+    "every bound": (
+        "Where a parameter is cut is looked for among the bounds of all ranks",
+        lambda: mock.patch.object(marks, "_places", _among_all_bounds),
+    ),
     "outer slices": (
         "What an inner shard holds is put together of one slice for each outer rank",
         lambda: mock.patch.object(BucketLayout, "inner_slice", _of_outer_slices),
     ),
 }
+
+
+def _among_all_bounds(layout: BucketLayout, slot: Slot) -> list[int]:
+    segment = layout.segments[slot.segment]
+    begins = {slot.offset, *(bound for bound in segment.bounds if slot.offset < bound < slot.end)}
+    return [segment.bucket_offset + begin for begin in sorted(begins)]
 
 
 def _of_outer_slices(self: BucketLayout, slot: Slot, inner_rank: int) -> LocalSlice:

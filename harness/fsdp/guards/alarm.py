@@ -1,9 +1,13 @@
-"""How ranks that no collective joins any more agree on one message: through the store of their process group."""
+"""How ranks that no collective joins any more agree on one message: through the store of their process group.
+
+One process keeps the store for perhaps thousands of ranks: so none asks again and again, each waits for a key that the
+last of them sets.
+"""
 
 from __future__ import annotations
 
 import json
-import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -21,7 +25,8 @@ READ_S = 2.0
 PATIENCE_S = 10.0
 """Seconds that all of it may take: more than two looks, the answers, the verdict and its readers do together."""
 
-_ALARM, _COMPOSER, _VERDICT, _READERS = "alarm", "composer", "verdict", "readers"
+_ALARM, _VERDICT = "alarm", "verdict"
+_ANSWERED, _ALL_ANSWERED, _READERS, _ALL_READ = "answered", "all answered", "readers", "all read"
 
 
 @dataclass
@@ -59,30 +64,27 @@ class Alarm:
         store = self._voice
         store.set(_place(self._rank), json.dumps(asdict(position)))
         store.set(_ALARM, "1")
-        if store.add(_COMPOSER, 1) == 1:
+        place = store.add(_ANSWERED, 1)
+        if place == len(self._ranks):
+            store.set(_ALL_ANSWERED, "1")
+        if place == 1:
             positions = self._collect()
             message = tell(positions, self._ranks, self._timeout_s)
             store.set(_VERDICT, json.dumps(asdict(_Verdict(message, len(positions)))))
         store.wait([_VERDICT], timedelta(seconds=2 * self._tick_s + ANSWER_S + 2.0))
         verdict = _Verdict(**json.loads(store.get(_VERDICT)))
-        readers = store.add(_READERS, 1)
-        deadline = time.monotonic() + READ_S
-        while readers < verdict.answered and time.monotonic() < deadline:
-            time.sleep(0.02)
-            readers = store.add(_READERS, 0)
+        if store.add(_READERS, 1) >= verdict.answered:
+            store.set(_ALL_READ, "1")
+        with suppress(RuntimeError):  # some did not read it in time
+            store.wait([_ALL_READ], timedelta(seconds=READ_S))
         return verdict.message
 
     def _collect(self) -> dict[int, Position]:
         """Positions of the ranks that answer in time."""
-        found: dict[int, Position] = {}
-        deadline = time.monotonic() + 2 * TICK_S + ANSWER_S
-        while True:
-            for rank in self._ranks:
-                if rank not in found and self._voice.check([_place(rank)]):
-                    found[rank] = Position(**json.loads(self._voice.get(_place(rank))))
-            if len(found) == len(self._ranks) or time.monotonic() > deadline:
-                return found
-            time.sleep(0.02)
+        with suppress(RuntimeError):  # some do not
+            self._voice.wait([_ALL_ANSWERED], timedelta(seconds=2 * TICK_S + ANSWER_S))
+        answered = [rank for rank in self._ranks if self._voice.check([_place(rank)])]
+        return {rank: Position(**json.loads(self._voice.get(_place(rank)))) for rank in answered}
 
 
 def _place(rank: int) -> str:

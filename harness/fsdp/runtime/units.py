@@ -156,12 +156,16 @@ def plan_units(module: nn.Module, unit_classes: Sequence[type[nn.Module]], min_e
 def _joined(units: Sequence[UnitPlan], min_elements: int) -> list[UnitPlan]:
     """Neighbours joined into units of at least so many elements."""
     found: list[UnitPlan] = []
-    for index, unit in enumerate(units):
-        left = sum(each.numel for each in units[index:])
-        if found and (found[-1].numel < min_elements or left < min_elements):
+    numels = [unit.numel for unit in units]
+    last, left = 0, sum(numels)
+    for unit, numel in zip(units, numels, strict=True):
+        if found and (last < min_elements or left < min_elements):
             _join(found[-1], unit)
+            last += numel
         else:
             found.append(unit)
+            last = numel
+        left -= numel
     return found
 
 

@@ -59,7 +59,8 @@ def load_state_dict(
     """
     _check_groups(given["param_groups"], owner.groups.names_by_group(optimizer))
     names = list(_names(optimizer, owner))
-    wanted = {(name, entry): value for name, entry, value in _entries(held) if name in names}
+    known = frozenset(names)
+    wanted = {(name, entry): value for name, entry, value in _entries(held) if name in known}
     found = {(names[number], entry): value for number, of in given["state"].items() for entry, value in of.items()}
     found = {key: torch.as_tensor(value) for key, value in found.items() if isinstance(value, Tensor | int | float)}
     pairs = [(_key(key), target, found[key]) for key, target in wanted.items() if key in found]

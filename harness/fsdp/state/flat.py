@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +113,6 @@ class SavedStretch:
     end: int
     values: dict[str, Tensor]
 
-    def overlaps(self, flat: FlatStretch) -> bool:
-        """Whether a stretch of the optimizer has elements in common with what was saved."""
-        return _where(flat) == self.where and self.begin < flat.stretch.end and flat.stretch.start < self.end
-
     def part(self, flat: FlatStretch, numbers_on: torch.device) -> dict[str, Tensor]:
         """Copies of what belongs to a stretch inside this one, where it belongs; plain numbers on a device."""
         begin, end = flat.stretch.start - self.begin, flat.stretch.end - self.begin
@@ -144,14 +142,39 @@ def _where(flat: FlatStretch) -> str:
     return f"{flat.bucket.name}:{flat.stretch.segment}"
 
 
+def overlapping(
+    saved: Iterable[SavedStretch], stretches: Iterable[FlatStretch]
+) -> Iterator[tuple[SavedStretch, FlatStretch]]:
+    """What was saved, with each stretch that has elements in common with it; in the order of `saved`.
+
+    stretches: none overlaps another. There may be thousands, so not every pair is looked at.
+    """
+    by_place: defaultdict[str, list[FlatStretch]] = defaultdict(list)
+    for flat in stretches:
+        by_place[_where(flat)].append(flat)
+    in_order = {where: sorted(found, key=lambda flat: flat.stretch.start) for where, found in by_place.items()}
+    starts = {where: [flat.stretch.start for flat in found] for where, found in in_order.items()}
+    ends = {where: [flat.stretch.end for flat in found] for where, found in in_order.items()}
+    for each in saved:
+        if each.where in in_order:
+            first, last = bisect_right(ends[each.where], each.begin), bisect_left(starts[each.where], each.end)
+            for flat in in_order[each.where][first:last]:
+                yield each, flat
+
+
 def check_stretches(saved: Sequence[SavedStretch], optimizer: ShardedOptimizer) -> list[str]:
     """What of saved stretches does not fit the optimizer's."""
     problems: list[str] = []
     complete = {key for each in saved for key in each.values if key != NOTHING}
     if saved:
         complete |= {key for _, values, _ in optimizer.named_state() for key in values}
+    fits: defaultdict[int, list[FlatStretch]] = defaultdict(list)
+    held: Counter[FlatStretch] = Counter()
+    for each, flat in overlapping(saved, optimizer.stretches):
+        fits[id(each)].append(flat)
+        held[flat] += min(each.end, flat.stretch.end) - max(each.begin, flat.stretch.start)
     for each in saved:
-        fitting = [flat for flat in optimizer.stretches if each.overlaps(flat)]
+        fitting = fits[id(each)]
         problems += [] if fitting else [f"unexpected {OPTIMIZER}{each.name}"]
         if NOTHING not in each.values:
             problems += [f"missing {OPTIMIZER}{each.name}/{key}" for key in complete - each.values.keys()]
@@ -161,17 +184,20 @@ def check_stretches(saved: Sequence[SavedStretch], optimizer: ShardedOptimizer) 
                     f"{OPTIMIZER}{each.name}/{key}", value, each.end - each.begin, fitting[0].weight.dtype
                 )
     for flat in optimizer.stretches if saved else ():
-        held = sum(min(e.end, flat.stretch.end) - max(e.begin, flat.stretch.start) for e in saved if e.overlaps(flat))
-        problems += [] if held == flat.stretch.end - flat.stretch.start else [f"missing {OPTIMIZER}{flat.name}"]
+        problems += [] if held[flat] == flat.stretch.end - flat.stretch.start else [f"missing {OPTIMIZER}{flat.name}"]
     return problems
 
 
 def load_stretches(saved: Sequence[SavedStretch], optimizer: ShardedOptimizer) -> None:
     """Cut the optimizer's stretches where saved ones begin and end, and put back what was saved of each."""
+    covering: defaultdict[FlatStretch, list[SavedStretch]] = defaultdict(list)
+    for each, flat in overlapping(saved, optimizer.stretches):
+        covering[flat].append(each)
     for flat in list(optimizer.stretches):
-        covering = [each for each in saved if each.overlaps(flat)]
-        for piece in optimizer.split_at(flat, {place for each in covering for place in (each.begin, each.end)}):
-            within = next((each for each in covering if each.overlaps(piece)), None)
+        pieces = optimizer.split_at(flat, {place for each in covering[flat] for place in (each.begin, each.end)})
+        around = {piece: each for each, piece in overlapping(reversed(covering[flat]), pieces)}
+        for piece in pieces:
+            within = around.get(piece)
             numbers_on = where_numbers_lie(optimizer.group_of(piece), piece.weight)
             optimizer.put_state(piece, {} if within is None else within.part(piece, numbers_on))
 
