@@ -206,7 +206,7 @@ def run(rank: int, case: Case, records: bool = True) -> Run:
             group.order.clear()
         recorder = stack.enter_context(recording()) if records else silent
         if records:
-            _restart_streams(model, recorder)
+            restart_streams(model, recorder)
             name_buffers(recorder, model, case)
             recorder.host_functions |= {"step_of", "step"} if case.offload else set()
         train(rank, case, model, optimizer, recorder)
@@ -218,7 +218,7 @@ def run(rank: int, case: Case, records: bool = True) -> Run:
     return Run(case, log, weights, orders)
 
 
-def _restart_streams(model: ShardedModel, recorder: Recorder) -> None:
+def restart_streams(model: ShardedModel, recorder: Recorder) -> None:
     """Side streams of the recorder: those of the building are another's."""
     runtime = model._parts.runtime
     runtime._streams = {name: Stream(recorder.cuda, name) for name in ("gather", "reduce", "outer")}
