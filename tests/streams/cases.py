@@ -127,12 +127,18 @@ MORE: dict[str, dict[str, Any]] = {
     "ordered": {"numerics": "ordered"},
     **{sizes: {} for sizes in SIZES},
     "two optimizers": {},
+    "evaluated": {},
+    "experts": {},
     "borrowed": {},
     "read": {},
     "loaded": {},
     **{recipe: {} for recipe in EIGHT_BITS},
 }
 """Options that are not combined with everything, and what programs do that few do."""
+EVALUATING = "evaluated"
+"""Between a forward and its backward another one runs without gradients, on a stream that waits and is waited for."""
+EXPERTS = "experts"
+"""The last block has communicators of its own, over the same ranks."""
 APART = "two optimizers"
 """Every other weight has an optimizer of its own, which steps after the other one."""
 BORROWING = "borrowed"
@@ -160,6 +166,10 @@ OTHERS = (
     Case("optim_grads", "no_shard", more="outer axis of three ranks", policy="bf16_comm", k=2),
     Case("optim_grads", more=APART, offload=True, policy="bf16"),
     Case("optim", "optim", more=APART, k=2),
+    Case("optim_grads_params", more=EVALUATING, k=2),
+    Case("optim_grads", "optim", more=EVALUATING, buffers="double"),
+    Case("optim_grads_params", "no_shard", more=EXPERTS, k=2),
+    Case("optim", more=EXPERTS, policy="bf16_comm"),
     Case("optim", more=BORROWING),
     Case("optim_grads", "optim", more=BORROWING),
     Case("optim_grads", more=READING, policy="bf16"),

@@ -18,7 +18,19 @@ from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.fp8.linear import convert_linears
 from harness.fsdp.runtime import usage
 from tests.fsdp import pairs
-from tests.streams.cases import APART, BORROWING, EIGHT_BITS, LATE, LOADING, MORE, POLICIES, READING, Case
+from tests.streams.cases import (
+    APART,
+    BORROWING,
+    EIGHT_BITS,
+    EVALUATING,
+    EXPERTS,
+    LATE,
+    LOADING,
+    MORE,
+    POLICIES,
+    READING,
+    Case,
+)
 from tests.streams.cuda import MAIN, Stream
 from tests.streams.group import RecordedGroup, new_group
 from tests.streams.log import Log
@@ -68,6 +80,8 @@ class Program(pairs.Model):
 def program_of(case: Case) -> Program:
     """What a case trains."""
     program = Program(case.recompute, borrows=case.more == BORROWING, late=case.more == LATE)
+    for param in program.blocks[-1].parameters() if case.more == EXPERTS else ():
+        param.allreduce = False  # type: ignore[attr-defined] # Megatron's mark
     if case.more in EIGHT_BITS:
         program.widen()
         convert_linears(program, EIGHT_BITS[case.more], lambda name, _: name.startswith("blocks"))
@@ -78,15 +92,15 @@ def program_of(case: Case) -> Program:
 
 
 @cache
-def groups_of(rank: int, outer: int, inner: int) -> tuple[Groups, list[RecordedGroup]]:
-    """The communicators of a grid, made once in a process; and a list of them."""
+def groups_of(rank: int, outer: int, inner: int, of: str = "") -> tuple[Groups, list[RecordedGroup]]:
+    """The communicators of a grid, made once in a process; and a list of them. of: what they are for, in reports."""
     world = outer * inner
     shard = [list(range(row * inner, (row + 1) * inner)) for row in range(outer)]
     across = [list(range(column, world, inner)) for column in range(inner)]
     mine = shard[rank // inner]
-    found = [new_group(mine, "reduce"), new_group(mine, "gather")]
+    found = [new_group(mine, f"reduce{of}"), new_group(mine, f"gather{of}")]
     if outer > 1:
-        found += [new_group(across[rank % inner], "outer"), new_group(range(world), "everyone")]
+        found += [new_group(across[rank % inner], f"outer{of}"), new_group(range(world), f"everyone{of}")]
         return Groups(found[0], found[2], found[3], gather=found[1]), found
     return Groups(found[0], gather=found[1]), found
 
@@ -133,6 +147,7 @@ def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, Stepp
     model = ShardedModel(
         module.to(dtype),
         groups=groups,
+        expert_groups=groups_of(rank, case.hosts, case.inner, " of experts")[0] if case.more == EXPERTS else None,
         unit_modules=[pairs.Block],
         strategy=case.strategy,
         outer_strategy=case.outer or "no_shard",
@@ -202,6 +217,8 @@ def run(rank: int, case: Case, records: bool = True) -> Run:
         stack.enter_context(believing_in(silent.cuda))
         model, optimizer = shard(rank, case, program_of(case))
         _, every = groups_of(rank, case.hosts, case.inner)
+        if case.more == EXPERTS:
+            every = [*every, *groups_of(rank, case.hosts, case.inner, " of experts")[1]]
         for group in every:
             group.order.clear()
         recorder = stack.enter_context(recording()) if records else silent
@@ -240,6 +257,8 @@ def train(rank: int, case: Case, model: ShardedModel, optimizer: Stepped, record
             with nullcontext() if last else model.no_sync():
                 recorder.phase("forward")
                 loss = model(x).float().square().mean()
+                if case.more == EVALUATING:
+                    evaluate(model, x, recorder)
                 recorder.phase("backward")
                 backward(loss, case, recorder)
         recorder.phase("step")
@@ -254,6 +273,16 @@ def train(rank: int, case: Case, model: ShardedModel, optimizer: Stepped, record
             load(model, recorder)
         recorder.phase("end")
         optimizer.zero_grad()
+
+
+def evaluate(model: ShardedModel, x: Tensor, recorder: Recorder) -> None:
+    """A forward without gradients, on a stream of the program's."""
+    cuda = recorder.cuda
+    before, other = cuda.current, Stream(cuda, "other")
+    other.wait_stream(before)
+    with cuda.stream(other), torch.no_grad():
+        model(x)
+    before.wait_stream(other)
 
 
 def load(model: ShardedModel, recorder: Recorder) -> None:
