@@ -28,9 +28,9 @@ import torch  # noqa: E402
 
 from harness.store.files import write_json  # noqa: E402
 from harness.store.provenance import files_digest  # noqa: E402
+from tests.streams.cases import OTHERS, Case, cover, product  # noqa: E402
 from tests.streams.cost import Machine  # noqa: E402
 from tests.streams.edges import Edge, Without  # noqa: E402
-from tests.streams.programs import OTHERS, Case, cover, product  # noqa: E402
 from tests.streams.steps import Arm, measured  # noqa: E402
 from tests.streams.visits import Verdict, trained  # noqa: E402
 from tests.support.spawn import run_ranks  # noqa: E402

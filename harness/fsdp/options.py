@@ -92,7 +92,7 @@ class EngineOptions:
         None,
         Facts(
             costs="The buffers of a second communicator in device memory.",
-            use="False if communicators are scarce; true changes nothing on gloo.",
+            use="False if communicators are scarce and all ranks use the same units; true changes nothing on gloo.",
             same_bits=True,
         ),
     )

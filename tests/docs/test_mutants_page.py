@@ -89,6 +89,7 @@ MODULES = (
     "tests.store.test_vouching",
     "tests.streams.test_equal_chunks",
     "tests.streams.test_faults",
+    "tests.streams.test_meetings",
     "tests.streams.test_numbers",
     "tests.study.test_files",
     "tests.study.test_late",

@@ -1,208 +1,46 @@
-"""Trainings that are recorded: every combination of what decides who waits for whom."""
+"""Trainings of cases on the ranks, recorded."""
 
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, fully_shard_optimizer
+from harness.fsdp import ShardedModel, fully_shard_optimizer
 from harness.fsdp.comm.mesh import Groups
 from harness.fsdp.fp8.linear import convert_linears
 from harness.fsdp.runtime import usage
-from harness.fsdp.vocabulary import Fp8
 from tests.fsdp import pairs
+from tests.streams.cases import (
+    APART,
+    BORROWING,
+    EIGHT_BITS,
+    EVALUATING,
+    EXPERTS,
+    LATE,
+    LOADING,
+    MORE,
+    POLICIES,
+    READING,
+    Case,
+)
 from tests.streams.cuda import MAIN, Stream
 from tests.streams.group import RecordedGroup, new_group
 from tests.streams.log import Log
 from tests.streams.recorder import Recorder, believing_in, recording
-from tests.support.covering import covering
 
 STEPS = 2
-SOME = 1_000
-"""Cases of the product among which those are that hold all pairs."""
 TILE = 128
 """What both sizes of a weight are multiples of, under every recipe."""
 MAX_NORM = 0.05
 """Below the norms that occur, so that clipping acts."""
-
-POLICIES: dict[str, tuple[torch.dtype, MixedPrecisionPolicy, str]] = {
-    "fp32": (torch.float32, MixedPrecisionPolicy(), "fast"),
-    "bf16": (torch.bfloat16, MixedPrecisionPolicy(torch.float32, torch.float32), "fast"),
-    "bf16_comm": (torch.bfloat16, MixedPrecisionPolicy(torch.float32, torch.float32, torch.bfloat16), "fast"),
-    "exact": (torch.float32, MixedPrecisionPolicy(), "exact"),
-}
-"""dtype of the module, policy of the engine, promise about sums."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """outer: "" has no outer axis; else HSDP (no_shard) or HFSDP (optim). buffers: plain, double, user. recompute: "",
-    or which of torch's two ways. backward_on: the stream current where `backward` is called."""
-
-    strategy: str
-    outer: str = ""
-    k: int = 1
-    prefetch: int = 1
-    buffers: str = "plain"
-    offload: bool = False
-    recompute: str = ""
-    clip: bool = False
-    backward_on: str = MAIN
-    policy: str = "fp32"
-    more: str = ""
-    """A key of `MORE`: what is not combined with everything."""
-
-    @property
-    def is_possible(self) -> bool:
-        """Whether the engine accepts it."""
-        return self.prefetch <= 1 or self.buffers == "plain"
-
-    @property
-    def world(self) -> int:
-        """Ranks it needs."""
-        return self.inner * self.hosts
-
-    @property
-    def inner(self) -> int:
-        """Ranks of the inner axis."""
-        return SIZES.get(self.more, (2, 2))[1]
-
-    @property
-    def hosts(self) -> int:
-        """Ranks of the outer axis; 1 where there is none."""
-        return SIZES.get(self.more, (2, 2))[0] if self.outer else 1
-
-    def __str__(self) -> str:
-        return "-".join(
-            filter(
-                None,
-                (
-                    self.strategy,
-                    {"": "", "no_shard": "hsdp", "optim": "hfsdp"}[self.outer],
-                    f"k{self.k}",
-                    f"ahead{self.prefetch}",
-                    self.buffers,
-                    "offload" * self.offload,
-                    self.recompute,
-                    "clip" * self.clip,
-                    self.backward_on,
-                    self.policy,
-                    self.more.replace(" ", "_"),
-                ),
-            )
-        )
-
-
-FACTORS: dict[str, tuple[Any, ...]] = {
-    "strategy": pairs.STRATEGIES,
-    "outer": ("", "no_shard", "optim"),
-    "k": (1, 2),
-    "prefetch": (0, 1, 2),
-    "buffers": ("plain", "double", "user"),
-    "offload": (False, True),
-    "recompute": ("", "kept", "reentrant"),
-    "clip": (False, True),
-    "backward_on": (MAIN, "other"),
-    "policy": tuple(POLICIES),
-}
-
-
-@cache
-def product() -> tuple[Case, ...]:
-    """All that is possible, in an order in which neighbours have little in common."""
-    cases = [case for each in itertools.product(*FACTORS.values()) if (case := Case(*each)).is_possible]
-    random.Random(0).shuffle(cases)
-    return tuple(cases)
-
-
-LATE = "8 bits, mx, recomputed late"
-"""Blocks are recomputed from the second forward on, when ranks have agreed that none is."""
-EIGHT_BITS = {f"8 bits, {recipe.value}": recipe for recipe in Fp8} | {LATE: Fp8.mx}
-"""The blocks' matrices multiply 8 bits under a recipe, and are gathered so."""
-SIZES = {"inner axis of one rank": (2, 1), "inner axis of three ranks": (2, 3), "outer axis of three ranks": (3, 1)}
-"""Ranks of the outer axis and of the inner one, where they are not two and two. Three divide no bucket."""
-MORE: dict[str, dict[str, Any]] = {
-    "one communicator": {"separate_gather_group": False},
-    "registered at once": {"nccl_ub": "auto"},
-    "concatenated": {"grad_buffer": "concat"},
-    "unsharded": {"accumulate_unsharded": True},
-    "looked at": {"report_nan_in_param_grad": True},
-    "compared": {"check_replicas_every": 1},
-    "limited": {"prefetch_limit_bytes": 2_000},
-    "ordered": {"numerics": "ordered"},
-    **{sizes: {} for sizes in SIZES},
-    "borrowed": {},
-    "read": {},
-    "loaded": {},
-    **{recipe: {} for recipe in EIGHT_BITS},
-}
-"""Options that are not combined with everything, and what programs do that few do."""
-BORROWING = "borrowed"
-"""The root's forward uses a weight of the last unit before that runs."""
-LOADING = "loaded"
-"""What the engine has is put back where it is, from copies, after an update."""
-READING = "read"
-"""Weights are read after an update, on a stream that waits for the program's."""
-OTHERS = (
-    Case("optim_grads_params", more="one communicator"),
-    Case("optim_grads_params", more="registered at once", policy="bf16_comm"),
-    Case("optim_grads_params", "no_shard", more="registered at once"),
-    Case("no_shard", k=2, more="concatenated"),
-    Case("optim_grads", k=2, more="unsharded", policy="bf16_comm"),
-    Case("optim_grads_params", k=2, clip=True, more="looked at", policy="bf16_comm"),
-    Case("optim", "no_shard", more="compared"),
-    Case("optim_grads_params", prefetch=3, more="limited"),
-    Case("optim_grads_params", "optim", k=2, clip=True, more="ordered"),
-    Case("optim_grads_params", more="inner axis of one rank", policy="bf16"),
-    Case("optim_grads_params", "optim", more="inner axis of one rank", policy="bf16"),
-    Case("optim", "no_shard", more="inner axis of one rank", k=2),
-    Case("no_shard", more="inner axis of three ranks", policy="bf16_comm"),
-    Case("no_shard", "no_shard", more="inner axis of three ranks", k=2),
-    Case("no_shard", "optim", more="outer axis of three ranks", policy="bf16_comm"),
-    Case("optim_grads", "no_shard", more="outer axis of three ranks", policy="bf16_comm", k=2),
-    Case("optim", more=BORROWING),
-    Case("optim_grads", "optim", more=BORROWING),
-    Case("optim_grads", more=READING, policy="bf16"),
-    Case("optim", more=LOADING, offload=True, policy="bf16"),
-    Case("optim_grads_params", more="8 bits, current", k=2, clip=True),
-    Case("optim_grads_params", "optim", more="8 bits, delayed", policy="bf16"),
-    Case("optim_grads", "no_shard", more="8 bits, block", recompute="kept"),
-    Case("optim_grads_params", more="8 bits, block", buffers="user", policy="bf16_comm"),
-    Case("optim", more="8 bits, mx", offload=True),
-    Case("optim_grads_params", more="8 bits, mx", policy="bf16"),
-    Case("optim_grads_params", "optim", more="8 bits, mx", recompute="kept", buffers="double"),
-    Case("optim_grads_params", "no_shard", more=LATE, k=1),
-    Case("no_shard", "no_shard", more="8 bits, current", buffers="double", policy="bf16"),
-    Case("no_shard", more="8 bits, delayed", k=2, backward_on="other"),
-)
-"""Cases with them."""
-
-
-@cache
-def cover() -> tuple[Case, ...]:
-    """Few cases that hold every possible pair of values."""
-    some = product()[:SOME]
-    return tuple(some[place] for place in covering([values_of(case) for case in some]))
-
-
-def pairs_of(cases: Iterable[Case]) -> set[Any]:
-    """Pairs of values that occur."""
-    return {pair for case in cases for pair in itertools.combinations(enumerate(values_of(case)), 2)}
-
-
-def values_of(case: Case) -> tuple[Any, ...]:
-    """What a covering of pairs is over."""
-    return tuple(vars(case).values())
 
 
 class Wide(pairs.Block):
@@ -242,6 +80,8 @@ class Program(pairs.Model):
 def program_of(case: Case) -> Program:
     """What a case trains."""
     program = Program(case.recompute, borrows=case.more == BORROWING, late=case.more == LATE)
+    for param in program.blocks[-1].parameters() if case.more == EXPERTS else ():
+        param.allreduce = False  # type: ignore[attr-defined] # Megatron's mark
     if case.more in EIGHT_BITS:
         program.widen()
         convert_linears(program, EIGHT_BITS[case.more], lambda name, _: name.startswith("blocks"))
@@ -252,21 +92,48 @@ def program_of(case: Case) -> Program:
 
 
 @cache
-def groups_of(rank: int, outer: int, inner: int) -> tuple[Groups, list[RecordedGroup]]:
-    """The communicators of a grid, made once in a process; and a list of them."""
+def groups_of(rank: int, outer: int, inner: int, of: str = "") -> tuple[Groups, list[RecordedGroup]]:
+    """The communicators of a grid, made once in a process; and a list of them. of: what they are for, in reports."""
     world = outer * inner
     shard = [list(range(row * inner, (row + 1) * inner)) for row in range(outer)]
     across = [list(range(column, world, inner)) for column in range(inner)]
     mine = shard[rank // inner]
-    found = [new_group(mine, "reduce"), new_group(mine, "gather")]
+    found = [new_group(mine, f"reduce{of}"), new_group(mine, f"gather{of}")]
     if outer > 1:
-        found += [new_group(across[rank % inner], "outer"), new_group(range(world), "everyone")]
+        found += [new_group(across[rank % inner], f"outer{of}"), new_group(range(world), f"everyone{of}")]
         return Groups(found[0], found[2], found[3], gather=found[1]), found
     return Groups(found[0], gather=found[1]), found
 
 
-def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, torch.optim.Optimizer]:
-    """A model under a case, and its optimizer."""
+class Stepped(Protocol):
+    """What programs ask of an optimizer."""
+
+    def step(self) -> Any:
+        """Update the weights."""
+
+    def zero_grad(self) -> Any:
+        """Forget the gradients."""
+
+
+class Several:
+    """Optimizers that step one after another."""
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        """All of them."""
+        for each in self.optimizers:
+            each.step()
+
+    def zero_grad(self) -> None:
+        """All of them."""
+        for each in self.optimizers:
+            each.zero_grad()
+
+
+def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, Stepped]:
+    """A model under a case, and its optimizer, or optimizers."""
     groups, _ = groups_of(rank, case.hosts, case.inner)
     dtype, policy, numerics = POLICIES[case.policy]
     options: dict[str, Any] = {"double_buffer": case.buffers == "double", "numerics": numerics}
@@ -280,6 +147,7 @@ def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, torch
     model = ShardedModel(
         module.to(dtype),
         groups=groups,
+        expert_groups=groups_of(rank, case.hosts, case.inner, " of experts")[0] if case.more == EXPERTS else None,
         unit_modules=[pairs.Block],
         strategy=case.strategy,
         outer_strategy=case.outer or "no_shard",
@@ -290,7 +158,11 @@ def shard(rank: int, case: Case, module: nn.Module) -> tuple[ShardedModel, torch
         watchdog_timeout_s=600.0,
         **options,
     )
-    return model, fully_shard_optimizer(model, pairs.adamw(model.module))
+    if case.more != APART:
+        return model, fully_shard_optimizer(model, pairs.adamw(model.module))
+    weights = list(model.module.parameters())
+    halves = [pairs.adamw(nn.ParameterList(half)) for half in (weights[::2], weights[1::2])]
+    return model, Several([fully_shard_optimizer(model, each) for each in halves])
 
 
 def name_buffers(recorder: Recorder, model: ShardedModel, case: Case) -> None:
@@ -345,13 +217,15 @@ def run(rank: int, case: Case, records: bool = True) -> Run:
         stack.enter_context(believing_in(silent.cuda))
         model, optimizer = shard(rank, case, program_of(case))
         _, every = groups_of(rank, case.hosts, case.inner)
+        if case.more == EXPERTS:
+            every = [*every, *groups_of(rank, case.hosts, case.inner, " of experts")[1]]
         for group in every:
             group.order.clear()
         recorder = stack.enter_context(recording()) if records else silent
         if records:
-            _restart_streams(model, recorder)
+            restart_streams(model, recorder)
             name_buffers(recorder, model, case)
-            recorder.host_functions |= {"step_of"} if case.offload else set()
+            recorder.host_functions |= {"step_of", "step"} if case.offload else set()
         train(rank, case, model, optimizer, recorder)
         orders = {(group.label, group.ranks): list(group.order) for group in every}
         log = replace(recorder.log, entries=list(recorder.log.entries)) if records else None
@@ -361,7 +235,7 @@ def run(rank: int, case: Case, records: bool = True) -> Run:
     return Run(case, log, weights, orders)
 
 
-def _restart_streams(model: ShardedModel, recorder: Recorder) -> None:
+def restart_streams(model: ShardedModel, recorder: Recorder) -> None:
     """Side streams of the recorder: those of the building are another's."""
     runtime = model._parts.runtime
     runtime._streams = {name: Stream(recorder.cuda, name) for name in ("gather", "reduce", "outer")}
@@ -372,7 +246,7 @@ def _whole(model: ShardedModel) -> Iterator[tuple[str, Tensor]]:
         yield from bucket.named_slices(bucket.gather_whole(bucket.main_shards))
 
 
-def train(rank: int, case: Case, model: ShardedModel, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+def train(rank: int, case: Case, model: ShardedModel, optimizer: Stepped, recorder: Recorder) -> None:
     """The steps, as a program writes them."""
     reader: Stream | None = None
     for step in range(STEPS):
@@ -383,6 +257,8 @@ def train(rank: int, case: Case, model: ShardedModel, optimizer: torch.optim.Opt
             with nullcontext() if last else model.no_sync():
                 recorder.phase("forward")
                 loss = model(x).float().square().mean()
+                if case.more == EVALUATING:
+                    evaluate(model, x, recorder)
                 recorder.phase("backward")
                 backward(loss, case, recorder)
         recorder.phase("step")
@@ -397,6 +273,16 @@ def train(rank: int, case: Case, model: ShardedModel, optimizer: torch.optim.Opt
             load(model, recorder)
         recorder.phase("end")
         optimizer.zero_grad()
+
+
+def evaluate(model: ShardedModel, x: Tensor, recorder: Recorder) -> None:
+    """A forward without gradients, on a stream of the program's."""
+    cuda = recorder.cuda
+    before, other = cuda.current, Stream(cuda, "other")
+    other.wait_stream(before)
+    with cuda.stream(other), torch.no_grad():
+        model(x)
+    before.wait_stream(other)
 
 
 def load(model: ShardedModel, recorder: Recorder) -> None:
@@ -419,7 +305,7 @@ def read(model: ShardedModel, recorder: Recorder) -> Stream:
     return other
 
 
-def step_of(optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+def step_of(optimizer: Stepped, recorder: Recorder) -> None:
     """`optimizer.step()`."""
     optimizer.step()
 

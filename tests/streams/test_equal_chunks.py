@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from harness.fsdp.comm.parts import Cut, Evened, Part
-from tests.streams.programs import Case
+from tests.streams.cases import Case
 from tests.streams.test_races import check
 from tests.streams.visits import run_all
 from tests.support.mutants import each

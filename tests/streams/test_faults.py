@@ -21,6 +21,7 @@ from harness.fsdp.comm.reduction import ExchangeReduction, NativeReduction
 from harness.fsdp.comm.together import copy_together
 from harness.fsdp.runtime import installation, unit_weights
 from harness.fsdp.runtime.bucket_reduction import Job
+from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.runtime.reduce import ReducePipeline
 from harness.fsdp.runtime.unit_weights import UnitWeights
 from harness.fsdp.storage import turns
@@ -30,7 +31,8 @@ from harness.fsdp.storage.memory import BucketMemory
 from harness.fsdp.storage.turns import Turn
 from harness.fsdp.update import clipping
 from tests.streams import programs
-from tests.streams.programs import Case, run
+from tests.streams.cases import APART, BORROWING, LOADING, READING, Case
+from tests.streams.programs import run
 from tests.streams.races import races_of
 from tests.support.covering import once
 from tests.support.mutants import Slip, each
@@ -288,21 +290,32 @@ FAULTS = {
     "borrowed too soon": Fault(
         "A weight that another unit's forward uses may be used before it has come in",
         instead(installation, "BEING_TAKEN", set()),
-        Case("optim", more=programs.BORROWING),
+        Case("optim", more=BORROWING),
         r"weights of blocks\.2/float32",
         ("nccl all_gather", "mm on stream main"),
     ),
     "loaded beside a copy": Fault(
         "The host writes main weights that a device is still copying",
         instead(Bucket, "let_host_write", lambda self: None),
-        Case("optim", offload=True, more=programs.LOADING, policy="bf16"),
+        Case("optim", offload=True, more=LOADING, policy="bf16"),
         r"main weights of .*/bfloat16",
         ("copy_ .*stream main", "copy_ .*stream host"),
+    ),
+    "updated beside a copy": Fault(
+        "An optimizer updates main weights on the host that a device still copies after another optimizer's update",
+        lambda: mock.patch.object(
+            WeightInstaller,
+            "before_update",
+            Slip(WeightInstaller, "before_update", "self._wait_for_device()", "").made(),
+        ),
+        Case("optim_grads", offload=True, more=APART, policy="bf16"),
+        r"main weights of .*/bfloat16",
+        ("copy_ .*stream main", "adam.*stream host|stream host"),
     ),
     "received by the reader alone": Fault(
         "The first stream that reads weights after an update waits for them, and no other does",
         instead(DeviceRuntime, "as_on", received_by_one),
-        Case("optim", more=programs.READING),
+        Case("optim", more=READING),
         r"weights of \(root\)/float32",
         ("nccl all_gather", "mm on stream main"),
     ),

@@ -15,22 +15,9 @@ from benchmarks.checks.streams import key_of
 from benchmarks.pages import streams as page
 from tests.fsdp import pairs
 from tests.fsdp.pairs import STRATEGIES
+from tests.streams.cases import EIGHT_BITS, FACTORS, OTHERS, SIZES, Case, cover, pairs_of, product
 from tests.streams.edges import REASONS, needed
-from tests.streams.programs import (
-    EIGHT_BITS,
-    FACTORS,
-    MAX_NORM,
-    OTHERS,
-    SIZES,
-    STEPS,
-    Case,
-    cover,
-    data,
-    pairs_of,
-    product,
-    program_of,
-    shard,
-)
+from tests.streams.programs import MAX_NORM, STEPS, data, program_of, shard
 from tests.streams.recorder import Recorder, believing_in
 from tests.streams.visits import Verdict, trained
 from tests.support.covering import once

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from tests.streams.cases import Case
 from tests.streams.cost import counts_of, step_of
 from tests.streams.edges import Without, without_each
-from tests.streams.programs import STEPS, Case, Run, run
+from tests.streams.programs import STEPS, Run, run
 from tests.streams.races import Race, races_of
 from tests.support.spawn import run_ranks
 

@@ -115,17 +115,24 @@ class WeightInstaller:
     def wait_for_readers(self) -> None:
         """Wait until main weights are read neither by other ranks nor by a device, and may be written."""
         self.gather.wait_for_readers()
+        self._wait_for_device()
+
+    def _wait_for_device(self) -> None:
+        """Have the device read no main weights any more that lie on the host."""
         for bucket in self.buckets:
-            bucket.let_host_write()
+            if bucket.let_host_write():
+                return
 
     def before_update(self) -> None:
         """An optimizer writes main weights next.
 
         The gradients it waited for came after all reading in their backward. A program may run a forward between that
-        and `step()`, and other ranks may still be in it.
+        and `step()`, and other ranks may still be in it. A device may still copy what another optimizer, or the same
+        one, has just updated on the host: nothing has waited for that where no gradients came in between.
         """
         if self.gather.is_read:
-            self.wait_for_readers()
+            self.gather.wait_for_readers()
+        self._wait_for_device()
 
     @by_engine
     def wait(self, *, writes: bool = False) -> None:

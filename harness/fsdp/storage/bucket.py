@@ -271,10 +271,13 @@ class Bucket:
         else:  # nobody but the stream of gathers reads them
             awaited.receive_here()
 
-    def let_host_write(self) -> None:
-        """Have no device read main weights any more that lie on the host: it copies them beside the host's work."""
-        if self.trainable and self.context.plan.offload is not None:
-            self.context.mesh.gather.runtime.synchronize()
+    def let_host_write(self) -> bool:
+        """Where main weights lie on the host, have the device read none any more, of any bucket: it copies them beside
+        the host's work. Whether it was so."""
+        if not self.trainable or self.context.plan.offload is None:
+            return False
+        self.context.mesh.gather.runtime.synchronize()
+        return True
 
     @property
     def has_room(self) -> bool:
