@@ -101,7 +101,7 @@ def recorded(facts: Facts) -> Iterator[str]:
     """How many trainings, of how many, and what was found."""
     races = facts["races"]
     yield (
-        f"{facts['trainings']:,} trainings of two steps on two or four ranks, {facts['operations']:,} operations on"
+        f"{facts['trainings']:,} trainings of two steps on two to six ranks, {facts['operations']:,} operations on"
         f" streams, torch {facts['torch']}: {len(races) or 'no'} race{'s' * (len(races) != 1)}."
     )
     yield (
