@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from harness.fsdp import fully_shard
+from harness.fsdp import fully_shard, fully_shard_model
 from harness.fsdp.runtime import units as runtime_units
 from harness.fsdp.runtime.units import UnitPlan
 from harness.fsdp.state import by_parameter, flat
 from harness.fsdp.state.flat import SavedStretch
+from harness.fsdp.storage.parameter_access import GRADIENT
 from harness.fsdp.update.stretches import FlatStretch
 from tests.fsdp.test_many_ranks import Lines, believing_in
 from tests.support.mutants import each
@@ -123,3 +124,17 @@ def _with_mistake(rank: int, name: str) -> list[str]:
 @pytest.mark.parametrize("name", each("What work costs with many units", [(n, m[0]) for n, m in MUTANTS.items()]))
 def test_what_grows_faster_than_the_units_is_found(name: str) -> None:
     assert len(run_ranks(_with_mistake, 1, name, apart=True)[0]) == 1
+
+
+def _sets_of_names(rank: int) -> int:
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(FEW)))
+    with believing_in(RANKS):
+        model = fully_shard_model(module, fsdp_unit_modules=[nn.Linear])
+        found = len({id(getattr(param, GRADIENT).names) for param in model.module.parameters()})
+        model.close()
+    return found
+
+
+def test_parameters_share_one_set_of_their_names() -> None:
+    """One each is the square of thousands: gigabytes."""
+    assert run_ranks(_sets_of_names, 1, apart=True) == [1]
