@@ -81,8 +81,8 @@ for seeds in study.verdict.seeds if study.verdict else ():
 # %% [markdown]
 # ## Faults put in on purpose
 #
-# The campaign of `docs/records/power.md` (`python benchmarks/power/first_steps.py`): the share of faulty runs that did not pass, by
-# strength, and of clean ones that did not pass either.
+# The campaign of `docs/records/power.md` (`python benchmarks/power/first_steps.py`): the share of faulty runs that did
+# not pass, by strength, and of clean ones that did not pass either.
 
 # %%
 if CAMPAIGN.exists():

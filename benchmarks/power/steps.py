@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
+from typing import Any
 from unittest import mock
 
 from harness.config.compose import Cell
@@ -204,15 +204,20 @@ def _tried_here() -> Iterator[None]:
     """Faults are tried in this process, which has imported torch, and not in one of its own each."""
     from harness.worker.describe import Unusable, described
 
-    @cache
-    def told(kind: str, setting: str, name: str) -> str:
+    known: dict[str, str] = {}
+
+    def told(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> str:
         try:
-            return json.dumps(described(kind, setting, name, {}))
+            return json.dumps(described(kind, setting, name, shaping))
         except Unusable as error:
             return json.dumps(error.told)
 
     def ask(question: str, _folder: str) -> tuple[list[str], str]:
-        return [told(*target) for target in json.loads(question)["targets"]], ""
+        asked = json.loads(question)
+        for target in asked["targets"]:
+            if target[-1] not in known:
+                known[target[-1]] = told(*target, asked["config"])
+        return [known[target[-1]] for target in asked["targets"]], ""
 
     with mock.patch("harness.config.own._ask", ask):
         yield

@@ -1,4 +1,4 @@
-"""What `first_steps.py` of the power study, `rehearse` and `bisect` print fits a terminal of 80 or 60 columns, and is whole in a pipe."""
+"""What `rehearse`, `bisect` and the power study print fits a terminal of 80 or 60 columns, and is whole in a pipe."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _trained(cells: Mapping[str, Cell], halved: set[str], store: Store) -> dict[
 def train_all(rank: int, jobs: Sequence[Job]) -> None:
     """One run after another."""
     for job in jobs:
-        with _functions_given_back():
+        with functions_given_back():
             _train(rank, job)
 
 
@@ -105,7 +105,7 @@ def _train(rank: int, job: Job) -> None:
 
 
 @contextmanager
-def _functions_given_back() -> Iterator[None]:
+def functions_given_back() -> Iterator[None]:
     """Undo what a fault does to functions of modules; what it does to an engine ends with the engine."""
     around = Site.around
     with ExitStack() as undo:
