@@ -34,7 +34,7 @@ from harness.config.schema import Config
 from harness.control import Control
 from harness.engines.protocol import Engine, Ranks
 from harness.engines.registry import engine_class
-from harness.fsdp.state.row_shard import local_of
+from harness.fsdp import local_of
 from harness.models.registry import workload_for
 from harness.probe.collectives import CollectiveMeter
 from tests.support.spawn import run_ranks

@@ -34,9 +34,8 @@ from harness.checkpoint.storage import whole_tensor
 from harness.config.schema import Config, GradBuffer, ModelConfig
 from harness.control import Control
 from harness.engines.protocol import Engine
-from harness.fsdp import Fp8, convert_linears
+from harness.fsdp import Fp8, convert_linears, local_of
 from harness.fsdp.fp8.linear import Column, layers_of
-from harness.fsdp.state.row_shard import local_of
 from harness.probe.collectives import CollectiveMeter
 from tests.engines.conformance.cases import Case
 from tests.engines.conformance.trial import Spoiled, batches, make_engine, make_workload

@@ -25,7 +25,7 @@ from harness.config.schema import (
     OuterStrategy,
     Strategy,
 )
-from harness.fsdp.state.row_shard import local_of
+from harness.fsdp import local_of
 from harness.store.fields import compared
 from harness.store.metrics import read_metrics
 from tests.support.factory import small_config, stopping, train

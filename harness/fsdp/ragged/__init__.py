@@ -6,10 +6,10 @@ from torch.utils._foreach_utils import _foreach_supported_types as utils_types
 
 from harness.fsdp.ragged import operations as operations
 from harness.fsdp.ragged.placement import RaggedShard
-from harness.fsdp.ragged.tensor import RaggedSpec, RaggedTensor, distribute_rows
+from harness.fsdp.ragged.tensor import RaggedSpec, RaggedTensor, distribute_rows, local_of
 
 torch.serialization.add_safe_globals([RaggedShard, RaggedSpec, RaggedTensor])
 for types in (optimizers_types, utils_types):
     types.append(RaggedTensor)  # as torch does for DTensor
 
-__all__ = ["RaggedShard", "RaggedTensor", "distribute_rows"]
+__all__ = ["RaggedShard", "RaggedTensor", "distribute_rows", "local_of"]

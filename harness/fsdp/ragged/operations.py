@@ -195,8 +195,9 @@ def _whole(value: Tensor) -> Tensor:
     Raises:
         RuntimeError: a plain tensor of several elements, which may be another one on each rank.
     """
-    if isinstance(value, DTensor):
-        return value.detach().full_tensor()
+    plain: Any = value.detach()
+    if isinstance(plain, DTensor):
+        return plain.full_tensor()
     if value.numel() > 1:
         raise RuntimeError(
             f"a plain tensor of shape {[*value.shape]} meets a sharded one: take parameter.full_tensor() (collective),"
@@ -232,7 +233,9 @@ def _wrap(result: Any, like: RaggedTensor, cut: RaggedShard | None = None) -> An
     rows = like.shape[:1] if cut is None else [max(end for _, end in cut.spans)]
     tail = like.shape[1:] if result.shape[1:] == like._local_tensor.shape[1:] else result.shape[1:]
     whole = torch.empty([*rows, *tail], dtype=result.dtype, device="meta")
-    return RaggedTensor.of(result, spec_like(whole, spec, None if cut is None else (*spec.placements[:-1], cut)))
+    return RaggedTensor.of(
+        result, spec_like(whole, spec.mesh, spec.placements if cut is None else (*spec.placements[:-1], cut))
+    )
 
 
 def _new(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -299,7 +302,8 @@ def _norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
     def of_rows(local: Tensor) -> Tensor:
         if not local.numel():
             return local.new_full((), math.inf if order < 0 else 0, dtype=dtype)
-        return norm(local, order, dtype=dtype or (torch.float32 if local.dtype.itemsize < 4 else None))
+        found: Tensor = norm(local, order, dtype=dtype or (torch.float32 if local.dtype.itemsize < 4 else None))
+        return found
 
     combine = partial(torch.sum) if order == 0 else partial(norm, ord=order)
     found = _over_ranks(tensors, of_rows, combine)

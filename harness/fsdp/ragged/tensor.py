@@ -46,7 +46,7 @@ class RaggedTensor(DTensor):
     @staticmethod
     def of(local: Tensor, spec: DTensorSpec, *, requires_grad: bool = False) -> RaggedTensor:
         """Wrap the rows without a copy; torch's distributed checkpoint loads in place."""
-        made = DTensor.__new__(RaggedTensor, local, spec, requires_grad=requires_grad)  # type: ignore[call-arg]
+        made = DTensor.__new__(RaggedTensor, local, spec, requires_grad=requires_grad)
         return cast(RaggedTensor, made)
 
     @property
@@ -109,7 +109,7 @@ class RaggedTensor(DTensor):
         return whole if placements is None else whole.redistribute(mesh, placements, **options)
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override] # torch has an attribute
+    def data(self) -> Tensor:
         """The rows without autograd. A whole or sharded tensor that is assigned is copied; a DTensor would lose it."""
         return self.detach()
 
@@ -133,8 +133,20 @@ class RaggedTensor(DTensor):
 
     @staticmethod
     def __tensor_unflatten__(inner: Any, flat: Any, size: Any, stride: Any) -> RaggedTensor:
-        made = DTensor.__tensor_unflatten__(inner, flat, size, stride)  # type: ignore[no-untyped-call]
+        made = DTensor.__tensor_unflatten__(inner, flat, size, stride)
         return RaggedTensor.of(made._local_tensor, made._spec, requires_grad=made.requires_grad)
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Asked for by writers of whole tensors, such as safetensors.
+
+        Raises:
+            RuntimeError: this rank has rows of it alone.
+        """
+        raise RuntimeError(
+            f"a file of {self.cut.name or 'a sharded tensor'} would have this rank's rows only: save whole tensors on one"
+            " rank, {name: value.full_tensor() for name, value in model.state_dict().items()} (collective), or what every"
+            " rank has by torch.distributed.checkpoint"
+        )
 
     # -- distributed checkpoint ----------------------------------------------------------------------------------------
 
@@ -179,7 +191,7 @@ class GatheredView(DTensor):
     def of(view: Tensor, name: str) -> GatheredView:
         """Wrap a replicated DTensor."""
         plain = cast(DTensor, view)
-        made: Any = DTensor.__new__(GatheredView, plain._local_tensor, plain._spec, requires_grad=False)  # type: ignore[call-arg]
+        made: Any = DTensor.__new__(GatheredView, plain._local_tensor, plain._spec, requires_grad=False)
         made._name = name
         return cast(GatheredView, made)
 
@@ -235,11 +247,16 @@ class _ToLocal(torch.autograd.Function):
 
 def distribute_rows(full: Tensor, like: DTensor) -> RaggedTensor:
     """A copy of a whole tensor, cut as another is: same mesh and placements. Without communication."""
-    made = RaggedTensor.of(like._local_tensor, spec_like(full, like._spec))
+    made = RaggedTensor.of(like._local_tensor, spec_like(full, like._spec.mesh, like._spec.placements))
     return RaggedTensor.of(made.rows_of(full.detach()).clone(), made._spec)
 
 
-def spec_like(tensor: Tensor, spec: DTensorSpec, placements: tuple[Placement, ...] | None = None) -> RaggedSpec:
-    """The spec of a whole tensor of that shape, strides and dtype on another's mesh."""
-    meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
-    return RaggedSpec(spec.mesh, placements or spec.placements, tensor_meta=meta)
+def spec_like(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedSpec:
+    """The spec of a whole tensor of that shape, strides and dtype."""
+    return RaggedSpec(mesh, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, sharing its memory. Any other tensor is returned as it is."""
+    plain = tensor.detach()
+    return plain.to_local() if isinstance(plain, DTensor) else plain

@@ -14,12 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
-from harness.fsdp.ragged import operations, tensor
 from tests.fsdp.ragged import layouts
 from tests.fsdp.ragged.calls import EDITS, FLATTENED, READS, REFUSED
 from tests.fsdp.ragged.layouts import Layout, cut, mesh_of
 from tests.support.covering import once
-from tests.support.mutants import Slip, kills
 from tests.support.spawn import run_ranks
 
 ROOM = "ragged tensors"

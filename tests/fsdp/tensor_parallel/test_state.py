@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import RowShard, create_state
+from harness.fsdp import create_state
+from harness.fsdp.state.named import is_counter_elsewhere
 from harness.fsdp.tensor_parallel.portion import Portion
 from tests.fsdp.tensor_parallel.models import Block, Decoder, Shape, built, cut, loss_of
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded
@@ -39,7 +40,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 def wholes(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """All but counters of which this rank has no copy."""
-    here = {k: v for k, v in tensors.items() if not (isinstance(v, RowShard) and v.is_counter_elsewhere)}
+    here = {k: v for k, v in tensors.items() if not is_counter_elsewhere(v)}
     return {key: whole(value).clone() for key, value in here.items()}
 
 
