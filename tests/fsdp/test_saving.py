@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from harness.fsdp import RanksDisagree, ShardedModel, local_of
 from harness.fsdp.comm.communicator import Communicator
@@ -116,7 +117,7 @@ def _plain(weights: dict[str, Tensor]) -> nn.Module:
 
 
 def filing(rank: int, strategy: str) -> list[str]:
-    """torch.save keeps a rank's rows, safetensors refuses them; whole tensors are saved and loaded as of one process."""
+    """torch.save keeps a rank's rows, safetensors refuses them; whole tensors are saved as from one process."""
     model = trained(rank, strategy)
     right, told, place = whole(model), [], io.BytesIO()
     torch.save(model.state_dict(), place)

@@ -143,9 +143,9 @@ class RaggedTensor(DTensor):
             RuntimeError: this rank has rows of it alone.
         """
         raise RuntimeError(
-            f"a file of {self.cut.name or 'a sharded tensor'} would have this rank's rows only: save whole tensors on one"
-            " rank, {name: value.full_tensor() for name, value in model.state_dict().items()} (collective), or what every"
-            " rank has by torch.distributed.checkpoint"
+            f"a file of {self.cut.name or 'a sharded tensor'} would have this rank's rows only: save whole tensors on"
+            " one rank, {name: value.full_tensor() for name, value in model.state_dict().items()} (collective), or what"
+            " every rank has by torch.distributed.checkpoint"
         )
 
     # -- distributed checkpoint ----------------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ COUNTER_DTYPE = torch.float32
 
 @dataclass
 class ShardedState:
-    """tensors: key -> the state itself, or a copy of a counter. counters: keys of the copies; `adopt` takes them back."""
+    """tensors: key -> the state itself, or a copy of a counter. counters: keys of copies, which `adopt` takes back."""
 
     tensors: dict[str, Tensor]
     counters: set[str] = field(default_factory=set)
