@@ -25,7 +25,6 @@ from harness.fsdp.comm.parts import Cut
 from harness.fsdp.guards.watches import Watches
 from harness.fsdp.ragged import RaggedShard
 from harness.fsdp.runtime import trainability
-from harness.fsdp.state import named
 from harness.fsdp.storage import marks
 from harness.fsdp.storage.layout import BucketLayout, LocalSlice, Slot
 from tests.fsdp.pairs import STRATEGIES
@@ -132,8 +131,12 @@ def test_no_rank_does_more_where_there_are_many(strategy: str) -> None:
     assert run_ranks(_growing, 1, strategy, apart=True)[0] == []
 
 
-def _rows_at_once(spans: Callable[[], Any], name: str) -> RaggedShard:
-    return RaggedShard(tuple(spans()), name)
+_init = RaggedShard.__init__
+
+
+def _rows_at_once(self: RaggedShard, spans: Callable[[], Any], name: str) -> None:
+    _init(self, spans, name)
+    assert self.spans
 
 
 MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
@@ -143,7 +146,7 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "rows at once": (
         "Rows of all ranks are found for each tensor that is handed out",
-        lambda: mock.patch.object(named, "RaggedShard", _rows_at_once),
+        lambda: mock.patch.object(RaggedShard, "__init__", _rows_at_once),
     ),
     "every bound": (
         "Where a parameter is cut is looked for among the bounds of all ranks",

@@ -45,7 +45,7 @@ def trained(rank: int, strategy: str) -> ShardedModel:
 
 def whole(model: ShardedModel) -> dict[str, Tensor]:
     """By way of DTensors, which other tests hold against the weights themselves."""
-    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in model.state_dict().items()}
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v.clone() for n, v in model.state_dict().items()}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor], what: str) -> list[str]:

@@ -136,6 +136,9 @@ class RaggedTensor(DTensor):
         made = DTensor.__tensor_unflatten__(inner, flat, size, stride)
         return RaggedTensor.of(made._local_tensor, made._spec, requires_grad=made.requires_grad)
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        return _restored, (self._local_tensor.detach(), self._spec, self.requires_grad)
+
     def untyped_storage(self) -> torch.UntypedStorage:
         """Asked for by writers of whole tensors, such as safetensors.
 
@@ -147,6 +150,14 @@ class RaggedTensor(DTensor):
             " one rank, {name: value.full_tensor() for name, value in model.state_dict().items()} (collective), or what"
             " every rank has by torch.distributed.checkpoint"
         )
+
+    def storage(self) -> Any:
+        """As `untyped_storage`."""
+        return self.untyped_storage()
+
+    def data_ptr(self) -> int:
+        """0, so that torch's `async_save` copies the rows inside; a DTensor of rows at an offset has another."""
+        return 0
 
     # -- distributed checkpoint ----------------------------------------------------------------------------------------
 
@@ -249,6 +260,11 @@ def distribute_rows(full: Tensor, like: DTensor) -> RaggedTensor:
     """A copy of a whole tensor, cut as another is: same mesh and placements. Without communication."""
     made = RaggedTensor.of(like._local_tensor, spec_like(full, like._spec.mesh, like._spec.placements))
     return RaggedTensor.of(made.rows_of(full.detach()).clone(), made._spec)
+
+
+def _restored(local: Tensor, spec: RaggedSpec, requires_grad: bool) -> RaggedTensor:
+    """What `torch.load` makes of a tensor that was saved."""
+    return RaggedTensor.of(local, spec, requires_grad=requires_grad)
 
 
 def spec_like(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedSpec:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -104,7 +105,7 @@ class ShardMap:
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
         self._meshes: dict[tuple[int, tuple[str, ...]], DeviceMesh] = {}
-        self._found: dict[tuple[int, str], tuple[Placement, ...]] = {}
+        self._found: WeakKeyDictionary[Bucket, dict[str, tuple[Placement, ...]]] = WeakKeyDictionary()
         for bucket in (each for each in buckets if each.context.tensor is not None):
             self._mesh(bucket)
 
@@ -199,20 +200,18 @@ class ShardMap:
 
     def _placements(self, bucket: Bucket, slot: Slot) -> tuple[Placement, ...]:
         """Of a parameter, on the axes of `_mesh`."""
-        key = (id(bucket), slot.spec.name)
-        if key not in self._found:
+        found = self._found.setdefault(bucket, {})
+        if slot.spec.name not in found:
             portion, axes = bucket.portion_of(slot), _axes(bucket)
             tensor: Placement = Replicate() if portion.dim is None else Shard(portion.dim)
             others = [tensor if axis == "tensor" else Replicate() for axis in axes]
-            positions, layout = _positions(bucket), bucket.layout
-            if positions is not None:
-                where: Sequence[int] = positions
-                cut = RaggedShard(
-                    lambda: [_rows(slot, layout.local_slice(slot, each)) for each in where], slot.spec.name
+            if SHARD in bucket.cuts.own:
+                layout = bucket.layout
+                others[-1] = RaggedShard(
+                    lambda: [_rows(slot, layout.local_slice(slot, each)) for each in _positions(bucket)], slot.spec.name
                 )
-                others[-1] = cut
-            self._found[key] = tuple(others)
-        return self._found[key]
+            found[slot.spec.name] = tuple(others)
+        return found[slot.spec.name]
 
     def _mesh(self, bucket: Bucket) -> DeviceMesh:
         """Ranks that keep the bucket's parameters."""
@@ -324,16 +323,16 @@ def _axes(bucket: Bucket) -> tuple[str, ...]:
     return ("inner", *of_tensor, *outer) if own.outer is SHARD and outer else (*outer, *of_tensor, "inner")
 
 
-def _positions(bucket: Bucket) -> Sequence[int] | None:
-    """The place in the layout of each rank of the last axis; None where all ranks have all rows."""
+def _positions(bucket: Bucket) -> Sequence[int]:
+    """The place in the layout of each rank of the last axis."""
     cuts, mesh = bucket.cuts, bucket.context.mesh
-    width, inner = cuts.layout.outer, range(cuts.place.inner_size)
+    width = cuts.layout.outer
     if cuts.own == On(SHARD, SHARD) and mesh.outer is not None:
         where = {rank: i * width + o for o, row in enumerate(_grid(mesh)) for i, rank in enumerate(row)}
         return [where[rank] for rank in dist.get_process_group_ranks(mesh.everyone.group)]
     if cuts.own.outer is SHARD and mesh.outer is not None:
         return range(cuts.place.outer_size)
-    return [i * width for i in inner] if cuts.own.inner is SHARD else None
+    return range(0, cuts.place.inner_size * width, width)
 
 
 def _grid(mesh: Mesh) -> list[list[int]]:

@@ -160,7 +160,7 @@ MUTANTS = {
     ),
     "moments are not filled": Mutant(
         "What is loaded brings no moments",
-        lambda: mock.patch.object(by_parameter, "_fill"),
+        lambda: mock.patch.object(by_parameter, "fill"),
         "moving",
         "no_shard",
     ),
