@@ -14,10 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn import functional as F
 
+from harness.fsdp.ragged import operations, placement, tensor
 from tests.fsdp.ragged import layouts
 from tests.fsdp.ragged.calls import EDITS, FLATTENED, READS, REFUSED
 from tests.fsdp.ragged.layouts import Layout, cut, mesh_of
 from tests.support.covering import once
+from tests.support.mutants import Slip, each
 from tests.support.spawn import run_ranks
 
 ROOM = "ragged tensors"
@@ -115,3 +117,130 @@ def _same(found: Any, right: Any) -> bool:
 def test_every_call_is_right_or_refused(layout: str) -> None:
     wrong = {call: outcome for call, outcome in outcomes(layout).items() if outcome}
     assert not wrong, "\n".join(f"{call}: {outcome}" for call, outcome in wrong.items())
+
+
+MUTANTS = {
+    "means of means": (
+        Slip(
+            operations,
+            "_sum",
+            "/ like.numel()",
+            "/ max(like._local_tensor.numel(), 1)",
+            "A mean is of this rank's rows",
+        ),
+        "uneven",
+        "p.mean()",
+    ),
+    "other cuts": (
+        Slip(operations, "_same_cut", "mine.placements != theirs.placements or ", "", "Rows meet rows of another cut"),
+        "halves",
+        "p + q",
+    ),
+    "no rows": (
+        Slip(
+            operations, "_least", "return -math.inf if", "return 0.0 if", "A rank without rows has a largest element: 0"
+        ),
+        "first",
+        "p.amin((0, 1), keepdim=True)",
+    ),
+    "own numbers": (
+        Slip(
+            operations,
+            "_random",
+            "like.rows_of(_first_ranks(drawn, mesh))",
+            "drawn[: len(like._local_tensor)]",
+            "Every rank draws the first rows' random numbers",
+        ),
+        "uneven",
+        "p.normal_()",
+    ),
+    "rows in rank order": (
+        Slip(
+            placement.RaggedShard,
+            "gather",
+            "sorted(zip(self.spans, found, strict=True), key=lambda each: each[0])",
+            "zip(self.spans, found, strict=True)",
+            "Rows are put together in the order of ranks",
+        ),
+        "turned",
+        "p.cumsum(1)",
+    ),
+    "views": (
+        Slip(
+            operations,
+            "_view",
+            "or size[0] % like.shape[0]",
+            "",
+            "A view that cuts rows is taken for one of whole rows",
+        ),
+        "uneven",
+        "p.reshape(4, 6)",
+    ),
+    "rows alone": (
+        Slip(operations, "_reduction_of", "0 not in reduced", "reduced", "A sum over rows is of this rank's rows"),
+        "uneven",
+        "p.sum(0)",
+    ),
+    "copies of whole": (
+        Slip(
+            tensor.RaggedTensor, "rows_of", "offsets[dim] if sizes[dim] else 0", "0", "Every rank takes the first rows"
+        ),
+        "uneven",
+        "p.copy_(torch.arange(24.0).view(8, 3))",
+    ),
+    "edits of views": (
+        Slip(
+            operations,
+            "_view_of_whole",
+            "GatheredView.of(found, name)",
+            "found",
+            "A view of a gathered copy is written to",
+        ),
+        "uneven",
+        "p[0].zero_()",
+    ),
+    "plain tensors": (
+        Slip(
+            operations, "_whole", "value.numel() > 1", "False", "A plain tensor of this rank is taken for everybody's"
+        ),
+        "uneven",
+        "torch.ones(8, 3) + p",
+    ),
+    "tensor-parallel rows": (
+        Slip(
+            operations,
+            "_reduction_of",
+            "and _cuts_rows_alone(like)",
+            "",
+            "A row is summed as far as this rank has columns",
+        ),
+        "tp_columns",
+        "p.sum(1)",
+    ),
+}
+
+
+def with_mistake(rank: int, names: list[str]) -> dict[str, Outcome]:
+    """On one rank: what is wrong with a mutant's call while its mistake is in place."""
+    found = {}
+    for name in names:
+        slip, layout, call = MUTANTS[name]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(slip.owner, slip.name, slip.made())
+            operations._rule_of.cache_clear()
+            patch.setitem(operations.SPECIAL, torch.ops.aten.view.default, operations._view)
+            found[name] = try_all(rank, layout, [call])[call]
+    return found
+
+
+@once
+def mistakes(ranks: int) -> dict[str, Outcome]:
+    names = [name for name, (_, layout, _) in MUTANTS.items() if _ranks(layouts.ALL[layout]) == ranks]
+    return _merged(run_ranks(with_mistake, ranks, names))
+
+
+@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, (slip, _, _) in MUTANTS.items()]))
+def test_a_mistake_is_found(name: str) -> None:
+    _, layout, call = MUTANTS[name]
+    assert not outcomes(layout)[call]
+    assert mistakes(_ranks(layouts.ALL[layout]))[name]
