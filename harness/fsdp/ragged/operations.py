@@ -300,9 +300,10 @@ def _norms_of(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None
     norm: Any = torch.linalg.vector_norm
 
     def of_rows(local: Tensor) -> Tensor:
+        wide = dtype or (torch.float32 if local.dtype.itemsize < 4 else local.dtype)
         if not local.numel():
-            return local.new_full((), math.inf if order < 0 else 0, dtype=dtype)
-        found: Tensor = norm(local, order, dtype=dtype or (torch.float32 if local.dtype.itemsize < 4 else None))
+            return local.new_full((), math.inf if order < 0 else 0, dtype=wide)
+        found: Tensor = norm(local, order, dtype=wide)
         return found
 
     combine = partial(torch.sum) if order == 0 else partial(norm, ord=order)

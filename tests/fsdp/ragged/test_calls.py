@@ -126,7 +126,7 @@ MUTANTS = {
             "_sum",
             "/ like.numel()",
             "/ max(like._local_tensor.numel(), 1)",
-            "A mean is of this rank's rows",
+            "A mean is of a rank's rows",
         ),
         "uneven",
         "p.mean()",
@@ -137,9 +137,7 @@ MUTANTS = {
         "p + q",
     ),
     "no rows": (
-        Slip(
-            operations, "_least", "return -math.inf if", "return 0.0 if", "A rank without rows has a largest element: 0"
-        ),
+        Slip(operations, "_least", "return -math.inf if", "return 0.0 if", "A rank without rows has one: 0"),
         "first",
         "p.amin((0, 1), keepdim=True)",
     ),
@@ -171,7 +169,7 @@ MUTANTS = {
             "_view",
             "or size[0] % like.shape[0]",
             "",
-            "A view that cuts rows is taken for one of whole rows",
+            "A view cuts rows",
         ),
         "uneven",
         "p.reshape(4, 6)",
@@ -182,9 +180,7 @@ MUTANTS = {
         "p.sum(0)",
     ),
     "copies of whole": (
-        Slip(
-            tensor.RaggedTensor, "rows_of", "offsets[dim] if sizes[dim] else 0", "0", "Every rank takes the first rows"
-        ),
+        Slip(tensor.RaggedTensor, "rows_of", "offsets[dim] if sizes[dim] else 0", "0", "All ranks take the first rows"),
         "uneven",
         "p.copy_(torch.arange(24.0).view(8, 3))",
     ),
@@ -194,15 +190,13 @@ MUTANTS = {
             "_view_of_whole",
             "GatheredView.of(found, name)",
             "found",
-            "A view of a gathered copy is written to",
+            "Edits of a copy are lost",
         ),
         "uneven",
         "p[0].zero_()",
     ),
     "plain tensors": (
-        Slip(
-            operations, "_whole", "value.numel() > 1", "False", "A plain tensor of this rank is taken for everybody's"
-        ),
+        Slip(operations, "_whole", "value.numel() > 1", "False", "A rank's plain tensor is taken for all ranks'"),
         "uneven",
         "torch.ones(8, 3) + p",
     ),
@@ -212,7 +206,7 @@ MUTANTS = {
             "_reduction_of",
             "and _cuts_rows_alone(like)",
             "",
-            "A row is summed as far as this rank has columns",
+            "A row is summed over a rank's columns",
         ),
         "tp_columns",
         "p.sum(1)",
