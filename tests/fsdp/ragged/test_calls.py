@@ -139,7 +139,7 @@ MUTANTS = {
     "no rows": (
         Slip(operations, "_least", "return -math.inf if", "return 0.0 if", "A rank without rows has one: 0"),
         "first",
-        "p.amin((0, 1), keepdim=True)",
+        "(p - 9).max()",
     ),
     "own numbers": (
         Slip(
