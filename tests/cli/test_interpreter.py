@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import venv
 from collections.abc import Callable
 from importlib import metadata
@@ -19,6 +20,7 @@ import pytest
 from harness.config.catalog import ROOT
 from harness.store import interpreter
 from tests.support.mutants import each
+from tests.support.needs import needs
 
 FILES = ("run.py", "harness/store/interpreter.py", "harness/command.py", "harness/__main__.py")
 """What an interpreter reads before it is found wanting."""
@@ -120,6 +122,21 @@ def test_an_interpreter_that_is_too_old_is_told_so(python: Path, checkout: Path)
         assert "from __future__ import annotations" not in text, "which Python 3.7 was the first to have"
 
 
+@needs("make")
+def test_no_environment_is_made_of_one_that_is_too_old(checkout: Path) -> None:
+    """pip would say that there is no such torch."""
+    shutil.copy(ROOT / "constraints.txt", checkout)
+    old = checkout / "python3"
+    code = "import sys; sys.version_info = (3, 9); exec(sys.argv[2])"
+    old.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(code)} "$@"\n')
+    old.chmod(0o755)
+    make = ["make", f"PYTHON={old}", "install"]
+    done = subprocess.run(make, cwd=checkout, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "Python 3.9, and 3.11 is the oldest that can be used; type: make PYTHON=" in done.stderr
+    assert not (checkout / ".venv").exists()
+
+
 def test_the_dependencies_are_those_of_the_package() -> None:
     """But for torch, which whoever only reads verdicts need not have."""
     named = {name: found for name, found in metadata.packages_distributions().items() if name in interpreter.NEEDED}
@@ -168,6 +185,11 @@ MUTANTS: dict[str, tuple[Check, str, str, str, str]] = {
         test_an_interpreter_that_is_too_old_is_told_so,
         *("harness/store/interpreter.py", "if sys.version_info < OLDEST:", "if not sys.version_info:"),
         "An interpreter that is too old is told to install packages",
+    ),
+    "old, and installed": (
+        test_no_environment_is_made_of_one_that_is_too_old,
+        *("Makefile", "sys.version_info >= (3, 11)", "True"),
+        "make installs into an interpreter that is too old",
     ),
     "unreadable": (
         test_an_interpreter_that_is_too_old_is_told_so,
