@@ -4,14 +4,17 @@ Alone it composes, freezes and launches. Started as one rank (torchrun, srun) it
 and publishes the run, the others wait for it. Nothing here imports torch before a request is known to be good.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 
+from harness.store import interpreter
+
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # Ctrl-C while we import: nothing has begun that must end
+
+if __name__ == "__main__":
+    interpreter.require()
 
 os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, instead of being printed by Hydra
 

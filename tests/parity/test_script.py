@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -262,7 +263,7 @@ def test_it_really_finds_a_fault_of_the_engine_and_passes_without(
     control, arm = sorted((tmp_path / "s").glob("tiny*"), key=lambda path: "f01" in path.name)
     assert main(["compare", str(arm), str(control)]) == 1
     path = arm / "verdict" / f"{control.name}.py"
-    assert f"next: python {path}\n" in capsys.readouterr().out
+    assert f"next: python {shlex.quote(str(path))}\n" in capsys.readouterr().out
     shutil.rmtree(control)  # the script needs neither run
     text = path.read_text()
     if mended:
