@@ -23,7 +23,7 @@ from harness.bisect.trials import ROOM, Request, answer_of, brief, check_ends
 from harness.config.compose import Cell, compose_cell
 from harness.config.doc import as_typed
 from harness.config.errors import BadRequest, refuse
-from harness.config.words import as_word, is_usual, setting
+from harness.config.words import as_word, in_store
 from harness.launch.room import NoRoom, check_room
 from harness.launch.terminal import Terminal
 from harness.parity import Verdict, compare
@@ -191,8 +191,7 @@ class KeySearch:
 
     def _next(self, found: tuple[str, ...], verdict: Verdict) -> tuple[str, ...]:
         again = shlex.join(["--from", str(self._good_run.path), *self._request.words, *self._words(found)])
-        where = "" if is_usual(self._store.root) else f" {setting('launch.root', str(self._store.root))}"
-        return (commands.request(f"{again}{where}"), *verdict.commands[:1])
+        return (commands.request(" ".join([again, *in_store(self._store.root)])), *verdict.commands[:1])
 
 
 def _counts(key: str, left: Frozen, right: Frozen) -> bool:

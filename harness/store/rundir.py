@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -165,7 +166,8 @@ class RunDir:
         if lock is None:
             present = self.status()
             owner = f"process {present.pid} on {present.host}" if present and present.pid else "another process"
-            raise Busy(f"{self.path} is in use by {owner}; wait for it or run: {commands.verb('watch')}")
+            look = commands.verb(f"watch {shlex.quote(self.path.parent.name)}", self.path.parent.parent)
+            raise Busy(f"{self.path} is in use by {owner}; wait for it or run: {look}")
         return lock
 
     def adopt(self, cell: CellLike) -> None:
@@ -382,7 +384,8 @@ class Store:
         text = read_text(self.root / LAST)
         run = None if text is None else RunDir(self.root / text.strip())
         if run is None or not os.path.isfile(run.path / CONFIG):
-            raise StoreError(f"@last: nothing was run under {self.root} yet; start with: {commands.request()}")
+            start = f"; start with: {commands.request()}" * commands.is_usual(self.root)
+            raise StoreError(f"@last: nothing was run under {self.root} yet{start}")
         return run
 
 
