@@ -15,7 +15,7 @@ import yaml
 
 from harness.store import commands, identity, shapes, status
 from harness.store.errors import Busy, StoreError
-from harness.store.files import Lock, held, write_atomic
+from harness.store.files import Lock, held, private_folder, write_atomic
 from harness.store.reading import folder_names, read_json, read_text, read_yaml
 
 Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -145,16 +145,10 @@ class RunDir:
 
         Only its owner may look into it, whatever the umask: it holds logs, and the word by which ranks meet.
         """
-        (self.path / "attempts").mkdir(parents=True, exist_ok=True)
         number = self.next_attempt()
-        while True:
-            try:
-                os.mkdir(self.attempt_dir(number), 0o700)
-            except FileExistsError:
-                number += 1
-            else:
-                self.attempt_dir(number).chmod(0o700)
-                return number
+        while not private_folder(self.attempt_dir(number)):
+            number += 1
+        return number
 
     def lock(self, *, timeout_s: float = 2.0) -> Lock:
         """Become the one process that runs this; held until released or until every process that inherited it is gone.
