@@ -32,6 +32,7 @@ from harness.parity.versions import own_fault
 from harness.store import commands
 from harness.store.errors import EXIT_BUSY, Busy
 from harness.store.identity import EXCLUDED
+from harness.store.redaction import redacted
 from harness.store.rundir import RunDir, Store, flatten
 from harness.store.screen import counted
 from harness.study.replay import replay
@@ -141,7 +142,7 @@ class KeySearch:
         except NoRoom:
             raise
         except BadRequest as error:
-            self._tell(f"{head}: skipped, {' '.join(str(error.violations[0]).split())}")
+            self._tell(f"{head}: skipped, {redacted(' '.join(str(error.violations[0]).split()))}")
             return Answer.unresolved
         answer = answer_of(verdict, self._sought, undecided=self._request.undecided)
         self._tell(f"{head}: {'skipped, ' * (answer is Answer.unresolved)}{brief(verdict)}")

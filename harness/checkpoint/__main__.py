@@ -24,6 +24,7 @@ from harness.config.words import setting
 from harness.store import commands
 from harness.store.errors import StoreError
 from harness.store.rundir import RunDir
+from harness.store.screen import filtered
 
 REFUSED = (
     BadRequest,
@@ -112,4 +113,5 @@ def _import(arguments: argparse.Namespace) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with filtered():
+        sys.exit(main(sys.argv[1:]))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from functools import lru_cache
 from urllib.parse import quote
 
@@ -83,6 +83,45 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ) -> str:
     return _kept(text, values) if len(text) > LONG else _without(text, values)
 
 
+LEAST_TOLD = 6
+"""As `LEAST`, of a refusal: nothing is read from it again."""
+
+_TYPED = re.compile(r"([\w.@/+~-]+)['\"]?[=:\s]\s*")
+"""A name within a word of a request, and what stands between it and its value."""
+
+
+def without_secrets(
+    message: str, words: Iterable[str], known: Container[str] = (), environment: Mapping[str, str] = os.environ
+) -> str:
+    """A message about a request without what is secret in it: by its form, its variable, or the name it was typed to.
+
+    Args:
+        message: what would be printed.
+        words: the request, as typed.
+        known: settings, whose names say nothing of a secret.
+        environment: variables whose values may be in it.
+    """
+    found = [pair for word in words for pair in _typed(word)]
+    typed = [(name, value) for name, value in found if name not in known and _TELLING.search(name)]
+    values = {piece for _, value in typed for piece in (value, *_PIECE.findall(value)) if not piece.isdecimal()}
+    values |= {*secrets_of(environment, LEAST_TOLD).values()}
+    for form in sorted({form for value in values for form in _forms(value) if len(form) > 3}, key=len, reverse=True):
+        message = message.replace(form, HIDDEN)
+    for name, _ in typed:  # also what is shown of it as Hydra read it, or in part
+        shown = rf"((?:{re.escape(name)}=|[{{,]\s*['\"]?{re.escape(name)}['\"]?:)\s*)[^\s,}}]+?(?=:?(?:[\s,}}]|$))"
+        message = re.sub(shown, rf"\1{HIDDEN}", message)
+    return redacted(message, environment)
+
+
+_PIECE = re.compile(r"[^\s'\",{}\[\]()\\]{4,}")
+"""A part of a value that is told as it is, whatever is quoted around it."""
+
+
+def _typed(word: str) -> Iterator[tuple[str, str]]:
+    """Each name in a word with all that follows it."""
+    return ((found[1].lstrip("+~-"), word[found.end() :].strip("'\"")) for found in _TYPED.finditer(word))
+
+
 def _forms(value: str) -> Iterator[str]:
     """How a secret may stand in a text: as it is, within JSON, within an address, and each line of several."""
     yield value
@@ -103,12 +142,12 @@ _kept = lru_cache(maxsize=4)(_without)
 """The diff of a thousand cells is one text."""
 
 
-def secrets_of(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables that hold a secret, the longest value first; a path to one is none."""
+def secrets_of(environment: Mapping[str, str], least: int = LEAST) -> dict[str, str]:
+    """Variables that hold a secret of `least` characters, the longest value first; a path to one is none."""
     found = {
         name: value
         for name, value in environment.items()
-        if len(value) >= LEAST and _TELLING.search(name) and not (_is_path(name, value) or _is_count(name, value))
+        if len(value) >= least and _TELLING.search(name) and not (_is_path(name, value) or _is_count(name, value))
     }
     return dict(sorted(found.items(), key=lambda pair: -len(pair[1])))
 
