@@ -24,7 +24,7 @@ from harness.config.words import quote
 from harness.launch import control, submit
 from harness.store import provenance, status
 from harness.store import study as studies
-from harness.store.rundir import RunDir, Store
+from harness.store.rundir import Store
 from harness.store.status import Keeper, State, Status
 from tests.support.composing import compose
 from tests.support.mutants import Slip, kills
@@ -185,32 +185,25 @@ def test_an_unfinished_study_is_asked_for_as_it_was(
     runs = ask(place, told, make(State.failed, but=1))
     assert {cluster["time_min"] for cluster in runs.values()} == {77}
     assert len(runs) == 4
-    name = "two"
-    verbs = [f"verdict {name}", f"report {name} --markdown", f"watch {name} --once", f"bench {name}"]
+    verbs = ["verdict two", "report two --markdown", "watch two --once", "bench two"]
     assert not faults(place, verbs, runs, capsys, told, may_start=True)
-    ask(place, told, make(State.failed))  # all were started; some are damaged
-    one, other = (RunDir(Path(path)) for path in list(runs)[:2])
-    verbs = [
-        f"verdict {name}",
-        f"show '{one.path}'",
-        f"compare '{one.path}' '{other.path}'",
-        f"report {name} --markdown",
-    ]
+    one, other = (run for run in Store(place.root).runs("two")[:2])
+    verbs = [f"show '{one.path}'", f"compare '{one.path}' '{other.path}'"]
     assert not faults(place, verbs, runs, capsys, told, may_start=True)
 
 
 @pytest.mark.parametrize(
-    ("slip", "name"),
+    ("slip", "why"),
     [
         pytest.param(
             Slip(studies, "asked", 'record.get("request") or shared', "[]"),
-            "overrides",
+            "asks for|no sbatch|bad request",
             marks=kills("The terminal", "next: without overrides", "A study is asked for again without its cluster="),
             id="overrides",
         ),
         pytest.param(
             Slip(words, "ask_again", "if os.path.isdir(folder)", "if False"),
-            "folder",
+            "there is no file",
             marks=kills(
                 "The terminal", "next: in another folder", "A study's file is looked for where the verb is typed"
             ),
@@ -218,18 +211,20 @@ def test_an_unfinished_study_is_asked_for_as_it_was(
         ),
         pytest.param(
             Slip(words, "in_store", "if usual else", "if True else"),
-            "root",
+            "asks for",
             marks=kills("The terminal", "next: another store", "What is missing is trained into ./runs of this folder"),
             id="root",
         ),
     ],
 )
 def test_a_command_that_asks_for_something_else_is_found(
-    slip: Slip, name: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+    slip: Slip, why: str, place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    runs = ask(place, told := tmp_path / "told", make(State.failed, but=1))
     slip.put(monkeypatch)
-    with pytest.raises(AssertionError):
-        test_an_unfinished_study_is_asked_for_as_it_was(place, tmp_path, capsys, monkeypatch)
+    with pytest.raises(AssertionError, match=why):
+        assert not faults(place, ["verdict two"], runs, capsys, told, may_start=True)
 
 
 def test_what_is_whole_is_looked_at_and_what_is_not_alike_is_not_compared(
@@ -270,7 +265,7 @@ def test_a_comparison_of_unlike_runs_is_found(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Slip(studies, "comparable", "if must_agree(path)", "if False").put(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=" compare "):
         test_what_is_whole_is_looked_at_and_what_is_not_alike_is_not_compared(place, tmp_path, capsys, monkeypatch)
 
 
@@ -279,7 +274,7 @@ def test_a_verdict_on_nothing_is_found(
     place: Place, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Slip(studies, "judging_verb", "if judged else otherwise", "if True else otherwise").put(monkeypatch)
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match="verdict two"):
         test_what_is_whole_is_looked_at_and_what_is_not_alike_is_not_compared(place, tmp_path, capsys, monkeypatch)
 
 
