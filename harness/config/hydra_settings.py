@@ -23,13 +23,13 @@ INSTEAD = {
     "run": _RUNS,
     "sweep": _RUNS,
 }
-"""What says here what a part of Hydra's own node says elsewhere."""
+"""The settings here that say what a part of Hydra's own node says elsewhere."""
 
 _PACKAGE = re.compile(r"^\s*#\s*@package\s+(\S+)", re.MULTILINE)
 
 
 def is_hydra(key: str) -> bool:
-    """Whether a key, group or package lies in Hydra's own node."""
+    """True for a key, group or package of Hydra's own node."""
     return re.split(r"[./]", key.removeprefix("_global_.").lstrip("/"), maxsplit=1)[0] == "hydra"
 
 

@@ -41,7 +41,7 @@ def started_as_script(argv0: str, environment: MutableMapping[str, str] = os.env
 
 
 def request(words: str = "", folder: str = "") -> str:
-    """What asks for runs, before `words` that are ready for a shell.
+    """The command that asks for runs, before `words` that are ready for a shell.
 
     Args:
         words: overrides and flags.
@@ -54,18 +54,18 @@ def request(words: str = "", folder: str = "") -> str:
 
 
 def verb(words: str = "", root: Path | str | None = None) -> str:
-    """What asks for a verb, before `words` that are ready for a shell; of the store `root`, where that is not usual."""
+    """The command of a verb, before `words` that are ready for a shell, in the store `root` where it is not the usual."""
     where = "" if root is None or is_usual(root) else f" --root {shlex.quote(str(root))}"
     return f"{_harness()} {words}{where}".rstrip()
 
 
 def is_usual(root: Path | str) -> bool:
-    """Whether a store is the one that a command without `--root` and `launch.root` takes."""
+    """True for the store that a command without `--root` and `launch.root` takes."""
     return Path(root).absolute() == Path(USUAL).absolute()
 
 
 def _harness(start: str | None = None) -> str:
-    """What starts the console script or the module, typed in `start`, by default here."""
+    """The start of a command, console script or module, typed in `start`, by default here."""
     typed = os.environ.get(TYPED)
     if typed and start:
         (typed,) = shlex.split(typed)
@@ -85,7 +85,7 @@ def script(path: Path | str) -> str:
 
 
 def python(start: str | None = None) -> str:
-    """What starts this interpreter, typed in `start`, by default here."""
+    """The word that starts this interpreter, typed in `start`, by default here."""
     found = shutil.which("python")
     here = os.path.dirname(os.path.abspath(sys.executable))
     return "python" if found and os.path.dirname(os.path.abspath(found)) == here else shown(sys.executable, start)

@@ -198,7 +198,7 @@ def _open(path: Path) -> int:
 
 
 def is_held(path: Path) -> bool:
-    """Whether some process holds the lock on `path` now. Looking is shared: two who look do not see each other.
+    """True while some process holds the lock on `path`. Looking is shared: two who look do not see each other.
 
     Another user's lock cannot be looked at: it is taken for held, so that a run's state is believed.
     """

@@ -73,7 +73,7 @@ MAX_NAME = 80
 
 @cache
 def must_agree(key: str) -> bool:
-    """Whether a dotted setting must be the same in two runs that are compared."""
+    """True for a dotted setting that must be the same in two runs that are compared."""
     if key in HELD:
         return True
     return key.split(".")[0] not in AXES and key not in FREE

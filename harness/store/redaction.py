@@ -29,13 +29,13 @@ _TELLING = re.compile(
 """What the name of a variable holds whose value is nobody's business."""
 
 _NAME = r"(?:pass(?:word|wd|phrase)|secret|credential|(?:api|access|account|auth|private)[_-]?(?:key|token))"
-"""What a name holds, in any case, whose value is hidden whatever it is made of."""
+"""Part of a name, in any case, whose value is hidden whatever it is made of."""
 _TOKEN = r"(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)token(?![\w-])"
 """Models have tokens of their own."""
 _ON = r"(?:[\s(\\]|(?<=\n)[+-])*"
 """Where a value goes on: also in the next line, which a diff begins with a sign."""
 _TYPES = r"(?!(?:str|bytes|int|object|Any|None|null|true|false|\w*Str|\w*Token)\s*$)"
-"""What stands after the colon of a declaration."""
+"""Types and constants, which stand after the colon of a declaration."""
 
 _ASSIGNED = (
     re.compile(

@@ -119,7 +119,7 @@ def comparable(runs: Iterable[RunDir]) -> list[list[RunDir]]:
 
 
 def is_done(run: RunDir) -> bool:
-    """Whether a run has ended well; not of one whose state cannot be read."""
+    """True for a run that has ended well; false for one whose state cannot be read."""
     try:
         found = run.status()
     except StoreError:

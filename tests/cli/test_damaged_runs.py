@@ -214,7 +214,7 @@ def _timed(root: Path) -> None:
 Verbs = Callable[[Path], list[list[str]]]
 
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]")
-"""What no verb prints where its output is no terminal."""
+"""Characters that no verb prints where its output is no terminal."""
 
 
 def _mirrors(root: Path) -> list[list[str]]:
@@ -368,7 +368,7 @@ def _readers(root: Path) -> list[list[str]]:
 
 
 def obeyed(whole: Path, folder: Path, part: str, verbs: Verbs = _readers) -> str:
-    """What verbs print of planted texts that a terminal would obey, and how they end badly."""
+    """Planted texts that verbs print and a terminal would obey, and verbs that end badly."""
     shutil.copytree(whole, root := folder / "runs", symlinks=True)
     for run in Store(root).runs("lab"):
         for name in TEXTS[part]:

@@ -145,7 +145,7 @@ def typed(command: str, here: Path) -> tuple[Path, list[str]]:
 
 
 def wrong(command: str, place: Place, expected: dict[str, Any], told: Path, *, may_start: bool) -> str:
-    """What is wrong with a printed command; empty if it does what it should."""
+    """The fault of a printed command; empty if it does what it should."""
     cwd, argv = typed(command, place.here)
     if argv[0] in STARTS and not may_start:
         return f"starts runs: {command}"
@@ -169,7 +169,7 @@ def wrong(command: str, place: Place, expected: dict[str, Any], told: Path, *, m
 def faults(
     place: Place, verbs: Sequence[str], expected: dict[str, Any], capsys: Any, told: Path, *, may_start: bool
 ) -> list[str]:
-    """What is wrong with the commands that verbs print; each prints one, or there is nothing to look at."""
+    """Faults of the commands that verbs print; a verb that prints none fails."""
     os.chdir(place.here)
     each = {verb: printed([*shlex.split(verb), "--root", str(place.root)], capsys) for verb in verbs}
     assert all(each.values()), "every verb prints a command"
@@ -197,13 +197,13 @@ def test_an_unfinished_study_is_asked_for_as_it_was(
     [
         pytest.param(
             Slip(studies, "asked", 'record.get("request") or shared', "[]"),
-            "asks for|no sbatch|bad request",
+            "study=two",
             marks=kills("The terminal", "next: without overrides", "A study is asked for again without its cluster="),
             id="overrides",
         ),
         pytest.param(
             Slip(words, "ask_again", "if os.path.isdir(folder)", "if False"),
-            "there is no file",
+            "the path of a study file",
             marks=kills(
                 "The terminal", "next: in another folder", "A study's file is looked for where the verb is typed"
             ),
@@ -211,7 +211,7 @@ def test_an_unfinished_study_is_asked_for_as_it_was(
         ),
         pytest.param(
             Slip(words, "in_store", "if usual else", "if True else"),
-            "asks for",
+            "my work/runs/two",
             marks=kills("The terminal", "next: another store", "What is missing is trained into ./runs of this folder"),
             id="root",
         ),

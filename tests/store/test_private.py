@@ -1,4 +1,4 @@
-"""What other users of a machine can do in a store: hold no lock, and read no tensor, log or source."""
+"""Other users of a machine hold no lock of a store, and read no tensor, log or source."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def open_folder() -> Iterator[Path]:
 
 
 def another(act: Callable[[], int]) -> int:
-    """What another user's process, which does `act`, ends with."""
+    """Exit code of another user's process, which does `act`."""
     child = os.fork()
     if child == 0:
         code = 99

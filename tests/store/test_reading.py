@@ -276,7 +276,7 @@ IN_VARIABLES = {"A_TOKEN": "w4ndb-0123456789", "A_KEY": "line one\nline two"}
 
 
 def left_in(diff: Callable[[str], str]) -> list[str]:
-    """What is planted and still there, once it was added, taken away, or stood beside a change."""
+    """Planted forms that are still there, once they were added, taken away, or stood beside a change."""
     left = []
     for text, sign in itertools.product(PLANTED, "+- "):
         line = text.replace("{sign}", sign).replace("{{", "\0").replace("}}", "\1")
