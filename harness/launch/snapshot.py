@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from harness.store.errors import StoreError
-from harness.store.files import private_folder
 from harness.store.provenance import PACKAGE, files_digest
 from harness.store.rundir import CODE
 
@@ -74,7 +73,6 @@ def copied(origin: Path, names: Iterable[str], target: Path) -> Path:
         _WHOLE.add(target)
         return target
     try:
-        private_folder(temporary)
         for name in names:
             (temporary / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(origin / name, temporary / name)

@@ -54,7 +54,7 @@ def request(words: str = "", folder: str = "") -> str:
 
 
 def verb(words: str = "", root: Path | str | None = None) -> str:
-    """The command of a verb, before `words` that are ready for a shell, in the store `root` where it is not the usual."""
+    """The command of a verb, before `words` that are ready for a shell, in the store `root`, by default the usual."""
     where = "" if root is None or is_usual(root) else f" --root {shlex.quote(str(root))}"
     return f"{_harness()} {words}{where}".rstrip()
 

@@ -128,9 +128,12 @@ class Lock:
         """Take the lock, waiting at most `timeout_s` seconds; None when another holder keeps it.
 
         Raises:
-            StoreError: the file system knows no locks.
+            StoreError: the file system knows no locks, or the file is another user's, who could keep it for ever.
             OSError: the lock file cannot be made.
         """
+        if os.path.lexists(path) and os.geteuid() and (owner := path.lstat().st_uid) not in (os.geteuid(), 0):
+            mine = "choose a study or a store of your own (study.name, launch.root), or remove it"
+            raise StoreError(f"the lock {path} belongs to user {owner}, who could keep it for ever; {mine}")
         descriptor = _open(path)
         deadline = time.monotonic() + timeout_s
         while True:
@@ -174,7 +177,7 @@ def _open(path: Path) -> int:
     """A lock's descriptor. Who can open a file can lock it, so that only its owner may open it.
 
     Raises:
-        StoreError: something else stands in its place, or it belongs to another user, who could hold it for ever.
+        StoreError: something else stands in its place.
         PermissionError: it is another user's, and closed.
     """
     try:
@@ -188,9 +191,6 @@ def _open(path: Path) -> int:
             raise
     else:
         found = os.fstat(descriptor)
-        if found.st_uid not in (os.geteuid(), 0) and os.geteuid():
-            os.close(descriptor)
-            raise StoreError(f"the lock {path} belongs to user {found.st_uid}, who could keep it for ever; remove it")
         if found.st_uid == os.geteuid() and found.st_mode & 0o7777 != PRIVATE:
             os.fchmod(descriptor, PRIVATE)  # a umask, or an older version, left it otherwise
         return descriptor

@@ -30,6 +30,8 @@ CODE_OF = "code"
 DRY_RUN = ".dry_run"
 """Folders under a study: what was submitted, a folder for each array; and batch scripts that were only asked for."""
 MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up only under a folder with this file.\n"
+SHARED, OWNED = 0o775, 0o755
+"""Modes before the umask of the root and its studies, which a group may share, and of a run: nobody else writes."""
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
 _CHECKPOINT = re.compile(r"step-[0-9]{6,}(\.tmp|\.old)?")
 """Names that `harness.checkpoint.folder` gives: of a checkpoint, one that is being written, one that is replaced."""
@@ -282,7 +284,8 @@ class Store:
         """
         run = RunDir(self.path_of(cell))
         self.claim()
-        run.path.mkdir(parents=True, exist_ok=True)
+        run.path.parent.mkdir(SHARED, exist_ok=True)
+        run.path.mkdir(OWNED, exist_ok=True)
         with held(run.path / status.WRITE_LOCK):
             if not (run.path / CONFIG).exists():
                 write_atomic(run.path / "overrides.txt", _lines(cell.overrides))
@@ -294,7 +297,7 @@ class Store:
 
     def claim(self) -> None:
         """Leave the mark of a store in its root, made where it is missing: only what bears it is ever tidied up."""
-        self.root.mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(SHARED, parents=True, exist_ok=True)
         if not (self.root / MARK).exists():
             write_atomic(self.root / MARK, MARK_TEXT)
 
@@ -309,7 +312,7 @@ class Store:
         """The lock under which cells of a study are looked at and started: two requests start each cell once."""
         folder = self.root / study
         self.claim()
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(SHARED, exist_ok=True)
         lock = Lock.acquire(folder / ".lock", timeout_s=timeout_s)
         if lock is None:
             raise Busy(f"another process has been starting runs of {folder} for {timeout_s:g} s; wait for it")

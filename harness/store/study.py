@@ -14,7 +14,7 @@ from harness.store.errors import StoreError
 from harness.store.files import write_json
 from harness.store.identity import directory_name, must_agree, signature, study_name
 from harness.store.reading import read_json
-from harness.store.rundir import CONFIG, CellLike, RunDir, Store
+from harness.store.rundir import CONFIG, SHARED, CellLike, RunDir, Store
 from harness.store.sections import flat_config
 from harness.store.shapes import STUDY
 from harness.store.status import State
@@ -34,7 +34,7 @@ def write_study(
         request: the words after `-m`, as typed in the working directory.
     """
     folder = root / study_name(cells[0].config)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(SHARED, parents=True, exist_ok=True)
     write_json(folder / FILE, study_record(cells, controls, request))
 
 

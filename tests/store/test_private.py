@@ -1,4 +1,4 @@
-"""Other users of a machine hold no lock of a store, and read no tensor, log or source."""
+"""Other users of a machine hold no lock of a store, and read no tensor or log."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import torch
 
 from harness.checkpoint import folder as checkpoints
 from harness.config.captured import Captured
-from harness.launch import snapshot
 from harness.probe import capture
 from harness.store import files, forward
 from harness.store.errors import StoreError
 from harness.store.files import Lock, is_held, private_folder
-from harness.store.rundir import RunDir
+from harness.store.rundir import RunDir, Store
+from tests.launch.cells import make_cell
 from tests.support.mutants import Slip, kills
 
 NOBODY = 65534
@@ -132,16 +132,14 @@ def test_an_open_lock_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def written(run: Path) -> dict[str, Path]:
     """Every folder of a run that is closed to others, made by the code that fills it."""
-    (run / "a.py").write_text("a = 1\n")
     capture.write_plan(run / "capture", Captured([1], [], False, 1, ""))
     capture.write_witness(run / "other", 1, {"w": (torch.ones(2), 1.0)}, {}, [])
     forward.write(run, 1, (1, 1), {})
     checkpoints.begin(run / "ckpt", 1)
     private_folder(run / "verdict")
-    copy = snapshot.copied(run, ["a.py"], run / ".snapshots" / snapshot.files_digest(run, ["a.py"])[:16])
     attempt = RunDir(run).attempt_dir(RunDir(run).new_attempt())
     found = {name: run / name for name in ("capture", "other", "vouch", "ckpt", "verdict")}
-    return found | {"snapshot": copy, "attempt": attempt, "file": run / "other" / "witness-000001.safetensors"}
+    return found | {"attempt": attempt, "file": run / "other" / "witness-000001.safetensors"}
 
 
 def open_to_others(run: Path, mask: int) -> list[str]:
@@ -151,9 +149,16 @@ def open_to_others(run: Path, mask: int) -> list[str]:
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
-def test_tensors_logs_and_sources_are_their_owners_alone(mask: int, tmp_path: Path) -> None:
+def test_tensors_and_logs_are_their_owners_alone(mask: int, tmp_path: Path) -> None:
     assert not open_to_others(tmp_path, mask)
     assert mode(tmp_path) == mode(tmp_path.parent), "folders above are made as usual"
+
+
+def test_nobody_else_writes_into_a_store(tmp_path: Path) -> None:
+    with umask(0):
+        run = Store(tmp_path / "runs").create(make_cell(tmp_path / "runs"))
+    modes = [mode(folder) for folder in (tmp_path / "runs", run.path.parent, run.path)]
+    assert modes == [0o775, 0o775, 0o755]
 
 
 def test_an_owner_may_open_a_folder(tmp_path: Path) -> None:
@@ -169,4 +174,4 @@ def test_an_owner_may_open_a_folder(tmp_path: Path) -> None:
 @kills("The store", "open captures", "Gradients, weights and logs can be read by every user whose umask lets them")
 def test_open_captures_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Slip(files, "private_folder", "path.chmod(0o700)", "path.chmod(0o755)").put(monkeypatch)
-    assert {"capture", "other", "vouch", "ckpt", "snapshot", "attempt"} <= set(open_to_others(tmp_path, 0o022))
+    assert {"capture", "other", "vouch", "ckpt", "attempt"} <= set(open_to_others(tmp_path, 0o022))
