@@ -291,6 +291,7 @@ def test_runs_that_no_study_asked_for_are_told_from_a_study_that_was_never_run(
     verb, arguments = read(typed(command, tmp_path)[1])
     found = {Store("runs").find(word).path for word in (*arguments.words, arguments.control)}
     assert (verb.name, found) == ("verdict", {run.path for run in Store("runs").runs("mini")})
+    assert not [each for each in printed(["report", "mini", "--markdown"], capsys) if "study=mini" in each]
     assert main(["verdict", "nothing"]) == 2
     assert "no study of this name was run" in capsys.readouterr().err
 
