@@ -35,6 +35,7 @@ from harness.config.compose import Cell, compose_cell, register
 from harness.config.errors import refuse
 from harness.store import commands
 from harness.store.rank_place import RankPlace, rank_place
+from harness.store.screen import unfiltered
 from harness.study.file import register as register_study
 from harness.study.meeting import Answer, Host, ask, lead, meeting_folder, shared_root
 from harness.study.replay import replay_run
@@ -57,7 +58,7 @@ def main(argv: list[str]) -> int:
     except BrokenPipeError:  # `run.py launch.dry_run=true | head`: the reader has seen enough
         return 0
     except REQUEST_ERRORS as error:
-        return tell(error) if place is None or place.rank == 0 else exit_code(error)
+        return tell(error, argv) if place is None or place.rank == 0 else exit_code(error)
     except KeyboardInterrupt:
         return 130
 
@@ -145,7 +146,8 @@ def work(answer: Answer, place: RankPlace) -> int:
     from harness.worker import main as worker
 
     display = RunDisplay(Terminal(), "") if place.rank == 0 else None
-    code = worker(Path(answer.run), answer.attempt, place, display)
+    with unfiltered():
+        code = worker(Path(answer.run), answer.attempt, place, display)
     if place.rank == 0:
         print(f"next: {commands.verb(f'show {shlex.quote(str(answer.run))}')}")
     with contextlib.suppress(OSError):  # a log on a full disk must not change the exit code

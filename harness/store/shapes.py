@@ -192,6 +192,8 @@ STUDY: Shape = {
     "question": str,
     "margins?": Maybe(Each(dict, NUMBER)),
     "window?": Maybe(int),
+    "request?": Each(list, str),
+    "folder?": str,
     "cells": Each(
         list,
         {"signature": str, "directory": str, "overrides?": Each(list, str), "control": Maybe(str)},

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from harness.store.errors import StoreError
-from harness.store.files import write_json
+from harness.store.files import private_folder, write_json
 from harness.store.reading import read_format
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class StreamWriter:
             OSError: the folder cannot be written.
         """
         folder = run_dir / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         self.every = every
         self._row = len(step_columns(sketches)) * BYTES
         facts = {

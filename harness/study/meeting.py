@@ -21,7 +21,7 @@ from harness.config.overrides import typed_value
 from harness.config.schema import LaunchConfig
 from harness.launch.opening import Sources, open_here
 from harness.launch.plan import Decision
-from harness.store.files import Lock, write_json
+from harness.store.files import Lock, private_folder, write_json
 from harness.store.rank_place import RankPlace
 from harness.store.reading import read_json
 from harness.store.rundir import Store
@@ -117,7 +117,7 @@ def ask(folder: Path, place: RankPlace, *, timeout_s: float = ANSWER_TIMEOUT_S) 
 def _leave_question(folder: Path, rank: int) -> Path:
     question = folder / f"ask-{rank}-{uuid.uuid4().hex}"
     while True:
-        folder.mkdir(parents=True, exist_ok=True)
+        private_folder(folder)
         with contextlib.suppress(FileNotFoundError):  # another rank was answered, and tidied up the folder
             question.touch()
             return question

@@ -142,7 +142,8 @@ def test_cancel_and_gc_with_nothing_to_do(root: Path, capsys: pytest.CaptureFixt
 def test_a_cancel_that_proposes_to_start_is_found(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runs, "CANCEL", replace(runs.CANCEL, run=Slip(runs, "_cancel", "code is None", "False").made()))
+    slip = Slip(runs, "_cancel", "'watch' if ref in store.studies() else 'show'", "'retry'")
+    monkeypatch.setattr(runs, "CANCEL", replace(runs.CANCEL, run=slip.made()))
     monkeypatch.setattr("harness.cli.main.VERBS", [runs.CANCEL])
     with pytest.raises(AssertionError):
         test_cancel_and_gc_with_nothing_to_do(root, capsys)

@@ -116,7 +116,7 @@ def test_capture_round_trips_with_its_description(tmp_path: Path) -> None:
         assert described["sha256"] == hashlib.sha256(gradient.contiguous().numpy().tobytes()).hexdigest()
     assert facts["tensors"]["z.weight"]["norm"] == pytest.approx(55**0.5, rel=1e-15)
     assert {facts["tensors"]["nan"]["norm"], facts["tensors"]["inf"]["norm"]} <= set(NON_FINITE)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert {file.name for file in path.parent.iterdir()} == {path.name, "step-000007.json"}
 
 

@@ -169,12 +169,11 @@ def test_a_job_is_put_back_whatever_signals_its_scontrol_gets(tmp_path, monkeypa
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
-    assert requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0")) is taken
+    assert requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run") is taken
     assert len((tmp_path / "asked").read_text()) == asked
     told = capsys.readouterr().err
-    assert told == (
-        "" if taken else f"scontrol requeue 3_0 failed (exit 1); resume with: {commands.verb('retry RUN')}\n"
-    )
+    again = commands.verb(f"retry '{tmp_path}/a run'")
+    assert told == ("" if taken else f"scontrol requeue 3_0 failed (exit 1); resume with: {again}\n")
 
 
 def test_a_scontrol_that_hears_the_signals_dies_of_them(tmp_path, monkeypatch):
@@ -185,7 +184,7 @@ def test_a_scontrol_that_hears_the_signals_dies_of_them(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setattr(requeue, "PAUSE_S", 0.0)
     monkeypatch.setattr(requeue, "_deaf_children", nullcontext)
-    assert not requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"))
+    assert not requeue.requeue(RankPlace(0, 2, 0, "", "slurm", "3_0"), tmp_path / "a run")
 
 
 def test_progress_never_blocks_training():
