@@ -18,7 +18,7 @@ SOURCES = {
     "compatibility.md": "benchmarks/pages/compatibility_prose.md",
     "configuration.md": "benchmarks/pages/settings_page.py",
     "dtypes.md": "benchmarks/pages/dtype_table.py",
-    "metrics.md": "harness/store/fields.py",
+    "metrics.md": "benchmarks/pages/metrics_page.py",
     "records/behaviours.md": "benchmarks/pages/behaviours.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
     "records/house.md": "benchmarks/checks/house.py",
