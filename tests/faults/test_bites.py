@@ -71,7 +71,8 @@ class Watched:
         self.fed: list[Tensor] = []
         self.losses: list[Tensor] = []
         self.read: list[str] = []
-        for module in engine.seen().module.modules():
+        seen = engine.seen()  # of a model that tensor parallelism has cut, nothing
+        for module in () if seen is None else seen.module.modules():
             if isinstance(module, nn.Embedding):
                 module.register_forward_pre_hook(lambda module, _: self.read.append(digest([module.weight])))
 
