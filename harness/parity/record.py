@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -108,24 +108,6 @@ class Record:
         """This run without what it says of itself: what is left is what any two runs can be compared by."""
         summary = {key: value for key, value in self.summary.items() if key not in OF_ITSELF}
         return replace(self, witnesses={}, weights={}, moments={}, summary=summary, forward=None, stream=None)
-
-    def seen_at(self, captured: Collection[int], updated: Collection[int] = ()) -> Record:
-        """This run as it would be, had it captured no more than these steps, and the updates of those."""
-        config = {
-            **self.config,
-            "measure.capture_steps": sorted(captured),
-            "measure.update_steps": sorted(updated),
-        }
-        return replace(
-            self,
-            config=config,
-            captures={step: each for step, each in self.captures.items() if step in captured},
-            updates={step: each for step, each in self.updates.items() if step in updated},
-            witnesses={step: each for step, each in self.witnesses.items() if step in captured},
-            weights={step: each for step, each in self.weights.items() if step in updated},
-            moments={step: each for step, each in self.moments.items() if step in updated},
-            final=None,
-        )
 
     @property
     def length(self) -> int:
