@@ -139,7 +139,7 @@ class Hollow(Model):
 
 
 def counting(rank: int, strategy: str) -> list[str]:
-    """Updates of a parameter without rows are counted as torch counts them, in a saved state and one that was loaded."""
+    """Updates of a parameter without rows are counted as torch counts them, also after loading."""
     plain, module = Hollow(), Hollow()
     theirs = adam()(plain)
     arguments = arguments_of(Pair(strategy, ""))
@@ -163,7 +163,9 @@ def refused(action: Callable[[], Any], kind: type[Exception], words: str) -> lis
     return [f"not refused: {words}"]
 
 
-CHECKS: dict[str, Callable[[int, str], list[str]]] = {check.__name__: check for check in (choosing, fusing, dampening, counting)}
+CHECKS: dict[str, Callable[[int, str], list[str]]] = {
+    check.__name__: check for check in (choosing, fusing, dampening, counting)
+}
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -73,9 +73,7 @@ def load_state_dict(
         group.update({k: deepcopy(v) for k, v in settings.items() if k != "params" and k not in KERNELS})
 
 
-def _counters(
-    held: ShardedState, everyone: Everyone, groups: Sequence[Sequence[str]]
-) -> dict[tuple[str, str], Tensor]:
+def _counters(held: ShardedState, everyone: Everyone, groups: Sequence[Sequence[str]]) -> dict[tuple[str, str], Tensor]:
     """All counters, also of parameters of which this rank has no row. *Collective.*
 
     No rank counts a parameter without rows: it has the largest count of its group, as torch counts it in every step.
