@@ -101,13 +101,13 @@ OF_SERIES = {
 """What a script measures of two series, by name, in the words of `scripts/series.txt`."""
 
 STREAMED = (
-    ("sum at every step", "sum", 0),
-    ("weights of every forward", "gather", 0),
+    ("sum, sketched", "sum", 0),
+    ("weights of forwards, sketched", "gather", 0),
     ("weights between steps", "kept", 0),
     ("weights after the last step", "kept", 1),
-    ("copies of every step", "replicas", 0),
+    ("copies, sketched", "replicas", 0),
     ("update by the rule, sampled", "rule", 0),
-    ("logged norm of every step", "norm", 0),
+    ("logged norm, sketched", "norm", 0),
     ("gradient worked out again", "again", 0),
     ("the same function", "drift", 0),
 )
@@ -122,7 +122,10 @@ def _stream(column: str, after: int) -> Look:
 
 NORM_AGAIN = "Makes one run again: the norm it logs against that of the gradients it captures."
 
+FED_AGAIN = "Makes one run again: the digest of what it was fed against that of its data source."
+
 LOOKS: Mapping[str, Look] = {
+    "tokens as fed": Look("fed", again=FED_AGAIN, alone=True),
     "gradient distance": _tensors("distance"),
     "gradient, worst piece": _tensors("piece"),
     "gradient among its fellows": _tensors("piece"),
