@@ -128,8 +128,7 @@ class Judgement:
         left = vouched.vouched_until(self.arm, self.envelope.arm)
         return min(left, vouched.vouched_until(self.control, self.envelope.control))
 
-    @cached_property
-    def looked_at(self) -> Mapping[str, Sequence[int]]:
+    def _looked_at(self) -> Mapping[str, Sequence[int]]:
         """Steps in which both runs were looked at beside their engines, by what was (`vouched.looked_at`)."""
         left, right = (vouched.looked_at(run) for run in (self.arm, self.control))
         return {name: (1 + (left[name] & right[name]).nonzero()[0]).tolist() for name in left if name in right}
@@ -318,7 +317,7 @@ class Judgement:
             evidence=self._evidence(),
             findings=failed,
             resolution=resolution,
-            looked_at=self.looked_at,
+            looked_at=self._looked_at(),
         )
 
     def _failures(self, bits: Sequence[Finding]) -> list[Finding]:
