@@ -111,7 +111,7 @@ class Control:
 
 
 def _fed_otherwise(rows: Sequence[list[int]]) -> list[int]:
-    """Of ranks with the same data, the first that was fed something else than the source holds, or the first."""
+    """The first of ranks with the same data that was fed something else than the source holds, or the first."""
     return next((row for row in rows if row[-3] != row[-2]), rows[0])
 
 

@@ -24,9 +24,9 @@ class FeedDigests(NamedTuple):
     """Hashes of one rank's tokens and targets of one step, unsigned 64-bit; equal where it was fed right."""
 
     held: int
-    """Of what the data source holds."""
+    """Hash of what the data source holds."""
     fed: int
-    """Of what the engine was given."""
+    """Hash of what the engine was given."""
 
 
 class Feed:
@@ -64,5 +64,5 @@ def _sequences(given: Microbatch) -> Tokens:
 
 
 def _digest(first: int, rows: Tokens) -> int:
-    """Of sequences from a position on; modulo 2**64."""
+    """Sum of the hashes of sequences from a position on, modulo 2**64."""
     return sum(sequence_digest(position, row) for position, row in enumerate(rows, start=first)) & MASK64
