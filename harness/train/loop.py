@@ -180,6 +180,7 @@ class Loop:
         self.last_rows = measured.rows
         told = self._vouch(step, measured)
         digests = self.feed.digests(step, self.given)
+        del self.given
         exchange = self.control.begin_report([loss.item() for loss in losses], *digests, session.should_stop())
         if step < self.config.train.steps:
             self.ahead = self._fetch(step + 1)  # while the exchange is under way
@@ -231,12 +232,12 @@ class Loop:
         self, step: int, microbatches: Sequence[Microbatch], witness: Witness | None, watches: ExitStack
     ) -> None:
         """Look at what a step begins with, and have its forwards and backwards watched until `watches` are closed."""
-        self.given = joined(microbatches)
         if self.vouching is not None:
             self.vouching.before()
             self.vouching.work_out_again(step)
         watches.enter_context(witness or nullcontext())
         watches.enter_context(nullcontext() if self.vouching is None else self.vouching.watch(step))
+        self.given = joined(microbatches)
 
     def _vouch(self, step: int, measured: Measured) -> Callable[[], None]:
         """Look at what the step left; what is returned waits until the first rank knows."""
