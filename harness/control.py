@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from harness.data.order import MASK64
 from harness.engines.protocol import Ranks
 from harness.fsdp import watched
 from harness.probe.collectives import CollectiveMeter
@@ -22,8 +23,10 @@ class StepReport(NamedTuple):
 
     losses: list[float]
     """Mean loss of each global microbatch, in global order, fp64."""
-    digests: list[int]
-    """Data digest of each rank with data of its own, unsigned 64-bit."""
+    held: list[int]
+    """Digest of what the data source holds for each rank with data of its own, unsigned 64-bit."""
+    fed: list[int]
+    """Digest of what these were fed."""
     stop: bool
     """Whether any rank was asked to stop."""
 
@@ -84,24 +87,32 @@ class Control:
 
         return end
 
-    def report(self, losses: Sequence[float], digest: int, stop: bool) -> StepReport:
-        """One exchange a step: this rank's losses in order, its data digest, and whether it was asked to stop."""
-        return self.begin_report(losses, digest, stop)()
+    def report(self, losses: Sequence[float], held: int, fed: int, stop: bool) -> StepReport:
+        """One exchange a step: this rank's losses in order, the digests of what the data source holds for it and of
+        what it was fed, and whether it was asked to stop."""
+        return self.begin_report(losses, held, fed, stop)()
 
-    def begin_report(self, losses: Sequence[float], digest: int, stop: bool) -> Callable[[], StepReport]:
+    def begin_report(self, losses: Sequence[float], held: int, fed: int, stop: bool) -> Callable[[], StepReport]:
         """Begin that exchange; what is returned waits for its end. Nothing else is exchanged before."""
-        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(digest), int(stop)])
+        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(held), _signed(fed), int(stop)])
 
         def end() -> StepReport:
             rows = gathered()
-            told = rows[:: self.ranks.tp]  # tensor-parallel ranks say the same of the same data
+            peers = [rows[first : first + self.ranks.tp] for first in range(0, len(rows), self.ranks.tp)]
+            told = [_fed_otherwise(each) for each in peers]  # tensor-parallel ranks say the same of the same data
             return StepReport(
-                losses=[_float(bits) for row in told for bits in row[:-2]],
-                digests=[row[-2] & ((1 << 64) - 1) for row in told],
+                losses=[_float(bits) for row in told for bits in row[:-3]],
+                held=[row[-3] & MASK64 for row in told],
+                fed=[row[-2] & MASK64 for row in told],
                 stop=any(row[-1] for row in rows),
             )
 
         return end
+
+
+def _fed_otherwise(rows: Sequence[list[int]]) -> list[int]:
+    """The first of ranks with the same data that was fed something else than the source holds, or the first."""
+    return next((row for row in rows if row[-3] != row[-2]), rows[0])
 
 
 def _bits(value: float) -> int:

@@ -94,6 +94,7 @@ STEP_COLUMNS = (
     "forward_s",
     "backward_s",
     "optimizer_s",
+    "other_s",
     "exposed_comm_s",
     "sent_bytes",
     "rss_bytes",

@@ -19,7 +19,7 @@ from harness.store.screen import counted
 from harness.store.shapes import TIMED
 from harness.store.status import State
 
-PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "exposed_comm_s")
+PARTS = ("data_s", "forward_s", "backward_s", "optimizer_s", "other_s", "exposed_comm_s")
 """What the record splits a step's time into; exposed communication lies within the others."""
 
 OTHERS_LIMIT_CORES = 0.25
@@ -124,7 +124,7 @@ def _process(
         config=config,
         ended=ended,
         step_s=tuple(_number(line["step_time_s"]) for line in timed),
-        parts={part: _median_or_none([line["time"][part] for line in timed]) for part in PARTS},
+        parts={part: _median_or_none([line["time"].get(part) for line in timed]) for part in PARTS},
         tokens=_number(timed[-1]["tokens"]),
         loss=timed[-1]["loss"],
         comm=timed[-1]["comm"],

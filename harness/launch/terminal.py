@@ -39,10 +39,10 @@ def quantity(value: float) -> str:
 def progress_line(message: Mapping[str, Any], recent_s: float) -> str:
     """Step, loss, time, speed, memory and what is left, from one step's message and the recent median step time."""
     left = (message["steps"] - message["step"]) * recent_s
-    speed = message["tokens"] / message["step_time_s"] if message["step_time_s"] else 0.0
+    speed = message["tokens"] / recent_s if recent_s else 0.0
     return (
         f"step {message['step']}/{message['steps']}  loss {float(message['loss']):.4f}  "
-        f"{1e3 * message['step_time_s']:.0f} ms/step  {quantity(speed)} tokens/s  "
+        f"{1e3 * recent_s:.0f} ms/step  {quantity(speed)} tokens/s  "
         f"{message['memory_bytes'] / 2**20:.0f} MiB  ETA {duration(left)}"
     )
 

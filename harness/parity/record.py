@@ -24,7 +24,7 @@ from harness.store.vouching import Stream
 NUMBERS = ("loss", "grad_norm", "lr", "tokens")
 """Fields of a step that must be numbers; `param_norm` may be null."""
 
-FIELDS = ("step", *NUMBERS, "param_norm", "data_digest", "skipped")
+FIELDS = ("step", *NUMBERS, "param_norm", "data_digest", "fed_digest", "skipped")
 """All that a verdict reads of a step."""
 
 WEIGHTS = ("initial_weights", "final_weights")

@@ -56,12 +56,22 @@ METRICS = (
         "is NaN then.",
     ),
     Metric(
-        "data_digest", "", "Hash (16 hex digits) of all tokens of the step; the same in every layout.", mirrored=False
+        "data_digest",
+        "",
+        "Hash (16 hex digits) of all tokens that the data source holds for the step; the same in every layout.",
+        mirrored=False,
+    ),
+    Metric(
+        "fed_digest",
+        "",
+        "The same hash of the tokens and targets that the engine was given; another one where a rank was fed wrongly.",
+        mirrored=False,
     ),
     Metric(
         "step_time_s",
         "seconds",
-        "Loading the batch, forward, backward and update, on rank 0; work between steps is not counted.",
+        "Loading the batch, forward, backward and update, on rank 0; work between steps, and checks within them, are "
+        "not counted.",
         cost=True,
     ),
     Metric("time/data_s", "seconds", "Loading this step's batch.", cost=True),
@@ -85,6 +95,13 @@ METRICS = (
         cost=True,
     ),
     Metric("time/optimizer_s", "seconds", "Norm, clipping and update.", cost=True),
+    Metric(
+        "time/other_s",
+        "seconds",
+        "What is left of `step_time_s` beside `data_s`, `forward_s`, `backward_s` and `optimizer_s`; with all forwards "
+        "and backwards if `forward_s` is null.",
+        cost=True,
+    ),
     Metric(
         "memory/allocated",
         "bytes",

@@ -15,6 +15,7 @@ from harness.store.metrics import last_record
 from harness.store.reading import read_text
 from harness.store.rundir import RunDir, flatten, read_summary
 from harness.store.status import JobProbe, State
+from harness.store.step_time import median_step_time
 
 
 def show(run: RunDir, jobs: JobProbe | None = None) -> str:
@@ -86,8 +87,10 @@ def _progress(run: RunDir) -> list[str]:
         loss = with_unit("loss", last.get("loss"))
         lines.append(_field("step", f"{last['step']} of {run.setting('train.steps')}, loss {loss}"))
         lines += _counters(last.get("counters", {}))
+        seconds = median_step_time(run)
+        lines += [] if seconds is None else [_field("ms/step", f"{1e3 * seconds:.1f}")]
     if summary is not None:
-        kept = ("final_weights", "wall_s", "step_time_s")
+        kept = ("final_weights", "wall_s")
         lines += [_field(key, _plain(summary[key])) for key in kept if summary.get(key)]
         lines += _cost(summary) if summary.get("accounted_bytes") else []
     return lines

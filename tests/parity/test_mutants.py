@@ -38,6 +38,7 @@ LONG = replace(OTHER_ORDER, steps=40, captures=(1, 2))
 LONG_CONTROL = replace(FP32, steps=40, captures=(1, 2))
 ORDERED = replace(OURS, numerics="ordered", k=1)
 CHECKS = {
+    "tokens as fed",
     "comparable",
     "loss bits",
     "gradient bits",

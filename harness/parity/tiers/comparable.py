@@ -104,6 +104,6 @@ def _steps(key: str, arm: Record, control: Record) -> Finding:
     if series[0] != series[1]:
         for step, (left, right) in enumerate(zip(*series, strict=False), start=1):  # of another length: train.steps
             if left != right:
-                note = "the two runs were not fed the same tokens" if key == "data_digest" else ""
+                note = "the data of the two runs holds other tokens" if key == "data_digest" else ""
                 return finding(key, stage, left, right, step=step, note=note)
     return Finding("T0", key, stage, Grade.ok, "equal", "equal", count=arm.length)
