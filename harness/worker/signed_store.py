@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 # torch exports its stores without declaring them
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -17,15 +18,17 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from harness.worker.signing import Signer
 
 
-class SignedStore(Store):  # type: ignore[misc] # declared nowhere
+class SignedStore(Store):
     """`inner`, through which only ranks of this start are heard; reading what another wrote raises `NotOfThisStart`.
 
     Keys are those that `inner` knows, with all prefixes. Values are `bytes`, or `str` as UTF-8.
     """
 
+    timeout: timedelta
+
     def __init__(self, inner: Store, signer: Signer) -> None:
         super().__init__()
-        self._inner = inner
+        self._inner: Any = inner  # torch declares a part of what a store does and takes
         self._signer = signer
         self._clones: list[SignedStore] = []  # torch holds a clone's C++ half alone, whose methods are those in here
 

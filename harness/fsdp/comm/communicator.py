@@ -246,8 +246,8 @@ class Communicator:
             shape = [header.pop(0) for _ in part.shape]
             parts.append(self.from_first(part if self.rank == 0 else part.new_empty(shape), purpose))
         if value.layout is torch.sparse_coo:
-            return torch.sparse_coo_tensor(*parts, size=value.shape, is_coalesced=is_coalesced)
-        return torch.sparse_compressed_tensor(*parts, size=value.shape, layout=value.layout)
+            return torch.sparse_coo_tensor(parts[0], parts[1], value.shape, is_coalesced=is_coalesced)
+        return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], value.shape, layout=value.layout)
 
     def scratch(self, place: tuple[int, int], like: Tensor) -> Tensor:
         """A buffer to receive into, shaped like `like`; the same memory for every caller that names this place."""

@@ -22,6 +22,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
