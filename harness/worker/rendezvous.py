@@ -19,18 +19,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+# torch exports its stores without declaring them
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from harness.store.errors import StoreError
 from harness.store.files import PRIVATE
 from harness.store.rank_place import RankPlace, meeting_folder
 from harness.store.reading import read_own_json
-
-if TYPE_CHECKING:
-    # torch exports its stores without declaring them
-    from torch.distributed import Store  # type: ignore[attr-defined]
-
-    from harness.worker.signing import Signer
+from harness.worker.signed_store import SignedStore
+from harness.worker.signing import KEY_BYTES, Signer
 
 ADDRESS, STORE = "address.json", "store"
 LOOPBACK = "127.0.0.1"
@@ -56,8 +55,6 @@ def meet(attempt: Path, place: RankPlace, *, timeout_s: float, environment: Mapp
         StoreError: other users may look into the attempt's folder, or put something there.
         ValueError: the ranks have no start in common.
     """
-    from harness.worker.signing import KEY_BYTES, Signer
-
     if not place.start:
         raise ValueError(f"{place.launcher} started these ranks, and they know no common start: let it start run.py")
     _check_private(attempt)
@@ -65,15 +62,16 @@ def meet(attempt: Path, place: RankPlace, *, timeout_s: float, environment: Mapp
     if place.rank == 0:
         folder.mkdir(mode=0o700)
         host, key = reachable_host(place, environment), secrets.token_bytes(KEY_BYTES)
-        store, port = (None, 0) if is_one_host(place, environment) else _serve(host, place.world_size, limit)
-        _publish(folder / ADDRESS, {"key": key.hex(), "host": host, "port": port})
+        served = None if is_one_host(place, environment) else _serve(host, place.world_size, limit)
+        _publish(folder / ADDRESS, {"key": key.hex(), "host": host, "port": served and served.port})
     else:
         found = _await_address(folder / ADDRESS, place, timeout_s)
-        host, port, key, store = found["host"], found["port"], bytes.fromhex(found["key"]), None
+        host, port, key = found["host"], found["port"], bytes.fromhex(found["key"])
+        served = port and TCPStore(host, port, place.world_size, is_master=False, timeout=limit)
     signer = Signer(key, place.rank)
-    met = _of_file(folder / STORE, place) if port == 0 else _signed(store or _client(host, port, place, limit), signer)
-    met.set_timeout(limit)
-    return Meeting(met, signer, host)
+    store = SignedStore(served, signer) if served else FileStore(str(folder / STORE), place.world_size)
+    store.set_timeout(limit)
+    return Meeting(store, signer, host)
 
 
 def _check_private(folder: Path) -> None:
@@ -93,40 +91,18 @@ def _publish(path: Path, address: Mapping[str, Any]) -> None:
     os.replace(temporary, path)
 
 
-def _of_file(path: Path, place: RankPlace) -> Store:
-    from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-    return FileStore(str(path), place.world_size)
-
-
-def _signed(store: Store, signer: Signer) -> Store:
-    from harness.worker.signed_store import SignedStore
-
-    return SignedStore(store, signer)
-
-
-def _serve(host: str, world_size: int, limit: timedelta) -> tuple[Store, int]:
-    """A store in this process, and its port: a free one on the interface the others reach this host by."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
+def _serve(host: str, world_size: int, limit: timedelta) -> TCPStore:
+    """A store in this process, at a free port of the interface the others reach this host by."""
     listener = socket.create_server((host, 0), backlog=max(128, world_size))
-    port = int(listener.getsockname()[1])
-    store = TCPStore(
+    return TCPStore(
         host,
-        port,
+        int(listener.getsockname()[1]),
         world_size,
         is_master=True,
         timeout=limit,
         wait_for_workers=False,  # the others cannot come before the address is published
         master_listen_fd=listener.detach(),
     )
-    return store, port
-
-
-def _client(host: str, port: int, place: RankPlace, limit: timedelta) -> Store:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    return TCPStore(host, port, place.world_size, is_master=False, timeout=limit)
 
 
 def _await_address(path: Path, place: RankPlace, timeout_s: float) -> dict[str, Any]:

@@ -92,6 +92,8 @@ class Outcome:
     said: str
     loot: dict[str, str]
     """What the stranger left, by file."""
+    left: list[str]
+    """Folders of meetings that are still there."""
 
 
 def attacked(attack: str, launcher: dict[str, str], slip: str = "") -> Outcome:
@@ -107,7 +109,8 @@ def attacked(attack: str, launcher: dict[str, str], slip: str = "") -> Outcome:
             codes = [program.returncode or 0, 0, 0]
         said = "\n".join(path.read_text() for path in sorted(folder.glob("*.txt")))
         loot = {path.name: path.read_text() for path in (folder / "loot").iterdir()}
-        return Outcome([codes[0], codes[2]], said, loot)
+        left = [path.name for path in folder.glob("runs/*/*/attempts/*/meeting-*")]
+        return Outcome([codes[0], codes[2]], said, loot, left)
 
 
 @contextlib.contextmanager

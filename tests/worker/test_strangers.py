@@ -41,10 +41,10 @@ def test_over_hosts_an_address_that_a_stranger_replaced_is_not_believed() -> Non
 
 
 def unheard(ended: Outcome) -> list[str]:
-    """What a stranger came by of ranks on one host."""
+    """What a stranger came by of ranks on one host, and what is left of their meeting."""
     wrong = [] if ended.codes == [0, 0] else [f"ranks ended with {ended.codes}: {ended.said}"]
     wrong += [] if set(ended.loot.get("heard", "none").split()) <= {"127.0.0.1", "::1"} else ["ports off loopback"]
-    return wrong + sorted(ended.loot.keys() - {"heard", "done"})
+    return wrong + sorted(ended.loot.keys() - {"heard", "done"}) + ended.left
 
 
 @pytest.mark.parametrize("launcher", [ONE_HOST, {}], ids=["torchrun", "run.py"])
