@@ -30,9 +30,9 @@ import torch
 import torch.distributed as dist
 
 from harness.worker import rendezvous, signing
+from tests.support import programs
 from tests.support.forking import fork_ranks
 from tests.support.mutants import Slip
-from tests.support.programs import Program
 
 ROOT = Path(__file__).parents[2]
 NOBODY = 65534
@@ -99,14 +99,7 @@ class Outcome:
 def attacked(attack: str, launcher: dict[str, str], slip: str = "") -> Outcome:
     """A run of two ranks under attack, the ranks started with these variables; none: `run.py` starts them itself."""
     with _shared_folder() as folder:
-        if launcher:
-            codes = fork_ranks(_be, 3, folder, attack, launcher, slip, seconds=SECONDS, first_failure_ends_all=True)
-        else:
-            program = Program([str(ROOT / "run.py"), *SMALL, "train.steps=20"], cwd=folder)
-            (folder / "pid").write_text(str(program.pid))
-            fork_ranks(_stranger, 1, folder, attack, seconds=SECONDS)
-            (folder / "0.txt").write_text(program.communicate(SECONDS)[0])
-            codes = [program.returncode or 0, 0, 0]
+        codes = fork_ranks(_be, 3, folder, attack, launcher, slip, seconds=SECONDS, first_failure_ends_all=True)
         said = "\n".join(path.read_text() for path in sorted(folder.glob("*.txt")))
         loot = {path.name: path.read_text() for path in (folder / "loot").iterdir()}
         left = [path.name for path in folder.glob("runs/*/*/attempts/*/meeting-*")]
@@ -130,7 +123,11 @@ def _shared_folder() -> Iterator[Path]:
 def _be(number: int, folder: Path, attack: str, launcher: dict[str, str], slip: str) -> None:
     """Rank 0; the stranger; rank 1, which comes late, or not where a stranger wants its place."""
     if number == 1:
-        _stranger(0, folder, attack)
+        _stranger(folder, attack)
+    elif not launcher:
+        if number == 0:
+            words, out = [str(ROOT / "run.py"), *SMALL, "train.steps=20"], str(folder / "0.txt")
+            programs._be(0, words, str(folder), dict(os.environ), out, out, folder / "pid")
     elif number == 0 or attack != "join":
         rank = number // 2
         if rank:
@@ -153,7 +150,7 @@ def _run(folder: Path, variables: dict[str, str], slip: str, output: str) -> Non
     runpy.run_path(str(ROOT / "run.py"), run_name="__main__")
 
 
-def _stranger(_: int, folder: Path, attack: str) -> None:
+def _stranger(folder: Path, attack: str) -> None:
     loot = folder / "loot"
     try:
         _await(lambda: bool(_listening(folder)))
