@@ -21,6 +21,7 @@ os.environ["HYDRA_FULL_ERROR"] = "1"  # errors come to us, to be explained, inst
 import contextlib
 import shlex
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import hydra
@@ -146,6 +147,7 @@ def work(answer: Answer, place: RankPlace) -> int:
     from harness.worker import main as worker
 
     display = RunDisplay(Terminal(), "") if place.rank == 0 else None
+    place = replace(place, start=place.start or answer.start)
     with unfiltered():
         code = worker(Path(answer.run), answer.attempt, place, display)
     if place.rank == 0:

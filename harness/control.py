@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,23 @@ class Control:
 def _fed_otherwise(rows: Sequence[list[int]]) -> list[int]:
     """The first of ranks with the same data that was fed something else than the source holds, or the first."""
     return next((row for row in rows if row[-3] != row[-2]), rows[0])
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """A JSON value of every rank, by rank; of this one alone without a group. *Collective over `group`*, of gloo.
+
+    Text and not torch's object collectives: those are pickles, and reading a pickle runs what it holds.
+    """
+    text = json.dumps(value).encode()
+    if group is None:
+        return [json.loads(text)]
+    mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    lengths = [torch.empty(1, dtype=torch.int64) for _ in range(group.size())]
+    dist.all_gather(lengths, torch.tensor([len(text)]), group=group)
+    sizes = [int(length) for length in lengths]
+    rows = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+    dist.all_gather(rows, torch.nn.functional.pad(mine, (0, max(sizes) - len(text))), group=group)
+    return [json.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def _bits(value: float) -> int:
