@@ -22,6 +22,7 @@ Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 CONFIG = "config.yaml"
 LAST = ".last"
 CANCEL = "cancel"
+CHECKSUMS = "checksums.json"
 CODE = ".snapshots"
 """Folder under the root: the code jobs run from, a folder for each state of it."""
 CODE_OF = "code"
@@ -32,7 +33,7 @@ MARK, MARK_TEXT = ".store", "A store of runs. `python -m harness gc` tidies up o
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
 _CHECKPOINT = re.compile(r"step-[0-9]{6,}(\.tmp|\.old)?")
 """Names that `harness.checkpoint.folder` gives: of a checkpoint, one that is being written, one that is replaced."""
-RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch")
+RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch", CHECKSUMS)
 """What a run produced; moved aside when it starts again from step 0."""
 
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from harness.config.compose import Cell, compose_cell, composed, load_config, plain
 from harness.config.errors import BadRequest, Violation
 from harness.config.overrides import Word, check_overrides
-from harness.store import commands, provenance
+from harness.store import checksums, commands, provenance
 from harness.store.errors import StoreError
 from harness.store.rundir import CONFIG, RunDir, Store
 from harness.study.meeting import shared_root
@@ -60,6 +60,7 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
     """
     usual = shared_root(overrides)
     run = Store(usual).find(reference)
+    checksums.demand(run.path, CONFIG, "overrides.txt")
     frozen = run.config()
     launch = frozen.get("launch", {})
     around, before = Store(run.path.parent.parent), Path(launch.get("root", usual))

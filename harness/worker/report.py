@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from harness.store import failure, status
+from harness.store import checksums, failure, status
 from harness.store.errors import StoreError
 from harness.store.rank_place import PROGRESS, RankPlace
 from harness.store.redaction import redacted
@@ -98,9 +98,9 @@ class Reporter:
             sys.stderr.write(f"warning: {text}\n")
 
     def ended(self, state: State, reason: str) -> None:
-        """Rank 0 marks the run as ended."""
+        """Rank 0 lists what the run recorded, and marks it as ended."""
         if self.place.rank == 0:
-            self._write(state, reason)
+            self._write(state, reason, checksums=checksums.write(self.run))
 
     def failed(self, error: BaseException) -> None:
         """Tell the traceback to whoever can still hear: the launcher, the attempt's folder, the log.

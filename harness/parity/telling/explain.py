@@ -24,6 +24,7 @@ TIERS = {
 
 CHECKS = {
     "comparable": "facts that must agree before anything is compared",
+    "files as the run left them": "runs of older versions have no checksums: a damaged file can look like a fault",
     "scale of all gradients": "a common factor of all gradients of step 1, as of a rank counted twice",
     "gradient distance": "the distance of a tensor's gradient from the control's, divided by its norm",
     "gradient, worst piece": "the same for the worst of 32 pieces of a tensor; finds a lost shard or tail",
