@@ -105,9 +105,6 @@ DAMAGED = "damaged"
 SEEN = ("time/exposed_comm_s", "memory/peak_tensor_bytes", "memory/allocated", "memory/rss")
 """Numbers of a step that a run's row is made of, beside those of its last step."""
 
-TABLED = ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
-"""Files of a run that these tables are made of."""
-
 NEWEST = 20
 """Steps at a record's end that a run's medians and peaks are taken over where its summary has none."""
 
@@ -161,7 +158,7 @@ def _run_row(run: RunDir) -> tuple[dict[str, Any], dict[str, Any]]:
         row |= {"state": state.state.value, "reason": state.reason} if state else {"state": "not started", "reason": ""}
         row |= {column: config.get(key) for column, key in SETTINGS.items()}
         row |= {"mesh": mesh_of(config), "microbatches": _microbatches(config)}
-        checksums.demand(run.path, *TABLED)
+        checksums.demand(run.path, *checksums.TOLD)
         row |= _origin(provenance.read(run.path)) | _results(run, read_summary(run) or {})
     except StoreError as error:
         row |= {"state": DAMAGED, "reason": str(error)}
@@ -242,7 +239,7 @@ def _rows(paths: Iterable[Path | str], of: Callable[[RunDir], list[Any]]) -> lis
     found = []
     for path in paths:
         try:
-            checksums.demand(Path(path), *TABLED)
+            checksums.demand(Path(path), *checksums.TOLD)
             found += of(RunDir(Path(path)))
         except StoreError:
             continue

@@ -99,7 +99,7 @@ def load(path: Path) -> Process | str:
     state = status.effective(path)
     if state is None or state.state is not State.done:
         return "never started" if state is None else f"{state.state.value}: {state.reason}"
-    if damaged := checksums.damage(path, CONFIG, "provenance.json", run.metrics.name, run.summary.name):
+    if damaged := checksums.damage(path, *checksums.TOLD):
         return f"done, but its record is damaged: {'; '.join(damaged.values())}"
     config = checked(run.config(), TIMED, str(run.path / CONFIG))
     summary, lines = read_summary(run), read_metrics(run.metrics)

@@ -112,7 +112,7 @@ def _held_back(run: RunDir, jobs: JobProbe | None) -> str:
     found = status.effective(run.path, jobs)
     if found is not None and found.state in MOVING:
         return f"left alone, it is {found.state.value}"
-    checksums.demand(run.path)
+    checksums.demand(run.path, *checksums.TOLD)
     last = _last_step(run)
     if last:
         _check_end(run, last, found)

@@ -37,6 +37,8 @@ FILES = ("config.yaml", "overrides.txt", "provenance.json", "diff.patch", "metri
 FOLDERS = ("capture", "vouch")
 ASIDE = ("overrides.txt", "diff.patch")
 """Of `FILES`: no result is made of these. A diff may be its owner's secret, or taken out of a copy for others."""
+TOLD = ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
+"""Of `FILES`: what tables and mirrors are made of."""
 SUFFIXES = (".json", ".safetensors", ".f64")
 """Of files in `FOLDERS`; others are left by a crash, or are not the run's."""
 RESTORE = "restore it from a copy, or run it again (launch.rerun=always)"
@@ -74,8 +76,10 @@ def damage(run: Path, *names: str) -> dict[str, str] | None:
     Raises:
         StoreError: `status.json` cannot be read.
     """
-    ended = status.read(run)
-    if ended is None or not (ended.checksums or (ended.state is State.done and (run / CHECKSUMS).exists())):
+    ended, there = status.read(run), (run / CHECKSUMS).exists()
+    if ended is None:
+        return {status.FILE: f"{status.FILE} is missing"} if there else None
+    if not ended.checksums and not (there and ended.state is State.done):
         return None
     try:
         listed = _read(run, ended.checksums)
@@ -157,11 +161,11 @@ def _fault(path: Path, entry: Mapping[str, Any]) -> str:
             return f"is truncated: {size} of {entry['bytes']} bytes"
         if size > entry["bytes"]:
             return f"was changed: it has {size} bytes and had {entry['bytes']}"
+        if not os.access(path, os.R_OK):  # another person's: whoever needs it is told that it is closed
+            return ""
         return "" if _sum(path)[1] == entry["xxh3"] else "was changed: its checksum is another"
     except (FileNotFoundError, NotADirectoryError):
         return "is missing"
-    except PermissionError:  # another person's: not damaged, and whoever needs it is told that it is closed
-        return ""
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except StoreError as error:

@@ -76,8 +76,13 @@ class Reporter:
         failure.forget(self.folder, place.rank)
 
     def started(self) -> None:
-        """Rank 0 marks the run as running, where no launcher of ours has done so."""
+        """Rank 0 marks the run as running, where no launcher of ours has done so.
+
+        Raises:
+            StoreError: what it would go on from was damaged since it was preempted.
+        """
         if self.place.rank == 0 and not self.place.watched:
+            checksums.demand(self.run)
             keeper = Keeper.slurm if self.place.job else Keeper.process
             self._write(State.running, f"started by {self.place.launcher}", keeper=keeper, job=self.place.job)
 

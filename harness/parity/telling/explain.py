@@ -12,7 +12,7 @@ OUTCOMES = {
     Outcome.EQUIVALENT: "Bits differ, and rounding explains every difference: it is the same training.",
     Outcome.DIFFERENT: "Rounding cannot explain what is named here: another training, or one of the two runs is wrong.",
     Outcome.UNDECIDED: "It could be rounding or a fault, or too little was recorded; the next command may decide.",
-    Outcome.NOT_COMPARABLE: "The two were not asked to train the same, or one is incomplete; nothing was compared.",
+    Outcome.NOT_COMPARABLE: "The two were not asked to train the same, or one is not whole; nothing was compared.",
 }
 """What each outcome says, for newcomers."""
 

@@ -1,0 +1,549 @@
+"""Finished runs, damaged file by file: a verdict names file and damage, and no reader passes on what is not as the run
+left it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from harness.analysis import load as tables
+from harness.bench import record as bench
+from harness.bisect.snapshot import Snapshot
+from harness.cli import convert
+from harness.config.compose import load_config
+from harness.launch import opening
+from harness.launch.opening import Sources
+from harness.mirror import sync
+from harness.parity import Outcome, Verdict, compare
+from harness.parity import record as parity
+from harness.parity.telling import zoom
+from harness.parity.tiers import comparable
+from harness.report import origin
+from harness.store import checksums, provenance, rundir, show, status
+from harness.store.errors import StoreError
+from harness.store.rank_place import RankPlace
+from harness.store.rundir import RunDir, Store
+from harness.store.status import State
+from harness.study import rehearse, replay
+from harness.worker.report import Reporter
+from tests.support.mutants import Slip, each
+from tests.support.programs import run_program
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOM = "Evidence with integrity"
+SMALL = (
+    *("model.dim=32", "model.num_layers=1", "data=synthetic", "data.seq_len=16", "train.global_batch_size=8"),
+    *("train.microbatch_size=2", "sharding=no_shard", "mesh.world_size=1"),
+    *("measure.capture_steps=[1,3]", "measure.update_steps=[1,3]"),
+)
+PARTS = 3
+"""Each kind of damage is tried on every third file in `make test`, on the others elsewhere."""
+SILENT = ("overrides.txt", "diff.patch")
+"""Files that no verdict is made of."""
+
+
+def trained(root: Path, *words: str, code: int = 0) -> Path:
+    """The run of a request of one rank."""
+    done = run_program([str(ROOT / "run.py"), *SMALL, *words, f"launch.root={root}"])
+    assert done.returncode == code, done.stdout + done.stderr
+    return Store(root).find("@last").path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a pair that owes other bits nothing, and of a run that was stopped and resumed."""
+    root = tmp_path_factory.mktemp("evidence") / "runs"
+    words = ("train.steps=4", "study.name=pair")
+    trained(root, *words, "engine=single")
+    stopped = trained(root, *words, "ckpt=last", "launch.preempt_at=2", code=75)
+    assert checksums.told(stopped).startswith("complete, ")
+    trained(root, *words, "ckpt=last", "launch.preempt_at=2")
+    for run in Store(root).runs():  # a clean checkout leaves none
+        (run.path / "diff.patch").write_text("-a\n+b\n")
+        checksums.renew(run.path)
+    return root
+
+
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pair(whole: Path) -> Pair:
+    """The run that was resumed, and its control."""
+    arm, control = sorted((run.path for run in Store(whole).runs()), key=lambda path: "single" in path.name)
+    return arm, control
+
+
+@pytest.fixture
+def copy(pair: Pair, tmp_path: Path) -> Path:
+    return copied(pair[0], tmp_path)
+
+
+def copied(run: Path, folder: Path) -> Path:
+    """A run at another place, as `cp -r` makes it: with new dates."""
+    return Path(shutil.copytree(run, folder / "runs" / "pair" / run.name, copy_function=shutil.copyfile))
+
+
+# -- damages -----------------------------------------------------------------------------------------------------------
+
+Dice = random.Random
+Damage = Callable[[Path, Path, Dice], object]
+"""A file of a run, the same file of the other run, chance."""
+
+
+def flip(path: Path, other: Path, dice: Dice) -> None:
+    data = bytearray(path.read_bytes())
+    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    path.write_bytes(data)
+
+
+def flip_in_secret(path: Path, other: Path, dice: Dice) -> None:
+    """As a disk does: no date tells."""
+    dates = path.stat()
+    flip(path, other, dice)
+    os.utime(path, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+
+
+def cut(path: Path, other: Path, dice: Dice) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[: dice.randrange(len(data))])
+
+
+def swap(path: Path, other: Path, dice: Dice) -> None:
+    """With a file of the same run."""
+    beside = [each for each in path.parent.iterdir() if each.suffix == path.suffix and each != path and each.is_file()]
+    beside = [each for each in beside if each.read_bytes() != path.read_bytes()] or [path.parents[1] / "config.yaml"]
+    chosen = dice.choice(beside)
+    first, second = path.read_bytes(), chosen.read_bytes() if chosen.is_file() else b"nothing of it"
+    path.write_bytes(second)
+    if chosen.is_file():
+        chosen.write_bytes(first)
+
+
+def without_a_line(path: Path, other: Path, dice: Dice) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines.pop(dice.randrange(len(lines)))
+    path.write_bytes(b"".join(lines))
+
+
+def with_a_line_twice(path: Path, other: Path, dice: Dice) -> None:
+    lines = path.read_bytes().splitlines(keepends=True)
+    place = dice.randrange(len(lines))
+    path.write_bytes(b"".join([*lines[:place], lines[place], *lines[place:]]))
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "a flipped bit": (flip, "changed"),
+    "a flipped bit under the old date": (flip_in_secret, "changed"),
+    "cut off": (cut, "truncated"),
+    "empty": (lambda path, *_: path.write_bytes(b""), "truncated"),
+    "removed": (lambda path, *_: path.unlink(), "missing"),
+    "renamed": (lambda path, *_: path.rename(path.with_name(f"{path.name}.bak")), "missing"),
+    "swapped": (swap, "changed|truncated"),
+    "of the other run": (lambda path, other, _: shutil.copyfile(other, path), "changed|truncated"),
+    "a line less": (without_a_line, "truncated"),
+    "a line twice": (with_a_line_twice, "changed"),
+    "other JSON": (lambda path, *_: path.write_text("{}"), "changed|truncated"),
+    "a byte more": (lambda path, *_: path.write_bytes(path.read_bytes() + b"\n"), "changed"),
+}
+
+
+def told_of(arm: Path, control: Path) -> tuple[Outcome | None, str]:
+    """Outcome and all that is told; no outcome where the verdict is refused."""
+    try:
+        found = compare(arm, control)
+    except Exception as error:  # whatever a mutant falls over names nothing
+        return None, str(error)
+    return found.outcome, " ".join([found.sentence, *(f"{each.observed} {each.allowed}" for each in found.evidence)])
+
+
+def survives(pair: Pair, folder: Path, kind: str, name: str, clean: Outcome) -> str:
+    """What is wrong with the answer over one damaged file, of either run; empty if nothing is."""
+    dice = random.Random(f"{kind} {name}")
+    damage, kinds = DAMAGES[kind]
+    place = dice.choice([place for place in (0, 1) if (pair[place] / name).exists()])
+    damaged, other = copied(pair[place], folder), pair[1 - place]
+    if kind == "of the other run" and not (other / name).exists():
+        name = name.replace("moments", "step")
+    same = kind == "of the other run" and (damaged / name).read_bytes() == (other / name).read_bytes()
+    damage(damaged / name, other / name, dice)
+    outcome, text = told_of(*((damaged, other) if place == 0 else (other, damaged)))
+    shutil.rmtree(folder / "runs")
+    if same:
+        good = outcome is clean and "all but" not in text
+    elif name in SILENT:
+        good = outcome is clean and f"all but {name}" in text.replace(" and ", "all but ")
+    elif name == status.FILE:  # of which a verdict reads no more than that the run is done, and which list it left
+        good = outcome is clean or (outcome in (None, Outcome.NOT_COMPARABLE) and "status.json" in text)
+    else:
+        named = any(f"{name} {verb} {each}" in text for verb in ("is", "was") for each in kinds.split("|"))
+        named = named or (name == checksums.CHECKSUMS and f"{name} " in text)
+        good = outcome in (None if name == "config.yaml" else outcome, Outcome.NOT_COMPARABLE) and named
+    return "" if good else f"{kind}, {name}: {outcome}: {text[:300]}"
+
+
+@pytest.fixture(scope="module")
+def clean(pair: Pair) -> Verdict:
+    return compare(*pair)
+
+
+@pytest.fixture(scope="module")
+def names(pair: Pair) -> list[str]:
+    """All files that a run recorded, its list, and its state."""
+    listed = json.loads((pair[0] / checksums.CHECKSUMS).read_text())["files"]
+    assert {path.split("/")[0] for path in listed} == {*checksums.FILES, *checksums.FOLDERS}
+    return [*listed, checksums.CHECKSUMS, status.FILE]
+
+
+@pytest.mark.parametrize(
+    ("kind", "part"),
+    [
+        *((kind, number % PARTS) for number, kind in enumerate(DAMAGES)),
+        *(pytest.param(kind, None, marks=pytest.mark.full) for kind in DAMAGES),
+    ],
+)
+def test_damage_is_named(
+    kind: str, part: int | None, pair: Pair, names: list[str], clean: Verdict, tmp_path: Path
+) -> None:
+    chosen = names if part is None else names[part::PARTS]
+    assert not [wrong for name in chosen if (wrong := survives(pair, tmp_path, kind, name, clean.outcome))]
+
+
+# -- what is demanded of the list, in miniature ------------------------------------------------------------------------
+
+EXPECTED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a flipped bit": (
+        lambda run: _flip(run / "capture/step-000001.safetensors"),
+        "step-000001.safetensors was changed",
+    ),
+    "a cut stream": (lambda run: _cut(run / "vouch/steps.f64"), "vouch/steps.f64 is truncated"),
+    "a file more": (
+        lambda run: shutil.copyfile(run / "capture/step-000001.json", run / "capture/step-000002.json"),
+        "capture/step-000002.json was added",
+    ),
+    "no stream": (lambda run: shutil.rmtree(run / "vouch"), "vouch/ is missing"),
+    "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
+    "no list": (lambda run: (run / checksums.CHECKSUMS).unlink(), "checksums.json is missing"),
+    "a flipped list": (lambda run: _flip(run / checksums.CHECKSUMS), "checksums.json was changed"),
+    "an unnamed list": (lambda run: _edit(run / status.FILE, checksums=""), "checksums.json was changed"),
+    "no status": (lambda run: (run / status.FILE).unlink(), "status.json is missing"),
+    "an attempt less": (lambda run: shutil.rmtree(run / "attempts/0"), "attempts/ is truncated: 1 of 2"),
+    "a folder in its place": (lambda run: _folder(run / "summary.json"), "summary.json was changed"),
+}
+"""How a run is damaged, and what is told of it."""
+
+
+def _flip(path: Path) -> None:
+    flip(path, path, random.Random(0))
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-8])
+
+
+def _edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / ("x" * 60)).touch()
+
+
+def expectations_that_fail(pair: Pair, folder: Path) -> Iterator[str]:
+    """What a verdict fails to say of damaged runs, of a whole one, and of one without a list."""
+    for name, (damage, told) in EXPECTED.items():
+        run = copied(pair[0], folder)
+        damage(run)
+        outcome, text = told_of(run, pair[1])
+        if outcome is not Outcome.NOT_COMPARABLE or told not in text:
+            yield f"{name}: {outcome}: {text[:200]}"
+        shutil.rmtree(folder / "runs")
+    for name, change, told in (
+        ("whole", lambda run: None, ""),
+        ("no diff", lambda run: (run / "diff.patch").unlink(), "all but diff.patch"),
+        ("old", older, "not known"),
+    ):
+        run = copied(pair[0], folder)
+        change(run)
+        found = compare(run, pair[1])
+        rows = [finding for finding in found.evidence if finding.check == "files as the run left them"]
+        if found.outcome is not Outcome.EQUIVALENT or [str(row.observed) for row in rows] != [told] * bool(told):
+            yield f"{name}: {found.outcome}: {rows}"
+        shutil.rmtree(folder / "runs")
+
+
+def older(run: Path) -> None:
+    """As a version that listed nothing left it."""
+    (run / checksums.CHECKSUMS).unlink()
+    written = json.loads((run / status.FILE).read_text())
+    del written["checksums"]
+    (run / status.FILE).write_text(json.dumps(written))
+
+
+MUTANTS = {
+    "sizes alone": Slip(checksums, "_fault", '_sum(path)[1] == entry["xxh3"]', "True", "Checksums are not compared"),
+    "longer only": Slip(checksums, "_fault", 'size < entry["bytes"]', "False", "A cut file is not called truncated"),
+    "missing is nothing": Slip(checksums, "_fault", '"is missing"', '""', "A file that is gone is no damage"),
+    "any list": Slip(checksums, "_read", "checksum is not None and ", "False and ", "Any list is believed"),
+    "no list is old": Slip(
+        checksums, "damage", "not ended.checksums and not (there and ended.state is State.done)", "not there",
+        "A run whose list was removed is read as one of an older version",
+    ),
+    "status is believed": Slip(
+        checksums, "damage", "(there and ended.state is State.done)", "False", "A list that nobody names is no damage"
+    ),
+    "no status is new": Slip(checksums, "damage", "if there else None", "if False else None", "It is a new run"),
+    "added is nothing": Slip(checksums, "_added", "if name not in files", "if False", "Files may be added"),
+    "attempts are not counted": Slip(checksums, "_attempts", "there < count", "False", "Attempts may go"),
+    "folders are": Slip(checksums, "_gone", "not os.path.lexists(run / folder)", "False", "A folder is missed by file"),
+    "no problem": Slip(parity, "load", "(*wrong.values(), *others)", "tuple(others)", "Damage is no problem"),
+    "told aside": Slip(parity, "load", "if name not in checksums.ASIDE", "", "A diff that is gone spoils a verdict"),
+    "no remark": Slip(
+        comparable, "unlisted", 'arm.files == control.files == "whole"', "True", "An old store is called whole"
+    ),
+}  # fmt: skip
+
+
+def test_what_is_demanded_of_the_list(pair: Pair, tmp_path: Path) -> None:
+    assert not [*expectations_that_fail(pair, tmp_path)]
+
+
+@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, slip in MUTANTS.items()]))
+def test_a_mutant_of_the_list_is_noticed(
+    name: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    MUTANTS[name].put(monkeypatch)
+    assert next(expectations_that_fail(pair, tmp_path), "")
+
+
+# -- who reads it ------------------------------------------------------------------------------------------------------
+
+TOLD = "summary.json was changed"
+
+
+def refusal(ask: Callable[[], object]) -> str:
+    """What a request over a damaged run is refused with; empty where it is not."""
+    try:
+        ask()
+    except StoreError as error:
+        return str(error)
+    return ""
+
+
+def _zoom(run: Path) -> str:
+    return refusal(lambda: zoom.zoom(run, run, "head.norm.weight"))
+
+
+def _gradients(run: Path) -> str:
+    return refusal(lambda: tables.gradients(run, run))
+
+
+def _table(run: Path) -> str:
+    row = tables.runs(run.parents[1]).iloc[0]
+    return str(row.reason) if row.state == "damaged" and row.verdict is None else ""
+
+
+def _steps(run: Path) -> str:
+    return TOLD if tables.steps([run]).empty and not tables.memory([run]).size else ""
+
+
+def _shown_broken(run: Path) -> str:
+    (run / "summary.json").write_text("x" * (run / "summary.json").stat().st_size)
+    return refusal(lambda: show.show(RunDir(run)))
+
+
+def _export(run: Path) -> str:
+    _flip_letter(run / "config.yaml")
+    return refusal(lambda: convert._export(SimpleNamespace(root=str(run.parents[1]), run=str(run))))
+
+
+def _again(run: Path) -> str:
+    _flip_letter(run / "config.yaml")
+    return refusal(lambda: replay.replay_run(str(run), [f"launch.root={run.parents[1]}"]))
+
+
+def _differ(run: Path) -> str:
+    _flip_letter(run / "config.yaml")
+    return show.diff(RunDir(run), RunDir(run))
+
+
+def _origin(run: Path) -> str:
+    _flip_letter(run / "provenance.json")
+    return origin._facts(run).get("provenance", "")
+
+
+def _resumed(run: Path) -> str:
+    _edit(run / status.FILE, state="preempted")
+    config = RunDir(run).config()
+    cell: Any = SimpleNamespace(config=config, typed=load_config(config))
+    return opening._obstacle(RunDir(run), cell, Sources({"sources_digest": provenance.sources_digest()}, ""))
+
+
+def _requeued(run: Path) -> str:
+    _edit(run / status.FILE, state="preempted")
+    return refusal(reporter(run).started)
+
+
+def reporter(run: Path) -> Reporter:
+    return Reporter(run, 1, RankPlace(0, 1, 0, "", "torchrun"))
+
+
+def _flip_letter(path: Path) -> None:
+    """Another number or letter: it reads as well as before."""
+    data = path.read_text()
+    for word, other in (("lr: 0.001", "lr: 0.002"), ("platform", "platforn")):
+        data = data.replace(word, other, 1)
+    path.write_text(data)
+
+
+READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
+    "runs": (_table, TOLD, Slip(tables, "_run_row", "checksums.demand(run.path, *checksums.TOLD)", "pass")),
+    "steps": (_steps, TOLD, Slip(tables, "_rows", "checksums.demand(Path(path), *checksums.TOLD)", "pass")),
+    "bench": (
+        lambda run: str(bench.load(run)),
+        TOLD,
+        Slip(bench, "load", "checksums.damage(path, *checksums.TOLD)", "{}"),
+    ),
+    "sync": (
+        lambda run: refusal(lambda: sync._held_back(RunDir(run), None)),
+        TOLD,
+        Slip(sync, "_held_back", "checksums.demand(run.path, *checksums.TOLD)", "pass"),
+    ),
+    "rehearse": (
+        lambda run: refusal(lambda: rehearse._check(RunDir(run), 2, ())),
+        TOLD,
+        Slip(rehearse, "_check", "checksums.demand(run.path)", "pass"),
+    ),
+    "show": (
+        lambda run: " ".join(show.show(RunDir(run)).split()),
+        f"record damaged: {TOLD}",
+        Slip(show, "_shown", "checksums.told(run.path)", "''"),
+    ),
+    "show of what is no JSON": (_shown_broken, TOLD, Slip(show, "show", "checksums.demand(run.path)", "pass")),
+    "diff": (_differ, "damaged: config.yaml was changed", Slip(show, "diff", "*_damaged(a, b), ", "")),
+    "report": (
+        _origin,
+        "provenance.json was changed",
+        Slip(origin, "_facts", 'checksums.demand(path, "provenance.json")', "pass"),
+    ),
+    "export": (
+        _export,
+        "config.yaml was changed",
+        Slip(convert, "_export", "checksums.demand(run.path, CONFIG)", "pass"),
+    ),
+    "--from": (
+        _again,
+        "config.yaml was changed",
+        Slip(replay, "replay_run", 'checksums.demand(run.path, CONFIG, "overrides.txt")', "pass"),
+    ),
+    "resume": (_resumed, TOLD, Slip(opening, "_obstacle", "else checksums.damage(run.path)", "else None")),
+    "--tensor": (_zoom, TOLD, Slip(zoom, "zoom", "checksums.demand(Path(path))", "pass")),
+    "gradients": (_gradients, TOLD, Slip(tables, "gradients", "checksums.demand(Path(path))", "pass")),
+    "requeue": (_requeued, TOLD, Slip(Reporter, "started", "checksums.demand(self.run)", "pass")),
+}
+"""Readers beside a verdict, what each says of a damaged run, and each as if it did not ask."""
+
+
+@pytest.fixture
+def damaged(copy: Path) -> Path:
+    """A run with one digit of its summary changed; no reader could tell from the file."""
+    return damaged_summary(copy)
+
+
+def damaged_summary(run: Path) -> Path:
+    (run / "summary.json").write_text((run / "summary.json").read_text().replace('"wall_s": ', '"wall_s": 1'))
+    return run
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_reader_tells_of_damage(name: str, damaged: Path) -> None:
+    read, told, _ = READERS[name]
+    assert told in read(damaged)
+
+
+@pytest.mark.parametrize("name", each(ROOM, [(name, f"{name} passes on what was damaged") for name in READERS]))
+def test_a_reader_that_does_not_ask_is_noticed(name: str, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convert, "_convert", lambda *_: 0)
+    read, told, slip = READERS[name]
+    slip.put(monkeypatch)
+    assert told not in read(damaged)
+
+
+# -- when it is written ------------------------------------------------------------------------------------------------
+
+
+def _ended(run: Path) -> bool:
+    status.write(run, replace(RunDir(run).status(), state=State.running, attempt=2))
+    (run / "attempts/2").mkdir()
+    (run / "metrics.jsonl").write_text("")
+    Reporter(run, 2, RankPlace(0, 1, 0, "", "torchrun")).ended(State.preempted, "asked to")
+    return checksums.damage(run) == {}
+
+
+def _runs_again(run: Path) -> bool:
+    """A run that was started again writes into its files, and nobody complains."""
+    status.write(run, replace(RunDir(run).status(), state=State.queued, attempt=2))
+    (run / "metrics.jsonl").write_text("")
+    return checksums.damage(run) is None
+
+
+def _signed(run: Path) -> bool:
+    """A bisected version cannot ask git which commit it is."""
+    facts = json.loads((run / "provenance.json").read_text())
+    (run / "provenance.json").write_text(json.dumps({**facts, "git": None}))
+    checksums.renew(run)
+    version: Any = SimpleNamespace(version=SimpleNamespace(commit="0" * 40, asked="HEAD"))
+    Snapshot._sign(version, run)
+    return provenance.read(run)["git"]["sha"] == "0" * 40 and checksums.damage(run) == {}
+
+
+def _starts_over(run: Path) -> bool:
+    (run / "attempts/2").mkdir()
+    RunDir(run).start_over(2)
+    return (run / "attempts/2/before" / checksums.CHECKSUMS).is_file() and not (run / checksums.CHECKSUMS).exists()
+
+
+LIFE: dict[str, tuple[Callable[[Path], bool], Slip]] = {
+    "no list at an end": (_ended, Slip(Reporter, "ended", ", checksums=checksums.write(self.run)", "", "Nobody lists")),
+    "a list while it runs": (
+        _runs_again,
+        Slip(
+            status, "write", 'replace(status, checksums="") if status.state in RESTARTS else status', "status", "Kept"
+        ),
+    ),
+    "signed in secret": (_signed, Slip(Snapshot, "_sign", "checksums.renew(run)", "pass", "A signature is damage")),
+    "left behind": (
+        _starts_over,
+        Slip(rundir, "RECORD", "", lambda names: names[:-1], "A run that starts over keeps the list of what it was"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIFE)
+def test_the_list_is_that_of_the_last_end(name: str, copy: Path) -> None:
+    assert LIFE[name][0](copy)
+
+
+@pytest.mark.parametrize("name", each(ROOM, [(name, slip.breaks) for name, (_, slip) in LIFE.items()]))
+def test_another_list_is_noticed(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holds, slip = LIFE[name]
+    slip.put(monkeypatch)
+    assert not holds(copy)
+
+
+def test_a_damaged_configuration_is_not_asked_for_again(pair: Pair, copy: Path) -> None:
+    _flip_letter(copy / "config.yaml")
+    assert [command.split()[-2:] for command in compare(copy, pair[1]).commands] == [["show", str(copy)]]
+    (pair_next,) = compare(damaged_summary(copied(pair[0], copy.parents[2] / "other")), pair[1]).commands
+    assert "launch.rerun=always" in pair_next
