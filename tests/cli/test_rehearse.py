@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from harness.cli.main import main
+from harness.store import checksums
 from harness.store.files import Lock
 from harness.store.rundir import RunDir, Store
 from harness.study import rehearse as rehearsal
@@ -90,16 +91,19 @@ def test_a_record_that_differs_is_told(
     fifth["loss"] = float.fromhex(float(fifth["loss"]).hex())
     lines[4] = json.dumps(fifth | {"loss": fifth["loss"] * (1 + 2**-52)})
     run.metrics.write_text("\n".join(lines) + "\n")
+    checksums.renew(run.path)
     try:
         assert rehearse(run, "--preempt-at", "3") == 1
         assert capsys.readouterr().out.startswith("DIFFERENT: 1 difference, the first: step 5: loss is ")
         summary = run.summary.read_text()
         run.summary.write_text('{"status": "done"}')
+        checksums.renew(run.path)
         assert rehearse(run, "--preempt-at", "3") == 2
         assert "summary.json is damaged: initial_weights is missing" in capsys.readouterr().err
         run.summary.write_text(summary)
     finally:
         run.metrics.write_text(text)
+        checksums.renew(run.path)
 
 
 @pytest.mark.parametrize(
