@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOM = "Evidence with integrity"
 SMALL = (
     *("model.dim=32", "model.num_layers=1", "data=synthetic", "data.seq_len=16", "train.global_batch_size=8"),
-    *("train.microbatch_size=2", "sharding=no_shard", "mesh.world_size=1"),
+    *("train.microbatch_size=2", "sharding=no_shard", "mesh.world_size=1", "train.steps=4", "study.name=pair"),
     *("measure.capture_steps=[1,3]", "measure.update_steps=[1,3]"),
 )
 PARTS = 3
@@ -51,24 +51,16 @@ SILENT = ("overrides.txt", "diff.patch")
 """Files that no verdict is made of."""
 
 
-def trained(root: Path, *words: str, code: int = 0) -> Path:
-    """The run of a request of one rank."""
-    done = run_program([str(ROOT / "run.py"), *SMALL, *words, f"launch.root={root}"])
-    assert done.returncode == code, done.stdout + done.stderr
-    return Store(root).find("@last").path
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store with a pair that owes other bits nothing, and of a run that was stopped and resumed."""
+    """A store with two runs that differ by rounding, each with every file there may be."""
     root = tmp_path_factory.mktemp("evidence") / "runs"
-    words = ("train.steps=4", "study.name=pair")
-    trained(root, *words, "engine=single")
-    stopped = trained(root, *words, "ckpt=last", "launch.preempt_at=2", code=75)
-    assert checksums.told(stopped).startswith("complete, ")
-    trained(root, *words, "ckpt=last", "launch.preempt_at=2")
-    for run in Store(root).runs():  # a clean checkout leaves none
-        (run.path / "diff.patch").write_text("-a\n+b\n")
+    done = run_program([str(ROOT / "run.py"), "-m", *SMALL, "engine=native,single", f"launch.root={root}"])
+    assert done.returncode == 0, done.stdout + done.stderr
+    for run in Store(root).runs():
+        assert checksums.damage(run.path) == {}
+        (run.path / "diff.patch").write_text("-a\n+b\n")  # a clean checkout leaves none
+        (run.path / "attempts/1").mkdir()
         checksums.renew(run.path)
     return root
 
@@ -78,7 +70,7 @@ Pair = tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def pair(whole: Path) -> Pair:
-    """The run that was resumed, and its control."""
+    """An arm and its control."""
     arm, control = sorted((run.path for run in Store(whole).runs()), key=lambda path: "single" in path.name)
     return arm, control
 
@@ -120,13 +112,15 @@ def cut(path: Path, other: Path, dice: Dice) -> None:
 
 def swap(path: Path, other: Path, dice: Dice) -> None:
     """With a file of the same run."""
-    beside = [each for each in path.parent.iterdir() if each.suffix == path.suffix and each != path and each.is_file()]
-    beside = [each for each in beside if each.read_bytes() != path.read_bytes()] or [path.parents[1] / "config.yaml"]
-    chosen = dice.choice(beside)
-    first, second = path.read_bytes(), chosen.read_bytes() if chosen.is_file() else b"nothing of it"
+    alike = SILENT if path.name in SILENT else ("provenance.json", "metrics.jsonl", "summary.json")
+    if path.parent.name in checksums.FOLDERS:
+        alike = tuple(name for name in sorted(os.listdir(path.parent)) if name.endswith(path.suffix))
+    chosen = dice.choice(
+        [path.with_name(name) for name in alike if path.with_name(name).read_bytes() != path.read_bytes()]
+    )
+    first, second = path.read_bytes(), chosen.read_bytes()
     path.write_bytes(second)
-    if chosen.is_file():
-        chosen.write_bytes(first)
+    chosen.write_bytes(first)
 
 
 def without_a_line(path: Path, other: Path, dice: Dice) -> None:
@@ -547,3 +541,38 @@ def test_a_damaged_configuration_is_not_asked_for_again(pair: Pair, copy: Path) 
     assert [command.split()[-2:] for command in compare(copy, pair[1]).commands] == [["show", str(copy)]]
     (pair_next,) = compare(damaged_summary(copied(pair[0], copy.parents[2] / "other")), pair[1]).commands
     assert "launch.rerun=always" in pair_next
+
+
+CLOSED = Slip(
+    checksums, "_fault", "not os.access(path, os.R_OK)", "False", "What is another person's is called damaged"
+)
+
+
+def _of_another_person(run: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str] | None:
+    """What is seen of damage where nobody but the owner may read: a size tells, and a closed file is no damage."""
+    _flip(run / "metrics.jsonl")
+    _cut(run / "vouch/steps.f64")
+    monkeypatch.setattr(checksums.os, "access", lambda *_: False)
+    return checksums.damage(run)
+
+
+def test_a_closed_file_is_not_damaged(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(_of_another_person(copy, monkeypatch) or ()) == ["vouch/steps.f64"]
+
+
+@pytest.mark.parametrize("name", each(ROOM, [("closed is damaged", CLOSED.breaks)]))
+def test_a_complaint_about_closed_files_is_noticed(name: str, copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    CLOSED.put(monkeypatch)
+    assert list(_of_another_person(copy, monkeypatch) or ()) != ["vouch/steps.f64"]
+
+
+def test_a_disk_that_does_not_read_is_named(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = checksums.open_regular
+
+    def failing(path: Path) -> Any:
+        if path.name != "metrics.jsonl":
+            return opened(path)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(checksums, "open_regular", failing)
+    assert checksums.damage(copy) == {"metrics.jsonl": "metrics.jsonl cannot be read: Input/output error"}

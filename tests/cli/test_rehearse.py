@@ -67,6 +67,14 @@ def test_the_same_layout_keeps_every_bit(rehearsed: dict[str, Any]) -> None:
     assert rehearsed["numbers"] >= 6 * 6
 
 
+def test_a_resumed_run_lists_what_both_attempts_recorded(rehearsed: dict[str, Any]) -> None:
+    resumed = Path(rehearsed["resumed"])
+    assert checksums.told(resumed).startswith("complete, ")
+    (resumed / "attempts/0").rename(resumed / "away")
+    assert checksums.told(resumed).startswith("damaged: attempts/ is truncated: 1 of 2 are there")
+    (resumed / "away").rename(resumed / "attempts/0")
+
+
 def test_another_layout_keeps_every_bit_under_exact(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--as", "sharding=hfsdp", "mesh=two_by_two")
     assert rehearse(run, "--preempt-at", "2", *words) == 0

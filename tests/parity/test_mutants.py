@@ -39,6 +39,7 @@ LONG_CONTROL = replace(FP32, steps=40, captures=(1, 2))
 ORDERED = replace(OURS, numerics="ordered", k=1)
 CHECKS = {
     "comparable",
+    "files as the run left them",
     "loss bits",
     "gradient bits",
     "grad_norm bits",

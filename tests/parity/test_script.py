@@ -31,7 +31,7 @@ from tests.parity.test_witness import CONTROL, SEEN, twenty_one_bits
 from tests.support.composing import compose
 from tests.support.programs import run_program
 
-WITHOUT = {"comparable", "resolution", "gradients captured"}
+WITHOUT = {"comparable", "files as the run left them", "resolution", "gradients captured"}
 """Checks that say how much evidence there is: nothing can be shown of them."""
 
 Played = Callable[[str, Mapping[str, Path]], tuple[int, str, list[list[str]]]]
