@@ -4,7 +4,6 @@ left it."""
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,26 +14,19 @@ from typing import Any
 
 import pytest
 
-from harness.analysis import load as tables
-from harness.bench import record as bench
 from harness.bisect.snapshot import Snapshot
 from harness.cli import convert
-from harness.config.compose import load_config
-from harness.launch import opening
-from harness.launch.opening import Sources
-from harness.mirror import sync
 from harness.parity import Outcome, Verdict, compare
 from harness.parity import record as parity
-from harness.parity.telling import zoom
 from harness.parity.tiers import comparable
-from harness.report import origin
-from harness.store import checksums, provenance, rundir, show, status
-from harness.store.errors import StoreError
+from harness.store import checksums, provenance, rundir, status
 from harness.store.rank_place import RankPlace
 from harness.store.rundir import RunDir, Store
 from harness.store.status import State
-from harness.study import rehearse, replay
 from harness.worker.report import Reporter
+from tests.cli.damages import DAMAGES, SILENT, flip, flip_letter
+from tests.cli.readers import READERS
+from tests.parity.edits import edit_json
 from tests.support.mutants import Slip, each
 from tests.support.programs import run_program
 
@@ -47,8 +39,6 @@ SMALL = (
 )
 PARTS = 3
 """Each kind of damage is tried on every third file in `make test`, on the others elsewhere."""
-SILENT = ("overrides.txt", "diff.patch")
-"""Files that no verdict is made of."""
 
 
 @pytest.fixture(scope="module")
@@ -85,72 +75,6 @@ def copied(run: Path, folder: Path) -> Path:
     return Path(shutil.copytree(run, folder / "runs" / "pair" / run.name, copy_function=shutil.copyfile))
 
 
-# -- damages -----------------------------------------------------------------------------------------------------------
-
-Dice = random.Random
-Damage = Callable[[Path, Path, Dice], object]
-"""A file of a run, the same file of the other run, chance."""
-
-
-def flip(path: Path, other: Path, dice: Dice) -> None:
-    data = bytearray(path.read_bytes())
-    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
-    path.write_bytes(data)
-
-
-def flip_in_secret(path: Path, other: Path, dice: Dice) -> None:
-    """As a disk does: no date tells."""
-    dates = path.stat()
-    flip(path, other, dice)
-    os.utime(path, ns=(dates.st_atime_ns, dates.st_mtime_ns))
-
-
-def cut(path: Path, other: Path, dice: Dice) -> None:
-    data = path.read_bytes()
-    path.write_bytes(data[: dice.randrange(len(data))])
-
-
-def swap(path: Path, other: Path, dice: Dice) -> None:
-    """With a file of the same run."""
-    alike = SILENT if path.name in SILENT else ("provenance.json", "metrics.jsonl", "summary.json")
-    if path.parent.name in checksums.FOLDERS:
-        alike = tuple(name for name in sorted(os.listdir(path.parent)) if name.endswith(path.suffix))
-    chosen = dice.choice(
-        [path.with_name(name) for name in alike if path.with_name(name).read_bytes() != path.read_bytes()]
-    )
-    first, second = path.read_bytes(), chosen.read_bytes()
-    path.write_bytes(second)
-    chosen.write_bytes(first)
-
-
-def without_a_line(path: Path, other: Path, dice: Dice) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    lines.pop(dice.randrange(len(lines)))
-    path.write_bytes(b"".join(lines))
-
-
-def with_a_line_twice(path: Path, other: Path, dice: Dice) -> None:
-    lines = path.read_bytes().splitlines(keepends=True)
-    place = dice.randrange(len(lines))
-    path.write_bytes(b"".join([*lines[:place], lines[place], *lines[place:]]))
-
-
-DAMAGES: dict[str, tuple[Damage, str]] = {
-    "a flipped bit": (flip, "changed"),
-    "a flipped bit under the old date": (flip_in_secret, "changed"),
-    "cut off": (cut, "truncated"),
-    "empty": (lambda path, *_: path.write_bytes(b""), "truncated"),
-    "removed": (lambda path, *_: path.unlink(), "missing"),
-    "renamed": (lambda path, *_: path.rename(path.with_name(f"{path.name}.bak")), "missing"),
-    "swapped": (swap, "changed|truncated"),
-    "of the other run": (lambda path, other, _: shutil.copyfile(other, path), "changed|truncated"),
-    "a line less": (without_a_line, "truncated"),
-    "a line twice": (with_a_line_twice, "changed"),
-    "other JSON": (lambda path, *_: path.write_text("{}"), "changed|truncated"),
-    "a byte more": (lambda path, *_: path.write_bytes(path.read_bytes() + b"\n"), "changed"),
-}
-
-
 def told_of(arm: Path, control: Path) -> tuple[Outcome | None, str]:
     """Outcome and all that is told; no outcome where the verdict is refused."""
     try:
@@ -181,7 +105,8 @@ def survives(pair: Pair, folder: Path, kind: str, name: str, clean: Outcome) -> 
     else:
         named = any(f"{name} {verb} {each}" in text for verb in ("is", "was") for each in kinds.split("|"))
         named = named or (name == checksums.CHECKSUMS and f"{name} " in text)
-        good = outcome in (None if name == "config.yaml" else outcome, Outcome.NOT_COMPARABLE) and named
+        refused = outcome is None and name == "config.yaml"
+        good = named and (refused or outcome is Outcome.NOT_COMPARABLE)
     return "" if good else f"{kind}, {name}: {outcome}: {text[:300]}"
 
 
@@ -228,7 +153,7 @@ EXPECTED: dict[str, tuple[Callable[[Path], object], str]] = {
     "no metrics": (lambda run: (run / "metrics.jsonl").unlink(), "metrics.jsonl is missing"),
     "no list": (lambda run: (run / checksums.CHECKSUMS).unlink(), "checksums.json is missing"),
     "a flipped list": (lambda run: _flip(run / checksums.CHECKSUMS), "checksums.json was changed"),
-    "an unnamed list": (lambda run: _edit(run / status.FILE, checksums=""), "checksums.json was changed"),
+    "an unnamed list": (lambda run: edit_json(run / status.FILE, checksums=""), "checksums.json was changed"),
     "no status": (lambda run: (run / status.FILE).unlink(), "status.json is missing"),
     "an attempt less": (lambda run: shutil.rmtree(run / "attempts/0"), "attempts/ is truncated: 1 of 2"),
     "a folder in its place": (lambda run: _folder(run / "summary.json"), "summary.json was changed"),
@@ -242,10 +167,6 @@ def _flip(path: Path) -> None:
 
 def _cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-8])
-
-
-def _edit(path: Path, **changes: Any) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def _folder(path: Path) -> None:
@@ -319,134 +240,6 @@ def test_a_mutant_of_the_list_is_noticed(
 ) -> None:
     MUTANTS[name].put(monkeypatch)
     assert next(expectations_that_fail(pair, tmp_path), "")
-
-
-# -- who reads it ------------------------------------------------------------------------------------------------------
-
-TOLD = "summary.json was changed"
-
-
-def refusal(ask: Callable[[], object]) -> str:
-    """What a request over a damaged run is refused with; empty where it is not."""
-    try:
-        ask()
-    except StoreError as error:
-        return str(error)
-    return ""
-
-
-def _zoom(run: Path) -> str:
-    return refusal(lambda: zoom.zoom(run, run, "head.norm.weight"))
-
-
-def _gradients(run: Path) -> str:
-    return refusal(lambda: tables.gradients(run, run))
-
-
-def _table(run: Path) -> str:
-    row = tables.runs(run.parents[1]).iloc[0]
-    return str(row.reason) if row.state == "damaged" and row.verdict is None else ""
-
-
-def _steps(run: Path) -> str:
-    return TOLD if tables.steps([run]).empty and not tables.memory([run]).size else ""
-
-
-def _shown_broken(run: Path) -> str:
-    (run / "summary.json").write_text("x" * (run / "summary.json").stat().st_size)
-    return refusal(lambda: show.show(RunDir(run)))
-
-
-def _export(run: Path) -> str:
-    _flip_letter(run / "config.yaml")
-    return refusal(lambda: convert._export(SimpleNamespace(root=str(run.parents[1]), run=str(run))))
-
-
-def _again(run: Path) -> str:
-    _flip_letter(run / "config.yaml")
-    return refusal(lambda: replay.replay_run(str(run), [f"launch.root={run.parents[1]}"]))
-
-
-def _differ(run: Path) -> str:
-    _flip_letter(run / "config.yaml")
-    return show.diff(RunDir(run), RunDir(run))
-
-
-def _origin(run: Path) -> str:
-    _flip_letter(run / "provenance.json")
-    return origin._facts(run).get("provenance", "")
-
-
-def _resumed(run: Path) -> str:
-    _edit(run / status.FILE, state="preempted")
-    config = RunDir(run).config()
-    cell: Any = SimpleNamespace(config=config, typed=load_config(config))
-    return opening._obstacle(RunDir(run), cell, Sources({"sources_digest": provenance.sources_digest()}, ""))
-
-
-def _requeued(run: Path) -> str:
-    _edit(run / status.FILE, state="preempted")
-    return refusal(reporter(run).started)
-
-
-def reporter(run: Path) -> Reporter:
-    return Reporter(run, 1, RankPlace(0, 1, 0, "", "torchrun"))
-
-
-def _flip_letter(path: Path) -> None:
-    """Another number or letter: it reads as well as before."""
-    data = path.read_text()
-    for word, other in (("lr: 0.001", "lr: 0.002"), ("platform", "platforn")):
-        data = data.replace(word, other, 1)
-    path.write_text(data)
-
-
-READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
-    "runs": (_table, TOLD, Slip(tables, "_run_row", "checksums.demand(run.path, *checksums.TOLD)", "pass")),
-    "steps": (_steps, TOLD, Slip(tables, "_rows", "checksums.demand(Path(path), *checksums.TOLD)", "pass")),
-    "bench": (
-        lambda run: str(bench.load(run)),
-        TOLD,
-        Slip(bench, "load", "checksums.damage(path, *checksums.TOLD)", "{}"),
-    ),
-    "sync": (
-        lambda run: refusal(lambda: sync._held_back(RunDir(run), None)),
-        TOLD,
-        Slip(sync, "_held_back", "checksums.demand(run.path, *checksums.TOLD)", "pass"),
-    ),
-    "rehearse": (
-        lambda run: refusal(lambda: rehearse._check(RunDir(run), 2, ())),
-        TOLD,
-        Slip(rehearse, "_check", "checksums.demand(run.path)", "pass"),
-    ),
-    "show": (
-        lambda run: " ".join(show.show(RunDir(run)).split()),
-        f"record damaged: {TOLD}",
-        Slip(show, "_shown", "checksums.told(run.path)", "''"),
-    ),
-    "show of what is no JSON": (_shown_broken, TOLD, Slip(show, "show", "checksums.demand(run.path)", "pass")),
-    "diff": (_differ, "damaged: config.yaml was changed", Slip(show, "diff", "*_damaged(a, b), ", "")),
-    "report": (
-        _origin,
-        "provenance.json was changed",
-        Slip(origin, "_facts", 'checksums.demand(path, "provenance.json")', "pass"),
-    ),
-    "export": (
-        _export,
-        "config.yaml was changed",
-        Slip(convert, "_export", "checksums.demand(run.path, CONFIG)", "pass"),
-    ),
-    "--from": (
-        _again,
-        "config.yaml was changed",
-        Slip(replay, "replay_run", 'checksums.demand(run.path, CONFIG, "overrides.txt")', "pass"),
-    ),
-    "resume": (_resumed, TOLD, Slip(opening, "_obstacle", "else checksums.damage(run.path)", "else None")),
-    "--tensor": (_zoom, TOLD, Slip(zoom, "zoom", "checksums.demand(Path(path))", "pass")),
-    "gradients": (_gradients, TOLD, Slip(tables, "gradients", "checksums.demand(Path(path))", "pass")),
-    "requeue": (_requeued, TOLD, Slip(Reporter, "started", "checksums.demand(self.run)", "pass")),
-}
-"""Readers beside a verdict, what each says of a damaged run, and each as if it did not ask."""
 
 
 @pytest.fixture
@@ -537,7 +330,7 @@ def test_another_list_is_noticed(name: str, copy: Path, monkeypatch: pytest.Monk
 
 
 def test_a_damaged_configuration_is_not_asked_for_again(pair: Pair, copy: Path) -> None:
-    _flip_letter(copy / "config.yaml")
+    flip_letter(copy / "config.yaml")
     assert [command.split()[-2:] for command in compare(copy, pair[1]).commands] == [["show", str(copy)]]
     (pair_next,) = compare(damaged_summary(copied(pair[0], copy.parents[2] / "other")), pair[1]).commands
     assert "launch.rerun=always" in pair_next
