@@ -36,11 +36,11 @@ VERSION = 1
 FILES = ("config.yaml", "overrides.txt", "provenance.json", "diff.patch", "metrics.jsonl", "summary.json")
 FOLDERS = ("capture", "vouch")
 ASIDE = ("overrides.txt", "diff.patch")
-"""Of `FILES`: no result is made of these. A diff may be its owner's secret, or taken out of a copy for others."""
+"""Files of which no result is made. A diff may be its owner's secret, or taken out of a copy for others."""
 TOLD = ("config.yaml", "provenance.json", "metrics.jsonl", "summary.json")
-"""Of `FILES`: what tables and mirrors are made of."""
+"""Files that tables and mirrors are made of."""
 SUFFIXES = (".json", ".safetensors", ".f64")
-"""Of files in `FOLDERS`; others are left by a crash, or are not the run's."""
+"""What a file of a capture or a stream ends with; others are left by a crash, or are not the run's."""
 RESTORE = "restore it from a copy, or run it again (launch.rerun=always)"
 BLOCK = 2**18
 
