@@ -99,8 +99,8 @@ def load(path: Path) -> Process | str:
     state = status.effective(path)
     if state is None or state.state is not State.done:
         return "never started" if state is None else f"{state.state.value}: {state.reason}"
-    if damaged := checksums.damage(path, *checksums.TOLD):
-        return f"done, but its record is damaged: {'; '.join(damaged.values())}"
+    if damaged := checksums.unfit(path, *checksums.TOLD):
+        return f"done, but its record is damaged: {'; '.join(damaged)}"
     config = checked(run.config(), TIMED, str(run.path / CONFIG))
     summary, lines = read_summary(run), read_metrics(run.metrics)
     if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:

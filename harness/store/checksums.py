@@ -99,8 +99,13 @@ def demand(run: Path, *names: str) -> None:
     Raises:
         StoreError: naming each that is damaged, of `names` or of all that results are made of.
     """
-    if wrong := [each for name, each in (damage(run, *names) or {}).items() if name in names or name not in ASIDE]:
+    if wrong := unfit(run, *names):
         raise StoreError(f"{run}: {'; '.join(wrong)}; {RESTORE}")
+
+
+def unfit(run: Path, *names: str) -> list[str]:
+    """The sentences of `damage` about named files, or about all that results are made of."""
+    return [each for name, each in (damage(run, *names) or {}).items() if name in names or name not in ASIDE]
 
 
 def told(run: Path) -> str:

@@ -81,7 +81,13 @@ def _origin(run: Path) -> str:
 
 
 def _resumed(run: Path) -> str:
+    (run / "diff.patch").unlink()
     edit_json(run / status.FILE, state="preempted")
+    return obstacle(run)
+
+
+def obstacle(run: Path) -> str:
+    """Why a run would not be gone on with."""
     config = RunDir(run).config()
     cell: Any = SimpleNamespace(config=config, typed=load_config(config))
     return opening._obstacle(RunDir(run), cell, Sources({"sources_digest": provenance.sources_digest()}, ""))
@@ -102,7 +108,7 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
     "bench": (
         lambda run: str(bench.load(run)),
         TOLD,
-        Slip(bench, "load", "checksums.damage(path, *checksums.TOLD)", "{}"),
+        Slip(bench, "load", "checksums.unfit(path, *checksums.TOLD)", "[]"),
     ),
     "sync": (
         lambda run: refusal(lambda: sync._held_back(RunDir(run), None)),
@@ -136,7 +142,7 @@ READERS: dict[str, tuple[Callable[[Path], str], str, Slip]] = {
         "config.yaml was changed",
         Slip(replay, "replay_run", 'checksums.demand(run.path, CONFIG, "overrides.txt")', "pass"),
     ),
-    "resume": (_resumed, TOLD, Slip(opening, "_obstacle", "else checksums.damage(run.path)", "else None")),
+    "resume": (_resumed, TOLD, Slip(opening, "_obstacle", "else checksums.unfit(run.path)", "else []")),
     "--tensor": (_zoom, TOLD, Slip(zoom, "zoom", "checksums.demand(Path(path))", "pass")),
     "gradients": (_gradients, TOLD, Slip(tables, "gradients", "checksums.demand(Path(path))", "pass")),
     "requeue": (_requeued, TOLD, Slip(Reporter, "started", "checksums.demand(self.run)", "pass")),

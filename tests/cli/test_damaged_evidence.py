@@ -26,7 +26,7 @@ from harness.store.rundir import RunDir, Store
 from harness.store.status import State
 from harness.worker.report import Reporter
 from tests.cli.damages import DAMAGES, SILENT, flip, flip_letter
-from tests.cli.readers import READERS
+from tests.cli.readers import READERS, obstacle
 from tests.parity.edits import edit_json
 from tests.support.mutants import Slip, each
 from tests.support.programs import run_program
@@ -296,6 +296,13 @@ def _signed(run: Path) -> bool:
     return provenance.read(run)["git"]["sha"] == "0" * 40 and checksums.damage(run) == {}
 
 
+def _goes_on(run: Path) -> bool:
+    """A run that was preempted does not begin anew because its diff is gone."""
+    (run / "diff.patch").unlink()
+    edit_json(run / status.FILE, state="preempted")
+    return not obstacle(run)
+
+
 def _starts_over(run: Path) -> bool:
     (run / "attempts/2").mkdir()
     RunDir(run).start_over(2)
@@ -324,6 +331,12 @@ LIFE: dict[str, tuple[Callable[[Path], bool], Slip]] = {
     "asked for again": (
         _next_command,
         Slip(deciding, "_renewed", "if damaged else", "if False else", "What cannot say what it is is asked for again"),
+    ),
+    "any damage": (
+        _goes_on,
+        Slip(
+            checksums, "unfit", "if name in names or name not in ASIDE", "", "A run is begun anew for its diff's sake"
+        ),
     ),
     "left behind": (
         _starts_over,
