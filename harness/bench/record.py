@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness.bench.stats import median
-from harness.store import provenance, status
+from harness.store import checksums, provenance, status
 from harness.store.identity import canonical
 from harness.store.metrics import read_metrics
 from harness.store.reading import checked
@@ -99,6 +99,8 @@ def load(path: Path) -> Process | str:
     state = status.effective(path)
     if state is None or state.state is not State.done:
         return "never started" if state is None else f"{state.state.value}: {state.reason}"
+    if damaged := checksums.unfit(path, *checksums.TOLD):
+        return f"done, but its record is damaged: {'; '.join(damaged)}"
     config = checked(run.config(), TIMED, str(run.path / CONFIG))
     summary, lines = read_summary(run), read_metrics(run.metrics)
     if summary is None or len(lines) != config["train"]["steps"] or summary.get("load") is None:

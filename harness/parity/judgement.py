@@ -23,6 +23,7 @@ from harness.parity.telling import wording
 from harness.parity.tiers import bitwise, ending, finite, forward, numeric, parting, placing, trajectory, updates
 from harness.parity.tiers.admissible import Admission, admissible
 from harness.parity.tiers.arithmetic import Arithmetic
+from harness.parity.tiers.comparable import unlisted
 from harness.parity.tiers.envelope import Envelope
 from harness.parity.tiers.graded import listed
 from harness.parity.tiers.gradients import Mismatch, TensorPair, compare_tensor, names, pool
@@ -336,7 +337,7 @@ class Judgement:
         """The worst of each kind, with how many it stands for."""
         count = sum(fact.count for fact in self.facts)
         comparable_row = Finding("T0", "comparable", Stage.record, Grade.ok, "equal", "equal", count=count)
-        rows = [comparable_row, *self.broken, *self.one_sided, *self.bits]
+        rows = [comparable_row, *unlisted(self.arm, self.control), *self.broken, *self.one_sided, *self.bits]
         for kind in [*self.testimony, *self.numbers]:
             found = worst(kind)
             if found is not None:

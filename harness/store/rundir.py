@@ -23,6 +23,7 @@ Dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 CONFIG = "config.yaml"
 LAST = ".last"
 CANCEL = "cancel"
+CHECKSUMS = "checksums.json"
 CODE = ".snapshots"
 """Folder under the root: the code jobs run from, a folder for each state of it."""
 CODE_OF = "code"
@@ -35,7 +36,7 @@ SHARED, OWNED = 0o775, 0o755
 _ATTEMPT = re.compile(r"[0-9]{1,9}")
 _CHECKPOINT = re.compile(r"step-[0-9]{6,}(\.tmp|\.old)?")
 """Names that `harness.checkpoint.folder` gives: of a checkpoint, one that is being written, one that is replaced."""
-RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch")
+RECORD = ("metrics.jsonl", "summary.json", "provenance.json", "diff.patch", "capture", "vouch", CHECKSUMS)
 """What a run produced; moved aside when it starts again from step 0."""
 
 

@@ -14,7 +14,7 @@ from harness.config.errors import BadRequest, Violation
 from harness.config.overrides import Word, check_overrides
 from harness.config.schema import StudyConfig
 from harness.config.words import in_store
-from harness.store import commands, provenance
+from harness.store import checksums, commands, provenance
 from harness.store.errors import StoreError
 from harness.store.rundir import CONFIG, RunDir, Store
 from harness.study.meeting import shared_root
@@ -62,6 +62,7 @@ def replay_run(reference: str, overrides: Sequence[str]) -> Cell:
     """
     usual = shared_root(overrides)
     run = Store(usual).find(reference)
+    checksums.demand(run.path, CONFIG, "overrides.txt")
     frozen = run.config()
     launch = frozen.get("launch", {})
     around, before = Store(run.path.parent.parent), Path(launch.get("root", usual))

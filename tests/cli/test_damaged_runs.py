@@ -23,7 +23,7 @@ import yaml
 
 from harness.cli.main import main
 from harness.launch.terminal import Terminal
-from harness.store import forward, judged, nodes, screen
+from harness.store import checksums, forward, judged, nodes, screen, status
 from harness.store.rundir import Store
 from tests.bench import lab as timed
 from tests.parity.arms import Arm
@@ -164,6 +164,9 @@ FILES = (
     *("../study.json", "../verdict.json", "../.lock", "../../.last", "../../.store", "../../.nodes.jsonl"),
 )
 
+LIST = "checksums.json"
+"""A file that not every store has."""
+
 # -- one damaged store -------------------------------------------------------------------------------------------------
 
 
@@ -264,7 +267,10 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str, verbs: 
     root, told = folder / "runs", folder / "told"
     shutil.copytree(whole, root, symlinks=True)
     for path in root.rglob("config.yaml"):  # the copy's own root
-        path.write_text(path.read_text().replace(str(whole), str(root)))
+        if str(whole) in (text := path.read_text()):
+            path.write_text(text.replace(str(whole), str(root)))
+    for run in Store(root).runs():
+        checksums.renew(run.path)
     target = dice.choice(Store(root).runs()).path / name
     try:
         with contextlib.suppress(OSError, ValueError):  # what is no file, or damaged before
@@ -282,13 +288,18 @@ def damaged(whole: Path, folder: Path, dice: Dice, kind: str, name: str, verbs: 
 
 
 def found_wrong(
-    whole: Path, folder: Path, seeds: Sequence[int], kinds: Mapping[str, object] = DAMAGE, verbs: Verbs = _verbs
+    whole: Path,
+    folder: Path,
+    seeds: Sequence[int],
+    kinds: Mapping[str, object] = DAMAGE,
+    verbs: Verbs = _verbs,
+    files: Sequence[str] = FILES,
 ) -> list[str]:
     """How verbs end badly, each with the seed, damage and file that make them."""
     wrong = []
     for seed in seeds:
         dice = random.Random(seed)
-        kind, name = dice.choice(sorted(kinds)), dice.choice(FILES)
+        kind, name = dice.choice(sorted(kinds)), dice.choice(files)
         if text := damaged(whole, folder, dice, kind, name, verbs):
             wrong.append(f"seed {seed}, {kind} {name}: {text}")
     return wrong
@@ -310,6 +321,21 @@ def test_no_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) -> None:
 
 def test_no_later_kind_of_damage_makes_a_verb_fall(whole: Path, tmp_path: Path) -> None:
     assert not found_wrong(whole, tmp_path, range(8), MORE_DAMAGE)
+
+
+@pytest.fixture(scope="module")
+def listed(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, and every run with a list of what it recorded."""
+    root = tmp_path_factory.mktemp("listed") / "runs"
+    shutil.copytree(whole, root, symlinks=True)
+    for run in Store(root).runs():
+        status.note(run.path, checksums=checksums.write(run.path))
+    return root
+
+
+def test_no_damage_of_what_was_listed_makes_a_verb_fall(listed: Path, tmp_path: Path) -> None:
+    assert all(checksums.damage(run.path) == {} for run in Store(listed).runs())
+    assert not found_wrong(listed, tmp_path, range(6), DAMAGE | MORE_DAMAGE, files=(LIST, *FILES[:6]))
 
 
 def test_a_summary_that_is_a_text_makes_no_verb_fall(
@@ -443,6 +469,8 @@ def test_no_damage_at_all_makes_the_mirror_fall(part: int, whole: Path, tmp_path
 @pytest.mark.full
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("part", range(8))
-def test_no_damage_at_all_makes_a_verb_fall(part: int, whole: Path, tmp_path: Path) -> None:
+def test_no_damage_at_all_makes_a_verb_fall(part: int, whole: Path, listed: Path, tmp_path: Path) -> None:
     assert not found_wrong(whole, tmp_path, range(100 + 60 * part, 160 + 60 * part))
     assert not found_wrong(whole, tmp_path, range(100 + 60 * part, 160 + 60 * part), MORE_DAMAGE)
+    both = DAMAGE | MORE_DAMAGE
+    assert not found_wrong(listed, tmp_path, range(100 + 60 * part, 160 + 60 * part), both, files=(LIST, *FILES))

@@ -40,6 +40,7 @@ ORDERED = replace(OURS, numerics="ordered", k=1)
 CHECKS = {
     "tokens as fed",
     "comparable",
+    "files as the run left them",
     "loss bits",
     "gradient bits",
     "grad_norm bits",

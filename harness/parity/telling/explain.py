@@ -12,7 +12,7 @@ OUTCOMES = {
     Outcome.EQUIVALENT: "Bits differ, and rounding explains all that was recorded: by this, it is the same training.",
     Outcome.DIFFERENT: "Rounding cannot explain what is named here: another training, or one of the two runs is wrong.",
     Outcome.UNDECIDED: "It could be rounding or a fault, or too little was recorded; the next command may decide.",
-    Outcome.NOT_COMPARABLE: "The two were not asked to train the same, or one is incomplete; nothing was compared.",
+    Outcome.NOT_COMPARABLE: "The two were not asked to train the same, or one is not whole; nothing was compared.",
 }
 """What each outcome says, for newcomers."""
 
@@ -24,6 +24,7 @@ TIERS = {
 
 CHECKS = {
     "comparable": "facts that must agree before anything is compared",
+    "files as the run left them": "runs of older versions have no checksums: a damaged file can look like a fault",
     "scale of all gradients": "a common factor of all gradients of step 1, as of a rank counted twice",
     "gradient distance": "the distance of a tensor's gradient from the control's, divided by its norm",
     "gradient, worst piece": "the same for the worst of 32 pieces of a tensor; finds a lost shard or tail",
