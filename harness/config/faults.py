@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from harness.fsdp.storage.placement import Placements
+from harness.fsdp import Placements
 from harness.fsdp.vocabulary import Strategy
 
 FOLDER = Path(__file__).resolve().parents[1] / "probe" / "faults"

@@ -17,7 +17,7 @@ SOURCES = {
     "checkpoints.md": "benchmarks/pages/checkpoints_prose.md",
     "compatibility.md": "benchmarks/pages/compatibility_prose.md",
     "configuration.md": "harness/config/doc.py",
-    "dtypes.md": "benchmarks/pages/dtype_table.py",
+    "dtypes.md": "benchmarks/fsdp/dtype_table.py",
     "engine_knobs.md": "harness/config/engine_doc.py",
     "metrics.md": "harness/store/fields.py",
     "records/behaviours.md": "benchmarks/pages/behaviours.py",

@@ -11,7 +11,6 @@ from tests.support.mutants import DECLARED, PROPERTY, Mutant, Recorder
 MODULES = (
     "tests.analysis.test_analysis",
     "tests.checkpoint.test_foreign",
-    "tests.checkpoint.test_matrix",
     "tests.checkpoint.test_tensor_file",
     "tests.cli.test_completion",
     "tests.cli.test_eighty_columns",
@@ -63,6 +62,8 @@ MODULES = (
     "tests.fsdp.test_two_optimizers",
     "tests.fsdp.test_unused",
     "tests.fsdp.test_wrapper",
+    "tests.fsdp.test_wrong_loads",
+    "tests.house.test_doors",
     "tests.launch.test_sbatch",
     "tests.launch.test_scheduler",
     "tests.launch.test_verbs",

@@ -22,7 +22,7 @@ from harness.config.schema import Config, Strategy
 from harness.engines import optim
 from harness.engines.protocol import Engine, Microbatch, Ranks, Workload
 from harness.engines.torch_dtypes import TORCH_DTYPES
-from harness.fsdp.update.blank import create_state
+from harness.fsdp import create_state
 
 
 class Flat:

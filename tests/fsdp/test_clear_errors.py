@@ -24,7 +24,7 @@ from harness.fsdp import ReleasedWeightError, fully_shard_model, preconditions, 
 from harness.fsdp.state import access
 from harness.fsdp.storage import parameter_access
 from harness.fsdp.storage.whereabouts import Whereabouts
-from harness.fsdp.tensor_parallel.parameters import UnknownPlan
+from harness.fsdp.tensor_parallel.portion import UnknownPlan
 from tests.fsdp.checked import ZERO3, Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.refusing import Block, Net, built, data, said, trained

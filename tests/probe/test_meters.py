@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from harness.config.schema import Dtype
-from harness.fsdp.comm import events
+from harness.fsdp import Observer
 from harness.probe.capture import write_capture
 from harness.probe.flops import peak_flops, peak_of_name
 from harness.probe.memory import MemoryMeter
@@ -41,16 +41,16 @@ def test_waits_are_what_engines_announce() -> None:
     meter = WaitMeter(CPU)
     assert meter.take() is None
     for _ in range(2):
-        with events.waiting():
+        with Observer.waiting():
             time.sleep(0.01)
     waited = meter.take()
     assert waited is not None
     assert waited >= 0.02
-    with meter.paused(), events.waiting():
+    with meter.paused(), Observer.waiting():
         pass
     assert meter.take() is None
     meter.close()
-    with events.waiting():
+    with Observer.waiting():
         pass
     assert meter.take() is None
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.fsdp import ShardedModel, fully_shard_optimizer
 from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.fp8.linear import convert_linears
+from harness.fsdp.fp8.linear import Fp8Linear
 from harness.fsdp.runtime import usage
 from tests.fsdp import pairs
 from tests.streams.cases import (
@@ -84,7 +84,7 @@ def program_of(case: Case) -> Program:
         param.allreduce = False  # type: ignore[attr-defined] # Megatron's mark
     if case.more in EIGHT_BITS:
         program.widen()
-        convert_linears(program, EIGHT_BITS[case.more], lambda name, _: name.startswith("blocks"))
+        Fp8Linear.convert(program, EIGHT_BITS[case.more], lambda name, _: name.startswith("blocks"))
     return program
 
 

@@ -25,10 +25,10 @@ from harness.config.schema import (
     OuterStrategy,
     Strategy,
 )
-from harness.fsdp.state.row_shard import local_of
 from harness.store.fields import compared
 from harness.store.metrics import read_metrics
 from tests.support.factory import small_config, stopping, train
+from tests.support.layouts import local_of
 from tests.support.mutants import kills
 from tests.support.spawn import run_ranks
 

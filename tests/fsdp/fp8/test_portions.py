@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import CheckpointError
 
 from harness.fsdp.fp8 import linear, portions
-from harness.fsdp.fp8.linear import convert_linears
+from harness.fsdp.fp8.linear import Fp8Linear
 from harness.fsdp.fp8.quantize import quantize
 from harness.fsdp.runtime import weight_scales
 from harness.fsdp.runtime.installation import WeightInstaller
@@ -226,7 +226,7 @@ def test_tiles_that_are_cut_and_tiles_that_stay_whole_have_the_same_bits(recipe:
     """Amaxes of rows taken together, and those that each rank finds alone where the grain keeps tiles whole."""
     torch.manual_seed(7)
     holder = nn.Sequential(nn.Linear(256, 640, bias=False))
-    convert_linears(holder, recipe)
+    Fp8Linear.convert(holder, recipe)
     side = recipe.multiple
     layer: Any = holder[0]
     values = layer.weight.detach() * torch.randn(640, 1).exp()

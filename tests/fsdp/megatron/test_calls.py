@@ -17,7 +17,7 @@ from harness.fsdp import binding as binding_module
 from harness.fsdp.megatron import ELSEWHERE
 from harness.fsdp.runtime import weak_hooks
 from harness.fsdp.runtime.weak_hooks import WeakHook
-from harness.fsdp.tensor_parallel.parameters import UnknownPlan
+from harness.fsdp.tensor_parallel.portion import UnknownPlan
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.megatron.models import LR, differs, plainly, said, sgd, sharded, with_optimizer
 from tests.fsdp.pairs import STRATEGIES, Model, data, loss_of

@@ -1,6 +1,6 @@
 """What watching for hangs costs a step. Writes data/watchdog_cost.json.
 
-    python benchmarks/costs/watchdog_cost.py
+    python benchmarks/fsdp/watchdog_cost.py
 
 `off` and `on`: processor time of one rank (its threads together) for whole steps, taken in turns, because other
 processes on the machine take wall time, not that; median, quartiles. `alone`: what the watchdog does in such a step, by
@@ -141,6 +141,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from benchmarks.costs import watchdog_cost  # ranks import what they run by name
+    from benchmarks.fsdp import watchdog_cost  # ranks import what they run by name
 
     watchdog_cost.main()
