@@ -83,6 +83,7 @@ MODULES = (
     "tests.parity.test_witness",
     "tests.parity.test_witnessed",
     "tests.probe.test_forward_watch",
+    "tests.probe.test_meters",
     "tests.probe.test_sample",
     "tests.probe.test_sketch",
     "tests.report.test_report",
