@@ -28,12 +28,11 @@ from omegaconf import OmegaConf
 from benchmarks.fsdp.engine_formulas import Setup, formula, kept, kept_formula, sent, transient
 from benchmarks.fsdp.gradient_life import PAIRS, STAGES, Event, Life, lives
 from harness.config.schema import Config
-from harness.fsdp.comm.fixed_point import FixedPoint
+from harness.fsdp import FixedPoint, MixedPrecisionPolicy, Placements
 from harness.fsdp.megatron_arguments import UNBUILT
-from harness.fsdp.policy import MixedPrecisionPolicy
 from harness.fsdp.runtime.units import plan_units
 from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
-from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Buffer, Placements, Step
+from harness.fsdp.storage.placement import ON_INNER, ON_OUTER, OPERATIONS, Axis, Buffer, Step
 from harness.fsdp.vocabulary import OuterStrategy, Strategy
 from harness.models.workload import LlamaWorkload
 from tests.support.spawn import run_ranks

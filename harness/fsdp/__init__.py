@@ -1,7 +1,7 @@
 """An FSDP engine: ZeRO 0-3 over flat, row-preserving shards, on gloo and NCCL. It imports torch and nothing else.
 
-Everything a user needs is a name of this package. Names are imported on first use, so that its parts without torch
-(`vocabulary`, `options`, `arguments`, `storage.layout`) can be imported where torch is not.
+Everything a user needs is a name of this package. Names are imported on first use, so that `Placements` and the
+modules `vocabulary` and `options` can be imported where torch is not.
 """
 
 from __future__ import annotations

@@ -21,10 +21,12 @@ SOURCES = {
     "engine_knobs.md": "harness/config/engine_doc.py",
     "metrics.md": "harness/store/fields.py",
     "records/behaviours.md": "benchmarks/pages/behaviours.py",
+    "records/doors.md": "benchmarks/checks/doors.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
     "records/house.md": "benchmarks/checks/house.py",
     "records/power.md": "benchmarks/pages/power_table.py",
     "records/seed_studies.md": "benchmarks/pages/seed_studies.py",
+    "records/step_trace.md": "benchmarks/checks/step_trace.py",
     "records/streams.md": "benchmarks/pages/streams.py",
 }
 """Where the head of a generated page is written. `engine_step_time.md` begins with its study's question, which

@@ -64,6 +64,7 @@ MODULES = (
     "tests.fsdp.test_wrapper",
     "tests.fsdp.test_wrong_loads",
     "tests.house.test_doors",
+    "tests.house.test_records",
     "tests.launch.test_sbatch",
     "tests.launch.test_scheduler",
     "tests.launch.test_verbs",

@@ -9,14 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from harness.fsdp import SharpOwnership, ThreadBlocks, communicator_options
 from harness.fsdp.comm import sharp_groups
-from harness.fsdp.comm.sharp_groups import (
-    COLLNET,
-    SharpOwnership,
-    ThreadBlocks,
-    communicator_options,
-    variable,
-)
+from harness.fsdp.comm.sharp_groups import COLLNET, variable
 from tests.support.spawn import run_ranks
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

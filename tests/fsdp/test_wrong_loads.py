@@ -9,9 +9,8 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from harness.fsdp.model import ShardedModel
+from harness.fsdp import ShardedModel, ShardedState
 from harness.fsdp.state import named
-from harness.fsdp.state.named import ShardedState
 from harness.fsdp.storage.layout import LocalSlice, Slot
 from tests.support.layouts import SINGLE, Cell, Layout, read_all, write_all, write_reference
 from tests.support.mutants import each

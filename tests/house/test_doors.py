@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.checks.doors import MOST_NAMES, OUTPUT, PAGE, ROOT, faults, look, names, render
+from benchmarks.checks.doors import MOST_NAMES, ROOT, faults, look, names
 from tests.house.places import Copy
 from tests.house.test_house import CONTRACTS
 from tests.support.mutants import each, kills
@@ -77,8 +76,3 @@ def test_names_that_the_desk_uses_need_no_torch() -> None:
     assert used, "the desk predicts by the engine's placements"
     assert imported_without_torch(used)
     assert not imported_without_torch({*used, "create_state"})
-
-
-def test_the_record_is_made_from_the_data() -> None:
-    found = json.loads(OUTPUT.read_text(encoding="utf-8"))
-    assert render(found) == PAGE.read_text(encoding="utf-8"), "run python benchmarks/checks/doors.py"

@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from harness.fsdp import ShardedModel, fully_shard_optimizer
-from harness.fsdp.comm.mesh import Groups
-from harness.fsdp.fp8.linear import Fp8Linear
+from harness.fsdp import Fp8Linear, Groups, ShardedModel, fully_shard_optimizer
 from harness.fsdp.runtime import usage
 from tests.fsdp import pairs
 from tests.streams.cases import (

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel, create_state
-from harness.fsdp.fp8.linear import Fp8Linear
+from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel, create_state
 from harness.fsdp.fp8.quantize import quantize
 from harness.fsdp.fp8.recipes import RECIPES
 from harness.fsdp.runtime.weight_scales import PURPOSE

@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from harness.fsdp import MixedPrecisionPolicy, Portion, ShardedModel, fully_shard
-from harness.fsdp.fp8.linear import Fp8Linear
+from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, Portion, ShardedModel, fully_shard
 from harness.fsdp.fp8.quantize import Quantized, quantize
 from harness.fsdp.vocabulary import Fp8
 

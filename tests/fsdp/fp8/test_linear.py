@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from harness.fsdp import Fp8Linear, Portion
 from harness.fsdp.fp8.delayed import Column
-from harness.fsdp.fp8.linear import Fp8Linear, layers_of
+from harness.fsdp.fp8.linear import layers_of
 from harness.fsdp.fp8.matmul import emulate
 from harness.fsdp.fp8.quantize import WHOLE, Scaling, Tile, quantize
 from harness.fsdp.fp8.recipes import RECIPES
 from harness.fsdp.storage.eight_bit import EightBitWeight
 from harness.fsdp.storage.layout import ParamSpec, Slot
-from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.vocabulary import Fp8
 
 TOKENS, IN, OUT = 37, 256, 128

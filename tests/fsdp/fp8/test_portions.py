@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.utils.checkpoint import CheckpointError
 
+from harness.fsdp import Fp8Linear, Portion
 from harness.fsdp.fp8 import linear, portions
-from harness.fsdp.fp8.linear import Fp8Linear
 from harness.fsdp.fp8.quantize import quantize
 from harness.fsdp.runtime import weight_scales
 from harness.fsdp.runtime.installation import WeightInstaller
@@ -22,7 +22,6 @@ from harness.fsdp.storage import eight_bit
 from harness.fsdp.storage.eight_bit import EightBitWeight, EightBitWeights
 from harness.fsdp.storage.grain import ROW, Grain
 from harness.fsdp.storage.layout import ParamSpec, plan_bucket
-from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.vocabulary import Fp8
 from tests.fsdp.fp8.portions import STYLES, across, beside_fsdp2, edited, meta, products, traffic
 from tests.fsdp.fp8.sharded import HIDDEN, WIDTH, Case, follow

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.fsdp import MixedPrecisionPolicy, ShardedModel
-from harness.fsdp.fp8.linear import Fp8Linear
+from harness.fsdp import Fp8Linear, MixedPrecisionPolicy, ShardedModel
 from harness.fsdp.runtime.weight_scales import PURPOSE
 from harness.fsdp.vocabulary import Fp8
 from harness.probe.collectives import CollectiveMeter

@@ -16,23 +16,24 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from harness.fsdp import (
+    Fp8Linear,
     LossScale,
     MixedPrecisionPolicy,
+    Portion,
     ReleasedWeightError,
+    ReplicaDrift,
     ShardedModel,
+    UnknownPlan,
     construction,
     fully_shard,
     fully_shard_model,
 )
 from harness.fsdp.comm.mesh import Meshes
-from harness.fsdp.fp8.linear import Fp8Linear
 from harness.fsdp.guards import replicas
 from harness.fsdp.guards.copied_gradients import CopiedGradients
-from harness.fsdp.guards.replicas import ReplicaDrift
 from harness.fsdp.runtime import materialize
 from harness.fsdp.storage import arrivals, gradients, parameter_access
 from harness.fsdp.tensor_parallel.parameters import DTensors, Plain
-from harness.fsdp.tensor_parallel.portion import Portion, UnknownPlan
 from tests.fsdp.checked import Mutant, holds, is_found
 from tests.fsdp.pairs import STRATEGIES
 from tests.fsdp.tensor_parallel.models import Block, Shape, built, cut, loss_of
