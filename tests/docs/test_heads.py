@@ -24,7 +24,7 @@ SOURCES = {
     "records/doors.md": "benchmarks/checks/doors.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
     "records/house.md": "benchmarks/checks/house.py",
-    "records/power.md": "benchmarks/pages/power_table.py",
+    "records/power.md": "benchmarks/power/page.py",
     "records/seed_studies.md": "benchmarks/pages/seed_studies.py",
     "records/step_trace.md": "benchmarks/checks/step_trace.py",
     "records/streams.md": "benchmarks/pages/streams.py",
