@@ -250,7 +250,7 @@ class Fp8Linear(nn.Linear):
         return self._both(Column.activations, x, self.recipe.activations, trains=trains)
 
     def quantize_gradient(self, gradient: Tensor, *, trains: bool = True) -> tuple[Quantized, Quantized]:
-        """The same of a gradient of the output."""
+        """A gradient of the output [rows, columns], and its transpose, quantized as `quantize_input` does."""
         return self._both(Column.gradients, gradient, self.recipe.gradients, trains=trains)
 
     def _both(self, column: Column, values: Tensor, operand: Operand, *, trains: bool) -> tuple[Quantized, Quantized]:
