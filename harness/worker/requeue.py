@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from harness.store import commands
 from harness.store.rank_place import STOP_SIGNALS, RankPlace
@@ -62,8 +64,8 @@ def restarts() -> int:
     return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
-def requeue(place: RankPlace) -> bool:
-    """Put this job back into the queue; returns whether SLURM took it. Called by rank 0.
+def requeue(place: RankPlace, run: Path) -> bool:
+    """Put this job, which runs `run`, back into the queue; returns whether SLURM took it. Called by rank 0.
 
     Only after the checkpoint is whole: SLURM kills the job's processes as soon as it has agreed.
     """
@@ -73,7 +75,8 @@ def requeue(place: RankPlace) -> bool:
             return True
         time.sleep(PAUSE_S)
     why = done.stderr.strip() or f"exit {done.returncode}"
-    sys.stderr.write(f"scontrol requeue {place.job} failed ({why}); resume with: {commands.verb('retry RUN')}\n")
+    resume = commands.verb(f"retry {shlex.quote(str(run))}")
+    sys.stderr.write(f"scontrol requeue {place.job} failed ({why}); resume with: {resume}\n")
     return False
 
 

@@ -20,7 +20,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
-from harness.fsdp import RanksDisagree, ShardedModel, local_of
+from harness.fsdp import RanksDisagree, ShardedModel
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.runtime.gather import GatherPipeline
@@ -223,7 +223,7 @@ def saving_beside(rank: int, strategy: str) -> list[str]:
     dist.broadcast_object_list(places)
     saving = dcp.async_save({"model": held}, checkpoint_id=places[0])
     for value in held.values():
-        local_of(value).zero_()
+        value.zero_()
     saving.result()
     other, _ = shard(Pair(strategy, ""), Normed(seed=8))
     loaded = other.state_dict()
@@ -379,7 +379,7 @@ MUTANTS = {
     ),
     "sparse ones": Mutant(
         "A sparse buffer is saved as each rank has it",
-        lambda: mock.patch.object(Communicator, "_object_from_first", lambda self, value, purpose: value),
+        lambda: mock.patch.object(Communicator, "_sparse_from_first", lambda self, value, purpose: value),
         "uneven",
     ),
     "missing is missed": Mutant(

@@ -13,12 +13,13 @@ import torch
 from harness.config.schema import Config, SharpAxis
 from harness.engines.adapters import native
 from harness.engines.protocol import Ranks
-from harness.fsdp.comm import sharp_groups
-from harness.fsdp.comm.sharp_groups import COLLNET
+from harness.fsdp import SharpOwnership
 from harness.store.rank_place import RankPlace
 from harness.worker import connect
+from tests.support.mutants import Slip, each
 
 CUDA = torch.device("cuda", 0)
+COLLNET = "NCCL_COLLNET_ENABLE"
 ALONE = RankPlace(rank=0, world_size=1, local_rank=0, start="", launcher="inline")
 
 
@@ -35,8 +36,9 @@ def created(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     monkeypatch.setenv(COLLNET, "0")
     monkeypatch.setattr(connect.dist, "init_process_group", init)
     monkeypatch.setattr(connect.dist, "group", group)
-    monkeypatch.setattr(connect, "_store", lambda place, attempt: "store")
-    monkeypatch.setattr(sharp_groups, "barrier", lambda group, device: made[-1].update(met=os.environ.get(COLLNET)))
+    monkeypatch.setattr(connect, "_store", lambda config, place, attempt: "store")
+    monkeypatch.setattr(connect.dist, "all_reduce", lambda *_, **__: made[-1].update(met=os.environ.get(COLLNET)))
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: torch.ones(1))  # on the device
     return made
 
 
@@ -71,6 +73,51 @@ def test_the_default_communicator_has_sharp_where_it_is_the_owner_and_waits_wher
     assert ranks.sharp.owner == owner
 
 
+def chosen(host: str, monkeypatch: pytest.MonkeyPatch, **variables: str) -> tuple[str | None, str | None]:
+    """Interfaces of gloo and NCCL after a meeting by this host."""
+    names = (connect.GLOO_INTERFACE, connect.NCCL_INTERFACE)
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    connect._choose_interfaces(host)
+    return os.environ.get(names[0]), os.environ.get(names[1])
+
+
+OF_INTERFACES = [
+    ("variables", "On one host, ranks listen where a variable says"),
+    ("nccl", "On one host, NCCL listens where it likes"),
+]
+SLIPS = {
+    "variables": Slip(connect, "_choose_interfaces", "os.environ[GLOO_INTERFACE] = os.environ[NCCL_INTERFACE] =",
+                      "os.environ[NCCL_INTERFACE] = os.environ.setdefault(GLOO_INTERFACE, interface); _ ="),
+    "nccl": Slip(connect, "_choose_interfaces", "os.environ[NCCL_INTERFACE] = ", ""),
+}  # fmt: skip
+
+
+def off_loopback(monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether ranks on one host listen elsewhere than on loopback."""
+    (loopback,) = {connect.interface_towards("127.0.0.1")}
+    found = [chosen("127.0.0.1", monkeypatch), chosen("127.0.0.1", monkeypatch, GLOO_SOCKET_IFNAME="eth9")]
+    return found != [(loopback, loopback)] * 2
+
+
+def test_on_one_host_ranks_listen_on_loopback_and_over_hosts_where_a_variable_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not off_loopback(monkeypatch)
+    monkeypatch.setattr(connect, "interface_towards", lambda host: "ib7")
+    assert chosen("10.0.0.1", monkeypatch) == ("ib7", None)
+    assert chosen("10.0.0.1", monkeypatch, GLOO_SOCKET_IFNAME="eth9") == ("eth9", None)
+
+
+@pytest.mark.parametrize("slip", each("strangers", OF_INTERFACES))
+def test_a_port_off_loopback_is_found(slip: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    SLIPS[slip].put(monkeypatch)
+    assert off_loopback(monkeypatch)
+
+
 def test_gloo_is_bound_to_nothing_and_told_nothing(created: list[dict[str, Any]], tmp_path: Path) -> None:
     connect.join(asking("dp"), ALONE, tmp_path, torch.device("cpu"))
     assert created[0]["backend"] == "gloo"
@@ -92,13 +139,15 @@ def test_an_axis_is_given_the_switches_only_where_they_were_asked_for(
     config: Config, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever is given them raises NCCL_COLLNET_ENABLE while its communicator is made, whatever else said 0."""
-    seen: list[tuple[int, bool, str]] = []
+    seen: list[tuple[int, str]] = []
 
-    def groups(num_outer: int, ownership: sharp_groups.SharpOwnership | None = None, owner: str = "dp") -> Any:
-        seen.append((num_outer, ownership is not None, owner))
+    def groups(_: SharpOwnership, num_outer: int, owner: str) -> Any:
+        seen.append((num_outer, owner))
         return None, None
 
-    monkeypatch.setattr(native, "axis_groups", groups)
-    ranks = Ranks(0, 4, 0, CUDA, sharp_groups.SharpOwnership(CUDA))
-    native._groups(config, ranks)
-    assert seen == [(2, given, "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp")]
+    monkeypatch.setattr(SharpOwnership, "axis_groups", groups)
+    monkeypatch.setattr(native.DeviceMesh, "from_group", lambda *_, **__: "given")
+    monkeypatch.setattr(native, "data_parallel_mesh", lambda *_: "not given")
+    mesh = native._axes(config, Ranks(0, 4, 0, CUDA, SharpOwnership(CUDA)))["device_mesh"]
+    assert mesh == ("given" if given else "not given")
+    assert seen == [(2, "dp_outer" if config.sharp.group is SharpAxis.dp_outer else "dp")] * given

@@ -270,9 +270,3 @@ def _restored(local: Tensor, spec: RaggedSpec, requires_grad: bool) -> RaggedTen
 def spec_like(whole: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> RaggedSpec:
     """The spec of a whole tensor of that shape, strides and dtype."""
     return RaggedSpec(mesh, tuple(placements), tensor_meta=TensorMeta(whole.shape, whole.stride(), whole.dtype))
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, sharing its memory. Any other tensor is returned as it is."""
-    plain = tensor.detach()
-    return plain.to_local() if isinstance(plain, DTensor) else plain

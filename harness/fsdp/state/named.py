@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from harness.fsdp.comm.communicator import Communicator
 from harness.fsdp.comm.mesh import Mesh
-from harness.fsdp.ragged import RaggedShard, RaggedTensor, local_of
+from harness.fsdp.ragged import RaggedShard, RaggedTensor
 from harness.fsdp.ragged.tensor import spec_like
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.layout import LocalSlice, Slot
@@ -90,7 +90,8 @@ def fill(target: Tensor, given: Tensor) -> None:
     if isinstance(target, DTensor):
         whole = whole.to(target.device_mesh.device_type)
         whole = distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None).to_local()
-    local_of(target).copy_(whole)
+        target = target.to_local()
+    target.copy_(whole)
 
 
 def _key(slot: Slot, entry: str) -> str:
@@ -359,9 +360,10 @@ def _device_mesh(mesh: Mesh, tensor: Communicator | None, axes: tuple[str, ...])
         return DeviceMesh.from_group(groups[0], kind)
     grid = torch.tensor(_grid(mesh) if mesh.outer is not None else [dist.get_process_group_ranks(mesh.inner.group)])
     if tensor is not None:
-        grids: list[Any] = [None] * tensor.size
-        dist.all_gather_object(grids, grid, group=tensor.group)
-        grid = torch.stack(grids, dim=-1)
+        grid = grid.to(tensor.runtime.device)
+        grids = [torch.empty_like(grid) for _ in range(tensor.size)]
+        dist.all_gather(grids, grid, group=tensor.group)
+        grid = torch.stack(grids, dim=-1).cpu()
     if "everyone" in axes:
         grid = grid.flatten(0, 1)
     names = ["everyone"] if "everyone" in axes else ["outer", "inner"]

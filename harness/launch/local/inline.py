@@ -13,6 +13,7 @@ from harness.launch.opening import Opened
 from harness.store import status
 from harness.store.files import Lock
 from harness.store.rank_place import RankPlace
+from harness.store.screen import unfiltered
 from harness.store.status import State
 
 STATES = {0: State.done, 1: State.failed, 75: State.preempted, 130: State.cancelled}
@@ -26,7 +27,8 @@ def run_inline(opened: Opened, lock: Lock, listener: Callable[[dict[str, Any]], 
     with lock:
         try:
             # By name: only here does the desk's process become a rank, and no other desk code may load torch.
-            code = import_module("harness.worker").main(path, attempt, place, listener)
+            with unfiltered():
+                code = import_module("harness.worker").main(path, attempt, place, listener)
         except KeyboardInterrupt:
             status.move(path, attempt, State.cancelled, "interrupted by Ctrl-C")
             return Ended(State.cancelled, "interrupted by Ctrl-C")

@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.distributed.tensor import DTensor, Shard
 
-from harness.fsdp import create_state
+from harness.fsdp import Portion, create_state
 from harness.fsdp.ragged import RaggedTensor
 from harness.fsdp.state.named import is_counter_elsewhere
-from harness.fsdp.tensor_parallel.portion import Portion
 from tests.fsdp.tensor_parallel.models import Block, Decoder, Shape, built, cut, loss_of
 from tests.fsdp.tensor_parallel.training import Case, mesh_of, rows_of, sharded
 from tests.support.mutants import kills
