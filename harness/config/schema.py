@@ -322,7 +322,7 @@ class LaunchConfig:
     """Which finished cells to run again."""
     fail_fast: bool = False
     """Once a run of a request has failed, start no further run of it. Runs that have started go on."""
-    hang_timeout_s: float = number(300.0, 1, 10**7, "seconds")
+    hang_timeout_s: float = number(1800.0, 1, 10**7, "seconds")
     """After this time without a step, every rank's stack is dumped and the run ends."""
     stop_grace_s: float = number(20.0, 0, 86_400, "seconds")
     """Time that ranks have to save after a request to stop, before they are killed."""

@@ -128,8 +128,9 @@ class EngineOptions:
         ),
     )
     """Seconds that a wait for a collective may last. Then every rank raises one error that names ranks, units and
-    collectives. None is 300 s, or nine tenths of the timeout given to init_process_group; under the harness four
-    fifths of launch.hang_timeout_s."""
+    collectives; after 60 s one rank logs who waits for whom. None is the timeout of the model's process groups
+    (init_process_group: 1800 s with gloo, 600 s with NCCL), less a tenth and at most 30 s; under the harness it is
+    four fifths of launch.hang_timeout_s."""
     check_collectives: bool = option(
         False,
         Facts(

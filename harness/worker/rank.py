@@ -57,7 +57,7 @@ def main(run_dir: Path, attempt: int, place: RankPlace | None = None, listener: 
         dump_on_request(reporter.folder, place.rank)
         if not place.watched:
             stop.watch_cancel(run_dir, attempt)
-        with _ownership(run_dir, place):
+        with _ownership(run_dir, place), reporter.relaying("harness.fsdp"):
             return _run(RunDir(run_dir), place, reporter, stop)
     except Exception as error:
         reporter.failed(error)

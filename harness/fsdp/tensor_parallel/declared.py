@@ -108,5 +108,5 @@ def mesh_of(data: dist.ProcessGroup | None, tensor: dist.ProcessGroup | None, ki
     ranks = tuple(rank for row in rows for rank in row)
     found = _CROSSED.setdefault(data, {})
     if ranks not in found:
-        found[ranks] = group_of_members(ranks, "weights")
+        found[ranks] = group_of_members(ranks, "weights", like=data)
     return DeviceMesh.from_group(found[ranks], kind)
