@@ -26,6 +26,8 @@ class StepReport(NamedTuple):
     """Data digest of each rank with data of its own, unsigned 64-bit."""
     stop: bool
     """Whether any rank was asked to stop."""
+    save: bool = False
+    """Whether any rank finds that a save is due."""
 
 
 class Control:
@@ -84,13 +86,15 @@ class Control:
 
         return end
 
-    def report(self, losses: Sequence[float], digest: int, stop: bool) -> StepReport:
+    def report(self, losses: Sequence[float], digest: int, stop: bool, save: bool = False) -> StepReport:
         """One exchange a step: this rank's losses in order, its data digest, and whether it was asked to stop."""
-        return self.begin_report(losses, digest, stop)()
+        return self.begin_report(losses, digest, stop, save)()
 
-    def begin_report(self, losses: Sequence[float], digest: int, stop: bool) -> Callable[[], StepReport]:
+    def begin_report(
+        self, losses: Sequence[float], digest: int, stop: bool, save: bool = False
+    ) -> Callable[[], StepReport]:
         """Begin that exchange; what is returned waits for its end. Nothing else is exchanged before."""
-        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(digest), int(stop)])
+        gathered = self._begin([*(_bits(loss) for loss in losses), _signed(digest), int(stop) + 2 * int(save)])
 
         def end() -> StepReport:
             rows = gathered()
@@ -98,7 +102,8 @@ class Control:
             return StepReport(
                 losses=[_float(bits) for row in told for bits in row[:-2]],
                 digests=[row[-2] & ((1 << 64) - 1) for row in told],
-                stop=any(row[-1] for row in rows),
+                stop=any(row[-1] & 1 for row in rows),
+                save=any(row[-1] & 2 for row in rows),
             )
 
         return end

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from harness.cli.verb import Verb, path
@@ -21,6 +20,7 @@ from harness.parity.power.score import (
     placed,
     published_rates,
 )
+from harness.parity.processes import judging_processes
 from harness.store.files import write_json
 from harness.store.identity import directory_name
 from harness.store.provenance import PACKAGE, git_facts, sources_digest, versions
@@ -52,7 +52,7 @@ def _power(arguments: Namespace) -> int:
     cells = carry_out(chosen, arguments.root)
     folder = Path(arguments.root) / STUDY
     paths = {overrides: folder / directory_name(cell.config) for overrides, cell in cells.items()}
-    with ProcessPoolExecutor() as pool:
+    with judging_processes() as pool:
         judged = list(pool.map(_judged, chosen, ((paths[pair.arm], paths[pair.control]) for pair in chosen)))
     if arguments.out is not None:
         made = {"code": git_facts(PACKAGE.parent), "sources": sources_digest(), "versions": versions()}

@@ -262,7 +262,10 @@ class CkptConfig:
     policy: CkptPolicy = CkptPolicy.last
     """none: no checkpoints. last: the newest ones are kept."""
     every: int = number(0, 0, COUNT, "steps")
-    """Steps between saves. 0: only when preempted and at the end."""
+    """Steps between saves. 0: only by ckpt.minutes, when stopped, and at the end."""
+    minutes: float = number(10.0, 0, 10**6, "minutes")
+    """Time after which a save is due, at the end of a step, since the last save or the start. 0: never by time. Saving
+    counts for no step's time."""
     keep: int = number(1, 1, COUNT, "checkpoints")
     """How many of the newest checkpoints are kept. If the newest is damaged, the run resumes from an older one."""
     background: bool = False

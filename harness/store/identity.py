@@ -19,6 +19,7 @@ EXCLUDED = ("cluster", "launch", "wandb", "notes", "study")
 ADDED: dict[tuple[str, str], Any] = {
     ("dtype", "fp8"): None,
     ("dtype", "fp8_history"): 1024,
+    ("ckpt", "minutes"): 10.0,
     ("measure", "rounding_fp8"): False,
     ("model", "target"): None,
     ("model", "parameters"): None,
