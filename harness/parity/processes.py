@@ -8,9 +8,10 @@ import threading
 from concurrent.futures import ProcessPoolExecutor
 
 
-def judging_processes() -> ProcessPoolExecutor:
-    """A pool of as many processes as there are cores. A killed parent closes no pool: each waits for its end itself."""
-    return ProcessPoolExecutor(initializer=_end_with_parent)
+def judging_processes(max_workers: int | None = None) -> ProcessPoolExecutor:
+    """A pool of so many processes, or as many as there are cores. A parent that is killed closes no pool, so each
+    process waits for the parent's end itself."""
+    return ProcessPoolExecutor(max_workers, initializer=_end_with_parent)
 
 
 def _end_with_parent() -> None:
