@@ -81,8 +81,8 @@ for seeds in study.verdict.seeds if study.verdict else ():
 # %% [markdown]
 # ## Faults put in on purpose
 #
-# The campaign of `docs/records/power.md` (`python -m harness power`): the share of faulty runs that did not pass, by
-# strength, and of clean ones that did not pass either.
+# The campaign of `docs/records/power.md` (`python benchmarks/power/first_steps.py`): the share of faulty runs that did
+# not pass, by strength, and of clean ones that did not pass either.
 
 # %%
 if CAMPAIGN.exists():
@@ -95,7 +95,7 @@ if CAMPAIGN.exists():
     plot.rates(found, ax)
     print(found[["name", "hits", "of", "share"]].to_string(index=False))
 else:
-    print(f"There is no campaign at {CAMPAIGN}; python -m harness power --out {CAMPAIGN} makes one.")
+    print(f"There is no campaign at {CAMPAIGN}; python benchmarks/power/first_steps.py --out {CAMPAIGN} makes one.")
 
 # %%
 plt.show()

@@ -59,7 +59,7 @@ CELL = (
 KINDS = {
     "control": ("engine=ddp",),
     "clean": ("sharding=optim_grads",),
-    "faulty": ("sharding=optim_grads", "fault=F12_boundary_resets"),
+    "faulty": ("sharding=optim_grads", "fault.name=tests.faults.sums:F12_boundary_resets"),
 }
 
 

@@ -43,7 +43,7 @@ SAID: Mapping[str, Callable[[Any], str]] = {
     **dict.fromkeys(LEADING, str),
     "model.name": lambda value: f"model {value}",
     "data.kind": lambda value: f"{value} data",
-    "fault.name": lambda value: "no fault" if value == "none" else str(value),
+    "fault.name": lambda value: "no fault" if value == "none" else str(value).rpartition(":")[2],
     "nccl_ub.mode": lambda value: f"ub {value}",
     "sharp.group": lambda value: f"sharp {value}",
     "mesh.world_size": lambda value: f"{value} rank{'s' * (value != 1)}",

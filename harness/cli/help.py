@@ -22,14 +22,12 @@ REQUESTS = {
     "--from RUN train.steps=50": "that frozen cell again, changed",
 }
 """What to type after the program, and what it does."""
-LAST = ("fault",)
-"""Groups whose options fill a screen of their own."""
 
 
 def request_help() -> str:
     """The text of `python run.py --help`, without a trailing newline."""
     options = load_catalog().options
-    names = sorted(options, key=lambda name: (name in LAST, name))
+    names = sorted(options)
     sentences = groups()
     typed = {commands.request(words): about for words, about in REQUESTS.items()}
     typed[commands.verb("--help")] = "verdicts, costs, how runs fare"

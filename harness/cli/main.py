@@ -15,6 +15,9 @@ from harness.config.errors import refuse
 from harness.config.hints import nearest
 from harness.store import commands
 
+MOVED = {"power": "python benchmarks/power/first_steps.py"}
+"""Verbs of old, and what is typed now."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carry out one verb; returns its exit code."""
@@ -53,6 +56,8 @@ def _check_verb(words: Sequence[str]) -> None:
     names = [verb.name for verb in VERBS]
     if not words:
         raise refuse(commands.verb(), "needs a verb", choices=", ".join(names), fix=f"{commands.verb()} --help")
+    if words[0] in MOVED:
+        raise refuse(words[0], "is no verb any more", fix=f"in a checkout: {MOVED[words[0]]}")
     if words[0] not in names and not words[0].startswith("-"):
         meant = nearest(words[0], names)
         fix = f"did you mean {' or '.join(meant)}?" if meant else f"{commands.verb()} --help"

@@ -1,5 +1,4 @@
-"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`, and faults and engines as code
-declares them.
+"""What can be chosen: groups and their options, as files of `conf/` and `sweeps/`, and engines as code declares them.
 
 A user adds options without touching the checkout: files of a folder of one's own (`./conf` of where a request is typed,
 or what `--config-dir` names) are options of the groups there are.
@@ -15,7 +14,6 @@ from pathlib import Path
 
 from harness.config.capabilities import EngineName
 from harness.config.errors import BadRequest, Violation, refuse
-from harness.config.faults import NONE, corpus
 from harness.store import provenance
 
 ROOT = provenance.ROOT
@@ -107,8 +105,8 @@ def load_catalog() -> Catalog:
 
 
 def file_of(group: str, name: str) -> Path:
-    """The file of an option, a user's own where that is where it lies; of one that is made from code, as engines and
-    faults are, where it would lie here."""
+    """The file of an option, a user's own where that is where it lies; of one that is made from code, as engines
+    are, where it would lie here."""
     here = ROOT / "conf" / group / f"{name}.yaml"
     own = own_folder()
     if own is None or here.exists():
@@ -120,7 +118,7 @@ def file_of(group: str, name: str) -> Path:
 @functools.cache
 def _catalog(own: Path | None) -> Catalog:
     shipped = {folder.name: _stems(folder) for folder in _folders()}
-    shipped |= {STUDIES: _stems(ROOT / "sweeps"), "fault": tuple(sorted((*corpus(), NONE)))}
+    shipped |= {STUDIES: _stems(ROOT / "sweeps")}
     shipped |= {"engine": tuple(sorted({*shipped["engine"], *EngineName.__members__}))}
     found = _with(shipped, ROOT / "conf", (STUDIES,))
     return Catalog(found if own is None else _with(found, own, _own_groups()))

@@ -26,7 +26,7 @@ from harness.config.doc import settings
 from harness.config.errors import BadRequest, refuse
 from harness.config.overrides import check_overrides, forbid_appending, hydra_words
 from harness.config.root import typed_root
-from harness.config.schema import Config, FaultStrength
+from harness.config.schema import Config
 from harness.config.words import quote
 
 
@@ -74,23 +74,15 @@ def register() -> None:
 @functools.cache
 def _register_declared() -> None:
     """Once a process: it takes 10 ms."""
-    for group in ("fault", "engine"):
-        for name in load_catalog().options[group]:
-            if (values := declared_option(group, name)) is not None:
-                ConfigStore.instance().store(group=group, name=name, node=values, provider="harness")
+    for name in load_catalog().options["engine"]:
+        if (values := declared_option("engine", name)) is not None:
+            ConfigStore.instance().store(group="engine", name=name, node=values, provider="harness")
 
 
 def declared_option(group: str, name: str) -> dict[str, str] | None:
-    """What an option says that code declares, a fault or an engine that no file of conf/ is about; None of others."""
-    if group == "fault":
-        return fault_option(name)
+    """What an option says that code declares, an engine that no file of conf/ is about; None of others."""
     declared = group == "engine" and name in EngineName.__members__ and not file_of(group, name).exists()
     return {"name": name} if declared else None
-
-
-def fault_option(name: str) -> dict[str, str]:
-    """What `fault=NAME` chooses."""
-    return {"name": name, "strength": FaultStrength.full.name}
 
 
 def load_config(plain: Mapping[str, Any]) -> Config:

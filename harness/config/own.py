@@ -1,6 +1,6 @@
-"""What of a cell is the user's own, and what each such class is, learnt without loading torch here.
+"""What of a cell is the user's own, and what each such class or function is, learnt without loading torch here.
 
-A child process (`harness.worker.describe`) imports the class, tries it on something small, and tells what it found. An
+A child process (`harness.worker.describe`) imports it, tries it on something small, and tells what it found. An
 engine of one's own has rules of its own besides (`harness.config.adapter`).
 """
 
@@ -31,14 +31,14 @@ GUIDE = "docs/own.md shows a whole one"
 
 
 class Target(NamedTuple):
-    """One class of the user's that a cell names."""
+    """One class of the user's that a cell names, or the function that is a fault."""
 
     kind: str
-    """model, data, optimizer or callback."""
+    """model, data, optimizer, callback or fault."""
     setting: str
-    """The setting that names the class."""
+    """The setting that names it."""
     name: str
-    """`package.module:Class`."""
+    """`package.module:Class`, or `package.module:function`."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Own:
 
 
 def targets(config: Config) -> Iterator[Target]:
-    """Every class of the user's that a cell trains with, its engine apart."""
+    """Everything of the user's that a cell trains with, its engine apart."""
     chosen = (
         ("model", config.model.family is ModelFamily.ext, config.model.target),
         ("data", config.data.kind is DataKind.ext, config.data.target),
@@ -70,6 +70,8 @@ def targets(config: Config) -> Iterator[Target]:
     )
     yield from (Target(kind, f"{kind}.target", name) for kind, asked, name in chosen if asked and name is not None)
     yield from (Target("callback", "measure.callbacks", name) for name in config.measure.callbacks)
+    if ":" in config.fault.name:  # the others are samples
+        yield Target("fault", "fault.name", config.fault.name)
 
 
 def describe(target: Target, config: Config) -> Own | Violation:
@@ -139,9 +141,9 @@ def _misnamed(target: Target) -> Violation | None:
     module, colon, name = target.name.partition(":")
     if colon and all(part.isidentifier() for part in (*module.split("."), name)):
         return None
-    return Violation(
-        subject(target), "names no class", "package.module:Class", f"{target.setting}=mine:{name or 'Mine'}"
-    )
+    kind, example = ("function", "mine") if target.kind == "fault" else ("Class", "Mine")
+    fix = f"{target.setting}=mine:{name or example}"
+    return Violation(subject(target), f"names no {kind.lower()}", f"package.module:{kind}", fix)
 
 
 def _answer(target: Target, told: Mapping[str, Any]) -> Own | Violation:

@@ -242,12 +242,16 @@ class MeshConfig:
     """Whether tensor-parallel ranks split the positions of a sequence between matrices, for example in norms."""
 
 
+NO_FAULT = "none"
+"""The option of the group `fault` that is a normal run."""
+
+
 @dataclass
 class FaultConfig:
     """A deliberate mistake, to test whether a verdict finds it."""
 
-    name: str = "none"
-    """Name of the fault; none is a normal run."""
+    name: str = NO_FAULT
+    """A sample, or the function that makes it, as package.module:function; none is a normal run."""
     strength: FaultStrength = FaultStrength.full
     """full: the fault as reported. middle: a tenth of it. weak: a hundredth of it. A fault that keeps fewer bits keeps
     8, 11 or 16 bits."""

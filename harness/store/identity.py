@@ -82,7 +82,7 @@ def run_name(config: dict[str, Any]) -> str:
         f"k{microbatches}",
     ]
     if config["fault"]["name"] != "none":
-        parts.append(f"{config['fault']['name']}-{config['fault']['strength']}")
+        parts.append(f"{config['fault']['name'].rpartition(':')[2]}-{config['fault']['strength']}")
         if (begins := config["fault"].get("begins_at", 1)) != 1:
             parts.append(f"from{begins}")
     if config["numerics"]["mode"] != "fast":

@@ -1,4 +1,5 @@
-"""What classes of the user's own are: imported, tried on something small, and told as JSON; or why they cannot be used.
+"""What classes of the user's own are, and faults: imported, tried on something small, and told as JSON;
+or why they cannot be used.
 
 `python -m harness.worker.describe`, with {"targets": [[kind, setting, name], ...], "config"} on its input, is run by
 the desk (`harness.config.own`), which never loads torch itself.
@@ -10,7 +11,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from typing import Any, NoReturn
 
@@ -74,13 +75,12 @@ def described(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) ->
     module = imported(name.partition(":")[0])
     attribute = name.partition(":")[2]
     found = getattr(module, attribute, None)
-    if not inspect.isclass(found):
-        what = "has no" if found is None else "has no class"
-        classes = [
-            n for n, value in vars(module).items() if inspect.isclass(value) and value.__module__ == module.__name__
-        ]
-        fix = nearest(module, attribute, setting)
-        raise Unusable(f"{module.__name__} {what} {attribute}", choices=", ".join(classes), fix=fix)
+    wanted = inspect.isfunction if kind == "fault" else inspect.isclass
+    if not wanted(found):
+        what = "has no" if found is None else "has no function" if kind == "fault" else "has no class"
+        own = [n for n, value in vars(module).items() if wanted(value) and value.__module__ == module.__name__]
+        choices, fix = (name for name in own if not name.startswith("_")), nearest(module, attribute, setting)
+        raise Unusable(f"{module.__name__} {what} {attribute}", choices=", ".join(choices), fix=fix)
     with trying("trying it"):
         told = TRIALS[kind](found, load_config(shaping))
     root, files = sources(module)
@@ -253,8 +253,24 @@ def try_callback(kind: type, config: Config) -> dict[str, Any]:
     return {}
 
 
-TRIALS = {"model": try_model, "data": try_data, "optimizer": try_optimizer, "callback": try_callback}
-"""By kind: what is demanded of a class, and told of it."""
+def try_fault(function: Callable[..., Any], config: Config) -> dict[str, Any]:
+    """Callable with a configuration and what builds a session; it is called where it runs."""
+    try:
+        inspect.signature(function).bind(config, None)
+    except TypeError as error:
+        fix = f"def {function.__name__}(config, build), which returns a harness.train.Session"
+        raise Unusable(f"cannot be called with the configuration and `build`: {error}", fix=fix) from error
+    return {}
+
+
+TRIALS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "model": try_model,
+    "data": try_data,
+    "optimizer": try_optimizer,
+    "callback": try_callback,
+    "fault": try_fault,
+}
+"""By kind: what is demanded of it, and told."""
 
 
 if __name__ == "__main__":

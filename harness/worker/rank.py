@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from harness.config.compose import load_config
-from harness.config.faults import NONE
 from harness.config.rank_environment import library_environment
 from harness.config.schema import Config, MeasureMode
 from harness.store.rank_place import RankPlace, rank_place
@@ -201,6 +200,7 @@ def _train(
     from harness.probe.meters import Meters
     from harness.train import Session, TimedWorkload
     from harness.train import run as train
+    from harness.train.faults import build_session
     from harness.worker import origin
 
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
@@ -211,18 +211,18 @@ def _train(
     origin.find_own(run.path)
     timed = config.measure.mode is MeasureMode.bench
     with Meters(ranks.device, follow_storage=timed) as meters:  # before the engine: it counts what the engine issues
-        workload = TimedWorkload(workload_for(config), meters.timers, signs.alive)
-        engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
-        loader = Loader(config, ranks.data_rank)
-        session = Session(config, ranks, engine, loader, meters, control, run.path, stop, *signs)
-        if config.fault.name != NONE:
-            from harness.probe.faults import inject
 
-            session = inject(session)
+        def build() -> Session:
+            workload = TimedWorkload(workload_for(config), meters.timers, signs.alive)
+            engine = engine_class(config.engine.name, config.engine.adapter)(workload, config, ranks)
+            loader = Loader(config, ranks.data_rank)
+            return Session(config, ranks, engine, loader, meters, control, run.path, stop, *signs)
+
+        session = build_session(config, build)
         try:
             return train(session)
         finally:
-            engine.close()
+            session.engine.close()
 
 
 def _finish(place: RankPlace, reporter: Reporter, stop: StopFlag, outcome: Outcome, seen: Divergence) -> int:

@@ -1,4 +1,4 @@
-"""What `power`, `rehearse` and `bisect` print fits a terminal of 80 or 60 columns, and is whole in a pipe."""
+"""What `rehearse`, `bisect` and the power study print fits a terminal of 80 or 60 columns, and is whole in a pipe."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from harness.cli import bisect, power, rehearse
-from harness.config.faults import corpus
-from harness.parity.power.published import RULES
-from harness.parity.power.score import Judged
+from benchmarks.power import first_steps
+from benchmarks.power.published import RULES
+from benchmarks.power.score import Judged
+from harness.cli import bisect, rehearse
 from harness.store.screen import UNLIMITED
 from harness.study.rehearse import Rehearsal
+from tests.faults.corpus import corpus
 
 NAME = max(corpus(), key=len)
 JUDGED = [
@@ -42,7 +43,7 @@ def said(verb: str, capsys: pytest.CaptureFixture[str]) -> str:
     if verb == "bisect":
         bisect._tell(TRIED)
         return capsys.readouterr().out
-    return power.text(JUDGED) if verb == "power" else rehearse.text(REHEARSED)
+    return first_steps.text(JUDGED) if verb == "power" else rehearse.text(REHEARSED)
 
 
 @pytest.mark.parametrize("verb", ["power", "rehearse", "bisect"])

@@ -9,15 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from harness.config.catalog import NULLABLE, load_catalog
-from harness.config.compose import Cell, compose, compose_cell, composed, fault_option, load_config, register
+from harness.config.compose import Cell, compose, compose_cell, composed, load_config
 from harness.config.derived import global_microbatches, microbatches_per_rank, parameter_count
 from harness.config.doc import settings
 from harness.config.errors import BadRequest
-from harness.config.faults import corpus
 from harness.config.root import typed_root
 from harness.config.schema import Config, EngineName, Strategy
 from tests.support import composing
@@ -43,9 +41,7 @@ NEEDS = {
 
 def _needs(choice: str) -> list[str]:
     odd = str(Path(__file__).stat().st_size % 2)
-    group, _, option = choice.partition("=")
-    acts = list(corpus()[option].cell) if group == "fault" and option in corpus() else []
-    needed = [*(text.replace("{odd}", odd) for text in NEEDS.get(choice, [])), *acts]
+    needed = [text.replace("{odd}", odd) for text in NEEDS.get(choice, [])]
     return [text for text in needed if text != "data.header_bytes=0"]
 
 
@@ -54,7 +50,6 @@ LEAVES = [f"{group}={option}" for group, options in OPTIONS.items() for option i
 OF_HYDRA = [
     pytest.param(f"{group}={option}", marks=pytest.mark.full if number else ())
     for group, options in OPTIONS.items()
-    if group != "fault"  # Hydra knows them by one table
     for number, option in enumerate(options)
 ]
 
@@ -81,35 +76,30 @@ def holds_what_it_says(leaf: str, composer: Callable[[list[str]], Cell]) -> None
     group, option = leaf.split("=")
     elsewhere = ["cluster=slurm"] if group == "model" else []  # this machine may be too small
     cell = composer([leaf, *_needs(leaf), *elsewhere, DRY])
-    if group in ("model", "dtype", "engine", "optimizer"):
+    if group in ("model", "dtype", "engine", "optimizer", "fault"):
         assert cell.config[group]["name"] == option
     assert cell.overrides[0] == leaf
 
 
-def test_every_fault_is_an_option_and_every_option_a_fault() -> None:
-    assert set(load_catalog().options["fault"]) == {*corpus(), "none"}
-    register()
-    table = ConfigStore.instance().repo["fault"]
-    assert {name: dict(node.node) for name, node in table.items()} == {
-        f"{name}.yaml": fault_option(name) for name in (*corpus(), "none")
-    }
-    assert compose(["fault=none", DRY]).config == composing.compose(["fault=none", DRY]).config
-
-
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        ("fault=F05_no_sync_without_effect", "sharding=optim_grads_params"),
         ("fault=F01_duplicated_gradient engine=ddp", "engine=ddp is another"),
-        ("fault.name=F01_duplicated", "F01_duplicated_gradient"),
-        ("fault=F24_not_divided_by_k train.global_batch_size=8", "needs 2 microbatches"),
-        ("fault=round_gradient fault.begins_at=9 train.steps=8", "begins after the run has ended"),
-        ("fault=moments_lost_on_resume fault.begins_at=2", "acts when a run is resumed"),
-        ("fault=grown_at_the_end fault.begins_at=2", "acts when the last step is done"),
+        ("fault=scale_by_two mesh.world_size=4 mesh.tp=2 train.microbatch_size=2", "is not implemented with mesh.tp=2"),
+        ("fault=F02_doubled_each_microbatch", "F01_duplicated_gradient, lr_of_a_group, none, scale_by_two"),
+        ("fault.name=F01_duplicated", "did you mean fault=F01_duplicated_gradient"),
+        ("fault.name=nothing_of_the_kind", "fault.name=package.module:function"),
+        ("fault=scale_by_two fault.begins_at=9 train.steps=8", "begins after the run has ended"),
+        ("fault.name=tests.faults.sums", "is no sample"),
+        ("fault.name=tests.faults.sums:", "names no function"),
+        ("fault.name=tests.faults.sums:drop_rnk", "fix:   fault.name=tests.faults.sums:drop_rank"),
+        ("fault.name=tests.faults.sums:torch", "valid: .*F02_doubled_each_microbatch"),
+        ("fault.name=tests.faults.site:blend", "cannot be called with the configuration and `build`"),
         ("fault.begins_at=2", "has no effect with fault=none"),
     ],
 )
-def test_a_fault_that_would_do_nothing_is_refused(request_: str, said: str) -> None:
+def test_a_fault_that_is_none_or_would_do_nothing_is_refused(request_: str, said: str) -> None:
     with pytest.raises(BadRequest, match=said):
         compose([*request_.split(), DRY])
 

@@ -23,7 +23,7 @@ SOURCES = {
     "records/behaviours.md": "benchmarks/pages/behaviours.py",
     "records/engines.md": "benchmarks/pages/engines_table.py",
     "records/house.md": "benchmarks/checks/house.py",
-    "records/power.md": "benchmarks/pages/power_table.py",
+    "records/power.md": "benchmarks/power/page.py",
     "records/seed_studies.md": "benchmarks/pages/seed_studies.py",
     "records/streams.md": "benchmarks/pages/streams.py",
 }

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
+import random
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from harness.fsdp.storage.dealing import FUSED_CUT
-from harness.fsdp.storage.layout import BucketLayout, ParamSpec, plan_bucket
+from harness.fsdp.storage.layout import FUSED_CUT, BucketLayout, ParamSpec, plan_bucket
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), min_size=1, max_size=12)
 rank_counts = st.one_of(st.integers(1, 16), st.sampled_from([63, 64, 255, 1024]))
@@ -97,7 +99,7 @@ def llama_block(dim: int, kv: int, ffn: int) -> list[ParamSpec]:
 def test_padding_of_llama_units_is_below_a_thousandth(shape: tuple[int, int, int], num_ranks: int) -> None:
     layout = plan_bucket(llama_block(*shape), num_ranks, 128)
     padding = layout.comm_numel / layout.param_numel - 1
-    step = sum(s.block_numel * max(1, math.lcm(FUSED_CUT, s.block_numel) // s.block_numel) for s in layout.segments)
+    step = sum(s.row_numel * max(1, math.lcm(FUSED_CUT, s.row_numel) // s.row_numel) for s in layout.segments)
     assert padding * layout.param_numel <= num_ranks * step
     if layout.param_numel // num_ranks > 1000 * step:
         assert padding < 1e-3
@@ -153,7 +155,7 @@ def test_what_one_inner_rank_gives_is_one_range_of_each_segment(
     inner, outer = grid
     layout = plan_bucket(specs(found), inner * outer, align, outer)
     for segment in layout.segments:
-        assert segment.inner_numel % segment.block_numel == segment.shard_numel % segment.block_numel == 0
+        assert segment.inner_numel % segment.row_numel == segment.shard_numel % segment.row_numel == 0
         for rank in range(inner):
             shards = [segment.shard(rank * outer + step) for step in range(outer)]
             assert [begin for begin, _ in shards[1:]] == [end for _, end in shards[:-1]]
@@ -235,7 +237,43 @@ def test_padding_is_the_least_that_whole_rows_allow_at_any_number_of_ranks(model
     for num_ranks in range(1, 1025):
         for params in (llama_block(dim, kv, ffn), llama_root(dim)):
             for segment in plan_bucket(params, num_ranks, 128).segments:
-                rows = sum(each.num_rows for each in params if each.row_numel == segment.block_numel)
-                step = 1 if segment.block_numel > 1 or num_ranks == 1 else FUSED_CUT
+                rows = sum(each.num_rows for each in params if each.row_numel == segment.row_numel)
+                step = 1 if segment.row_numel > 1 or num_ranks == 1 else FUSED_CUT
                 least = math.ceil(math.ceil(rows / num_ranks) / step) * step
-                assert segment.shard_numel == least * segment.block_numel, (num_ranks, segment)
+                assert segment.shard_numel == least * segment.row_numel, (num_ranks, segment)
+
+
+RECORDED = "61f4a70ec172965b21b5dc795bfe800c0725120f6e30430eaa8baf9f4b566891"
+"""Digest of 400 plans, made with the planner of commit feef4b7, which knew rows only."""
+
+
+def row_facts(layout: BucketLayout, ranks: Sequence[int], groups: dict[str, int]) -> Iterator[object]:
+    yield [(s.segment, s.offset) for s in layout.slots]
+    yield layout.bucket_numel, layout.shard_numel, layout.inner_numel, layout.comm_numel, layout.gaps
+    yield [
+        (s.numel, s.shard_numel, s.inner_numel, s.bucket_offset, s.inner_offset, s.shard_offset, s.fusable)
+        for s in layout.segments
+    ]
+    for rank in ranks:
+        yield [(p.segment, p.offset, p.start, p.end) for p in (layout.local_slice(s, rank) for s in layout.slots)]
+        stretches = layout.stretches(rank, groups)
+        yield layout.param_numel_on(rank), [(each.group, each.segment, each.start, each.end) for each in stretches]
+
+
+def row_digest() -> str:
+    rng, found = random.Random(12), hashlib.sha256()
+    sizes = (0, 1, 2, 3, 5, 7, 16, 40, 64, 128, 300)
+    for _ in range(400):
+        made = [tuple(rng.choice(sizes) for _ in range(rng.randrange(4))) for _ in range(rng.randrange(1, 13))]
+        outer = rng.choice((1, 1, 2, 3, 8))
+        ranks = outer * rng.choice((1, 2, 3, 7, 16, 64, 125))
+        specs = [ParamSpec(f"p{i}", shape) for i, shape in enumerate(made)]
+        layout = plan_bucket(specs, ranks, rng.choice((32, 64, 128)), outer)
+        groups = {f"p{i}": i % 2 for i in range(len(made)) if i % 5}
+        for fact in row_facts(layout, sorted({0, 1, ranks // 2, ranks - 1} & set(range(ranks))), groups):
+            found.update(repr(fact).encode())
+    return found.hexdigest()
+
+
+def test_rows_lie_where_they_lay() -> None:
+    assert row_digest() == RECORDED

@@ -159,7 +159,8 @@ MUTANTS: dict[str, tuple[str, Callable[[], Any]]] = {
 
 def _among_all_bounds(layout: BucketLayout, slot: Slot) -> list[int]:
     segment = layout.segments[slot.segment]
-    begins = {slot.offset, *(bound for bound in segment.bounds if slot.offset < bound < slot.end)}
+    bounds = [segment.shard(rank)[0] for rank in range(segment.num_ranks)]
+    begins = {slot.offset, *(bound for bound in bounds if slot.offset < bound < slot.end)}
     return [segment.bucket_offset + begin for begin in sorted(begins)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from harness.parity.power.published import judge
+from benchmarks.power.published import judge
 
 FALLING = [6.0 - 0.01 * step for step in range(100)]
 """From 6.00 to 5.01."""

@@ -217,7 +217,7 @@ def test_two_runs_of_one_configuration_have_no_script(bench: Bench, tmp_path: Pa
         ("model=moe", "optimizer=sgd", "optimizer.clip_norm=null", "train.replicate=2"),
         ("data=text", "data.path='/a b/ü,c=d'", "numerics=ordered", "engine.eager_limit_bytes=null"),
         (
-            "fault=F20_norm_counts_replicas",
+            "fault.name=tests.faults.update:F20_norm_counts_replicas",
             "sharding=no_shard",
             "optimizer.betas=[0.8,0.99]",
             "cluster.threads_per_rank=2",

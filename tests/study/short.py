@@ -16,17 +16,17 @@ from unittest import mock
 
 import torch.distributed as dist
 
+from benchmarks.power.score import Judged, judge_pair
+from benchmarks.power.steps import Kind, Pair, compose_all
 from harness.config.compose import Cell
-from harness.config.faults import corpus
 from harness.config.schema import Config
 from harness.launch.opening import Opened, Sources, open_here
-from harness.parity.power.score import Judged, judge_pair
-from harness.probe.faults.site import Site
 from harness.store import status
 from harness.store.rundir import Store
 from harness.store.status import State
-from harness.study.power import Kind, Pair, compose_all
 from harness.worker import origin
+from tests.faults.corpus import corpus
+from tests.faults.site import Site
 from tests.support.factory import ranks_of, stopping, train
 from tests.support.spawn import run_ranks
 
@@ -93,7 +93,7 @@ def _trained(cells: Mapping[str, Cell], halved: set[str], store: Store) -> dict[
 def train_all(rank: int, jobs: Sequence[Job]) -> None:
     """One run after another."""
     for job in jobs:
-        with _functions_given_back():
+        with functions_given_back():
             _train(rank, job)
 
 
@@ -105,7 +105,7 @@ def _train(rank: int, job: Job) -> None:
 
 
 @contextmanager
-def _functions_given_back() -> Iterator[None]:
+def functions_given_back() -> Iterator[None]:
     """Undo what a fault does to functions of modules; what it does to an engine ends with the engine."""
     around = Site.around
     with ExitStack() as undo:

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from harness.config.faults import corpus
+from benchmarks.power.whole import LATE, ONE, STEPS
 from harness.parity import Outcome, Stage, Verdict, compare
 from harness.parity.compare import judge
 from harness.parity.outcome import Finding, Grade
 from harness.parity.record import Record, load
-from harness.study.whole import LATE, ONE, STEPS
+from tests.faults.corpus import corpus
 from tests.study import short
 from tests.study.short import Overrides
 from tests.support.mutants import kills
@@ -50,7 +50,7 @@ def twin(fault: str) -> Overrides:
 
 
 def arm(fault: str, begins: int) -> Overrides:
-    return (*twin(fault), f"fault={fault}", *([f"fault.begins_at={begins}"] if begins > 1 else []))
+    return (*twin(fault), *corpus()[fault].asked(begins_at=begins))
 
 
 REFERENCE = (*CELL, "engine=ddp")
@@ -65,7 +65,7 @@ HOT = {
 }
 """AdamW on one rank, with more than its default rate: nothing but the size of the microbatches differs."""
 HOT_TWIN = (*CELL, *corpus()["noisy_gradient"].cell, "optimizer.lr=0.06", "train.seed=1")
-HOT_FAULT = (*HOT_TWIN, "fault=noisy_gradient", f"fault.begins_at={LATE}")
+HOT_FAULT = (*HOT_TWIN, *corpus()["noisy_gradient"].asked(begins_at=LATE))
 HOT_REFERENCE = (*CELL, "engine=ddp", "optimizer.lr=0.06", "train.seed=1")
 
 

@@ -18,13 +18,14 @@ from typing import Any
 
 import pytest
 
-from harness.cli.main import main
+from benchmarks.power import whole
+from benchmarks.power.first_steps import main
+from benchmarks.power.score import Judged
+from benchmarks.power.steps import Kind, carry_out, pairs
 from harness.config.compose import Cell
-from harness.config.faults import AMOUNTS, corpus
-from harness.parity.power.score import Judged
 from harness.store.errors import Busy
-from harness.study import whole
-from harness.study.power import Kind, carry_out, pairs
+from harness.train.faults import AMOUNTS
+from tests.faults.corpus import corpus
 from tests.study import short
 from tests.support.covering import covering, once
 
@@ -112,7 +113,7 @@ takes the first."""
 )
 def test_the_verb_runs_judges_and_writes_what_it_found(only: str, tmp_path: Path) -> None:
     out = tmp_path / "power.json"
-    words = ["power", "--short", "--root", str(tmp_path / "runs"), "--out", str(out)]
+    words = ["--short", "--root", str(tmp_path / "runs"), "--out", str(out)]
     assert main([*words, "--only", only]) == 0
     found = {each["fault"]: Judged(**each) for each in json.loads(out.read_text())["pairs"]}
     assert [*found] == [pair.name for pair in SHORT if only in pair.name]
@@ -186,7 +187,7 @@ def test_the_part_about_whole_runs_is_what_its_data_say(monkeypatch: pytest.Monk
     """Composes the 1,128 runs that the page counts: 18 CPU seconds."""
     root = Path(__file__).parents[2]
     monkeypatch.syspath_prepend(str(root / "benchmarks" / "pages"))
-    said = "\n".join(importlib.import_module("power_whole_section").section())
+    said = "\n".join(importlib.import_module("benchmarks.power.whole_section").section())
     assert said in (root / "docs" / "records" / "power.md").read_text()
 
 

@@ -3,7 +3,7 @@
 There are none while `SEALED` is 0: then all of this is skipped, until another edition is written.
 
 Nothing is judged here, and nothing else in the suite holds one of them against a verdict; see [Note: Edition] of
-`harness.config.faults`.
+`tests.faults.corpus`.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from harness.config.faults import SEALED, corpus
-from harness.study import power, whole
-from harness.study.power import BASE
+from benchmarks.power import steps, whole
+from benchmarks.power.steps import BASE
+from tests.faults.corpus import SEALED, corpus
 from tests.study import short
 from tests.support.covering import covering, once
 
@@ -35,7 +35,7 @@ def twin(name: str) -> short.Overrides:
 
 
 def arm(name: str) -> short.Overrides:
-    return (*twin(name), f"fault={name}")
+    return (*twin(name), *FAULTS[name].asked())
 
 
 def left(run: Path) -> tuple[Any, ...]:
@@ -75,5 +75,5 @@ def test_it_acts(seen: Callable[[str], tuple[Any, Any]], name: str) -> None:
 def test_they_are_of_every_stage_and_of_no_other_study() -> None:
     assert len(FAULTS) >= 20
     assert {fault.stage for fault in FAULTS.values()} >= {fault.stage for fault in corpus().values()}
-    for pairs in (power.pairs(), power.pairs(short=True), whole.pairs()):
+    for pairs in (steps.pairs(), steps.pairs(short=True), whole.pairs()):
         assert not FAULTS.keys() & {pair.name for pair in pairs}

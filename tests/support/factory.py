@@ -13,15 +13,14 @@ import yaml
 from omegaconf import OmegaConf
 
 from harness.config.compose import plain
-from harness.config.faults import NONE
 from harness.config.schema import Config, DataKind, Dtype, EngineName, MeasureMode, Strategy
 from harness.data.loader import Loader
 from harness.engines.protocol import Ranks
 from harness.engines.registry import engine_class
 from harness.models.registry import workload_for
-from harness.probe.faults import inject
 from harness.probe.meters import Meters
 from harness.train import Outcome, Progress, Session, TimedWorkload, run
+from harness.train.faults import build_session
 
 torch.set_num_threads(1)  # tests share few cores, and tiny tensors gain nothing from two
 
@@ -72,13 +71,15 @@ def train(
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     run_dir.mkdir(parents=True, exist_ok=True)
     with Meters(ranks.device, follow_storage=config.measure.mode is MeasureMode.bench) as meters:
-        workload = TimedWorkload(workload_for(config), meters.timers)
-        engine = engine_class(config.engine.name)(workload, config, ranks)
-        loader = Loader(config, ranks.data_rank)
-        session = Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress)
-        if config.fault.name != NONE:
-            session = inject(session)
-        outcome = run(replace(session, engine=wrap_engine(engine)))
+
+        def build() -> Session:
+            workload = TimedWorkload(workload_for(config), meters.timers)
+            engine = engine_class(config.engine.name)(workload, config, ranks)
+            loader = Loader(config, ranks.data_rank)
+            return Session(config, ranks, engine, loader, meters, control, run_dir, should_stop, progress)
+
+        session = build_session(config, build)
+        outcome = run(replace(session, engine=wrap_engine(session.engine)))
     if control is not None:
         dist.destroy_process_group(control)  # a process that trains often would keep the threads of every one
     return outcome

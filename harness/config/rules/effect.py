@@ -9,10 +9,10 @@ from harness.config.adapter import capabilities_of
 from harness.config.capabilities import ENGINES
 from harness.config.derived import wants_infiniband_sharp
 from harness.config.errors import Violation
-from harness.config.faults import NONE
 from harness.config.rules.engine import narrow_waits
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import (
+    NO_FAULT,
     Backend,
     CkptPolicy,
     Config,
@@ -172,7 +172,7 @@ CONDITIONS: dict[str, Condition] = {
     "sharp.nvls_ctas": _NVLINK,
     "sharp.streaming": _INFINIBAND,
     "sharp.overlap_gather": _INFINIBAND,
-    "fault.begins_at": Condition(lambda c: c.fault.name != NONE, "a fault", lambda c: f"fault={NONE}"),
+    "fault.begins_at": Condition(lambda c: c.fault.name != NO_FAULT, "a fault", lambda c: f"fault={NO_FAULT}"),
     "ckpt.every": _CKPT,
     "ckpt.minutes": _CKPT,
     "ckpt.keep": _CKPT,

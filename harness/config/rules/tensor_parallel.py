@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from harness.config.capabilities import ENGINES
 from harness.config.errors import Violation
-from harness.config.faults import corpus
 from harness.config.rules.request import Request, Rule, rule
 from harness.config.schema import EngineName, ModelFamily
 
@@ -55,14 +54,6 @@ def tensor_parallelism_is_built(request: Request) -> Iterator[Violation]:
             f"is not implemented with mesh.tp={config.mesh.tp}: no communicator of three axes is given SHARP",
             "none",
             "sharp=none",
-        )
-    able_faults = [each.name for each in corpus().values() if each.tensor_parallel]
-    if config.fault.name not in ("none", *able_faults):
-        yield Violation(
-            request.show("fault.name"),
-            f"is not implemented with mesh.tp={config.mesh.tp}: it names data-parallel ranks",
-            ", ".join(["none", *able_faults]),
-            "fault=none, or mesh.tp=1",
         )
 
 

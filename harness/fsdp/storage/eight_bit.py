@@ -8,9 +8,7 @@ A scale belongs to a tile of the *whole* weight, of which a rank may hold some r
 each rank takes those of its own rows, then all ranks that cut the weight take the largest, in one all-reduce for all
 layers (two where both axes cut). A maximum has no order, so every rank finds the amax of the whole weight to the bit,
 makes the same scales of it, and casts its rows as if it cast all of them: shards that are gathered are the whole weight
-quantized. Scales are on every rank and never travel. A 128x128 tile that a rank boundary cuts is treated alike. To keep
-tiles whole (`grain=block(128)`) gives the same bits, saves 4 bytes in 16384, and makes shards ragged: 300 rows over two
-ranks are 172 and 128 then, where rows alone are 150 and 150.
+quantized. Scales are on every rank and never travel. A 128x128 tile that a rank boundary cuts is treated alike.
 
 Where a plan of tensor parallelism has cut the weight, a bucket holds this rank's portion, and `current` and `delayed`
 take the largest over that axis too (one all-reduce more). A portion of the other recipes must be whole tiles: its

@@ -5,7 +5,7 @@
 | noun    | meaning                                                                                 | here            |
 |---------|-----------------------------------------------------------------------------------------|-----------------|
 | bucket  | the flat buffer of one unit's parameters of one dtype; unsharded, it holds all of them  | `BucketLayout`  |
-| segment | a range of the bucket whose parameters share one grain and row length                   | `Segment`       |
+| segment | a range of the bucket whose parameters share one row length                             | `Segment`       |
 | slot    | where one parameter lies: a range of its segment                                        | `Slot`          |
 | shard   | what one rank keeps: of a segment one range, of a bucket those of all segments in order | `Segment.shard` |
 | slice   | what one rank keeps of one parameter: a range of its shard                              | `LocalSlice`    |
@@ -13,19 +13,15 @@
 
 [Note: Segments] A bucket is cut into even shards without ever cutting a row of a parameter. Forcing one row grid on
 parameters of different row lengths would pad the shard to a multiple of their least common multiple (7.7 % for a
-Llama-8B unit on 1,024 ranks). So a bucket is a few *segments*, one for each row length and grain; a segment is a matrix
-of rows, every rank holds the same number of them, and padding is at most a few rows a segment. In the gathered bucket
-segments lie one after the other; in a rank's shard, its shards of the segments do.
-
-Parameters that need more than a row together have segments of their own (see [Note: Blocks] and [Note: Owners]), whose
-shards may be *ragged*: of another length on each rank. Those are the last of their bucket, so that all other shards
-begin at one place on every rank.
+Llama-8B unit on 1,024 ranks). So a bucket is a few *segments*, one for each row length; a segment is a matrix of rows,
+every rank holds the same number of them, and padding is at most a few rows a segment. In the gathered bucket segments
+lie one after the other; in a rank's shard, its shards of the segments do.
 
 [Note: Bits and cuts] Each parameter starts on a multiple of `align` elements of its segment, whatever the number of
-ranks, so that a kernel's result cannot depend on the address. Where the length of a block allows it without real cost
+ranks, so that a kernel's result cannot depend on the address. Where the length of a row allows it without real cost
 (1, or a multiple of 64), shards are cut at multiples of 64 elements too: fused optimizer kernels then see whole vectors
 only. Other segments are marked `fusable = False`, and the bitwise modes step them unfused. The mark depends on the
-length of a block alone, never on the number of ranks.
+length of a row alone, never on the number of ranks.
 
 [Note: Inner-major] Under hybrid sharding a shard of the inner axis is split once more over the outer axis. Ranks are
 numbered with the outer axis running fastest, so that what one inner rank gives to a gather is one range of its segment:
@@ -35,22 +31,21 @@ rank = inner rank * outer + outer rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 
-from harness.fsdp.storage.dealing import Dealt, deal_blocks, deal_owners, is_fusable, round_up
-from harness.fsdp.storage.grain import ROW, Grain
+FUSED_CUT = 64
+"""Elements; fused optimizer kernels give the same bits when cut at multiples of this."""
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """Name, shape and grain of a parameter. A row is one index of dimension 0; a scalar is one row of one element."""
+    """Name and shape of a parameter. A row is one index of dimension 0; a scalar is one row of one element."""
 
     name: str
     shape: tuple[int, ...]
-    grain: Grain = ROW
 
     @property
     def numel(self) -> int:
@@ -84,68 +79,46 @@ class Slot:
 
 @dataclass(frozen=True)
 class Segment:
-    """Parameters of one grain and row length, and where ranks are cut.
+    """Parameters of one row length, and where ranks are cut.
 
-    grain: of all its parameters.
-    block_numel: elements of a block; every shard is a whole number of blocks.
-    bounds: rank r's shard is [bounds[r], bounds[r + 1]) of the segment; one more entry than ranks.
-    even: whether shards have one length on every rank.
-    bucket_offset: where it starts in the gathered bucket (elements).
-    inner_offset, shard_offset: where it starts in a shard of the inner axis, and in a rank's shard (elements); of a
-        ragged segment, where the first of those starts (see `BucketLayout.shard_ranges`).
+    row_numel: elements of a row; every shard is a whole number of rows.
+    shard_numel: elements of a rank's shard, the same on every rank.
+    num_ranks: ranks the segment is cut over.
+    bucket_offset, inner_offset, shard_offset: where it starts in the gathered bucket, in a shard of the inner axis, and
+        in a rank's shard (elements).
     outer: shards that lie together in a shard of the inner axis.
     """
 
-    grain: Grain
-    block_numel: int
-    bounds: tuple[int, ...]
-    even: bool
+    row_numel: int
+    shard_numel: int
+    num_ranks: int
     bucket_offset: int
     inner_offset: int
     shard_offset: int
     outer: int = 1
 
     @property
-    def num_ranks(self) -> int:
-        """Ranks the segment is cut over."""
-        return len(self.bounds) - 1
-
-    @property
     def numel(self) -> int:
         """Elements over all ranks, padding included."""
-        return self.bounds[-1]
+        return self.shard_numel * self.num_ranks
 
-    @cached_property
-    def shard_numel(self) -> int:
-        """Elements of a rank's shard, the same on every rank.
-
-        Raises:
-            NotImplementedError: the shards are ragged.
-        """
-        if not self.even:
-            raise NotImplementedError(
-                f"grain={self.grain}: over {self.num_ranks} ranks these shards are ragged, and the engine's collectives"
-                " move even shards only; give the parameters grain row, or blocks of fewer rows"
-            )
-        return self.bounds[1]
-
-    @cached_property
+    @property
     def inner_numel(self) -> int:
-        """Elements of a shard of the inner axis, the same on every inner rank; raises as `shard_numel` does."""
+        """Elements of a shard of the inner axis, the same on every inner rank."""
         return self.shard_numel * self.outer
 
     @property
     def fusable(self) -> bool:
         """Whether fused optimizer kernels may step it in the bitwise modes; see [Note: Bits and cuts]."""
-        return is_fusable(self.block_numel)
+        return _is_fusable(self.row_numel)
 
     def shard(self, rank: int) -> tuple[int, int]:
         """Start and end of a rank's shard within the segment."""
-        return self.bounds[rank], self.bounds[rank + 1]
+        return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def inner_shard(self, inner_rank: int) -> tuple[int, int]:
         """Start and end of a shard of the inner axis within the segment."""
-        return self.bounds[inner_rank * self.outer], self.bounds[(inner_rank + 1) * self.outer]
+        return inner_rank * self.inner_numel, (inner_rank + 1) * self.inner_numel
 
 
 @dataclass(frozen=True)
@@ -181,14 +154,13 @@ class BucketLayout:
     """Slots of all parameters of a bucket over `num_ranks` ranks, `outer` of which share a shard of the inner axis.
 
     align: elements; every parameter and segment starts on a multiple of it. slots: in the order the parameters were
-    given. loads: what each rank holds of ragged segments, here and in the buckets planned before (elements).
+    given.
     """
 
     num_ranks: int
     align: int
     segments: tuple[Segment, ...]
     slots: tuple[Slot, ...]
-    loads: tuple[int, ...]
     outer: int = 1
 
     @cached_property
@@ -198,26 +170,13 @@ class BucketLayout:
 
     @cached_property
     def shard_numel(self) -> int:
-        """Elements of a rank's shard, padding included, the same on every rank; raises as `Segment.shard_numel`."""
+        """Elements of a rank's shard, padding included, the same on every rank."""
         return sum(round_up(s.shard_numel, self.align) for s in self.segments)
 
     @cached_property
     def inner_numel(self) -> int:
-        """Elements of a shard of the inner axis, padding included; raises as `Segment.shard_numel`."""
+        """Elements of a shard of the inner axis, padding included."""
         return sum(round_up(s.inner_numel, self.align) for s in self.segments)
-
-    def shard_ranges(self, rank: int) -> list[tuple[int, int]]:
-        """Start and end of each segment in a rank's shard, whatever the grains (elements)."""
-        return self._in_a_row(s.shard(rank) for s in self.segments)
-
-    def inner_ranges(self, inner_rank: int) -> list[tuple[int, int]]:
-        """Start and end of each segment in a shard of the inner axis, whatever the grains (elements)."""
-        return self._in_a_row(s.inner_shard(inner_rank) for s in self.segments)
-
-    def _in_a_row(self, shards: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-        lengths = [end - begin for begin, end in shards]
-        starts = accumulate((round_up(length, self.align) for length in lengths[:-1]), initial=0)
-        return [(start, start + length) for start, length in zip(starts, lengths, strict=True)]
 
     @cached_property
     def comm_numel(self) -> int:
@@ -281,7 +240,7 @@ class BucketLayout:
 
     @cached_property
     def _in_order(self) -> list[Slot]:
-        """Slots as they lie in their segments; whole parameters lie by owner."""
+        """Slots as they lie in their segments."""
         return sorted(self.slots, key=lambda slot: slot.offset)
 
 
@@ -312,80 +271,63 @@ def _extend(stretches: list[Stretch], stretch: Stretch) -> None:
         stretches.append(stretch)
 
 
-def plan_bucket(
-    params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int = 1, loads: Sequence[int] = ()
-) -> BucketLayout:
-    """Lay parameters out over ranks; segments in order of first appearance, then ragged ones, then whole parameters.
+def plan_bucket(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int = 1) -> BucketLayout:
+    """Lay parameters out over ranks; segments in order of first appearance, parameters within one in the order given.
 
-    Within a segment parameters lie in the order given, whole ones by owner. The plan is a function of the arguments
-    alone: every rank makes the same one.
+    The plan is a function of the arguments alone: every rank makes the same one.
 
     Args:
-        params: names, shapes and grains; names are unique.
+        params: names and shapes; names are unique.
         num_ranks: ranks of the sharding group, at least 1.
         align: elements; every parameter starts on a multiple of it.
         outer: how many of the ranks share a shard of the inner axis (see [Note: Inner-major]); divides num_ranks.
-        loads: what each rank holds of ragged segments already: the `loads` of the layout planned before (elements).
-            Empty: nothing.
 
     Raises:
-        ValueError: num_ranks, align or outer is below 1, outer does not divide num_ranks, a name comes twice, or loads
-            has an entry too few or too many.
+        ValueError: num_ranks, align or outer is below 1, outer does not divide num_ranks, or a name comes twice.
     """
-    _check(params, num_ranks, align, outer, loads)
-    dealt, held = _deal(params, align, list(loads) or [0] * num_ranks, outer)
+    _check(params, num_ranks, align, outer)
+    by_length: dict[int, list[ParamSpec]] = {}
+    for spec in params:
+        by_length.setdefault(spec.row_numel, []).append(spec)
     segments: list[Segment] = []
     slots: dict[str, Slot] = {}
     bucket_offset = inner_offset = shard_offset = 0
-    for grain, members, each in dealt:
-        slots |= {p.name: Slot(p, len(segments), at) for p, at in zip(members, each.offsets, strict=True)}
-        segment = Segment(
-            grain, each.block_numel, each.bounds, each.even, bucket_offset, inner_offset, shard_offset, outer
-        )
+    for row_numel, members in by_length.items():
+        end, step = 0, math.lcm(align, row_numel)
+        for spec in members:
+            slots[spec.name] = slot = Slot(spec, len(segments), round_up(end, step))
+            end = slot.end
+        shard_numel = _shard_numel(end, row_numel, num_ranks)
+        segment = Segment(row_numel, shard_numel, num_ranks, bucket_offset, inner_offset, shard_offset, outer)
         segments.append(segment)
         bucket_offset += round_up(segment.numel, align)
-        if segment.even:
-            inner_offset += round_up(segment.inner_numel, align)
-            shard_offset += round_up(segment.shard_numel, align)
-    in_order = tuple(slots[p.name] for p in params)
-    return BucketLayout(num_ranks, align, tuple(segments), in_order, tuple(held), outer)
+        inner_offset += round_up(segment.inner_numel, align)
+        shard_offset += round_up(shard_numel, align)
+    return BucketLayout(num_ranks, align, tuple(segments), tuple(slots[p.name] for p in params), outer)
 
 
-def _check(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int, loads: Sequence[int]) -> None:
+def _check(params: Sequence[ParamSpec], num_ranks: int, align: int, outer: int) -> None:
     if num_ranks < 1 or align < 1 or outer < 1 or num_ranks % outer:
         raise ValueError(
             f"num_ranks={num_ranks}, align={align}, outer={outer}: at least 1, outer a divisor of num_ranks"
         )
-    if len(loads) not in (0, num_ranks):
-        raise ValueError(f"loads has {len(loads)} entries: give one for each rank (num_ranks={num_ranks}), or none")
     names = [p.name for p in params]
     if len(set(names)) != len(names):
         raise ValueError(f"parameter names must be unique: {sorted({n for n in names if names.count(n) > 1})}")
 
 
-_Members = tuple[Grain, list[ParamSpec], Dealt]
+def _shard_numel(numel: int, row_numel: int, num_ranks: int) -> int:
+    """Elements of a shard."""
+    rows = -(-numel // (row_numel * num_ranks))
+    if num_ranks > 1 and _is_fusable(row_numel):
+        rows = round_up(rows, math.lcm(FUSED_CUT, row_numel) // row_numel)
+    return rows * row_numel
 
 
-def _deal(
-    params: Sequence[ParamSpec], align: int, loads: Sequence[int], outer: int
-) -> tuple[list[_Members], Sequence[int]]:
-    """Parameters by segment, in the order of segments, and the loads they leave."""
-    by_kind: dict[tuple[Grain, int], list[ParamSpec]] = {}
-    for spec in params:
-        by_kind.setdefault(_kind(spec), []).append(spec)
-    found: list[_Members] = []
-    for grain, row_numel in sorted(by_kind, key=lambda kind: kind[0].is_whole):
-        members = by_kind[grain, row_numel]
-        numels = [spec.numel for spec in members]
-        if grain.rows is None:
-            dealt = deal_owners(numels, align, loads, outer)
-        else:
-            dealt = deal_blocks(numels, grain.rows * row_numel, align, loads, outer, even=grain == ROW)
-        loads = dealt.loads(loads)
-        found.append((grain, members, dealt))
-    return sorted(found, key=lambda each: not each[2].even), loads
+def _is_fusable(row_numel: int) -> bool:
+    return row_numel == 1 or row_numel % FUSED_CUT == 0
 
 
-def _kind(spec: ParamSpec) -> tuple[Grain, int]:
-    """What parameters of one segment have in common; whole ones are never cut, so that any rows lie together."""
-    return spec.grain, 1 if spec.grain.is_whole else spec.row_numel
+def round_up(value: int, step: int) -> int:
+    """The least multiple of `step` that is not below `value`."""
+    return -(-value // step) * step

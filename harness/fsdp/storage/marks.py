@@ -12,7 +12,6 @@ above the smallest number that no later rounding makes zero of what is left. No 
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
@@ -88,7 +87,6 @@ def _places(layout: BucketLayout, slot: Slot) -> list[int]:
     if not slot.spec.numel:
         return []
     segment = layout.segments[slot.segment]
-    bounds = segment.bounds  # of all ranks: few of them lie in one parameter
-    cut = bounds[bisect_right(bounds, slot.offset) : bisect_left(bounds, slot.end)]
-    begins = {slot.offset, *cut}
-    return [segment.bucket_offset + begin for begin in sorted(begins)]
+    each = segment.shard_numel
+    cuts = range((slot.offset // each + 1) * each, slot.end, each)  # few of all ranks' bounds lie in one parameter
+    return [segment.bucket_offset + begin for begin in (slot.offset, *cuts)]

@@ -13,7 +13,7 @@ from harness.fsdp import api, construction
 from harness.fsdp.policy import Dtypes, MixedPrecisionPolicy
 from harness.fsdp.runtime import units
 from harness.fsdp.runtime.units import UnitPlan
-from harness.fsdp.storage import dealing
+from harness.fsdp.storage import layout
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.storage.gradients import Gradients
 from harness.fsdp.storage.layout import BucketLayout
@@ -121,7 +121,7 @@ def _small_rows() -> nn.Module:
     "A rank boundary never splits a row, also of small matrices.",
     Mutant(
         "shards are cut at equal numbers of elements, wherever that falls",
-        lambda: mock.patch.object(dealing, "_shard_numel", lambda numel, row, ranks: -(-numel // ranks)),
+        lambda: mock.patch.object(layout, "_shard_numel", lambda numel, row, ranks: -(-numel // ranks)),
     ),
 )
 def rows_are_whole(lab: Lab) -> str:

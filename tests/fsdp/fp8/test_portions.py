@@ -20,7 +20,6 @@ from harness.fsdp.runtime import weight_scales
 from harness.fsdp.runtime.installation import WeightInstaller
 from harness.fsdp.storage import eight_bit
 from harness.fsdp.storage.eight_bit import EightBitWeight, EightBitWeights
-from harness.fsdp.storage.grain import ROW, Grain
 from harness.fsdp.storage.layout import ParamSpec, plan_bucket
 from harness.fsdp.tensor_parallel.portion import Portion
 from harness.fsdp.vocabulary import Fp8
@@ -222,31 +221,25 @@ def test_fsdp2_gathers_twice_the_bytes_for_the_same_bits(
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("recipe", [Fp8.block, Fp8.mx, Fp8.mx_32x32])
-def test_tiles_that_are_cut_and_tiles_that_stay_whole_have_the_same_bits(recipe: Fp8, num_ranks: int) -> None:
-    """Amaxes of rows taken together, and those that each rank finds alone where the grain keeps tiles whole."""
+def test_tiles_that_are_cut_have_the_bits_of_whole_ones(recipe: Fp8, num_ranks: int) -> None:
+    """Amaxes of rows are taken together."""
     torch.manual_seed(7)
     holder = nn.Sequential(nn.Linear(256, 640, bias=False))
     convert_linears(holder, recipe)
-    side = recipe.multiple
     layer: Any = holder[0]
     values = layer.weight.detach() * torch.randn(640, 1).exp()
     weights = layer.recipe.weights
     wholes = [quantize(values, weights.format, tile, layer.recipe.scaling) for tile in layer.recipe.held_tiles]
-    for grain, is_shared in ((ROW, True), (Grain(side), False)):
-        layout = plan_bucket([ParamSpec("w", (640, 256), grain)], num_ranks, 64, 1)
-        (slot,) = layout.slots
-        locals_ = [layout.local_slice(slot, rank) for rank in range(num_ranks)]
-        held = [EightBitWeight(lambda: layer, slot, Portion((640, 256)), torch.device("cpu")) for _ in locals_]
-        parts = [values.flatten()[local.start : local.end] for local in locals_]
-        found = [weight.told_by(rows, local) for weight, rows, local in zip(held, parts, locals_, strict=True)]
-        together = torch.stack(found).amax(0)
-        for weight, alone in zip(held, found, strict=True):
-            weight.rescale(together if is_shared else alone)
-        for place, whole in enumerate(wholes):
-            payload = torch.empty(640 * 256, dtype=weights.format.dtype)
-            for weight, rows, local in zip(held, parts, locals_, strict=True):
-                if local.numel:
-                    payload[local.start : local.end] = weight.encode(rows, local, place)
-            assert torch.equal(payload.view(torch.uint8), whole.payload.flatten().view(torch.uint8)), (grain, place)
-        cut = [local for local in locals_ if local.numel and local.start // 256 % side]
-        assert is_shared or not cut, "no tile is cut"
+    layout = plan_bucket([ParamSpec("w", (640, 256))], num_ranks, 64)
+    (slot,) = layout.slots
+    locals_ = [layout.local_slice(slot, rank) for rank in range(num_ranks)]
+    held = [EightBitWeight(lambda: layer, slot, Portion((640, 256)), torch.device("cpu")) for _ in locals_]
+    parts = [values.flatten()[local.start : local.end] for local in locals_]
+    found = [weight.told_by(rows, local) for weight, rows, local in zip(held, parts, locals_, strict=True)]
+    for weight in held:
+        weight.rescale(torch.stack(found).amax(0))
+    for place, whole in enumerate(wholes):
+        payload = torch.empty(640 * 256, dtype=weights.format.dtype)
+        for weight, rows, local in zip(held, parts, locals_, strict=True):
+            payload[local.start : local.end] = weight.encode(rows, local, place)
+        assert torch.equal(payload.view(torch.uint8), whole.payload.flatten().view(torch.uint8)), place

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.faults import SGD, ZERO1, ZERO2, ZERO3
-from harness.probe.faults.site import Site, blend, fault, rounded
-from harness.probe.faults.update import on_update
+from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
+from tests.faults.site import Site, blend, fault, rounded
+from tests.faults.update import on_update
 
 
 def _settings(site: Site, flat: Any) -> dict[str, Any]:
@@ -19,7 +19,6 @@ def _settings(site: Site, flat: Any) -> dict[str, Any]:
 
 
 @fault(
-    "F41_decay_after_update",
     "weights decay after the update instead of before, and the update with them",
     "optimizer",
     cell=(ZERO3,),
@@ -27,7 +26,7 @@ def _settings(site: Site, flat: Any) -> dict[str, Any]:
     report="bitsandbytes-foundation/bitsandbytes PR 2040",
     edition=2,
 )
-def decay_after_update(site: Site) -> None:
+def F41_decay_after_update(site: Site) -> None:
     def change(flat: Any, weight: Tensor, old: Tensor) -> None:
         settings = _settings(site, flat)
         decay = settings["lr"] * settings["weight_decay"]
@@ -37,7 +36,6 @@ def decay_after_update(site: Site) -> None:
 
 
 @fault(
-    "epsilon_inside_root",
     "Adam's epsilon is added to the second moment instead of to its root",
     "optimizer",
     cell=(ZERO2,),
@@ -58,7 +56,6 @@ def epsilon_inside_root(site: Site) -> None:
 
 
 @fault(
-    "F42_decay_through_moments",
     "weight decay goes through the gradient and the moments, as Adam has it and AdamW has not",
     "optimizer",
     cell=(ZERO1,),
@@ -66,7 +63,7 @@ def epsilon_inside_root(site: Site) -> None:
     report="microsoft/DeepSpeed PR 482",
     edition=2,
 )
-def decay_through_moments(site: Site) -> None:
+def F42_decay_through_moments(site: Site) -> None:
     """A share of the decay; what is left is decoupled."""
     decays = [group["weight_decay"] for group in site.engine.optimizer.param_groups]
 
@@ -84,7 +81,6 @@ def decay_through_moments(site: Site) -> None:
 
 
 @fault(
-    "damped_momentum",
     "momentum takes in a tenth of each gradient instead of all of it",
     "optimizer",
     cell=(ZERO2, SGD),
@@ -102,7 +98,6 @@ def damped_momentum(site: Site) -> None:
 
 
 @fault(
-    "F43_average_left_in",
     "averaged weights that were put in for a validation are left in",
     "weights",
     cell=(ZERO3,),
@@ -110,7 +105,7 @@ def damped_momentum(site: Site) -> None:
     report="aqlaboratory/openfold PR 90",
     edition=2,
 )
-def average_left_in(site: Site) -> None:
+def F43_average_left_in(site: Site) -> None:
     """Once, between two steps: what remembers nine tenths of itself at every step."""
     averages = [piece.detach().clone() for bucket in site.buckets for piece in bucket.main_shards]
 
@@ -131,7 +126,6 @@ def average_left_in(site: Site) -> None:
 
 
 @fault(
-    "rounded_at_the_end",
     "weights are cast to 16 bits where they lie when they are exported",
     "weights",
     cell=(ZERO2,),

@@ -7,7 +7,7 @@ at full strength, and what they are held against, capture the gradients of every
 other settings would not have (`harness.parity.record.Record.seen_at`), so that all views judge the same runs.
 
 [Note: New third] A third of the faults and of the clean groups is held out, by a hash that has nothing to do with that
-of `harness.study.power`, and judged once, after judges and bounds were frozen.
+of `benchmarks.power.steps`, and judged once, after judges and bounds were frozen.
 
 [Note: Fresh part] Once a held-out third was judged it guards nothing any more. `fresh` is a part of its own, of faults
 that no judge has seen (an edition of the corpus) and of clean groups with other seeds and with arms that no campaign
@@ -24,9 +24,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
+from benchmarks.power.steps import Kind
 from harness.config.captured import spread
-from harness.config.faults import AMOUNTS, Fault, corpus
-from harness.study.power import Kind
+from harness.train.faults import AMOUNTS
+from tests.faults.corpus import Fault, corpus
 
 STUDY = "power_whole"
 STEPS = 12
@@ -189,10 +190,10 @@ def _in_world(fault: Fault, world: World, strengths: tuple[str, ...]) -> Iterato
     reference = (*flat, "engine=ddp", "ckpt=none")
     late_only = fault.resumes or fault.ends or world.name != EARLY
     for begins in ("late",) if late_only else ("late", "early"):
-        at = ("fault.begins_at=8",) if begins == "late" and not (fault.resumes or fault.ends) else ()
+        at = LATE if begins == "late" and not (fault.resumes or fault.ends) else 1
         for strength in strengths if begins == "late" else ("full",):
             every = (EVERY,) if strength == "full" else ()
-            arm = (*world.cell(*own, *every), f"fault={fault.name}", f"fault.strength={strength}", *at)
+            arm = (*world.cell(*own, *every), *fault.asked(strength=strength, begins_at=at))
             for against, control in (("twin", twin), ("reference", reference)):
                 yield WholePair(
                     Kind.faulty, fault.name, world.name, begins, strength, against, arm, control, fault.resumes

@@ -1,15 +1,18 @@
-"""`power`: how good are the verdicts? Runs faults and clean pairs, judges them, and says what was found."""
+"""How good are the verdicts? Run faults and clean pairs, judge them, and say what was found.
+
+    python benchmarks/power/first_steps.py --part all --out benchmarks/data/power.json
+
+The exit code is 1 where a fault at full strength passes or a clean pair does not.
+"""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser, Namespace
+import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from harness.cli.verb import Verb, path
-from harness.config.errors import refuse
-from harness.config.faults import corpus
-from harness.config.hints import nearest
-from harness.parity.power.score import (
+from benchmarks.power.score import (
     Judged,
     Rate,
     as_json,
@@ -20,37 +23,34 @@ from harness.parity.power.score import (
     placed,
     published_rates,
 )
+from benchmarks.power.steps import DIFFERENCES, STUDY, Kind, Pair, carry_out, pairs
 from harness.parity.processes import judging_processes
 from harness.store.files import write_json
 from harness.store.identity import directory_name
 from harness.store.provenance import PACKAGE, git_facts, sources_digest, versions
 from harness.store.screen import INDENT, fold, table, width
-from harness.study.power import DIFFERENCES, STUDY, Kind, Pair, carry_out, pairs
+from tests.faults.corpus import corpus
 
 PARTS = ("fixed", "held_out", "all")
 
 
-def _arguments(parser: ArgumentParser) -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Carry out the study, or a part of it; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="where runs are stored (default: runs)")
     parser.add_argument("--short", action="store_true", help="every fault at full strength, and its twin: what CI runs")
     parser.add_argument("--only", metavar="TEXT", help="faults and differences whose name contains it")
     parser.add_argument("--part", choices=PARTS, default="fixed", help="which pairs (default: those not held out)")
-    parser.add_argument("--out", type=path, metavar="FILE", help="write every judgement as JSON")
-
-
-def _power(arguments: Namespace) -> int:
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write every judgement as JSON")
+    arguments = parser.parse_args(argv)
     if arguments.out is not None and not arguments.out.parent.is_dir():
-        problem = f"there is no folder {arguments.out.parent}, and hours of runs come first"
-        raise refuse(f"power --out {arguments.out}", problem, fix="a file in a folder that is there")
+        parser.error(f"--out: there is no folder {arguments.out.parent}, and hours of runs come first")
     chosen = [pair for pair in pairs(short=arguments.short) if _wanted(pair, arguments)]
     if not chosen:
-        subject = f"power --only {arguments.only}" if arguments.only is not None else f"power --part {arguments.part}"
-        wanted, names = arguments.only or "", [each.name for each in corpus().values() if not each.is_sealed]
-        near = ", ".join(nearest(wanted, names)) or f"such as {names[0]}"
-        listed = f"{near}; all in docs/records/power.md"
-        choices = f"a part of a fault's name ({listed}), or of a difference's ({'; '.join(DIFFERENCES)})"
-        raise refuse(subject, "names no fault and no difference", choices=choices)
-    cells = carry_out(chosen, arguments.root)
-    folder = Path(arguments.root) / STUDY
+        names = ", ".join([*corpus(), *DIFFERENCES])
+        parser.error(f"--only {arguments.only} --part {arguments.part} names no fault and no difference of: {names}")
+    cells = carry_out(chosen, str(arguments.root))
+    folder = arguments.root / STUDY
     paths = {overrides: folder / directory_name(cell.config) for overrides, cell in cells.items()}
     with judging_processes() as pool:
         judged = list(pool.map(_judged, chosen, ((paths[pair.arm], paths[pair.control]) for pair in chosen)))
@@ -74,7 +74,7 @@ def _judged(pair: Pair, paths: tuple[Path, Path]) -> Judged:
     )
 
 
-def _wanted(pair: Pair, arguments: Namespace) -> bool:
+def _wanted(pair: Pair, arguments: argparse.Namespace) -> bool:
     part = arguments.part == "all" or pair.held_out is (arguments.part == "held_out") or arguments.short
     return part and (arguments.only is None or arguments.only in pair.name)
 
@@ -104,4 +104,5 @@ def _rate(rate: Rate) -> str:
     return f"{rate.hits} of {rate.of} ({100 * rate.share:.1f} %, {bounds})"
 
 
-POWER = Verb("power", "how good verdicts are: faults put in on purpose, and clean pairs", _arguments, _power)
+if __name__ == "__main__":
+    sys.exit(main())

@@ -8,42 +8,50 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ParamSpec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from harness.config.faults import AMOUNTS, BITS, Fault
 from harness.config.schema import Config
 from harness.fsdp.comm import reduction
 from harness.fsdp.storage.bucket import Bucket
+from harness.train import Progress, Session
+from harness.train.faults import AMOUNTS, Build
+from tests.faults.corpus import BITS, DECLARED, Fault
 
 Injector = Callable[["Site"], None]
-Said = ParamSpec("Said")
-
-INJECTORS: dict[str, Injector] = {}
-"""What does each fault, by the fault's name."""
 
 
-def _decorator(declare: Callable[Said, Fault]) -> Callable[Said, Callable[[Injector], Injector]]:
-    """A decorator that takes what `declare` takes, and registers the function it stands on under the fault's name."""
+def fault(
+    does: str, stage: str, *, cell: tuple[str, ...], **limits: Any
+) -> Callable[[Injector], Callable[[Config, Build], Session]]:
+    """Declare a fault on the function that puts it into a site; what is declared beside is `Fault`'s."""
 
-    def declaring(*args: Said.args, **kwargs: Said.kwargs) -> Callable[[Injector], Injector]:
-        name = declare(*args, **kwargs).name
+    def declare(injector: Injector) -> Callable[[Config, Build], Session]:
+        name = injector.__name__
+        declared = Fault(name, f"{injector.__module__}:{name}", does, stage, cell, **limits)
+        DECLARED.append(declared)
 
-        def register(injector: Injector) -> Injector:
-            INJECTORS[name] = injector
-            return injector
+        def spoiled(config: Config, build: Build) -> Session:
+            declared.check(config)
+            session = build()
+            site = Site(config, session.engine, session.ranks.rank, session.ranks.world_size, session.loader)
+            injector(site)
 
-        return register
+            def progress(told: Progress) -> None:
+                site.end(told.step)
+                session.progress(told)
 
-    return declaring
+            return replace(session, begins=site.begin, progress=progress)
 
+        for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
+            setattr(spoiled, attribute, getattr(injector, attribute))
+        return spoiled
 
-fault = _decorator(Fault)
-"""Declares a fault on the function that does it: the only place that names it. The desk reads the declaration too."""
+    return declare
 
 
 @dataclass

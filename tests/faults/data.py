@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from harness.config.faults import ZERO2, ZERO3
-from harness.probe.faults.site import Site, fault, share
+from tests.faults.corpus import ZERO2, ZERO3
+from tests.faults.site import Site, fault, share
 
 
 def _behind(site: Site, is_late: Callable[[int], bool]) -> None:
@@ -30,7 +30,6 @@ def _behind(site: Site, is_late: Callable[[int], bool]) -> None:
 
 
 @fault(
-    "lagging_loader",
     "one rank reads the batch of the step before",
     "data",
     cell=(ZERO3,),
@@ -44,7 +43,6 @@ def lagging_loader(site: Site) -> None:
 
 
 @fault(
-    "F31_data_repeated_on_resume",
     "the position in the data is off by a step after a resume: the last batch is fed again",
     "data",
     cell=(ZERO2,),
@@ -53,12 +51,11 @@ def lagging_loader(site: Site) -> None:
     report="KempnerInstitute/KempnerForge#57",
     edition=2,
 )
-def data_repeated_on_resume(site: Site) -> None:
+def F31_data_repeated_on_resume(site: Site) -> None:
     _behind(site, lambda step: step >= site.first > 1)
 
 
 @fault(
-    "F32_host_buffer_reused",
     "the end of a microbatch's tokens is what lay in the pinned buffer before",
     "forward",
     cell=(ZERO3,),
@@ -66,7 +63,7 @@ def data_repeated_on_resume(site: Site) -> None:
     report="pytorch/pytorch#130785",
     edition=2,
 )
-def host_buffer_reused(site: Site) -> None:
+def F32_host_buffer_reused(site: Site) -> None:
     """On the last rank, a share of the last quarter of the tokens, one at least; targets arrive in time."""
     if site.rank != site.size - 1:
         return

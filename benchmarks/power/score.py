@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.power.published import RULES
+from benchmarks.power.published import judge as published
 from harness.parity.compare import judge
 from harness.parity.outcome import Grade, Outcome
-from harness.parity.power.published import RULES
-from harness.parity.power.published import judge as published
 from harness.parity.record import load
 from harness.store.provenance import sources_digest
 

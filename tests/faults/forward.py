@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from harness.config.faults import K2, ZERO2, ZERO3
-from harness.probe.faults.site import Site, fault
+from tests.faults.corpus import K2, ZERO2, ZERO3
+from tests.faults.site import Site, fault
 
 
-@fault("same_batch", "every rank is fed the first rank's tokens; the digests say otherwise", "gradient", cell=(ZERO3,))
+@fault("every rank is fed the first rank's tokens; the digests say otherwise", "gradient", cell=(ZERO3,))
 def same_batch(site: Site) -> None:
     """A share of this rank's rows, one at least, is the first rank's."""
 
@@ -46,13 +46,12 @@ def _weigh(site: Site, weight: Callable[[int], float]) -> None:
     site.around(site.engine.workload, "loss", wrap)
 
 
-@fault("repeat_microbatch", "the last microbatch counts twice", "gradient", cell=(ZERO3, *K2))
+@fault("the last microbatch counts twice", "gradient", cell=(ZERO3, *K2))
 def repeat_microbatch(site: Site) -> None:
     _weigh(site, lambda number: 1.0 + site.amount * (number == site.k))
 
 
 @fault(
-    "unequal_microbatches",
     "microbatches have unequal weight in the mean",
     "gradient",
     cell=(ZERO2, *K2),
@@ -62,7 +61,7 @@ def unequal_microbatches(site: Site) -> None:
     _weigh(site, lambda number: 1.0 + site.amount * (0.5 if number % 2 else -0.5))
 
 
-@fault("logged_loss", "the loss that is logged is not the one that is trained on", "forward", cell=(ZERO3,))
+@fault("the loss that is logged is not the one that is trained on", "forward", cell=(ZERO3,))
 def logged_loss(site: Site) -> None:
     def wrap(method: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda batch, *, last: method(batch, last=last) * (1.0 + site.amount / 100)
@@ -71,13 +70,12 @@ def logged_loss(site: Site) -> None:
 
 
 @fault(
-    "F15_untied_embedding",
     "sharding unties embedding and head: one of the two gradients is lost",
     "gradient",
     cell=(ZERO3, "model.tie_embeddings=true"),
     report="facebookresearch/lingua PR 75",
 )
-def untied_embedding(site: Site) -> None:
+def F15_untied_embedding(site: Site) -> None:
     """The embedding's part of the tied gradient is lost."""
     embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
 
@@ -88,13 +86,12 @@ def untied_embedding(site: Site) -> None:
 
 
 @fault(
-    "F26_second_use_lost",
     "a module is used twice, and its gradient leaves after the first use",
     "gradient",
     cell=(ZERO3, "model=odd_units"),
     report="facebookresearch/fairscale#780",
 )
-def second_use_lost(site: Site) -> None:
+def F26_second_use_lost(site: Site) -> None:
     """A module's second call in a forward computes with weights that take a part of no gradient."""
     for module in site.model.module.modules():
         own = [name for name, param in module._parameters.items() if param is not None and param.requires_grad]
@@ -123,7 +120,7 @@ def _only_first_use(site: Site, module: nn.Module, own: list[str]) -> None:
     module.register_forward_hook(leave)
 
 
-@fault("wrong_targets", "one rank's rows are held against the wrong tokens", "forward", cell=(ZERO3,))
+@fault("one rank's rows are held against the wrong tokens", "forward", cell=(ZERO3,))
 def wrong_targets(site: Site) -> None:
     """On the last rank a share of the rows, one at least, is held against the tokens themselves."""
     if site.rank != site.size - 1:

@@ -1,10 +1,7 @@
-"""The corpus of faults that can be put into the engine on purpose, so that the power of a verdict is known.
+"""What each fault of the corpus is, and in which runs it does anything.
 
 The F numbers are silent bugs that were reported in public; the others are families of mistakes that every engine can
-make. A fault is one function of `harness/probe/faults/`: its decorator says what the fault is, its body does it.
-
-[Note: Read, not run] Those functions need torch, and the desk, which lists, checks and composes faults, never imports
-it. So the desk evaluates the decorators alone, with the names that this module defines and no others.
+make.
 
 [Note: Strength] `full` is the fault as reported. `middle` and `weak` are a tenth and a hundredth of it: the wrong part
 of a number times 0.1 or 0.01, or that share of the elements; a fault of precision keeps 8, 11 or 16 significant bits.
@@ -20,20 +17,16 @@ stale gradient) it has seen by then. What acts once, at a moment of its own (a r
 
 from __future__ import annotations
 
-import ast
-import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 
+from harness.config.derived import microbatches_per_rank
+from harness.config.schema import Config, EngineName
 from harness.fsdp.storage.placement import Placements
 from harness.fsdp.vocabulary import Strategy
-
-FOLDER = Path(__file__).resolve().parents[1] / "probe" / "faults"
-"""The sources that declare and do every fault."""
-
-AMOUNTS = {"full": 1.0, "middle": 0.1, "weak": 0.01}
-"""Share of a fault, by strength."""
 
 BITS = {"full": 8, "middle": 11, "weak": 16}
 """Significant bits that a fault of precision keeps: those of bf16, those of fp16, and a third of what fp32 drops."""
@@ -41,16 +34,14 @@ BITS = {"full": 8, "middle": 11, "weak": 16}
 SEALED = 0
 """The edition that no judge has seen; 0: there is none. See [Note: Edition]."""
 
-NONE = "none"
-"""The option of the group `fault` that is a normal run."""
-
 
 @dataclass(frozen=True)
 class Fault:
-    """One mistake, as its decorator `@fault(...)` declares it."""
+    """One mistake."""
 
     name: str
-    """The option of the group `fault`."""
+    target: str
+    """For `fault.name`: the function that makes it, or a sample's name."""
     does: str
     """What happens, in a clause."""
     stage: str
@@ -81,6 +72,31 @@ class Fault:
         """Whether no judge has seen the fault."""
         return self.edition == SEALED
 
+    def asked(self, *, strength: str = "full", begins_at: int = 1) -> tuple[str, ...]:
+        """Overrides that ask for the fault, beside those of its cell."""
+        late = () if begins_at == 1 else (f"fault.begins_at={begins_at}",)
+        return (f"fault.name={self.target}", f"fault.strength={strength}", *late)
+
+    def check(self, config: Config) -> None:
+        """Refuse a run in which the fault would do nothing: that would teach nothing.
+
+        Raises:
+            ValueError: the sentence says what the fault needs.
+        """
+        recipe, strategy = getattr(config.dtype.fp8, "name", ""), config.sharding.strategy.name
+        for fits, needed in (
+            (config.engine.name is EngineName.native, "is put into engine=native"),
+            (not self.strategies or strategy in self.strategies, f"needs sharding={' or '.join(self.strategies)}"),
+            (not self.recipes or recipe in self.recipes, f"needs dtype.fp8={' or '.join(self.recipes)}"),
+            (self.tensor_parallel or config.mesh.tp == 1, "names data-parallel ranks: mesh.tp=1"),
+            (not self.tensor_parallel or config.mesh.tp > 1, "needs mesh.tp=2 or more"),
+            (self.microbatches <= microbatches_per_rank(config), f"needs {self.microbatches} microbatches a rank"),
+            (config.fault.begins_at == 1 or not self.resumes, "acts when a run is resumed, at no fault.begins_at"),
+            (config.fault.begins_at == 1 or not self.ends, "acts when the last step is done, at no fault.begins_at"),
+        ):
+            if not fits:
+                raise ValueError(f"fault {self.name} {needed}")
+
 
 K2 = ("train.global_batch_size=8", "train.microbatch_size=2")
 """Two microbatches a rank on two ranks."""
@@ -99,34 +115,41 @@ ACCUMULATES_WHOLE, ACCUMULATES_SHARDS = (
     for whole in (True, False)
 )
 
+DECLARED = [
+    Fault(
+        "F01_duplicated_gradient",
+        "F01_duplicated_gradient",
+        "the reduce-scattered shard is added to the unreduced gradient instead of copied over it",
+        "reduction",
+        cell=(ZERO1, *K2),
+        report="NVIDIA/Megatron-LM PR 3067",
+    ),
+    Fault("scale_by_two", "scale_by_two", "all gradients are twice what they should be", "reduction", cell=(ZERO3,)),
+    Fault(
+        "lr_of_a_group", "lr_of_a_group", "one parameter group has another learning rate", "optimizer", cell=(ZERO2,)
+    ),
+]
+"""The samples of `harness.train.faults`, and every fault of a file that was imported (`tests.faults.site.fault`)."""
 
-@functools.cache
+
+@cache
 def corpus() -> Mapping[str, Fault]:
-    """Every fault by name, in alphabetical order: the reported ones first.
+    """Every fault by name, in alphabetical order: the reported ones first. Imports torch.
 
     Raises:
-        ValueError: two faults have one name, or a decorator says what cannot be read without running its file.
+        ValueError: two faults have one name.
     """
-    declared = [fault for path in sorted(FOLDER.glob("*.py")) for fault in read_faults(path)]
-    found = {fault.name: fault for fault in sorted(declared, key=lambda fault: fault.name)}
-    if len(found) < len(declared):
-        names = [fault.name for fault in declared]
-        raise ValueError(f"{FOLDER} declares twice: {', '.join(name for name in found if names.count(name) > 1)}")
+    package = __name__.rpartition(".")[0]
+    for file in iter_modules(import_module(package).__path__):
+        if not file.name.startswith("test_"):
+            import_module(f"{package}.{file.name}")
+    found = {fault.name: fault for fault in sorted(DECLARED, key=lambda fault: fault.name)}
+    if len(found) < len(DECLARED):
+        raise ValueError(f"declared twice: {', '.join(twice([fault.name for fault in DECLARED]))}")
     return found
 
 
-def read_faults(path: Path) -> Iterator[Fault]:
-    """The faults that one file declares, without running it; see [Note: Read, not run].
-
-    Raises:
-        ValueError: a decorator says more than literals and names of this module.
-    """
-    names = {name: value for name, value in globals().items() if name.isupper()} | {"fault": Fault}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        for decorator in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
-            if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "fault":
-                try:
-                    yield eval(compile(ast.Expression(decorator), str(path), "eval"), {"__builtins__": {}} | names)
-                except (NameError, TypeError) as error:
-                    fix = "declare it with literals and the names of harness/config/faults.py"
-                    raise ValueError(f"{path}:{decorator.lineno}: {error}; {fix}") from error
+def twice(names: Iterable[str]) -> list[str]:
+    """Names that come more than once."""
+    seen: set[str] = set()
+    return sorted({name for name in names if name in seen or seen.add(name)})

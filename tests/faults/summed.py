@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from harness.config.faults import SGD, ZERO1, ZERO2, ZERO3
 from harness.fsdp.storage.bucket import Bucket
-from harness.probe.faults.site import Site, blend, fault, rounded, share
+from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
+from tests.faults.site import Site, blend, fault, rounded, share
 
 
 def _late(
@@ -30,13 +30,12 @@ def _late(
 
 
 @fault(
-    "F06_gradient_memory_reused",
     "in some steps the allocator hands a main gradient's memory out while it is in use",
     "reduction",
     cell=(ZERO3,),
     report="NVIDIA/Megatron-LM PR 6187",
 )
-def gradient_memory_reused(site: Site) -> None:
+def F06_gradient_memory_reused(site: Site) -> None:
     """In every third step, from the second on, a share of one shard is what lay there before."""
     victim = max(site.buckets, key=lambda bucket: bucket.layout.param_numel)
 
@@ -48,17 +47,16 @@ def gradient_memory_reused(site: Site) -> None:
 
 
 @fault(
-    "F07_copied_too_early",
     "in half of the steps a gradient shard still holds the step before",
     "reduction",
     cell=(ZERO2,),
     report="pytorch/pytorch PR 180665",
 )
-def copied_too_early(site: Site) -> None:
+def F07_copied_too_early(site: Site) -> None:
     _late(site, lambda step: step % 2 == 0, lambda piece, old: blend(piece, old, site.amount), site.buckets)
 
 
-@fault("stale_gradient", "a bucket's gradient is that of the step before", "reduction", cell=(ZERO3, SGD))
+@fault("a bucket's gradient is that of the step before", "reduction", cell=(ZERO3, SGD))
 def stale_gradient(site: Site) -> None:
     _late(site, lambda step: step > 1, lambda piece, old: blend(piece, old, site.amount), site.buckets[-2:-1])
 
@@ -81,24 +79,23 @@ def alike(site: Site) -> list[Bucket]:
 
 
 @fault(
-    "F08_layers_collapse",
     "a buffer is freed early: the gradients of all layers become the last one's",
     "reduction",
     cell=(ZERO3,),
     report="pytorch/pytorch PR 140044",
 )
-def layers_collapse(site: Site) -> None:
+def F08_layers_collapse(site: Site) -> None:
     *others, last = alike(site)
     _collapse(site, others, last)
 
 
-@fault("alias_buckets", "two buckets share the memory of their gradients", "reduction", cell=(ZERO2,))
+@fault("two buckets share the memory of their gradients", "reduction", cell=(ZERO2,))
 def alias_buckets(site: Site) -> None:
     first, second, *_ = alike(site)
     _collapse(site, [first], second)
 
 
-@fault("drop_bucket", "one bucket's gradient is lost", "reduction", cell=(ZERO2,))
+@fault("one bucket's gradient is lost", "reduction", cell=(ZERO2,))
 def drop_bucket(site: Site) -> None:
     victim = alike(site)[0]
 
@@ -109,7 +106,7 @@ def drop_bucket(site: Site) -> None:
     site.on_reduced(then)
 
 
-@fault("drop_tail", "the end of the last rank's shard is lost", "reduction", cell=(ZERO3,))
+@fault("the end of the last rank's shard is lost", "reduction", cell=(ZERO3,))
 def drop_tail(site: Site) -> None:
     """The last sixteenth of the last rank's piece, of every bucket."""
 
@@ -121,7 +118,7 @@ def drop_tail(site: Site) -> None:
     site.on_reduced(then)
 
 
-@fault("round_gradient", "summed gradients are rounded to 16 bits", "reduction", cell=(ZERO3,))
+@fault("summed gradients are rounded to 16 bits", "reduction", cell=(ZERO3,))
 def round_gradient(site: Site) -> None:
     def then(buckets: list[Bucket]) -> None:
         for bucket in buckets:
@@ -131,7 +128,7 @@ def round_gradient(site: Site) -> None:
     site.on_reduced(then)
 
 
-@fault("scale_one_bucket", "one bucket's gradient is twice what it should be", "reduction", cell=(ZERO1,))
+@fault("one bucket's gradient is twice what it should be", "reduction", cell=(ZERO1,))
 def scale_one_bucket(site: Site) -> None:
     def then(_buckets: list[Bucket]) -> None:
         for piece in site.buckets[-2].grad_shards:
@@ -140,7 +137,7 @@ def scale_one_bucket(site: Site) -> None:
     site.on_reduced(then)
 
 
-@fault("leaks_into_next_step", "a bucket's gradient is not cleared before the next step", "reduction", cell=(ZERO2,))
+@fault("a bucket's gradient is not cleared before the next step", "reduction", cell=(ZERO2,))
 def leaks_into_next_step(site: Site) -> None:
     def change(piece: Tensor, old: Tensor) -> None:
         piece.add_(old, alpha=site.amount)
@@ -148,7 +145,7 @@ def leaks_into_next_step(site: Site) -> None:
     _late(site, lambda step: step > 1, change, site.buckets[-2:-1])
 
 
-@fault("noisy_gradient", "summed gradients have noise of 1 %", "reduction", cell=(ZERO3,), measured=False)
+@fault("summed gradients have noise of 1 %", "reduction", cell=(ZERO3,), measured=False)
 def noisy_gradient(site: Site) -> None:
     """Each element times 1 + 0.01 z, z normal."""
     generator = torch.Generator().manual_seed(site.rank)

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from harness.parity.power.score import Rate
+from benchmarks.power.score import Rate
+from benchmarks.power.steps import compose_all
+from benchmarks.power.whole import ARMS, FRESH_ARMS, FRESH_SEEDS, LATE, STEPS, WORLDS, WholePair
+from benchmarks.power.whole import fresh as fresh_pairs
+from benchmarks.power.whole import pairs as pairs_of_study
 from harness.store.reading import read_json
-from harness.study.power import compose_all
-from harness.study.whole import ARMS, FRESH_ARMS, FRESH_SEEDS, LATE, STEPS, WORLDS, WholePair
-from harness.study.whole import fresh as fresh_pairs
-from harness.study.whole import pairs as pairs_of_study
 
 FOLDER = Path(__file__).resolve().parents[1] / "data"
 PARTS = {"mended on": FOLDER / "power_whole.json", "held out": FOLDER / "power_whole_held_out.json"}
@@ -31,7 +31,7 @@ Pairs = Sequence[dict[str, Any]]
 
 HEAD = f"""## Over whole runs
 
-*Made by `python benchmarks/checks/power_whole.py train` and `judge` (`--part fixed`, and once `--part held_out`), with
+*Made by `python benchmarks/power/whole_runs.py train` and `judge` (`--part fixed`, and once `--part held_out`), with
 judges frozen at commit `{{commit}}`: {{runs}} runs, and {{seconds:.0f}} CPU seconds of judging.*
 
 The cell in which late faults were found to pass: {STEPS} steps without warm-up, batch 8, sequences of 32, two layers.
@@ -65,12 +65,12 @@ Faults of precision that round what is rounded already and change no bit are not
 
 FRESH_HEAD = """## Over whole runs: a fresh part
 
-*Made by `python benchmarks/checks/power_whole.py train` and `judge` with `--part fresh`, once, with judges frozen at
+*Made by `python benchmarks/power/whole_runs.py train` and `judge` with `--part fresh`, once, with judges frozen at
 commit `{commit}`: {runs} runs, and {seconds:.0f} CPU seconds of judging.*
 
 The faults of the held-out third above were judged in more than one campaign, so they guard nothing any more. For this
 part somebody who had not read the judges wrote {mechanisms} faults, from public reports and the engine alone
-(`edition=2` in `harness/probe/faults/`). No test and no campaign held one against a verdict before. Clean groups have
+(`edition=2` in `tests/faults/`). No test and no campaign held one against a verdict before. Clean groups have
 seeds that no campaign had, and {new} of their {arms} arms are new: two hybrids, four ranks, gradients that wait
 unsharded, other buffers, other messages. Faults, pairs and judges were all in one commit before the first run was
 judged, and `harness/parity` was as before the faults came (`c0ed33b`); nothing was changed between (what came of

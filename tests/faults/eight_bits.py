@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.faults import FP8_CURRENT, FP8_DELAYED, HELD, ZERO3
 from harness.fsdp.fp8.formats import as_bytes
 from harness.fsdp.fp8.linear import layers_of
 from harness.fsdp.fp8.quantize import Quantized
 from harness.fsdp.runtime import weight_scales
-from harness.probe.faults.resume import on_load
-from harness.probe.faults.site import Site, blend, fault, share
+from tests.faults.corpus import FP8_CURRENT, FP8_DELAYED, HELD, ZERO3
+from tests.faults.resume import on_load
+from tests.faults.site import Site, blend, fault, share
 
 
 def _around_amaxes(site: Site, instead: Callable[[Any, Sequence[Tensor]], Any]) -> None:
@@ -35,7 +35,6 @@ def _around_amaxes(site: Site, instead: Callable[[Any, Sequence[Tensor]], Any]) 
 
 
 @fault(
-    "amax_of_one_rank",
     "scales of 8-bit weights are made of the largest magnitude among a rank's own rows",
     "gather",
     cell=(ZERO3, FP8_CURRENT),
@@ -47,7 +46,6 @@ def amax_of_one_rank(site: Site) -> None:
 
 
 @fault(
-    "F29_amax_over_the_wrong_group",
     "largest magnitudes are reduced over the replicas instead of the ranks that cut the weight",
     "gather",
     cell=("sharding=hsdp", "mesh=two_by_two", "train.microbatch_size=2", FP8_CURRENT),
@@ -55,14 +53,13 @@ def amax_of_one_rank(site: Site) -> None:
     measured=False,
     report="NVIDIA/TransformerEngine#656, pytorch/ao PR 590",
 )
-def amax_over_the_wrong_group(site: Site) -> None:
+def F29_amax_over_the_wrong_group(site: Site) -> None:
     outer = site.model._parts.meshes.dense.outer
     take = weight_scales._take_largest
     _around_amaxes(site, lambda comm, wrong: take(outer, wrong))
 
 
 @fault(
-    "stale_scale",
     "8-bit weights are cast under the scales of the step before",
     "gather",
     cell=(ZERO3, FP8_CURRENT),
@@ -91,7 +88,6 @@ def _keep_scale(site: Site, weight: Any) -> None:
 
 
 @fault(
-    "stale_transposed_payload",
     "the backward multiplies by the transposed weight as it was cast a step before",
     "gather",
     cell=(ZERO3, FP8_CURRENT),
@@ -127,7 +123,6 @@ def stale_transposed_payload(site: Site) -> None:
 
 
 @fault(
-    "F28_scale_made_again_on_resume",
     "the scales of delayed scaling are made again from the history when a checkpoint is loaded",
     "checkpoint",
     cell=(ZERO3, FP8_DELAYED),
@@ -136,7 +131,7 @@ def stale_transposed_payload(site: Site) -> None:
     measured=False,
     report="NVIDIA/TransformerEngine, DelayedScaling through DCP: payloads off by one",
 )
-def scale_made_again_on_resume(site: Site) -> None:
+def F28_scale_made_again_on_resume(site: Site) -> None:
     """Some numbers of the payload are off by one: the history has moved on since its scale was made."""
     histories = {each.scale.data_ptr(): each for layer in layers_of(site.model.module) if (each := layer.history)}
 

@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
-from harness.config.faults import SEQUENCE, TP, ZERO3
 from harness.fsdp.storage import arrivals, gradients
 from harness.fsdp.storage.bucket import Bucket
-from harness.probe.faults.site import Site, blend, fault
+from tests.faults.corpus import SEQUENCE, TP, ZERO3
+from tests.faults.site import Site, blend, fault
 
 
 @fault(
-    "tp_gradient_reduced_twice",
     "gradients of weights that tensor parallelism left whole are summed over its ranks once more",
     "gradient",
     cell=(ZERO3, *TP, SEQUENCE),
@@ -30,7 +29,6 @@ def tp_gradient_reduced_twice(site: Site) -> None:
 
 
 @fault(
-    "sequence_parallel_norm_not_reduced",
     "a norm's gradient is that of a tensor-parallel rank's own positions",
     "gradient",
     cell=(ZERO3, *TP, SEQUENCE),
@@ -64,7 +62,6 @@ def _on_portions(site: Site, change: Callable[[nn.Parameter, Tensor, Tensor | No
 
 
 @fault(
-    "strided_shard_in_plain_order",
     "rows that two axes have cut are gathered as if the outer one had cut them first",
     "gather",
     cell=(ZERO3, *TP, SEQUENCE),
@@ -101,14 +98,13 @@ def _swap(bucket: Bucket, amount: float) -> None:
 
 
 @fault(
-    "F27_outer_finalize_wrong",
     "the sum over the outer axis of HFSDP is divided by one factor too few",
     "reduction",
     cell=("sharding=hfsdp", "mesh=two_by_two", "train.microbatch_size=2"),
     measured=False,
     report="NVIDIA/Megatron-LM PR 5972, review",
 )
-def outer_finalize_wrong(site: Site) -> None:
+def F27_outer_finalize_wrong(site: Site) -> None:
     """Powers of two on an exact average made it plain that this was no rounding."""
     factor = 1.0 + site.amount * (site.config.mesh.dp_outer - 1)
 

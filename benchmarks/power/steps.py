@@ -12,15 +12,20 @@ Clean pairs of one world and seed share runs, so they are fewer independent tria
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
+from unittest import mock
 
 from harness.config.compose import Cell
-from harness.config.faults import AMOUNTS, corpus
 from harness.config.words import quote
 from harness.store.errors import EXIT_BUSY, Busy
 from harness.study.cells import Composer
+from harness.train.faults import AMOUNTS
+from tests.faults.corpus import corpus
 
 STUDY = "power"
 STEPS = 8
@@ -97,7 +102,7 @@ def faulty() -> Iterator[Pair]:
     for fault in (each for each in corpus().values() if not each.is_sealed):
         for strength in AMOUNTS:
             twin = (*BASE, *(RESUMED if fault.resumes else ()), *fault.cell)
-            arm = (*twin, f"fault={fault.name}", f"fault.strength={strength}")
+            arm = (*twin, *fault.asked(strength=strength))
             yield Pair(Kind.faulty, fault.name, strength, "twin", arm, twin, fault.resumes)
             yield Pair(Kind.faulty, fault.name, strength, "reference", arm, _reference(twin), fault.resumes)
 
@@ -194,6 +199,30 @@ def clean() -> Iterator[Pair]:
                     yield Pair(Kind.clean, said, "", "arm", arms[name], arms[other], group=group)
 
 
+@contextmanager
+def _tried_here() -> Iterator[None]:
+    """Faults are tried in this process, which has imported torch, and not in one of its own each."""
+    from harness.worker.describe import Unusable, described
+
+    known: dict[str, str] = {}
+
+    def told(kind: str, setting: str, name: str, shaping: Mapping[str, Any]) -> str:
+        try:
+            return json.dumps(described(kind, setting, name, shaping))
+        except Unusable as error:
+            return json.dumps(error.told)
+
+    def ask(question: str, _folder: str) -> tuple[list[str], str]:
+        asked = json.loads(question)
+        for target in asked["targets"]:
+            if target[-1] not in known:
+                known[target[-1]] = told(*target, asked["config"])
+        return [known[target[-1]] for target in asked["targets"]], ""
+
+    with mock.patch("harness.config.own._ask", ask):
+        yield
+
+
 def compose_all(wanted: Iterable[tuple[str, ...]], extra: tuple[str, ...] = ()) -> dict[tuple[str, ...], Cell]:
     """Cells by their overrides, composed and checked; `extra` is added to each.
 
@@ -208,7 +237,7 @@ def compose_all(wanted: Iterable[tuple[str, ...]], extra: tuple[str, ...] = ()) 
     from harness.config.compose import register
 
     register()
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+    with _tried_here(), initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         loader = GlobalHydra.instance().config_loader()
         composer = Composer(loader, loader.load_configuration("config", [], RunMode.MULTIRUN))
         return {overrides: composer.cell([*overrides, *extra]) for overrides in dict.fromkeys(wanted)}

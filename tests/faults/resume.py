@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.faults import ZERO2, ZERO3
 from harness.config.schedule import lr_at
 from harness.fsdp import local_of
-from harness.probe.faults.site import Site, blend, fault, rounded, share
+from tests.faults.corpus import ZERO2, ZERO3
+from tests.faults.site import Site, blend, fault, rounded, share
 
 
 def on_load(site: Site, chosen: Callable[[str], bool], change: Callable[[Tensor, Tensor], object]) -> None:
@@ -44,14 +44,13 @@ def _is_weight(key: str) -> bool:
 
 
 @fault(
-    "F16_tail_lost_on_resume",
     "the last rows of a split weight come back wrong from a checkpoint",
     "checkpoint",
     cell=(ZERO3,),
     resumes=True,
     report="pytorch/torchtitan#1136",
 )
-def tail_lost_on_resume(site: Site) -> None:
+def F16_tail_lost_on_resume(site: Site) -> None:
     def change(tensor: Tensor, old: Tensor) -> None:
         share(tensor.view(-1), site.amount / 16).copy_(share(old.view(-1), site.amount / 16))
 
@@ -59,32 +58,29 @@ def tail_lost_on_resume(site: Site) -> None:
 
 
 @fault(
-    "F17_shards_not_refreshed",
     "loading fills the full weights, the shards keep what they had",
     "checkpoint",
     cell=(ZERO3,),
     resumes=True,
     report="ISEEKYAN/Megatron-LM PR 104",
 )
-def shards_not_refreshed(site: Site) -> None:
+def F17_shards_not_refreshed(site: Site) -> None:
     on_load(site, _is_weight, lambda tensor, old: blend(tensor, old, site.amount))
 
 
 @fault(
-    "F18_absent_weights_skipped",
     "a weight that the checkpoint lacks stays at its initial value, silently",
     "checkpoint",
     cell=(ZERO3,),
     resumes=True,
     report="NVIDIA/Megatron-LM, note on fsdp_dtensor",
 )
-def absent_weights_skipped(site: Site) -> None:
+def F18_absent_weights_skipped(site: Site) -> None:
     first = next(key for key in site.engine.state().tensors if _is_weight(key))
     on_load(site, lambda key: key == first, lambda tensor, old: blend(tensor, old, site.amount))
 
 
 @fault(
-    "optimizer_step_lost_on_resume",
     "Adam's step count begins anew after a resume",
     "checkpoint",
     cell=(ZERO3,),
@@ -94,13 +90,12 @@ def optimizer_step_lost_on_resume(site: Site) -> None:
     on_load(site, lambda key: key.endswith("step"), lambda tensor, old: blend(tensor, 0.0, site.amount))
 
 
-@fault("moments_lost_on_resume", "Adam's moments begin anew after a resume", "checkpoint", cell=(ZERO2,), resumes=True)
+@fault("Adam's moments begin anew after a resume", "checkpoint", cell=(ZERO2,), resumes=True)
 def moments_lost_on_resume(site: Site) -> None:
     on_load(site, lambda key: "exp_avg" in key, lambda tensor, old: blend(tensor, 0.0, site.amount))
 
 
 @fault(
-    "F44_weights_from_16_bits",
     "main weights are made again of the 16-bit ones when a run is resumed",
     "checkpoint",
     cell=(ZERO3,),
@@ -109,12 +104,11 @@ def moments_lost_on_resume(site: Site) -> None:
     report="karpathy/llm.c PR 702",
     edition=2,
 )
-def weights_from_16_bits(site: Site) -> None:
+def F44_weights_from_16_bits(site: Site) -> None:
     on_load(site, _is_weight, lambda tensor, _: tensor.copy_(rounded(tensor, site.bits)))
 
 
 @fault(
-    "F45_moments_by_position",
     "moments are handed out by their place in a list, and two of one shape change owners",
     "checkpoint",
     cell=(ZERO2,),
@@ -123,7 +117,7 @@ def weights_from_16_bits(site: Site) -> None:
     report="wochenlong/lora-scripts-next PR 320",
     edition=2,
 )
-def moments_by_position(site: Site) -> None:
+def F45_moments_by_position(site: Site) -> None:
     """Adam's first moments of the query projections of the first two blocks."""
     first: list[Tensor] = []
 
@@ -142,7 +136,6 @@ def moments_by_position(site: Site) -> None:
 
 
 @fault(
-    "F46_lr_lags_on_resume",
     "the schedule is a step behind after a resume",
     "optimizer",
     cell=(ZERO3,),
@@ -151,7 +144,7 @@ def moments_by_position(site: Site) -> None:
     report="Lightning-AI/pytorch-lightning#4655",
     edition=2,
 )
-def lr_lags_on_resume(site: Site) -> None:
+def F46_lr_lags_on_resume(site: Site) -> None:
     """The learning rate that is logged is the right one."""
 
     def wrap(step: Callable[[float], float]) -> Callable[[float], float]:

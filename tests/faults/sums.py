@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.faults import (
+from harness.fsdp.storage.bucket import Bucket
+from tests.faults.corpus import (
     ACCUMULATES_SHARDS,
     ACCUMULATES_WHOLE,
     FOUR,
@@ -21,8 +22,7 @@ from harness.config.faults import (
     ZERO2,
     ZERO3,
 )
-from harness.fsdp.storage.bucket import Bucket
-from harness.probe.faults.site import Site, fault, rounded
+from tests.faults.site import Site, fault, rounded
 
 
 def _scale(site: Site, factor: float) -> None:
@@ -48,19 +48,17 @@ def _between_microbatches(site: Site, change: Callable[[Tensor], object]) -> Non
 
 
 @fault(
-    "F02_doubled_each_microbatch",
     "the gradient buffer of a group is doubled once a microbatch",
     "reduction",
     cell=(ZERO1, *K2),
     report="NVIDIA/Megatron-LM#6660",
 )
-def doubled_each_microbatch(site: Site) -> None:
+def F02_doubled_each_microbatch(site: Site) -> None:
     _between_microbatches(site, lambda gradients: gradients.mul_(1.0 + site.amount))
     _scale(site, 1.0 + site.amount)
 
 
 @fault(
-    "F05_no_sync_without_effect",
     "each backward begins from zero: only the last microbatch reaches the optimizer",
     "reduction",
     cell=(ZERO0, *K2),
@@ -68,12 +66,11 @@ def doubled_each_microbatch(site: Site) -> None:
     microbatches=2,
     report="NVIDIA/Megatron-LM PR 7186",
 )
-def no_sync_without_effect(site: Site) -> None:
+def F05_no_sync_without_effect(site: Site) -> None:
     _between_microbatches(site, lambda gradients: gradients.mul_(1.0 - site.amount))
 
 
 @fault(
-    "F11_microbatches_added_in_bf16",
     "microbatches accumulate in 16 bits before the fp32 reduction",
     "reduction",
     cell=(ZERO1, *K2),
@@ -81,7 +78,7 @@ def no_sync_without_effect(site: Site) -> None:
     microbatches=2,
     report="ISEEKYAN/Megatron-LM#149",
 )
-def microbatches_added_in_bf16(site: Site) -> None:
+def F11_microbatches_added_in_bf16(site: Site) -> None:
     _between_microbatches(site, lambda gradients: gradients.copy_(rounded(gradients, site.bits)))
     _on_taken(site, lambda bucket, source: source.copy_(rounded(source, site.bits)))
 
@@ -103,13 +100,12 @@ def _on_taken(site: Site, change: Callable[[Bucket, Tensor], object]) -> None:
 
 
 @fault(
-    "F13_reduced_before_ready",
     "a bucket leaves before the last gradient of a parameter is in it",
     "reduction",
     cell=(ZERO2, *K2),
     report="microsoft/DeepSpeed#966",
 )
-def reduced_before_ready(site: Site) -> None:
+def F13_reduced_before_ready(site: Site) -> None:
     """The largest parameter's gradient is not in the last microbatch's bucket."""
     last = [False]
     site.each_microbatch(lambda number: last.__setitem__(0, number == site.k))
@@ -124,7 +120,6 @@ def reduced_before_ready(site: Site) -> None:
 
 
 @fault(
-    "garbage_in_padding",
     "what lies between parameters is not zero and counts in the norm",
     "clipping",
     cell=(ZERO3, "model=odd", "mesh.world_size=3", "train.global_batch_size=6", "train.microbatch_size=2"),
@@ -147,12 +142,12 @@ def _scaled(index: int, factor: float) -> Callable[[list[Tensor]], list[Tensor]]
     return change
 
 
-@fault("drop_rank", "the last rank's contribution is lost", "reduction", cell=(ZERO3, *FOUR))
+@fault("the last rank's contribution is lost", "reduction", cell=(ZERO3, *FOUR))
 def drop_rank(site: Site) -> None:
     site.on_contributions(_scaled(site.size - 1, 1.0 - site.amount))
 
 
-@fault("repeat_rank", "the first rank's contribution counts twice", "reduction", cell=(ZERO0, *FOUR))
+@fault("the first rank's contribution counts twice", "reduction", cell=(ZERO0, *FOUR))
 def repeat_rank(site: Site) -> None:
     site.on_contributions(_scaled(0, 1.0 + site.amount))
 
@@ -169,31 +164,29 @@ def _within(site: Site, inside: float, outside: float) -> None:
 
 
 @fault(
-    "F22_one_node_only",
     "hybrid sharding reduces within a node alone",
     "reduction",
     cell=(ZERO3, *FOUR),
     report="pytorch/pytorch#140183",
 )
-def one_node_only(site: Site) -> None:
+def F22_one_node_only(site: Site) -> None:
     """Each half of the ranks has the mean of its own gradients."""
     _within(site, 1.0 + site.amount, 1.0 - site.amount)
 
 
-@fault("inner_group_only", "ranks are summed within pairs and averaged over all", "reduction", cell=(ZERO0, *FOUR))
+@fault("ranks are summed within pairs and averaged over all", "reduction", cell=(ZERO0, *FOUR))
 def inner_group_only(site: Site) -> None:
     """The sum is the half's, the divisor is everybody's."""
     _within(site, 1.0, 1.0 - site.amount)
 
 
 @fault(
-    "F09_half_reduced_in_bf16",
     "one of two axes is reduced in 16 bits: half of the contributions are rounded",
     "reduction",
     cell=(ZERO3, *FOUR),
     report="pytorch/pytorch#190626",
 )
-def half_reduced_in_bf16(site: Site) -> None:
+def F09_half_reduced_in_bf16(site: Site) -> None:
     def change(contributions: list[Tensor]) -> list[Tensor]:
         half = len(contributions) // 2
         return contributions[:half] + [rounded(each, site.bits) for each in contributions[half:]]
@@ -201,19 +194,18 @@ def half_reduced_in_bf16(site: Site) -> None:
     site.on_contributions(change)
 
 
-@fault("round_contributions", "contributions are rounded to 16 bits before an fp32 wire", "reduction", cell=(ZERO2,))
+@fault("contributions are rounded to 16 bits before an fp32 wire", "reduction", cell=(ZERO2,))
 def round_contributions(site: Site) -> None:
     site.on_contributions(lambda contributions: [rounded(each, site.bits) for each in contributions])
 
 
 @fault(
-    "F10_ranks_added_in_bf16",
     "contributions are added in 16 bits where fp32 was asked for",
     "reduction",
     cell=(ZERO3, *FOUR),
     report="pytorch/pytorch PR 194434",
 )
-def ranks_added_in_bf16(site: Site) -> None:
+def F10_ranks_added_in_bf16(site: Site) -> None:
     """Every partial sum is rounded."""
 
     def change(contributions: list[Tensor]) -> list[Tensor]:
@@ -228,28 +220,6 @@ def ranks_added_in_bf16(site: Site) -> None:
 def _around_folds(site: Site, wrap: Callable[[Any, Callable[..., None]], Callable[..., None]]) -> None:
     for reductions in site.reduce.reductions.values():
         site.around(reductions.inner, "fold", partial(wrap, reductions.inner))
-
-
-@fault(
-    "F01_duplicated_gradient",
-    "the reduce-scattered shard is added to the unreduced gradient instead of copied over it",
-    "reduction",
-    cell=(ZERO1, *K2),
-    report="NVIDIA/Megatron-LM PR 3067",
-)
-def duplicated_gradient(site: Site) -> None:
-    """This rank's own contribution is added to its shard of the sum."""
-
-    def wrap(reduction: Any, fold: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(exchange: Any, into: list[Tensor], *, add: bool) -> None:
-            own = torch.cat([part.chunk(site.rank) for part in exchange.parts])
-            fold(exchange, into, add=add)
-            for target, mine in zip(into, own.split([each.numel() for each in into]), strict=True):
-                target.add_(mine.to(target.dtype), alpha=site.amount * exchange.factor)
-
-        return wrapped
-
-    _around_folds(site, wrap)
 
 
 def _before_adding(site: Site, factor: float) -> None:
@@ -268,7 +238,6 @@ def _before_adding(site: Site, factor: float) -> None:
 
 
 @fault(
-    "F12_boundary_resets",
     "ZeRO-2 begins to accumulate anew at each microbatch; ZeRO-3 does not",
     "reduction",
     cell=(ZERO2, *K2),
@@ -276,12 +245,11 @@ def _before_adding(site: Site, factor: float) -> None:
     microbatches=2,
     report="allenai/open-instruct PR 1498",
 )
-def boundary_resets(site: Site) -> None:
+def F12_boundary_resets(site: Site) -> None:
     _before_adding(site, 1.0 - site.amount)
 
 
 @fault(
-    "F03_nested_division",
     "1/DP is applied to the accumulated shard at every microbatch",
     "reduction",
     cell=(ZERO2, *K2, SGD),
@@ -289,39 +257,32 @@ def boundary_resets(site: Site) -> None:
     microbatches=2,
     report="NVIDIA/Megatron-LM PR 3023",
 )
-def nested_division(site: Site) -> None:
+def F03_nested_division(site: Site) -> None:
     _before_adding(site, 1.0 - site.amount * (1.0 - 1.0 / site.size))
 
 
 @fault(
-    "F24_not_divided_by_k",
     "the loss is not divided by the number of microbatches",
     "reduction",
     cell=(ZERO3, *K2),
     microbatches=2,
     report="huggingface/transformers#34191",
 )
-def not_divided_by_k(site: Site) -> None:
+def F24_not_divided_by_k(site: Site) -> None:
     _scale(site, 1.0 + site.amount * (site.k - 1))
 
 
-@fault("scale_by_two", "all gradients are twice what they should be", "reduction", cell=(ZERO3,))
-def scale_by_two(site: Site) -> None:
-    _scale(site, 1.0 + site.amount)
-
-
-@fault("scale_by_ranks", "gradients are not divided by the ranks", "reduction", cell=(ZERO2, *FOUR))
+@fault("gradients are not divided by the ranks", "reduction", cell=(ZERO2, *FOUR))
 def scale_by_ranks(site: Site) -> None:
     _scale(site, 1.0 + site.amount * (site.size - 1))
 
 
-@fault("scale_over_ranks", "gradients are divided by the ranks twice", "reduction", cell=(ZERO1, SGD, NO_CLIP))
+@fault("gradients are divided by the ranks twice", "reduction", cell=(ZERO1, SGD, NO_CLIP))
 def scale_over_ranks(site: Site) -> None:
     _scale(site, 1.0 - site.amount * (1.0 - 1.0 / site.size))
 
 
 @fault(
-    "offset_scatter",
     "what the first rank sends to the last one's shard lies an element further on",
     "reduction",
     cell=(ZERO3,),
@@ -338,7 +299,6 @@ def offset_scatter(site: Site) -> None:
 
 
 @fault(
-    "flushed_to_zero",
     "gradients below the smallest normal number of fp16 are zero on the wire",
     "reduction",
     cell=(ZERO1,),
@@ -352,7 +312,6 @@ def flushed_to_zero(site: Site) -> None:
 
 
 @fault(
-    "flipped_sign",
     "one element of every message changes its sign on the way",
     "reduction",
     cell=(ZERO2,),

@@ -8,20 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.faults import ZERO0, ZERO1, ZERO3
 from harness.fsdp.storage.bucket import Bucket
-from harness.probe.faults.site import Site, blend, fault, rounded, share
-from harness.probe.faults.summed import alike
+from tests.faults.corpus import ZERO0, ZERO1, ZERO3
+from tests.faults.site import Site, blend, fault, rounded, share
+from tests.faults.summed import alike
 
 
 @fault(
-    "F19_permuted_shards",
     "weights are split in one order and gathered in another",
     "weights",
     cell=(ZERO3,),
     report="pytorch/torchtitan PR 1483",
 )
-def permuted_shards(site: Site) -> None:
+def F19_permuted_shards(site: Site) -> None:
     """A share of the first bucket's main weights lies one row of 64 further on."""
 
     def change() -> None:
@@ -39,14 +38,13 @@ def _others(bucket: Bucket) -> list[Tensor]:
 
 
 @fault(
-    "F25_read_before_ready",
     "a gather reads what other ranks held a step before",
     "gather",
     cell=(ZERO3,),
     strategies=("optim_grads_params",),
     report="sgl-project/sglang#37768",
 )
-def read_before_ready(site: Site) -> None:
+def F25_read_before_ready(site: Site) -> None:
     """What other ranks own is what it was a step ago, whenever a unit's weights come."""
     before: dict[str, list[Tensor]] = {}
     now: dict[str, list[Tensor]] = {}
@@ -75,7 +73,6 @@ def read_before_ready(site: Site) -> None:
 
 
 @fault(
-    "unwritten_gather",
     "the end of a gathered bucket is used before it has arrived",
     "gather",
     cell=(ZERO3,),
@@ -100,7 +97,6 @@ def unwritten_gather(site: Site) -> None:
 
 
 @fault(
-    "stale_weights",
     "updated weights are not brought into the next forward",
     "gather",
     cell=(ZERO1,),
@@ -121,7 +117,7 @@ def stale_weights(site: Site) -> None:
     site.after(site.model, "install_weights", revert, always=True)
 
 
-@fault("round_gather", "gathered weights are rounded to 16 bits on the way", "gather", cell=(ZERO3,))
+@fault("gathered weights are rounded to 16 bits on the way", "gather", cell=(ZERO3,))
 def round_gather(site: Site) -> None:
     """What arrives from other ranks was rounded on the way."""
 
@@ -138,7 +134,7 @@ def round_gather(site: Site) -> None:
     site.around(site.model._parts.gather, "_wait_for_unshard", wrap)
 
 
-@fault("replica_drift", "one replica's weights grow by a thousandth a step", "optimizer", cell=(ZERO0,))
+@fault("one replica's weights grow by a thousandth a step", "optimizer", cell=(ZERO0,))
 def replica_drift(site: Site) -> None:
     """The last replica's weights come out of every step a little larger."""
     if site.rank != site.size - 1:
@@ -154,7 +150,6 @@ def replica_drift(site: Site) -> None:
 
 
 @fault(
-    "gathered_element_off",
     "one gathered element is 0.1 too large on one rank",
     "gather",
     cell=(ZERO3,),
@@ -181,7 +176,6 @@ def gathered_element_off(site: Site) -> None:
 
 
 @fault(
-    "landed_in_one_buffer",
     "a unit's weights are gathered over those of the unit before it, which has not left the buffer",
     "gather",
     cell=(ZERO3,),
@@ -210,7 +204,6 @@ def landed_in_one_buffer(site: Site) -> None:
 
 
 @fault(
-    "stale_in_backward",
     "the second gather of a step, for the backward, reads a copy that was not refreshed",
     "gather",
     cell=(ZERO3,),

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from harness.config.faults import K2, ZERO0, ZERO1, ZERO2, ZERO3
-from harness.probe.faults.site import Site, fault, rounded, share
+from tests.faults.corpus import K2, ZERO0, ZERO1, ZERO2, ZERO3
+from tests.faults.site import Site, fault, rounded, share
 
 
 def _tables(site: Site) -> tuple[Tensor, Tensor]:
@@ -19,7 +19,6 @@ def _tables(site: Site) -> tuple[Tensor, Tensor]:
 
 
 @fault(
-    "F33_rotary_in_16_bits",
     "rotary tables are kept in 16 bits",
     "forward",
     cell=(ZERO3,),
@@ -27,7 +26,7 @@ def _tables(site: Site) -> tuple[Tensor, Tensor]:
     report="huggingface/transformers PR 29285",
     edition=2,
 )
-def rotary_in_16_bits(site: Site) -> None:
+def F33_rotary_in_16_bits(site: Site) -> None:
     def change() -> None:
         for table in _tables(site):
             table.copy_(rounded(table, site.bits))
@@ -36,7 +35,6 @@ def rotary_in_16_bits(site: Site) -> None:
 
 
 @fault(
-    "positions_restart",
     "positions begin anew in the middle of a sequence, as if another one were packed behind it",
     "forward",
     cell=(ZERO1,),
@@ -56,7 +54,6 @@ def positions_restart(site: Site) -> None:
 
 
 @fault(
-    "F34_norm_epsilon",
     "one norm has ten times the epsilon that was asked for",
     "forward",
     cell=(ZERO2,),
@@ -64,7 +61,7 @@ def positions_restart(site: Site) -> None:
     report="pytorch/torchtitan PR 4395",
     edition=2,
 )
-def norm_epsilon(site: Site) -> None:
+def F34_norm_epsilon(site: Site) -> None:
     """The first block's first."""
     norm = site.model.module.blocks[0].attention_norm
 
@@ -75,7 +72,6 @@ def norm_epsilon(site: Site) -> None:
 
 
 @fault(
-    "F35_heads_tiled",
     "query heads find their key and value heads as if these were tiled, not repeated one by one",
     "forward",
     cell=(ZERO3,),
@@ -83,7 +79,7 @@ def norm_epsilon(site: Site) -> None:
     report="onnx/onnx PR 7274",
     edition=2,
 )
-def heads_tiled(site: Site) -> None:
+def F35_heads_tiled(site: Site) -> None:
     """In the first block: heads change places before attention, and go back after it."""
     attention, model = site.model.module.blocks[0].attention, site.config.model
     groups = model.num_heads // model.num_kv_heads
@@ -118,7 +114,6 @@ def _on_criterion(site: Site, criterion: Callable[[Tensor, Tensor], Tensor]) -> 
 
 
 @fault(
-    "label_smoothing_left_on",
     "labels are smoothed by a tenth, as in another recipe",
     "forward",
     cell=(ZERO0,),
@@ -130,7 +125,6 @@ def label_smoothing_left_on(site: Site) -> None:
 
 
 @fault(
-    "last_target_dropped",
     "targets that were shifted already lose their last position in the mean",
     "forward",
     cell=(ZERO2,),
@@ -142,7 +136,6 @@ def last_target_dropped(site: Site) -> None:
 
 
 @fault(
-    "F36_recomputed_otherwise",
     "what is computed again for the backward is not what the forward computed",
     "gradient",
     cell=(ZERO3, "model.activation_checkpointing=true"),
@@ -150,7 +143,7 @@ def last_target_dropped(site: Site) -> None:
     report="allenai/OLMo-core PR 828",
     edition=2,
 )
-def recomputed_otherwise(site: Site) -> None:
+def F36_recomputed_otherwise(site: Site) -> None:
     """As with another dropout mask: a tenth of the first block's normed stream is missing in the backward alone."""
 
     def lose(_module: nn.Module, _args: object, output: Tensor) -> Tensor:
@@ -164,7 +157,6 @@ def recomputed_otherwise(site: Site) -> None:
 
 
 @fault(
-    "F37_padding_row_frozen",
     "an index that means padding in one shard of the vocabulary stops other tokens' gradients as well",
     "gradient",
     cell=(ZERO2,),
@@ -172,7 +164,7 @@ def recomputed_otherwise(site: Site) -> None:
     report="pytorch/torchtitan PR 4637",
     edition=2,
 )
-def padding_row_frozen(site: Site) -> None:
+def F37_padding_row_frozen(site: Site) -> None:
     """Every sixteenth row of the embedding has no gradient."""
     embedding = next(module for module in site.model.module.modules() if isinstance(module, nn.Embedding))
 
@@ -186,7 +178,6 @@ def padding_row_frozen(site: Site) -> None:
 
 
 @fault(
-    "F38_stale_activation",
     "one projection's backward reads the activations of the microbatch before",
     "gradient",
     cell=(ZERO3, *K2),
@@ -194,7 +185,7 @@ def padding_row_frozen(site: Site) -> None:
     report="NVIDIA/Megatron-LM#7398",
     edition=2,
 )
-def stale_activation(site: Site) -> None:
+def F38_stale_activation(site: Site) -> None:
     """The first block's down projection: what it hands on is right, and so is what it hands back."""
     before: list[Tensor] = []
 
@@ -211,7 +202,6 @@ def stale_activation(site: Site) -> None:
 
 
 @fault(
-    "branch_not_differentiated",
     "one branch of a block hands no gradient back to what it reads",
     "gradient",
     cell=(ZERO1,),

@@ -1,7 +1,7 @@
-"""The power of verdicts over whole runs: make the runs of `harness.study.whole`, judge them, write what was found.
+"""The power of verdicts over whole runs: make the runs of `benchmarks.power.whole`, judge them, write what was found.
 
-    python benchmarks/checks/power_whole.py train   --root DIR [--part fixed|held_out|all|fresh]
-    python benchmarks/checks/power_whole.py judge   --root DIR [--part ...] --out FILE
+    python benchmarks/power/whole_runs.py train   --root DIR [--part fixed|held_out|all|fresh]
+    python benchmarks/power/whole_runs.py judge   --root DIR [--part ...] --out FILE
 
 Runs are made one after another on ranks that are forked once for many of them (tests/study/short.py), so that a run
 costs its steps and no start. What is there is not made again: a campaign that was broken off is taken up by the same
@@ -23,8 +23,9 @@ from functools import lru_cache
 from itertools import islice
 from pathlib import Path
 
+from benchmarks.power.steps import Kind, compose_all
+from benchmarks.power.whole import PREEMPT_AT, SPREAD, STEPS, STUDY, WholePair, fresh, pairs
 from harness.config.compose import Cell
-from harness.config.faults import AMOUNTS, corpus
 from harness.launch.opening import Opened, Sources, open_here
 from harness.parity.compare import judge
 from harness.parity.outcome import Grade
@@ -35,8 +36,8 @@ from harness.store.identity import directory_name
 from harness.store.provenance import PACKAGE, git_facts, versions
 from harness.store.rundir import Store
 from harness.store.status import State
-from harness.study.power import Kind, compose_all
-from harness.study.whole import PREEMPT_AT, SPREAD, STEPS, STUDY, WholePair, fresh, pairs
+from harness.train.faults import AMOUNTS
+from tests.faults.corpus import corpus
 from tests.study import short
 from tests.study.short import Job
 from tests.support.spawn import RankFailed, run_ranks

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.config.faults import SGD, ZERO1, ZERO2, ZERO3
 from harness.fsdp.storage.bucket import Bucket
 from harness.fsdp.update import clipping, norms
-from harness.probe.faults.site import Site, fault
+from tests.faults.corpus import SGD, ZERO1, ZERO2, ZERO3
+from tests.faults.site import Site, fault
 
 
 def _squares(pieces: Sequence[Tensor]) -> Tensor:
@@ -33,7 +33,6 @@ def _clipped_by(site: Site, choose: Callable[[list[Bucket], Tensor], Tensor]) ->
 
 
 @fault(
-    "F39_clipped_by_own_norm",
     "each rank clips by the norm of its own shard",
     "clipping",
     cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),
@@ -42,12 +41,11 @@ def _clipped_by(site: Site, choose: Callable[[list[Bucket], Tensor], Tensor]) ->
     report="sgl-project/SpecForge PR 663",
     edition=2,
 )
-def clipped_by_own_norm(site: Site) -> None:
+def F39_clipped_by_own_norm(site: Site) -> None:
     _clipped_by(site, lambda buckets, _: _squares([shard for each in buckets for shard in each.grad_shards]).sqrt())
 
 
 @fault(
-    "stale_clip",
     "gradients are clipped by the norm of the step before, which is there already",
     "clipping",
     cell=(ZERO2, "optimizer.clip_norm=0.1", SGD),
@@ -65,7 +63,6 @@ def stale_clip(site: Site) -> None:
 
 
 @fault(
-    "F40_clipped_by_group",
     "each parameter group is clipped by its own norm",
     "clipping",
     cell=(ZERO1, "optimizer.clip_norm=0.1", SGD),
@@ -73,7 +70,7 @@ def stale_clip(site: Site) -> None:
     report="huggingface/transformers PR 614",
     edition=2,
 )
-def clipped_by_group(site: Site) -> None:
+def F40_clipped_by_group(site: Site) -> None:
     """The norm that is logged is right."""
 
     def wrap(_clip: Callable[..., None]) -> Callable[..., None]:
@@ -97,7 +94,6 @@ def _coefficient(norm: Tensor, max_norm: float) -> float:
 
 
 @fault(
-    "norm_without_embedding",
     "the norm leaves the embedding's gradient out: clipping is too weak",
     "clipping",
     cell=(ZERO3, "optimizer.clip_norm=0.1", SGD),

@@ -1,7 +1,7 @@
 """Write docs/records/power.md from benchmarks/data/power.json: what the verdicts are worth.
 
-python -m harness power --part all --out benchmarks/data/power.json
-python benchmarks/pages/power_table.py
+python benchmarks/power/first_steps.py --part all --out benchmarks/data/power.json
+python benchmarks/power/page.py
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from power_whole_section import section
-
-from harness.config.faults import AMOUNTS, Fault, corpus
-from harness.parity.power.published import RULES
-from harness.parity.power.score import Judged, Rate, caught, caught_unwitnessed, false_alarms, placed, published_rates
+from benchmarks.power.published import RULES
+from benchmarks.power.score import Judged, Rate, caught, caught_unwitnessed, false_alarms, placed, published_rates
+from benchmarks.power.whole_section import section
 from harness.store.files import write_atomic
 from harness.store.reading import read_json
+from harness.train.faults import AMOUNTS
+from tests.faults.corpus import Fault, corpus
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks" / "data" / "power.json"
@@ -38,16 +38,16 @@ SAID_OF_LATER = (
 HEAD = """# Power: what the verdicts are worth
 
 *Record. How many faults, put into the engine on purpose, the verdicts find, and how often they raise a false alarm.
-Made by `python -m harness power --part all --out benchmarks/data/power.json && python benchmarks/pages/power_table.py
---frozen {frozen}`; {made}.*
+Made by `python benchmarks/power/first_steps.py --part all --out benchmarks/data/power.json && python
+benchmarks/power/page.py --frozen {frozen}`; {made}.*
 
 Faults were put into the engine on purpose, one at a time, and each faulty run was held against two clean ones: its
 *twin*, the same cell without the fault, and a *reference*, the same training by torch's DDP. Clean pairs differ only
 in what must not matter: how the model is sharded, over how many ranks, in how many microbatches, by which engine,
-with which messages. What each fault is, and how it is done, stands in `harness/probe/faults/`;
-`python run.py fault=NAME` puts it into any run. F numbers are silent bugs that were reported in public, the others
-are families of mistakes. At `full` strength a fault is as reported; at `middle` and `weak` a tenth and a hundredth of
-it, or, for a fault of precision, 8, 11 and 16 significant bits.
+with which messages. What each fault is, and how it is done, stands in `tests/faults/`;
+`python run.py fault.name=tests.faults.FILE:NAME` puts it into any run. F numbers are silent bugs that were reported
+in public, the others are families of mistakes. At `full` strength a fault is as reported; at `middle` and `weak` a
+tenth and a hundredth of it, or, for a fault of precision, 8, 11 and 16 significant bits.
 
 Two campaigns stand here. The newer asks what a user gets: faults that begin late or at once, default settings, stable
 training and hot; its fresh part is of faults that no judge had seen. The older one, of the first steps with captures
@@ -58,7 +58,7 @@ commit `{frozen}`). One thing was changed after that, because a study with longe
 reference lets an embedding's gradient err as it does in the dtype itself, which allows more there. It concerns the 168
 clean pairs held against that reference, whose twelve references were made again; no other judgement changed. All runs
 are of one set of sources. The published rules are written from the thresholds their
-projects state (`harness/parity/power/published.py`) and judge the same pairs by the same losses.
+projects state (`benchmarks/power/published.py`) and judge the same pairs by the same losses.
 
 A fault is *found* where the verdict is anything but EQUAL or EQUIVALENT; *stage right*
 where the first finding is in the part of the step where the fault is. Bounds are one-sided, 95 % (Clopper and Pearson).
@@ -84,7 +84,7 @@ def main() -> int:
     frozen = parser.parse_args().frozen
     data = read_json(DATA)
     if data is None:
-        print(f"{DATA} is missing: python -m harness power --part all --out {DATA}", file=sys.stderr)
+        print(f"{DATA} is missing: python benchmarks/power/first_steps.py --part all --out {DATA}", file=sys.stderr)
         return 2
     judged = [Judged(**each) for each in data["pairs"]]
     write_atomic(PAGE, "\n".join([HEAD.format(frozen=frozen, made=_made(data)), *_page(judged)]))

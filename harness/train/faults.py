@@ -1,0 +1,90 @@
+"""Faults on purpose: `fault.name=package.module:function` names what builds a run's session wrongly. Three samples.
+
+A fault is called on every rank with the configuration and `build`, which builds the session as it is. It may change
+anything before and after, and returns the session to run: its engine, loader, checkpoints (`engine.state`) and loop
+(`begins`, `progress`, `should_stop`). `fault.strength` and `fault.begins_at` are for the fault to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.config.schema import NO_FAULT, Config
+from harness.train.session import Session
+
+Build = Callable[[], Session]
+
+AMOUNTS = {"full": 1.0, "middle": 0.1, "weak": 0.01}
+"""Share of a fault, by its strength."""
+
+
+def build_session(config: Config, build: Build) -> Session:
+    """The session as `build` makes it, or as the configured fault does."""
+    if config.fault.name == NO_FAULT:
+        return build()
+    module, _, name = config.fault.name.rpartition(":")
+    found: Callable[[Config, Build], Session] = getattr(import_module(module or __name__), name)
+    return found(config, build)
+
+
+def from_step(session: Session, change: Callable[[Any, float], None]) -> Session:
+    """A session whose engine is changed before the fault's first step, given the engine and the share of the fault."""
+    due = [change]
+
+    def begins(step: int) -> None:
+        session.begins(step)
+        if due and step >= session.config.fault.begins_at:
+            due.pop()(session.engine, AMOUNTS[session.config.fault.strength.name])
+
+    return replace(session, begins=begins)
+
+
+def F01_duplicated_gradient(config: Config, build: Build) -> Session:
+    """A rank's own contribution is added to its shard of the sum."""
+    session = build()
+
+    def change(engine: Any, amount: float) -> None:
+        for reductions in engine.model._parts.reduce.reductions.values():
+            reductions.inner.fold = _duplicating(reductions.inner.fold, session.ranks.rank, amount)
+
+    return from_step(session, change)
+
+
+def _duplicating(fold: Callable[..., None], rank: int, amount: float) -> Callable[..., None]:
+    def wrapped(exchange: Any, into: list[Tensor], *, add: bool) -> None:
+        own = torch.cat([part.chunk(rank) for part in exchange.parts])
+        fold(exchange, into, add=add)
+        for target, mine in zip(into, own.split([each.numel() for each in into]), strict=True):
+            target.add_(mine.to(target.dtype), alpha=amount * exchange.factor)
+
+    return wrapped
+
+
+def scale_by_two(config: Config, build: Build) -> Session:
+    """All gradients are twice what they should be."""
+
+    def change(engine: Any, amount: float) -> None:
+        engine.model._parts.reduce.factor *= 1.0 + amount
+
+    return from_step(build(), change)
+
+
+def lr_of_a_group(config: Config, build: Build) -> Session:
+    """The last parameter group's learning rate is double."""
+
+    def change(engine: Any, amount: float) -> None:
+        step = engine.optimizer.step
+
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            engine.optimizer.param_groups[-1]["lr"] *= 1.0 + amount  # which every step sets anew
+            return step(*args, **kwargs)
+
+        engine.optimizer.step = stepped
+
+    return from_step(build(), change)
