@@ -42,6 +42,7 @@ MODULES = (
     "tests.fsdp.test_habits",
     "tests.fsdp.test_hidden_tensors",
     "tests.fsdp.test_kept",
+    "tests.fsdp.test_long_wait",
     "tests.fsdp.test_loop_habits",
     "tests.fsdp.test_mutants",
     "tests.fsdp.test_many_ranks",
@@ -56,6 +57,7 @@ MODULES = (
     "tests.fsdp.test_released",
     "tests.fsdp.test_requires_grad",
     "tests.fsdp.test_saving",
+    "tests.fsdp.test_sharded_twice",
     "tests.fsdp.test_step_cost",
     "tests.fsdp.test_step_habits",
     "tests.fsdp.test_store_requests",
@@ -63,6 +65,7 @@ MODULES = (
     "tests.fsdp.test_two_optimizers",
     "tests.fsdp.test_unused",
     "tests.fsdp.test_wrapper",
+    "tests.launch.test_ends",
     "tests.launch.test_sbatch",
     "tests.launch.test_scheduler",
     "tests.launch.test_verbs",
@@ -74,6 +77,7 @@ MODULES = (
     "tests.parity.test_comparable",
     "tests.parity.test_mutants",
     "tests.parity.test_optimizer",
+    "tests.parity.test_processes",
     "tests.parity.test_reach",
     "tests.parity.test_stability",
     "tests.parity.test_study",
@@ -95,6 +99,7 @@ MODULES = (
     "tests.streams.test_numbers",
     "tests.study.test_files",
     "tests.study.test_late",
+    "tests.train.test_stopping",
     "tests.train.test_again",
     "tests.train.test_callbacks",
     "tests.train.test_default_captures",
@@ -102,6 +107,7 @@ MODULES = (
     "tests.train.test_forward",
     "tests.train.test_left_out",
     "tests.train.test_resume",
+    "tests.worker.test_signals",
 )
 """All that declare mutants; in a run of the whole suite, one that is missing here is noticed."""
 
