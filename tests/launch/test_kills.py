@@ -23,7 +23,7 @@ from tests.launch.cells import SMALL
 from tests.support.programs import Program
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-INLINE = ("debug=inline", "ckpt=last", "mesh.world_size=1", "engine=single")
+INLINE = ("debug=inline",)
 WORDS = [str(REPOSITORY / "run.py"), "engine=ddp", "data=synthetic"]
 LIMIT_S = 10.0
 """How long an end may take."""
